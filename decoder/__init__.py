@@ -1,0 +1,1 @@
+"""Decoding with drafts: the target model, verification and the loop."""

@@ -1,0 +1,1 @@
+"""Corpora in, index out: documents, tokens, suffix arrays and the on-disk format."""

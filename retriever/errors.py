@@ -1,0 +1,41 @@
+"""What can go wrong between a decoder and a drafter, as one tree of errors."""
+
+
+class RetrieverError(Exception):
+    """Base of every error that this package raises."""
+
+
+class InvalidRequestError(RetrieverError):
+    """A request breaks the contract: the caller is at fault and must change it."""
+
+
+class OutOfSequenceError(InvalidRequestError):
+    """The stated length is not the session's length plus the new tokens: a step was lost."""
+
+
+class LimitExceededError(InvalidRequestError):
+    """A count or size is beyond the limit that the message names."""
+
+
+class UnknownSessionError(RetrieverError):
+    """No such session is open: it was never opened, was closed, or has ended."""
+
+
+class SessionExistsError(RetrieverError):
+    """A session of this name is open already."""
+
+
+class InvalidTreeError(RetrieverError):
+    """Arrays that claim to be a draft tree are not one."""
+
+
+class DrafterUnavailableError(RetrieverError):
+    """The drafter cannot be reached in time: go on without a draft."""
+
+
+class AddressInUseError(RetrieverError):
+    """The address to serve on is taken or cannot be bound."""
+
+
+class TraceError(RetrieverError):
+    """A file of recorded outputs cannot be read."""
