@@ -1,5 +1,5 @@
 # `make install`, `make demo`, `make test`, `make check`: each sets up all it needs by itself.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := .ci/constraints.txt
@@ -41,9 +41,10 @@ types: install
 	$(BIN)/mypy
 
 # Made with the oldest grpcio-tools that we support: stubs refuse runtimes older than their own.
-stubs: install
-	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(STUBS_OUT) \
-	  --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) proto/retriever/v1/retriever.proto
+stubs:
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(STUBS_OUT) \
+	  --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) --mypy_grpc_out=quiet:$(STUBS_OUT) \
+	  proto/retriever/v1/retriever.proto
 
 clean:
 	rm -rf $(VENV) .cache build *.egg-info

@@ -1,5 +1,44 @@
 """Draft trees for language models: the value, the protocol, the errors and the client.
 
 Importing this package loads numpy and gRPC only, so that an inference server which needs the
-client does not pay for the rest.
+client does not pay for the rest. The embedded drafter is `retriever.embedded.EmbeddedDrafter`.
 """
+
+from retriever.client import IndexInfo, RemoteDrafter
+from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.errors import (
+    AddressInUseError,
+    DrafterUnavailableError,
+    InvalidRequestError,
+    InvalidTreeError,
+    LimitExceededError,
+    OutOfSequenceError,
+    RetrieverError,
+    SessionExistsError,
+    TraceError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
+from retriever.tree import ROOT, DraftTree, Source
+
+__all__ = [
+    "ROOT",
+    "AddressInUseError",
+    "DraftRequest",
+    "DraftTree",
+    "Drafter",
+    "DrafterUnavailableError",
+    "IndexInfo",
+    "InvalidRequestError",
+    "InvalidTreeError",
+    "LimitExceededError",
+    "OutOfSequenceError",
+    "RemoteDrafter",
+    "RetrieverError",
+    "SessionExistsError",
+    "Source",
+    "TokenIds",
+    "TraceError",
+    "UnknownSessionError",
+    "VocabularyMismatchError",
+]

@@ -13,6 +13,10 @@ class OutOfSequenceError(InvalidRequestError):
     """The stated length is not the session's length plus the new tokens: a step was lost."""
 
 
+class VocabularyMismatchError(InvalidRequestError):
+    """Token ids at hand belong to another tokenizer than the one that is drafted for."""
+
+
 class LimitExceededError(InvalidRequestError):
     """A count or size is beyond the limit that the message names."""
 

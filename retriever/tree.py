@@ -123,6 +123,21 @@ class DraftTree:
             self.token_ids[path], parents, self.probabilities[path], self.sources[path]
         )
 
+    def follow(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """Return int64[k], the nodes of the longest path that the tokens begin with.
+
+        Args:
+            tokens: integers[n], what comes after the last committed token.
+        """
+        path: list[int] = []
+        current, wanted = ROOT, tokens[: len(self)].tolist()
+        nodes = enumerate(zip(self.parents.tolist(), self.token_ids.tolist(), strict=True))
+        for node, (parent, token) in nodes:
+            if parent == current and len(path) < len(wanted) and token == wanted[len(path)]:
+                path.append(node)
+                current = node
+        return np.array(path, np.int64)
+
     def path_to(self, node: int) -> NDArray[np.int64]:
         """Return int64[depth], the nodes from the root's child down to `node`."""
         path = []

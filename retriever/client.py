@@ -1,0 +1,207 @@
+"""The client: a `Drafter` that asks a draft service over gRPC."""
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Lock
+from typing import Any, Final, Self
+
+import grpc
+from numpy.typing import ArrayLike
+
+from retriever.drafter import DraftRequest
+from retriever.errors import DrafterUnavailableError, InvalidTreeError, UnknownSessionError
+from retriever.tree import DraftTree
+from retriever.v1 import retriever_pb2 as pb
+from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from retriever.watchdog import Watchdog
+from retriever.wire import (
+    CHANNEL_OPTIONS,
+    error_of,
+    step_to_message,
+    tokens_to_wire,
+    tree_from_message,
+)
+
+DEFAULT_TIMEOUT_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class IndexInfo:
+    """An index that a service drafts from; see `IndexInfo` of the wire contract."""
+
+    name: str
+    num_tokens: int
+    num_documents: int
+    vocabulary_size: int
+    vocabulary_fingerprint: str
+
+
+class RemoteDrafter:
+    """Drafts from a service; a `Drafter`. Connects at the first call.
+
+    Session names are the caller's own: on the wire they carry a random prefix, so that clients
+    never meet in a name. Once a step of a session got no answer, the service may or may not have
+    noted its tokens: the session is lost, and drafting for it raises `DrafterUnavailableError`
+    until it is closed and opened again.
+
+    Args:
+        address: `host:port`, or `unix:/path`.
+        timeout_s: longest wait for any answer, in seconds.
+        vocabulary_fingerprint: of the tokenizer at hand; a service for another one refuses.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        vocabulary_fingerprint: str = "",
+    ) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._fingerprint = vocabulary_fingerprint
+        self._prefix = f"{uuid.uuid4().hex}/"
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = RetrieverServiceStub(self._channel)
+        self._stream: _Stream | None = None
+        self._sessions: set[str] = set()
+        self._lost: set[str] = set()
+        self._lock = Lock()
+
+    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
+        """Begin a sequence; see `Drafter.open`."""
+        message = pb.OpenSessionRequest(
+            session_id=self._prefix + session,
+            prompt=tokens_to_wire(prompt),
+            forget=not remember,
+            vocabulary_fingerprint=self._fingerprint,
+        )
+        self._call(self._stub.OpenSession, message)
+        self._sessions.add(session)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Commit new tokens and draft for each sequence; see `Drafter.draft`."""
+        self._check_sessions(requests)
+        message = pb.DraftStreamRequest(
+            steps=[step_to_message(request, self._prefix + request.session) for request in requests]
+        )
+        with self._lock:
+            try:
+                response = self._exchange(message)
+                return [tree_from_message(tree) for tree in response.trees]
+            except DrafterUnavailableError:
+                self._lost.update(request.session for request in requests)
+                raise
+            except InvalidTreeError as error:
+                raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
+
+    def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
+        """End a sequence; see `Drafter.close`. A lost session is closed without a complaint."""
+        if session not in self._sessions:
+            raise UnknownSessionError(f"no session {session!r} is open: open it first")
+        self._sessions.discard(session)
+        lost = session in self._lost
+        self._lost.discard(session)
+        message = pb.CloseSessionRequest(
+            session_id=self._prefix + session,
+            new_token_ids=[] if new_tokens is None or lost else tokens_to_wire(new_tokens),
+        )
+        try:
+            self._call(self._stub.CloseSession, message)
+        except (DrafterUnavailableError, UnknownSessionError):
+            if not lost:
+                raise
+
+    def draft_context(
+        self, context: ArrayLike, budget_nodes: int, min_probability: float = 0.0
+    ) -> DraftTree:
+        """Draft for integers[n], a bare context, without a session."""
+        message = pb.DraftRequest(
+            context=tokens_to_wire(context),
+            budget_nodes=budget_nodes,
+            min_probability=min_probability,
+            vocabulary_fingerprint=self._fingerprint,
+        )
+        return tree_from_message(self._call(self._stub.Draft, message).tree)
+
+    def list_indexes(self) -> list[IndexInfo]:
+        """Return the indexes that the service drafts from."""
+        response = self._call(self._stub.ListIndexes, pb.ListIndexesRequest())
+        return [
+            IndexInfo(
+                index.name,
+                index.num_tokens,
+                index.num_documents,
+                index.vocabulary_size,
+                index.vocabulary_fingerprint,
+            )
+            for index in response.indexes
+        ]
+
+    def shut_down(self) -> None:
+        """Close the connection. Sessions that are open stay so on the service."""
+        with self._lock:
+            self._end_stream()
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shut_down()
+
+    def _check_sessions(self, requests: Sequence[DraftRequest]) -> None:
+        for request in requests:
+            if request.session not in self._sessions:
+                raise UnknownSessionError(f"no session {request.session!r} is open: open it first")
+            if request.session in self._lost:
+                raise DrafterUnavailableError(
+                    f"session {request.session!r} was lost when a step got no answer"
+                )
+
+    def _call(self, method: Any, message: Any) -> Any:
+        try:
+            return method(message, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+    def _exchange(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
+        """Send one step and await its answer; a stream that failed is begun anew next time."""
+        if self._stream is None:
+            self._stream = _Stream(self._stub, self._timeout_s)
+        try:
+            return self._stream.exchange(message)
+        except grpc.RpcError as error:
+            self._end_stream()
+            raise error_of(error) from error
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.end()
+            self._stream = None
+
+
+class _Stream:
+    """One bidirectional call: a message out, a message in."""
+
+    def __init__(self, stub: RetrieverServiceStub, timeout_s: float) -> None:
+        self._outbox: SimpleQueue[pb.DraftStreamRequest | None] = SimpleQueue()
+        self._call = stub.DraftStream(self._messages(), wait_for_ready=False)
+        self._watchdog = Watchdog(timeout_s, self._call.cancel)
+
+    def exchange(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
+        with self._watchdog:
+            self._outbox.put(message)
+            response: pb.DraftStreamResponse = next(self._call)
+            return response
+
+    def end(self) -> None:
+        self._outbox.put(None)
+        self._call.cancel()
+        self._watchdog.stop()
+
+    def _messages(self) -> Iterator[pb.DraftStreamRequest]:
+        while (message := self._outbox.get()) is not None:
+            yield message

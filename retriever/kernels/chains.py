@@ -1,0 +1,175 @@
+"""Hash chains: every earlier occurrence of the last tokens, newest first.
+
+A store holds tokens at absolute positions 0, 1, 2, … in a ring whose capacity is a power of two.
+For each indexed n-gram order it keeps the newest position of every hash bucket (`heads`) and, for
+every position, the distance back to the previous position of the same bucket (`links`, 0 for
+none). A `SEPARATOR` stands after each document; no match and no continuation spans one.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+SEPARATOR: Final = -1
+"""Ends a document in a store; no token has this id."""
+
+_MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT: Final = np.uint64(29)
+_PROBES_PER_ROW: Final = 4
+
+
+@njit(cache=True, nogil=True)
+def append_tokens(
+    tokens: NDArray[np.int32],
+    heads: NDArray[np.int64],
+    links: NDArray[np.int32],
+    orders: NDArray[np.int64],
+    state: NDArray[np.int64],
+    new_tokens: NDArray[np.int32],
+) -> None:
+    """Append tokens to a store and link the n-grams that end at each of them.
+
+    Args:
+        tokens: int32[capacity], the ring.
+        heads: int64[orders, buckets], newest position of each bucket, -1 for none.
+        links: int32[orders, capacity], distance to the previous position, 0 for none.
+        orders: int64[orders], the indexed n-gram orders, longest first.
+        state: int64[2], tokens appended so far and where the current document began; updated.
+        new_tokens: int32[n], token ids and separators.
+    """
+    mask = tokens.shape[0] - 1
+    for token in new_tokens:
+        position = state[0]
+        tokens[position & mask] = token
+        state[0] = position + 1
+        if token == SEPARATOR:
+            state[1] = position + 1
+        for row in range(orders.shape[0]):
+            links[row, position & mask] = 0
+            begin = position - orders[row] + 1
+            if token != SEPARATOR and begin >= state[1]:
+                bucket = _bucket(tokens, begin, mask, orders[row], heads.shape[1])
+                distance = position - heads[row, bucket]
+                if heads[row, bucket] >= 0 and distance <= mask:
+                    links[row, position & mask] = distance
+                heads[row, bucket] = position
+
+
+@njit(cache=True, nogil=True)
+def collect_chains(
+    tokens: NDArray[np.int32],
+    heads: NDArray[np.int64],
+    links: NDArray[np.int32],
+    orders: NDArray[np.int64],
+    max_rows: NDArray[np.int64],
+    state: NDArray[np.int64],
+    query: NDArray[np.int32],
+    source: int,
+    wrap: bool,
+    depth: int,
+    rows: NDArray[Any],
+    continuations: NDArray[np.int32],
+    row: int,
+) -> int:
+    """Write what followed earlier occurrences of the query's end, longest matches first.
+
+    Args:
+        tokens: int32[capacity], the ring of a store.
+        heads: int64[orders, buckets].
+        links: int32[orders, capacity].
+        orders: int64[orders], longest first.
+        max_rows: int64[orders], most rows that each order may add.
+        state: int64[2], of the store.
+        query: int32[q], the last tokens of the context.
+        source: database that the rows are marked with.
+        wrap: whether the store is the context itself: its end is then no occurrence, and a
+            continuation that reaches the end starts over, so that a loop goes on as a loop.
+        depth: most tokens to copy for each occurrence.
+        rows: ROW[max_rows], written from `row` on.
+        continuations: int32[max_rows, max_depth], likewise.
+        row: first free row.
+
+    Returns:
+        The first free row afterwards.
+    """
+    total = state[0]
+    oldest = max(0, total - tokens.shape[0])
+    too_long = query.shape[0] + 1  # longer matches were written with a longer order
+    for index in range(orders.shape[0]):
+        order = orders[index]
+        if query.shape[0] < order:
+            continue
+        bucket = _bucket(query, query.shape[0] - order, -1, order, heads.shape[1])
+        position = heads[index, bucket]
+        last_row = min(row + max_rows[index], rows.shape[0])
+        probes = _PROBES_PER_ROW * max_rows[index]
+        while position >= oldest and row < last_row and probes > 0:
+            match = 0
+            if position + 1 < total:
+                match = _match_length(tokens, position, oldest, query)
+            if order <= match < too_long:
+                length = _copy(tokens, position + 1, total, wrap, depth, continuations[row])
+                if length > 0:
+                    _write(rows[row], length, match, source)
+                    row += 1
+            distance = links[index, position & (tokens.shape[0] - 1)]
+            if distance == 0:
+                break
+            position -= distance
+            probes -= 1
+        too_long = order
+    return row
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _bucket(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_buckets: int) -> int:
+    """Hash the `order` tokens from `begin` on; a mask of -1 is for arrays that are no rings."""
+    key = np.uint64(order)
+    for offset in range(order):
+        token = ring[(begin + offset) & mask]
+        key = (key ^ np.uint64(token)) * _MULTIPLIER
+        key ^= key >> _SHIFT
+    return np.int64(key & np.uint64(num_buckets - 1))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _match_length(
+    tokens: NDArray[np.int32], position: int, oldest: int, query: NDArray[np.int32]
+) -> int:
+    """Count equal tokens backwards from `position` and from the query's end."""
+    mask = tokens.shape[0] - 1
+    limit = min(query.shape[0], position - oldest + 1)
+    length = 0
+    while length < limit and tokens[(position - length) & mask] == query[-1 - length]:
+        length += 1
+    return length
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _copy(
+    tokens: NDArray[np.int32], begin: int, end: int, wrap: bool, depth: int, out: NDArray[np.int32]
+) -> int:
+    """Copy tokens up to a separator; with `wrap`, start over at the end."""
+    mask = tokens.shape[0] - 1
+    position = begin
+    length = 0
+    while length < depth and (position < end or wrap):
+        if position == end:
+            position = begin
+        token = tokens[position & mask]
+        if token == SEPARATOR:
+            break
+        out[length] = token
+        position += 1
+        length += 1
+    return length
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _write(row: Any, length: int, match: int, source: int) -> None:
+    row.length = length
+    row.match = match
+    row.source = source
+    row.count = 1.0

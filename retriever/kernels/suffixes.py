@@ -1,0 +1,149 @@
+"""Suffix arrays: where the longest ends of the context occur in a segment, and how often.
+
+Arrays of a segment, as the indexer writes them: `tokens` unsigned[n] with the dtype's maximum after
+each document, `suffixes` unsigned[m] positions in the order of what stands there, and `starts`
+unsigned[vocabulary + 1], where in `suffixes` those that begin with each token begin.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+
+@njit(cache=True, nogil=True)
+def collect_suffixes(
+    tokens: NDArray[Any],
+    suffixes: NDArray[Any],
+    starts: NDArray[Any],
+    query: NDArray[np.int32],
+    longest: int,
+    samples: int,
+    enough: int,
+    source: int,
+    depth: int,
+    rows: NDArray[Any],
+    continuations: NDArray[np.int32],
+    row: int,
+) -> tuple[int, int]:
+    """Write what followed the longest ends of the query, sampled evenly over their occurrences.
+
+    Occurrences stand in the order of their continuations, so that an even sample keeps the shares.
+
+    Args:
+        tokens: of a segment.
+        suffixes: of a segment.
+        starts: of a segment.
+        query: int32[q], the last tokens of the context, ids inside the vocabulary.
+        longest: ends of the query longer than this are known not to occur.
+        samples: most occurrences to read for each length.
+        enough: shorter ends are not asked once one occurs this often.
+        source: database that the rows are marked with.
+        depth: most tokens to copy for each occurrence.
+        rows: ROW[max_rows], written from `row` on.
+        continuations: int32[max_rows, max_depth], likewise.
+        row: first free row.
+
+    Returns:
+        The first free row afterwards, and the length of the longest match.
+    """
+    found = 0
+    for length in range(min(longest, query.shape[0]), 0, -1):
+        pattern = query[query.shape[0] - length :]
+        begin, end = find_interval(tokens, suffixes, starts, pattern)
+        if begin == end:
+            continue
+        found = max(found, length)
+        read = min(end - begin, samples)
+        for sample in range(read):
+            if row == rows.shape[0]:
+                return row, found
+            position = np.int64(suffixes[begin + (end - begin) * sample // read])
+            if _goes_on(tokens, position, query, length):
+                continue  # it is among the occurrences of the longer end
+            copied = _copy(tokens, position + length, depth, continuations[row])
+            if copied > 0:
+                _write(rows[row], copied, length, source, (end - begin) / read)
+                row += 1
+        if end - begin >= enough:
+            break
+    return row, found
+
+
+@njit(cache=True, nogil=True)
+def find_interval(
+    tokens: NDArray[Any], suffixes: NDArray[Any], starts: NDArray[Any], pattern: NDArray[np.int32]
+) -> tuple[int, int]:
+    """Return the half-open range of `suffixes` that start with the pattern (int32[k], k ≥ 1)."""
+    low, end = np.int64(starts[pattern[0]]), np.int64(starts[pattern[0] + 1])
+    begin = _bisect(tokens, suffixes, pattern, low, end, 0)
+    if begin == end or _compare(tokens, np.int64(suffixes[begin]), pattern) != 0:
+        return begin, begin
+    width = 1  # occurrences are few beside the bucket: gallop from the first one
+    while begin + width < end:
+        if _compare(tokens, np.int64(suffixes[begin + width]), pattern) != 0:
+            break
+        width *= 2
+    return begin, _bisect(tokens, suffixes, pattern, begin, min(begin + width, end), 1)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _bisect(
+    tokens: NDArray[Any],
+    suffixes: NDArray[Any],
+    pattern: NDArray[np.int32],
+    low: int,
+    high: int,
+    bound: int,
+) -> int:
+    """Return the first index whose suffix compares to the pattern as `bound` or greater."""
+    while low < high:
+        middle = (low + high) >> 1
+        if _compare(tokens, np.int64(suffixes[middle]), pattern) < bound:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _compare(tokens: NDArray[Any], position: int, pattern: NDArray[np.int32]) -> int:
+    """Order the suffix at `position` against the pattern: -1, 0 where it starts so, or 1."""
+    for offset in range(1, pattern.shape[0]):  # the first token is equal: `starts` says so
+        if position + offset >= tokens.shape[0]:
+            return -1
+        token, wanted = np.int64(tokens[position + offset]), np.int64(pattern[offset])
+        if token != wanted:
+            return -1 if token < wanted else 1
+    return 0
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _goes_on(tokens: NDArray[Any], position: int, query: NDArray[np.int32], length: int) -> bool:
+    """Whether the match is longer than `length`: the token before it fits too."""
+    if position == 0 or length >= query.shape[0]:
+        return False
+    return np.int64(tokens[position - 1]) == np.int64(query[query.shape[0] - length - 1])
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _copy(tokens: NDArray[Any], begin: int, depth: int, out: NDArray[np.int32]) -> int:
+    """Copy tokens up to the end of the document."""
+    separator = np.int64(np.iinfo(tokens.dtype).max)
+    length = 0
+    while length < depth and begin + length < tokens.shape[0]:
+        token = np.int64(tokens[begin + length])
+        if token == separator:
+            break
+        out[length] = token
+        length += 1
+    return length
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _write(row: Any, length: int, match: int, source: int, count: float) -> None:
+    row.length = length
+    row.match = match
+    row.source = source
+    row.count = count

@@ -1,0 +1,113 @@
+"""Limits on what a drafter accepts, and the checks of everything that comes from outside."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import InvalidRequestError, LimitExceededError
+
+_MAX_NAME_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a drafter accepts at most.
+
+    Attributes:
+        max_sessions: sessions open at once.
+        max_sequence_tokens: tokens in one sequence, prompt included.
+        max_budget_nodes: nodes in one tree.
+        max_batch: sequences in one decoding step.
+        generations_tokens: recent outputs that are kept, in tokens.
+    """
+
+    max_sessions: int = 4096
+    max_sequence_tokens: int = 1 << 20
+    max_budget_nodes: int = 256
+    max_batch: int = 1024
+    generations_tokens: int = 1 << 20
+
+
+def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> TokenIds:
+    """Return int32[n], having checked that every id is inside the vocabulary.
+
+    Args:
+        tokens: integers in one dimension.
+        vocabulary_size: ids must be below it; None where it is not known.
+
+    Raises:
+        InvalidRequestError: an id is outside, or these are no token ids.
+    """
+    array = np.asarray(tokens)
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise InvalidRequestError("token ids must be integers in one dimension")
+    highest = vocabulary_size if vocabulary_size is not None else np.iinfo(np.int32).max
+    for worst in (int(array.min()), int(array.max())):
+        if not 0 <= worst < highest:
+            raise InvalidRequestError(
+                f"token id {worst} is outside the vocabulary of {highest}: "
+                "the tokenizer at hand is not the one that is drafted for"
+            )
+    return np.ascontiguousarray(array, np.int32)
+
+
+def check_session_name(session: str) -> None:
+    """Refuse names that cannot be a session's.
+
+    Raises:
+        InvalidRequestError: the name is empty or too long.
+    """
+    if not 0 < len(session.encode()) <= _MAX_NAME_BYTES:
+        raise InvalidRequestError(f"a session's name has 1 to {_MAX_NAME_BYTES} bytes")
+
+
+def check_length(num_tokens: int, limits: Limits) -> None:
+    """Refuse sequences that are too long.
+
+    Raises:
+        LimitExceededError: it would have more than `max_sequence_tokens`.
+    """
+    if num_tokens > limits.max_sequence_tokens:
+        raise LimitExceededError(
+            f"a sequence of {num_tokens} tokens is beyond the limit of "
+            f"{limits.max_sequence_tokens} (max_sequence_tokens)"
+        )
+
+
+def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> None:
+    """Refuse budgets and thresholds that make no sense.
+
+    Raises:
+        InvalidRequestError: a budget below 0 or a probability outside 0 to 1.
+        LimitExceededError: a budget beyond `max_budget_nodes`.
+    """
+    if budget_nodes < 0:
+        raise InvalidRequestError(f"a budget of {budget_nodes} nodes is negative")
+    if budget_nodes > limits.max_budget_nodes:
+        raise LimitExceededError(
+            f"a budget of {budget_nodes} nodes is beyond the limit of "
+            f"{limits.max_budget_nodes} (max_budget_nodes)"
+        )
+    if not 0.0 <= min_probability <= 1.0:
+        raise InvalidRequestError(f"min_probability must lie between 0 and 1: {min_probability}")
+
+
+def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
+    """Refuse steps with too many sequences, or with one of them twice.
+
+    Raises:
+        LimitExceededError: more than `max_batch`.
+        InvalidRequestError: two requests name one session.
+    """
+    if len(requests) > limits.max_batch:
+        raise LimitExceededError(
+            f"a step of {len(requests)} sequences is beyond the limit of {limits.max_batch} "
+            "(max_batch)"
+        )
+    if len({request.session for request in requests}) != len(requests):
+        raise InvalidRequestError("a step names one session twice")

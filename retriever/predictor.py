@@ -1,0 +1,88 @@
+"""The predictor: one estimate of what comes next, from every database at once."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from retriever.databases import Databases
+from retriever.kernels.growth import grow_tree, weigh_rows
+from retriever.kernels.layout import Scratch
+from retriever.tree import DraftTree, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """What the evidence is worth before anything has been learned.
+
+    Attributes:
+        context: what an occurrence in the sequence itself counts.
+        generations: what an occurrence in recent outputs counts.
+        corpus: what an occurrence in the corpus counts.
+        escape: count at which a match of one token takes half of the probability that longer
+            matches left; a match of k tokens needs a k-th of it.
+        doubt: weight of whatever no evidence predicts, at every node.
+    """
+
+    context: float = 6.0
+    generations: float = 0.6
+    corpus: float = 0.35
+    escape: float = 32.0
+    doubt: float = 0.03
+
+    def trust(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Return float64[sources], what one occurrence counts by source."""
+        trust = np.zeros(len(Source))
+        trust[Source.CONTEXT] = self.context
+        trust[Source.GENERATIONS] = self.generations
+        trust[Source.CORPUS] = self.corpus
+        return trust
+
+
+DEFAULT_PRIOR: Final = Prior()
+
+
+class Predictor:
+    """Grows draft trees from databases; owns the scratch memory, so one thread at a time.
+
+    Args:
+        max_budget: most nodes of any tree.
+        prior: what evidence is worth.
+    """
+
+    def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR) -> None:
+        self._scratch = Scratch(max_depth=max_budget)
+        self._trust = prior.trust()
+        self._prior = prior
+
+    def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
+        """Return the most probable tree of at most `budget` nodes."""
+        if budget == 0 or len(databases.context) == 0:
+            return DraftTree.empty()
+        num_rows = databases.collect(budget, self._scratch)
+        weigh_rows(self._scratch.rows, num_rows, self._trust, self._prior.escape)
+        return self._grow(num_rows, budget, min_probability)
+
+    def _grow(self, num_rows: int, budget: int, min_probability: float) -> DraftTree:
+        tree = DraftTree(
+            np.empty(budget, np.int32),
+            np.empty(budget, np.int32),
+            np.empty(budget, np.float32),
+            np.empty(budget, np.uint8),
+        )
+        size = grow_tree(
+            self._scratch.rows,
+            self._scratch.continuations,
+            num_rows,
+            self._prior.doubt,
+            budget,
+            min_probability,
+            self._scratch.nodes,
+            self._scratch.heap,
+            self._scratch.slots,
+            tree.token_ids,
+            tree.parents,
+            tree.probabilities,
+            tree.sources,
+        )
+        return tree.prefix(int(size))

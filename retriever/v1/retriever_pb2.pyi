@@ -1,0 +1,131 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SOURCE_UNSPECIFIED: _ClassVar[Source]
+    SOURCE_CONTEXT: _ClassVar[Source]
+    SOURCE_GENERATIONS: _ClassVar[Source]
+    SOURCE_PHRASES: _ClassVar[Source]
+    SOURCE_CORPUS: _ClassVar[Source]
+    SOURCE_MODEL: _ClassVar[Source]
+SOURCE_UNSPECIFIED: Source
+SOURCE_CONTEXT: Source
+SOURCE_GENERATIONS: Source
+SOURCE_PHRASES: Source
+SOURCE_CORPUS: Source
+SOURCE_MODEL: Source
+
+class DraftTree(_message.Message):
+    __slots__ = ("token_ids", "parents", "probabilities", "sources")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    probabilities: _containers.RepeatedScalarFieldContainer[float]
+    sources: _containers.RepeatedScalarFieldContainer[Source]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., probabilities: _Optional[_Iterable[float]] = ..., sources: _Optional[_Iterable[_Union[Source, str]]] = ...) -> None: ...
+
+class DraftRequest(_message.Message):
+    __slots__ = ("context", "budget_nodes", "min_probability", "vocabulary_fingerprint")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_NODES_FIELD_NUMBER: _ClassVar[int]
+    MIN_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    context: _containers.RepeatedScalarFieldContainer[int]
+    budget_nodes: int
+    min_probability: float
+    vocabulary_fingerprint: str
+    def __init__(self, context: _Optional[_Iterable[int]] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., vocabulary_fingerprint: _Optional[str] = ...) -> None: ...
+
+class DraftResponse(_message.Message):
+    __slots__ = ("tree",)
+    TREE_FIELD_NUMBER: _ClassVar[int]
+    tree: DraftTree
+    def __init__(self, tree: _Optional[_Union[DraftTree, _Mapping]] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    forget: bool
+    vocabulary_fingerprint: str
+    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., forget: bool = ..., vocabulary_fingerprint: _Optional[str] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DraftStreamRequest(_message.Message):
+    __slots__ = ("steps",)
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    steps: _containers.RepeatedCompositeFieldContainer[SessionStep]
+    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ...) -> None: ...
+
+class SessionStep(_message.Message):
+    __slots__ = ("session_id", "new_token_ids", "length", "budget_nodes", "min_probability")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_NODES_FIELD_NUMBER: _ClassVar[int]
+    MIN_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    new_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    length: int
+    budget_nodes: int
+    min_probability: float
+    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ...) -> None: ...
+
+class DraftStreamResponse(_message.Message):
+    __slots__ = ("trees",)
+    TREES_FIELD_NUMBER: _ClassVar[int]
+    trees: _containers.RepeatedCompositeFieldContainer[DraftTree]
+    def __init__(self, trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ...) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session_id", "new_token_ids")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    new_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CloseSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListIndexesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListIndexesResponse(_message.Message):
+    __slots__ = ("indexes",)
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    indexes: _containers.RepeatedCompositeFieldContainer[IndexInfo]
+    def __init__(self, indexes: _Optional[_Iterable[_Union[IndexInfo, _Mapping]]] = ...) -> None: ...
+
+class IndexInfo(_message.Message):
+    __slots__ = ("name", "num_tokens", "num_documents", "vocabulary_size", "vocabulary_fingerprint")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    num_tokens: int
+    num_documents: int
+    vocabulary_size: int
+    vocabulary_fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_documents: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ...) -> None: ...

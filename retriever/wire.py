@@ -1,0 +1,132 @@
+"""Between values and wire messages, and between errors and gRPC statuses: the one place."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+import numpy as np
+from numpy.typing import ArrayLike
+
+from retriever import errors
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.tree import DraftTree
+from retriever.v1 import retriever_pb2 as pb
+
+MAX_MESSAGE_BYTES: Final = 16 << 20
+"""Longest message in either direction; a prompt of a million tokens fits."""
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+_MAX_TOKEN_ID: Final = (1 << 31) - 1
+
+# The most particular error first: a status is that of the first class that fits.
+_STATUS_OF_ERROR: Final[tuple[tuple[type[errors.RetrieverError], grpc.StatusCode], ...]] = (
+    (errors.OutOfSequenceError, grpc.StatusCode.ABORTED),
+    (errors.VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.LimitExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.UnknownSessionError, grpc.StatusCode.NOT_FOUND),
+    (errors.SessionExistsError, grpc.StatusCode.ALREADY_EXISTS),
+)
+_ERROR_OF_STATUS: Final = {status: error for error, status in _STATUS_OF_ERROR}
+
+
+def status_of(error: errors.RetrieverError) -> grpc.StatusCode:
+    """Return the status that tells a client of an error."""
+    for kind, status in _STATUS_OF_ERROR:
+        if isinstance(error, kind):
+            return status
+    return grpc.StatusCode.INTERNAL
+
+
+def error_of(error: grpc.RpcError) -> errors.RetrieverError:
+    """Return the error that a failed call stands for; what is not named is unavailability."""
+    code, details = error.code(), error.details() or ""
+    kind = _ERROR_OF_STATUS.get(code)
+    if kind is not None:
+        return kind(details)
+    return errors.DrafterUnavailableError(f"the draft service answered {code.name}: {details}")
+
+
+def tree_to_message(tree: DraftTree) -> pb.DraftTree:
+    """Return the wire form of a tree."""
+    return pb.DraftTree(
+        token_ids=tree.token_ids.tolist(),
+        parents=tree.parents.tolist(),
+        probabilities=tree.probabilities.tolist(),
+        sources=tree.sources.tolist(),
+    )
+
+
+def tree_from_message(message: pb.DraftTree) -> DraftTree:
+    """Return the tree of a message.
+
+    Raises:
+        InvalidTreeError: the message's lists are no tree.
+    """
+    return DraftTree.checked(
+        np.array(message.token_ids, np.int64),
+        np.array(message.parents, np.int64),
+        np.array(message.probabilities, np.float32),
+        np.array(message.sources, np.int64),
+    )
+
+
+def step_to_message(request: DraftRequest, session_id: str) -> pb.SessionStep:
+    """Return the wire form of one sequence's part of a step.
+
+    Raises:
+        InvalidRequestError: a number does not fit the wire.
+    """
+    try:
+        return pb.SessionStep(
+            session_id=session_id,
+            new_token_ids=request.new_tokens.tolist(),
+            length=request.length,
+            budget_nodes=request.budget_nodes,
+            min_probability=request.min_probability,
+        )
+    except ValueError as error:
+        raise errors.InvalidRequestError(f"a step does not fit the wire: {error}") from error
+
+
+def requests_from_message(message: pb.DraftStreamRequest) -> list[DraftRequest]:
+    """Return the requests of one step; their contents are checked by the drafter."""
+    return [
+        DraftRequest(
+            step.session_id,
+            tokens_from_wire(step.new_token_ids),
+            step.length,
+            step.budget_nodes,
+            step.min_probability,
+        )
+        for step in message.steps
+    ]
+
+
+def tokens_from_wire(token_ids: Sequence[int]) -> TokenIds:
+    """Return int32[n].
+
+    Raises:
+        InvalidRequestError: an id is beyond 31 bits.
+    """
+    array = np.array(token_ids, np.int64)
+    if array.size and int(array.max()) > _MAX_TOKEN_ID:
+        raise errors.InvalidRequestError(f"token id {int(array.max())} is beyond 31 bits")
+    return array.astype(np.int32)
+
+
+def tokens_to_wire(tokens: ArrayLike) -> list[int]:
+    """Return token ids as the wire takes them.
+
+    Raises:
+        InvalidRequestError: an id is negative or beyond 31 bits.
+    """
+    array = np.asarray(tokens, np.int64)
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= _MAX_TOKEN_ID:
+        raise errors.InvalidRequestError("token ids must be between 0 and 2^31 - 1")
+    token_ids: list[int] = array.tolist()
+    return token_ids

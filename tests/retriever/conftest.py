@@ -1,0 +1,62 @@
+"""A small vocabulary, an index on it, and a service in a process of its own."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexer.build import build_from_tokens
+from indexer.reader import Vocabulary
+
+VOCABULARY_SIZE = 50
+
+
+@pytest.fixture(scope="session")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(VOCABULARY_SIZE, "ab" * 32)
+
+
+@pytest.fixture(scope="session")
+def index(tmp_path_factory: pytest.TempPathFactory, vocabulary: Vocabulary) -> Path:
+    """Forty documents that repeat one another in parts."""
+    rng = np.random.default_rng(7)
+    phrases = [rng.integers(0, VOCABULARY_SIZE, 12).tolist() for _ in range(15)]
+    documents = [
+        (f"document-{i}", [t for j in rng.integers(0, 15, 6) for t in phrases[j]])
+        for i in range(40)
+    ]
+    path = tmp_path_factory.mktemp("index") / "corpus"
+    build_from_tokens(documents, path, vocabulary)
+    return path
+
+
+def start_service(*arguments: str) -> tuple["subprocess.Popen[str]", str]:
+    """Start `python -m retriever serve` and return the process and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "retriever", "serve", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line.startswith("serving on "):
+        _, errors = process.communicate(timeout=60)
+        raise AssertionError(f"the service did not start: {line}{errors}")
+    return process, line.removeprefix("serving on ").strip()
+
+
+def stop_service(process: "subprocess.Popen[str]") -> None:
+    process.terminate()
+    process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def service(index: Path) -> Iterator[str]:
+    """The address of a running service on the index."""
+    process, address = start_service("--index", str(index), "--address", "127.0.0.1:0")
+    yield address
+    stop_service(process)

@@ -1,0 +1,187 @@
+"""Compiled kernels equal their slow twins on thousands of seeded cases."""
+
+import numpy as np
+import pytest
+
+from retriever.kernels.chains import SEPARATOR, append_tokens, collect_chains
+from retriever.kernels.growth import grow_tree, weigh_rows
+from retriever.kernels.layout import MAX_MATCH, Scratch
+from retriever.kernels.suffixes import collect_suffixes, find_interval
+from tests.retriever import twins
+
+NUM_SEEDS = 3000
+CAPACITY = 64
+
+
+def rows_in(scratch: Scratch, num_rows: int) -> list[twins.Row]:
+    return [
+        twins.Row(
+            tuple(scratch.continuations[i, : scratch.rows[i]["length"]].tolist()),
+            int(scratch.rows[i]["match"]),
+            float(scratch.rows[i]["count"]),
+            int(scratch.rows[i]["source"]),
+        )
+        for i in range(num_rows)
+    ]
+
+
+def test_chains_find_what_brute_force_finds() -> None:
+    rng = np.random.default_rng(1)
+    found = 0
+    for _ in range(NUM_SEEDS):
+        wrap = bool(rng.integers(2))
+        alphabet = int(rng.integers(2, 6))
+        low = 0 if wrap else SEPARATOR  # a context has no separators
+        tokens = rng.integers(low, alphabet, int(rng.integers(1, CAPACITY if wrap else 200)))
+        tokens = tokens.astype(np.int32)
+        query = tokens[-MAX_MATCH:] if wrap else rng.integers(0, alphabet, 9).astype(np.int32)
+        orders = np.array([[8, 4, 2, 1], [4, 2], [3, 1]][int(rng.integers(3))], np.int64)
+        max_rows = rng.integers(1, 6, len(orders))
+        depth, num_buckets = int(rng.integers(1, 12)), 32
+        ring = np.zeros(CAPACITY, np.int32)
+        heads = np.full((len(orders), num_buckets), -1, np.int64)
+        links = np.zeros((len(orders), CAPACITY), np.int32)
+        state, scratch = np.zeros(2, np.int64), Scratch(16, max_rows=64, max_nodes=64)
+        for part in np.array_split(tokens, 3):
+            append_tokens(ring, heads, links, orders, state, part)
+        num_rows = collect_chains(
+            ring, heads, links, orders, max_rows, state, query, 0, wrap, depth,
+            scratch.rows, scratch.continuations, 0,
+        )  # fmt: skip
+        expected = twins.chain_rows(
+            tokens.tolist(),
+            query.tolist(),
+            capacity=CAPACITY,
+            num_buckets=num_buckets,
+            orders=orders.tolist(),
+            max_rows=max_rows.tolist(),
+            wrap=wrap,
+            depth=depth,
+        )
+        assert rows_in(scratch, num_rows) == expected
+        found += len(expected)
+    assert found > NUM_SEEDS
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_suffixes_find_what_brute_force_finds(dtype: type[np.unsignedinteger]) -> None:
+    rng = np.random.default_rng(2)
+    separator = int(np.iinfo(dtype).max)
+    found = 0
+    for _ in range(NUM_SEEDS):
+        alphabet = int(rng.integers(1, 5))
+        tokens = rng.integers(0, alphabet + 1, int(rng.integers(1, 60)))
+        tokens = np.append(np.where(tokens == alphabet, separator, tokens), separator).astype(dtype)
+        suffixes = np.array(twins.sort_suffixes(tokens.tolist(), separator), np.uint32)
+        firsts = tokens[suffixes]
+        starts = np.searchsorted(firsts, np.arange(alphabet + 1)).astype(np.uint32)
+        query = rng.integers(0, alphabet, int(rng.integers(1, 8))).astype(np.int32)
+        limits = {
+            "longest": int(rng.integers(1, 9)),
+            "samples": int(rng.integers(1, 9)),
+            "enough": int(rng.integers(1, 9)),
+            "depth": int(rng.integers(1, 7)),
+        }
+        scratch = Scratch(8, max_rows=256, max_nodes=8)
+        for array in (tokens, suffixes, starts):
+            array.flags.writeable = False  # as a mapped file is
+        num_rows, longest = collect_suffixes(
+            tokens, suffixes, starts, query, limits["longest"], limits["samples"],
+            limits["enough"], 0, limits["depth"], scratch.rows, scratch.continuations, 0,
+        )  # fmt: skip
+        expected = twins.suffix_rows(tokens.tolist(), separator, query.tolist(), **limits)
+        assert (rows_in(scratch, num_rows), longest) == expected
+        found += len(expected[0])
+    assert found > NUM_SEEDS
+
+
+def test_interval_holds_every_occurrence_and_nothing_else() -> None:
+    rng = np.random.default_rng(3)
+    tokens = np.append(rng.integers(0, 3, 500), 65535).astype(np.uint16)
+    suffixes = np.array(twins.sort_suffixes(tokens.tolist(), 65535), np.uint32)
+    starts = np.searchsorted(tokens[suffixes], np.arange(4)).astype(np.uint32)
+    for _ in range(NUM_SEEDS):
+        pattern = rng.integers(0, 3, int(rng.integers(1, 9))).astype(np.int32)
+        begin, end = find_interval(tokens, suffixes, starts, pattern)
+        inside = {int(position) for position in suffixes[begin:end]}
+        wanted = pattern.tolist()
+        assert inside == {p for p in range(500) if tokens[p : p + len(wanted)].tolist() == wanted}
+
+
+def random_rows(rng: np.random.Generator) -> list[twins.Row]:
+    return [
+        twins.Row(
+            tuple(rng.integers(0, 4, int(rng.integers(1, 8))).tolist()),
+            int(rng.integers(1, MAX_MATCH + 1)),
+            float(rng.integers(1, 5)),
+            int(rng.integers(0, 5)),
+            # A multiple of a power of two adds up to the same sum in every order.
+            float(rng.integers(1, 64)) / 1024,
+        )
+        for _ in range(int(rng.integers(0, 30)))
+    ]
+
+
+def fill(scratch: Scratch, rows: list[twins.Row]) -> None:
+    for index, row in enumerate(rows):
+        scratch.continuations[index, : len(row.continuation)] = row.continuation
+        scratch.rows[index] = (
+            len(row.continuation),
+            row.match,
+            row.source,
+            0,
+            row.count,
+            row.weight,
+        )
+
+
+def test_weights_are_interpolated_from_the_longest_match_down() -> None:
+    rng = np.random.default_rng(4)
+    scratch = Scratch(8, max_rows=32, max_nodes=32)
+    for _ in range(NUM_SEEDS):
+        rows = random_rows(rng)
+        trust = rng.uniform(0.1, 4, 5)
+        fill(scratch, rows)
+        weigh_rows(scratch.rows, len(rows), trust, 7.0)
+        expected = twins.weights(rows, trust.tolist(), 7.0)
+        np.testing.assert_allclose(scratch.rows["weight"][: len(rows)], expected, rtol=1e-9)
+        assert sum(expected) <= 1 + 1e-9
+
+
+def test_tree_grows_as_by_brute_force() -> None:
+    rng = np.random.default_rng(5)
+    scratch = Scratch(8, max_rows=32, max_nodes=512)
+    nodes_seen = 0
+    for _ in range(NUM_SEEDS):
+        rows = random_rows(rng)
+        fill(scratch, rows)
+        budget = int(rng.integers(1, 20))
+        min_probability = float(rng.choice([0.0, 0.05, 0.3]))
+        ids, parents = np.empty(budget, np.int32), np.empty(budget, np.int32)
+        probabilities, sources = np.empty(budget, np.float32), np.empty(budget, np.uint8)
+        size = grow_tree(
+            scratch.rows, scratch.continuations, len(rows), 0.03125, budget, min_probability,
+            scratch.nodes, scratch.heap, scratch.slots, ids, parents, probabilities, sources,
+        )  # fmt: skip
+        expected = twins.grow(rows, 0.03125, budget, min_probability)
+        columns = zip(*expected, strict=True) if expected else ([], [], [], [])
+        tokens, above, chances, databases = map(list, columns)
+        assert ids[:size].tolist() == tokens
+        assert parents[:size].tolist() == above
+        np.testing.assert_allclose(probabilities[:size], chances, rtol=1e-6)
+        assert sources[:size].tolist() == databases
+        assert (scratch.slots == -1).all()
+        nodes_seen += size
+    assert nodes_seen > NUM_SEEDS
+
+
+def test_a_full_table_of_candidates_ends_growth_without_harm() -> None:
+    scratch = Scratch(8, max_rows=32, max_nodes=4)
+    rows = [twins.Row((token, token, token), 1, 1.0, 1, 0.25) for token in range(4)]
+    fill(scratch, rows)
+    arrays = np.empty(8, np.int32), np.empty(8, np.int32), np.empty(8, np.float32)
+    size = grow_tree(
+        scratch.rows, scratch.continuations, 4, 0.03125, 8, 0.0, scratch.nodes, scratch.heap,
+        scratch.slots, *arrays, np.empty(8, np.uint8),
+    )  # fmt: skip
+    assert size == 3

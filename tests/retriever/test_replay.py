@@ -1,0 +1,93 @@
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from retriever.__main__ import app
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(lines)
+    return path
+
+
+def run(*arguments: object) -> Any:
+    result = CliRunner().invoke(app, ["replay", *map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_steps_and_tokens_are_counted_by_hand(tmp_path: Path) -> None:
+    """Nothing is known of 1; after 2 and 3 the prompt is copied to the end."""
+    traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [2, 3, 4, 5], "output_ids": [2, 3, 4, 5]}])
+    report = run(traces, "--budget", 8)
+    assert report["tokens"] == 4
+    assert report["steps"] == 2  # the model's own 2, then 3, 4, 5 from the draft
+    assert report["mean_accepted_tokens"] == 2
+    assert report["accepted_by_source"] == {"context": 1.0}
+    assert report["draft_us"]["p99"] >= report["draft_us"]["p50"] > 0
+
+
+def test_without_a_budget_every_step_commits_one_token(tmp_path: Path) -> None:
+    traces = write(tmp_path / "t.jsonl.gz", [{"prompt_ids": [1], "output_ids": [1] * 9}])
+    report = run(traces, "--budget", 0)
+    assert (report["steps"], report["mean_nodes"]) == (9, 0)
+
+
+def test_warm_outputs_serve_as_generations(tmp_path: Path) -> None:
+    traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [9], "output_ids": [1, 2, 3, 4, 5, 6]}])
+    warm = write(tmp_path / "w.jsonl", [{"output_ids": [1, 2, 3, 4, 5, 6]}])
+    assert run(traces)["steps"] == 6
+    report = run(traces, "--warm", warm)
+    assert report["steps"] == 3  # 1, 2, then 3 to 6 and the end
+    assert report["accepted_by_source"] == {"generations": 1.0}
+
+
+def test_index_is_drafted_from(tmp_path: Path, index: Path) -> None:
+    traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [9], "output_ids": list(range(20))}])
+    assert run(traces, "--index", index)["mean_nodes"] > run(traces)["mean_nodes"]
+
+
+def test_earlier_traces_warm_later_ones_and_limit_stops(tmp_path: Path) -> None:
+    row = {"prompt_ids": [9], "output_ids": [1, 2, 3, 4, 5, 6]}
+    traces = write(tmp_path / "t.jsonl", [row, row, row])
+    assert run(traces, "--limit", 1)["steps"] == 6
+    assert run(traces)["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a"}, "line 2"),
+        ([1, 2], "line 2"),
+        ({"prompt_ids": ["x"], "output_ids": []}, "line 2"),
+        ({"prompt_ids": [1 << 40], "output_ids": []}, "line 2"),
+    ],
+)
+def test_row_that_is_no_trace_is_named_by_line(tmp_path: Path, row: Any, reason: str) -> None:
+    traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [1], "output_ids": [1]}, row])
+    result = CliRunner().invoke(app, ["replay", str(traces)])
+    assert result.exit_code == 1
+    assert reason in result.stderr
+
+
+def test_unreadable_traces_are_a_clear_error(tmp_path: Path) -> None:
+    damaged = tmp_path / "t.jsonl.gz"
+    damaged.write_bytes(gzip.compress(b'{"prompt_ids": [1], "output_ids": [1]}\n' * 99)[:-9])
+    for path in (damaged, tmp_path / "none.jsonl"):
+        result = CliRunner().invoke(app, ["replay", str(path)])
+        assert result.exit_code == 1
+        assert "cannot be read" in result.stderr
+
+
+def test_report_for_people_shows_the_same_figures(tmp_path: Path) -> None:
+    traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [2, 3], "output_ids": [2, 3]}])
+    result = CliRunner().invoke(app, ["replay", str(traces)])
+    assert "mean_accepted_tokens" in result.stdout

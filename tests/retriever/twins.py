@@ -1,0 +1,181 @@
+"""Slow and obvious twins of the compiled kernels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from retriever.kernels.chains import SEPARATOR, _bucket
+
+
+@dataclass(frozen=True)
+class Row:
+    continuation: tuple[int, ...]
+    match: int
+    count: float = 1.0
+    source: int = 0
+    weight: float = 0.0
+
+
+def match_length(tokens: Sequence[int], position: int, oldest: int, query: Sequence[int]) -> int:
+    length = 0
+    while (
+        length < len(query)
+        and position - length >= oldest
+        and tokens[position - length] == query[-1 - length]
+    ):
+        length += 1
+    return length
+
+
+def copy_from(tokens: Sequence[int], begin: int, *, wrap: bool, depth: int) -> tuple[int, ...]:
+    copied: list[int] = []
+    period = tokens[begin:]
+    for offset in range(depth):
+        if not wrap and offset >= len(period):
+            break
+        token = period[offset % len(period)]
+        if token == SEPARATOR:
+            break
+        copied.append(token)
+    return tuple(copied)
+
+
+def chain_rows(  # noqa: PLR0913
+    tokens: Sequence[int],
+    query: Sequence[int],
+    *,
+    capacity: int,
+    num_buckets: int,
+    orders: Sequence[int],
+    max_rows: Sequence[int],
+    wrap: bool,
+    depth: int,
+) -> list[Row]:
+    """What `collect_chains` finds after `tokens` were appended to an empty store."""
+    oldest = max(0, len(tokens) - capacity)
+    rows: list[Row] = []
+    too_long = len(query) + 1
+    for order, most in zip(orders, max_rows, strict=True):
+        if len(query) < order:
+            continue
+        wanted = bucket_of(query[-order:], num_buckets)
+        found = 0
+        chain = [
+            position
+            for position in range(order - 1, len(tokens))
+            if SEPARATOR not in tokens[position - order + 1 : position + 1]
+            and bucket_of(tokens[position - order + 1 : position + 1], num_buckets) == wanted
+        ]
+        for position in [p for p in reversed(chain) if p >= oldest][: 4 * most]:
+            match = match_length(tokens, position, oldest, query)
+            if position + 1 == len(tokens) or not order <= match < too_long or found == most:
+                continue
+            continuation = copy_from(tokens, position + 1, wrap=wrap, depth=depth)
+            if continuation:
+                rows.append(Row(continuation, match))
+                found += 1
+        too_long = order
+    return rows
+
+
+def bucket_of(ngram: Sequence[int], num_buckets: int) -> int:
+    """The hash itself is taken as given; what chains make of it is not."""
+    return int(_bucket(np.array(ngram, np.int32), 0, -1, len(ngram), num_buckets))
+
+
+def sort_suffixes(tokens: Sequence[int], separator: int) -> list[int]:
+    positions = [p for p, token in enumerate(tokens) if token != separator]
+    return sorted(positions, key=lambda position: list(tokens[position:]))
+
+
+def suffix_rows(  # noqa: PLR0913
+    tokens: Sequence[int],
+    separator: int,
+    query: Sequence[int],
+    *,
+    longest: int,
+    samples: int,
+    enough: int,
+    depth: int,
+) -> tuple[list[Row], int]:
+    """What `collect_suffixes` finds."""
+    suffixes = sort_suffixes(tokens, separator)
+    rows: list[Row] = []
+    found = 0
+    for length in range(min(longest, len(query)), 0, -1):
+        pattern = list(query[-length:])
+        hits = [p for p in suffixes if list(tokens[p : p + length]) == pattern]
+        if not hits:
+            continue
+        found = found or length
+        read = min(len(hits), samples)
+        for position in [hits[len(hits) * sample // read] for sample in range(read)]:
+            longer = length < len(query) and position > 0
+            if longer and tokens[position - 1] == query[-length - 1]:
+                continue
+            document = list(tokens[position + length :])
+            end = document.index(separator) if separator in document else len(document)
+            continuation = tuple(document[: min(end, depth)])
+            if continuation:
+                rows.append(Row(continuation, length, len(hits) / read))
+        if len(hits) >= enough:
+            break
+    return rows, found
+
+
+def weights(rows: Sequence[Row], trust: Sequence[float], escape: float) -> list[float]:
+    """What `weigh_rows` sets."""
+    left = 1.0
+    result = [0.0] * len(rows)
+    for match in sorted({row.match for row in rows}, reverse=True):
+        level = [index for index, row in enumerate(rows) if row.match == match]
+        count = sum(rows[index].count * trust[rows[index].source] for index in level)
+        share = left * count / (count + escape / match)
+        for index in level:
+            result[index] = share * rows[index].count * trust[rows[index].source] / count
+        left -= share
+    return result
+
+
+@dataclass
+class Candidate:
+    path: tuple[int, ...]
+    probability: float
+    order: int
+    place: int = -1
+
+
+def grow(
+    rows: Sequence[Row], doubt: float, budget: int, min_probability: float
+) -> list[tuple[int, int, float, int]]:
+    """What `grow_tree` grows: (token, parent, probability, source) of each node."""
+    frontier: list[Candidate] = []
+    taken: list[tuple[int, int, float, int]] = []
+    current = Candidate((), 1.0, 0)
+    considered = 1
+    while len(taken) < budget:
+        depth = len(current.path)
+        here = [row for row in rows if row.continuation[:depth] == current.path]
+        total = sum(row.weight for row in here) + doubt
+        children: dict[int, float] = {}
+        for row in here:
+            if len(row.continuation) > depth:
+                token = row.continuation[depth]
+                children[token] = children.get(token, 0.0) + row.weight
+        for token, weight in children.items():
+            probability = current.probability / total * weight
+            child = Candidate((*current.path, token), probability, considered, current.place)
+            considered += 1
+            if probability >= min_probability:
+                frontier.append(child)
+        if not frontier:
+            break
+        current = min(frontier, key=lambda c: (-c.probability, c.order))
+        frontier.remove(current)
+        path = current.path
+        own = [row for row in rows if row.continuation[: len(path)] == path]
+        heaviest = max(own, key=lambda row: row.weight)
+        taken.append((path[-1], current.place, current.probability, heaviest.source))
+        current.place = len(taken) - 1
+    return taken
