@@ -159,7 +159,7 @@ class Corpus:
 
     segments: Sequence[Segment]
     samples: int = 128
-    enough: int = 32
+    enough: int = 16
 
     def collect(
         self, query: TokenIds, depth: int, scratch: Scratch, row: int, longest: int

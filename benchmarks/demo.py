@@ -1,0 +1,199 @@
+"""From a corpus to faster decoding, end to end: what `make demo` runs.
+
+Indexes the standard library of this interpreter, serves the index over gRPC, and has a model
+complete, rewrite and explain code, plainly (`model.generate`) and with drafts from the service.
+Float32, greedy: the outputs must be identical.
+"""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from decoder.assembly import DrafterOptions, assemble
+from decoder.bench import circumstances
+from decoder.contenders import FOREDRAFT, PLAIN, Contender, Run, contenders
+from decoder.models import LanguageModel, ModelOptions, load_model
+from indexer.tokenizer import DEFAULT_MODEL
+
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+NOT_STDLIB = ("site-packages", "__pycache__")
+CACHE = Path(__file__).parent.parent / ".cache" / "demo"
+INDEX = CACHE / f"stdlib-{sys.version_info.major}.{sys.version_info.minor}.index"
+
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the model is asked to do.
+
+    Attributes:
+        kind: complete, rewrite or answer.
+        name: what it is about.
+        prompt: what the model is given.
+        is_chat: whether it is a user's message, or a text to go on from.
+    """
+
+    kind: str
+    name: str
+    prompt: str
+    is_chat: bool = True
+
+
+def source_lines(module: str, start: int, end: int) -> str:
+    """Return lines of a module of the standard library, counted from 1."""
+    lines = (STDLIB / f"{module}.py").read_text().splitlines()
+    return "\n".join(lines[start - 1 : end])
+
+
+def up_to(module: str, definition: str, num_lines: int) -> str:
+    """Return the end of a module's text up to a definition, its first line included."""
+    text = (STDLIB / f"{module}.py").read_text()
+    before = text[: text.index(definition) + len(definition)]
+    return "\n".join(before.splitlines()[-num_lines:])
+
+
+def tasks() -> list[Task]:
+    """Return the tasks, of each kind in turn."""
+    return [
+        Task("complete", "bisect.bisect_right", up_to("bisect", "def bisect_right(", 30), False),
+        Task(
+            "rewrite",
+            "keyword: rename a variable",
+            "Rewrite this Python code with the variable kwlist renamed to keywords. Reply with the "
+            f"whole code only.\n\n```python\n{source_lines('keyword', 10, 63)}\n```",
+        ),
+        Task("answer", "what is a context manager", "What is a context manager in Python?"),
+        Task("complete", "heapq.heappop", up_to("heapq", "def heappop(heap):", 40), False),
+        Task(
+            "rewrite",
+            "colorsys: add type hints",
+            "Add type hints to these Python functions and change nothing else. Reply with the "
+            f"whole code only.\n\n```python\n{source_lines('colorsys', 25, 80)}\n```",
+        ),
+        Task("answer", "bisect or linear search", "When is bisect faster than a linear search?"),
+    ]
+
+
+def build_index() -> None:
+    """Index the standard library, unless that has been done."""
+    if INDEX.exists():
+        return
+    sources = sorted(path for path in STDLIB.iterdir() if path.name not in NOT_STDLIB)
+    kept = [str(path) for path in sources if path.is_dir() or path.suffix == ".py"]
+    command = [sys.executable, "-m", "indexer", "build", *kept, "--output", str(INDEX)]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+@contextmanager
+def draft_service() -> Iterator[str]:
+    """Serve the index from a process of its own; give its address."""
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"unix:{folder}/drafts.sock"
+        command = [sys.executable, "-m", "retriever", "serve"]
+        options = ["--index", str(INDEX), "--address", address]
+        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+        try:
+            # The line comes when kernels are warm and drafts are served.
+            line = process.stdout.readline() if process.stdout else ""
+            if not line:
+                raise SystemExit("error: the draft service did not start; see above")
+            console.print(line.strip())
+            yield address
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def run(ways: dict[str, Contender], language_model: LanguageModel, task: Task) -> dict[str, Any]:
+    """Do one task in both ways and return the figures."""
+    if task.is_chat:
+        prompt = language_model.encode(task.prompt)
+    else:
+        prompt = list(language_model.tokenizer.encode(task.prompt))
+    plain: Run = ways[PLAIN](prompt, remember=True)
+    drafted: Run = ways[FOREDRAFT](prompt, remember=True)
+    pace = {
+        name: len(done.token_ids) / done.seconds
+        for name, done in ((PLAIN, plain), (FOREDRAFT, drafted))
+    }
+    return {
+        "task": f"{task.kind}: {task.name}",
+        "tokens": len(drafted.token_ids),
+        "plain_tokens_per_s": pace[PLAIN],
+        "tokens_per_s": pace[FOREDRAFT],
+        "ratio": pace[FOREDRAFT] / pace[PLAIN],
+        "tokens_per_step": len(drafted.token_ids) / drafted.num_passes,
+        "drafted_from": drafted.statistics.accepted_by_source(),
+        "identical": drafted.token_ids == plain.token_ids,
+    }
+
+
+def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
+    """Print the figures for people."""
+    title = f"{facts['model']}, {facts['dtype']}, {facts['machine']['num_cpus']} cores, greedy"
+    table = Table("task", title=title)
+    for heading in ("tokens", "plain tok/s", "drafted tok/s", "ratio", "tokens/step"):
+        table.add_column(heading, justify="right")
+    table.add_column("accepted drafts from")
+    table.add_column("identical output")
+    for row in rows:
+        sources = ", ".join(f"{name} {count}" for name, count in row["drafted_from"].items())
+        table.add_row(
+            row["task"],
+            str(row["tokens"]),
+            f"{row['plain_tokens_per_s']:.1f}",
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['ratio']:.2f}x",
+            f"{row['tokens_per_step']:.2f}",
+            sources or "-",
+            "yes" if row["identical"] else "NO",
+        )
+    Console().print(table)
+
+
+def main(
+    *,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each task.")] = 128,
+    limit: Annotated[int, typer.Option(min=1, help="Do only the first tasks.")] = 99,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Decode real tasks plainly and with drafts, and compare."""
+    console.print(f"[bold]1/3[/] index the Python standard library ({STDLIB})")
+    build_index()
+    console.print("[bold]2/3[/] serve the index")
+    with draft_service() as address:
+        console.print(f"[bold]3/3[/] decode with {DEFAULT_MODEL}")
+        language_model = load_model(ModelOptions(DEFAULT_MODEL))
+        with DrafterOptions(server=address).connect(language_model) as drafter:
+            decoder = assemble(language_model, drafter)
+            ways = contenders(language_model, decoder, max_new_tokens)
+            selected = tasks()[:limit]
+            for contender in ways.values():
+                contender(language_model.encode("Count from one to ten."), remember=False)
+            rows = []
+            for number, task in enumerate(selected, start=1):
+                console.print(f"  {number}/{len(selected)} {task.kind}: {task.name}")
+                rows.append(run(ways, language_model, task))
+    facts = circumstances(language_model)
+    if as_json:
+        print(json.dumps({"tasks": rows, **facts}))
+    else:
+        print_table(rows, facts)
+    if not all(row["identical"] for row in rows):
+        raise SystemExit("error: an output differs from plain decoding")
+
+
+if __name__ == "__main__":
+    typer.run(main)
