@@ -1,0 +1,212 @@
+"""Building an index: documents to tokens, tokens to segments, segments to a published catalog."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from indexer.catalog import CatalogWriter, Contents
+from indexer.errors import SourceError, TokenizerError
+from indexer.format import SegmentRecord, token_dtype
+from indexer.output import check_output, new_index_folder
+from indexer.segments import (
+    MAX_SEGMENT_TOKENS,
+    Block,
+    TokenisedDocument,
+    gather_blocks,
+    write_segment,
+)
+from indexer.sources import (
+    DEFAULT_FIELD,
+    DEFAULT_MAX_DOCUMENT_BYTES,
+    find_files,
+    read_documents,
+)
+from indexer.tally import BuildReport, Tally, describe_skipped
+from indexer.tokenise import EMPTY, tokenise, usable_texts
+from indexer.tokenizer import DEFAULT_MODEL, Vocabulary, load_tokenizer, vocabulary_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OnProgress = Callable[[Tally], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How an index is built; every value has a default that fits most corpora.
+
+    Attributes:
+        field: key of the text in a line of JSON.
+        max_document_bytes: longer documents are skipped.
+        max_segment_tokens: a segment with more tokens holds a single document.
+        overwrite: replace an index that is at the output path already.
+    """
+
+    field: str = DEFAULT_FIELD
+    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
+    max_segment_tokens: int = MAX_SEGMENT_TOKENS
+    overwrite: bool = False
+
+
+DEFAULTS: Final = BuildOptions()
+
+
+def build_index(
+    sources: Sequence[Path | str],
+    output: Path | str,
+    tokenizer: "str | PreTrainedTokenizerBase" = DEFAULT_MODEL,
+    options: BuildOptions = DEFAULTS,
+    on_progress: OnProgress | None = None,
+) -> BuildReport:
+    """Index folders, files and JSON lines.
+
+    Args:
+        sources: folders, files of text, and `.jsonl` or `.jsonl.gz` files of one document a line.
+        output: the index's directory; it appears when it is whole, or not at all.
+        tokenizer: of the model whose output is to be drafted: loaded, or a name that
+            `locate_model` understands.
+        options: how to build.
+        on_progress: called after every document with the counts so far.
+
+    Raises:
+        SourceError: a source does not exist, or no document could be read.
+        TokenizerError: the tokenizer cannot be loaded or used.
+        IndexExistsError: the output path is taken.
+        IndexerError: the index cannot be written.
+    """
+    check_output(Path(output), overwrite=options.overwrite)
+    tally = Tally()
+    files = find_files(sources, tally)
+    documents = read_documents(files, options.field, options.max_document_bytes, tally)
+    tokenised, vocabulary = _tokenised(documents, tokenizer, options, tally)
+    return _build(_watched(tokenised, tally, on_progress), Path(output), vocabulary, options, tally)
+
+
+def build_from_texts(
+    documents: Iterable[tuple[str, str]],
+    output: Path | str,
+    tokenizer: "str | PreTrainedTokenizerBase" = DEFAULT_MODEL,
+    options: BuildOptions = DEFAULTS,
+) -> BuildReport:
+    """Index pairs of name and text; see `build_index`."""
+    check_output(Path(output), overwrite=options.overwrite)
+    tally = Tally()
+    tokenised, vocabulary = _tokenised(documents, tokenizer, options, tally)
+    return _build(tokenised, Path(output), vocabulary, options, tally)
+
+
+def build_from_tokens(
+    documents: Iterable[tuple[str, Sequence[int]]],
+    output: Path | str,
+    vocabulary: Vocabulary,
+    options: BuildOptions = DEFAULTS,
+) -> BuildReport:
+    """Index pairs of name and token ids, which came from the tokenizer of `vocabulary`.
+
+    Raises:
+        SourceError: there is no document with a token.
+        TokenizerError: a token id is outside the vocabulary.
+        IndexExistsError: the output path is taken.
+        IndexerError: the index cannot be written.
+    """
+    tally = Tally()
+    return _build(_checked(documents, vocabulary, tally), Path(output), vocabulary, options, tally)
+
+
+def _tokenised(
+    documents: Iterable[tuple[str, str]],
+    tokenizer: "str | PreTrainedTokenizerBase",
+    options: BuildOptions,
+    tally: Tally,
+) -> tuple[Iterator[TokenisedDocument], Vocabulary]:
+    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    vocabulary = vocabulary_of(loaded)
+    usable = usable_texts(documents, options.max_document_bytes, tally)
+    return tokenise(usable, loaded, vocabulary, tally), vocabulary
+
+
+def _build(
+    documents: Iterable[TokenisedDocument],
+    output: Path,
+    vocabulary: Vocabulary,
+    options: BuildOptions,
+    tally: Tally,
+) -> BuildReport:
+    started = time.perf_counter()
+    with new_index_folder(output, overwrite=options.overwrite) as folder:
+        blocks = gather_blocks(documents, options.max_segment_tokens)
+        records = _write_index(folder, blocks, vocabulary)
+        if not records:
+            reasons = describe_skipped(tally.skipped)
+            raise SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))
+    return BuildReport(
+        output=str(output),
+        num_documents=sum(record.num_documents for record in records),
+        num_tokens=sum(record.num_tokens for record in records),
+        num_segments=len(records),
+        num_bytes=tally.num_bytes,
+        seconds=time.perf_counter() - started,
+        skipped=dict(sorted(tally.skipped.items())),
+    )
+
+
+def _write_index(
+    folder: Path, blocks: Iterable[Block], vocabulary: Vocabulary
+) -> list[SegmentRecord]:
+    """Write segments and their documents, then the catalog that makes them an index."""
+    records = []
+    with CatalogWriter(folder) as catalog, ThreadPoolExecutor(1) as pool:
+        for block, written in _written(pool, folder, blocks, vocabulary.size):
+            record = written.result()
+            catalog.add_documents(record.name, block.documents)
+            records.append(record)
+        catalog.publish(Contents(vocabulary, tuple(records)))
+    return records
+
+
+def _written(
+    pool: ThreadPoolExecutor, folder: Path, blocks: Iterable[Block], vocabulary_size: int
+) -> Iterator[tuple[Block, "Future[SegmentRecord]"]]:
+    """Write each block while the next one is gathered; no more than two are held."""
+    waiting: deque[tuple[Block, Future[SegmentRecord]]] = deque()
+    for ordinal, block in enumerate(blocks):
+        written = pool.submit(write_segment, folder, ordinal, block, vocabulary_size)
+        waiting.append((block, written))
+        if len(waiting) > 1:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _watched(
+    documents: Iterable[TokenisedDocument], tally: Tally, on_progress: OnProgress | None
+) -> Iterator[TokenisedDocument]:
+    for document in documents:
+        if on_progress is not None:
+            on_progress(tally)
+        yield document
+
+
+def _checked(
+    documents: Iterable[tuple[str, Sequence[int]]], vocabulary: Vocabulary, tally: Tally
+) -> Iterator[TokenisedDocument]:
+    dtype = token_dtype(vocabulary.size)
+    for name, token_ids in documents:
+        ids = np.asarray(token_ids)
+        if ids.size == 0:
+            tally.skipped[EMPTY] += 1
+            continue
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise TokenizerError(f"the token ids of {name!r} are not a sequence of integers")
+        for extreme in (int(ids.min()), int(ids.max())):
+            if not 0 <= extreme < vocabulary.size:
+                raise TokenizerError(
+                    f"{name!r} has the token id {extreme}, which is outside the vocabulary of "
+                    f"{vocabulary.size}"
+                )
+        yield TokenisedDocument(name, ids.astype(dtype))

@@ -1,0 +1,33 @@
+"""What can go wrong while an index is built, opened or checked, as one tree of errors."""
+
+
+class IndexerError(Exception):
+    """Base of every error that this package raises."""
+
+
+class SourceError(IndexerError):
+    """A source is missing, or the sources together hold nothing that could be indexed."""
+
+
+class TokenizerError(IndexerError):
+    """A tokenizer cannot be found, loaded or used."""
+
+
+class TokenizerMismatchError(IndexerError):
+    """An index was built for another tokenizer than the one at hand."""
+
+
+class IndexNotFoundError(IndexerError):
+    """There is no index at the given path."""
+
+
+class IndexExistsError(IndexerError):
+    """The output path is taken and was not to be replaced."""
+
+
+class DamagedIndexError(IndexerError):
+    """An index lacks files, or holds bytes that its builder did not write."""
+
+
+class FormatVersionError(IndexerError):
+    """An index was written in a format that this version does not know."""

@@ -1,0 +1,77 @@
+"""How a build shows that it moves: a bar on a terminal, one line elsewhere."""
+
+import time
+from types import TracebackType
+from typing import Final, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from indexer.tally import Tally
+
+_INTERVAL_S: Final = 0.1
+_MIB: Final = 2**20
+
+
+class BuildProgress:
+    """Shows the counts of a build on stderr: share done, tokens per second, time remaining.
+
+    Used as a context manager, and called with the counts as often as they change.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+        self._started = 0.0
+        self._shown = 0.0
+
+    def __call__(self, tally: Tally) -> None:
+        """Show how far a build has come."""
+        now = time.monotonic()
+        if self._task is None:
+            self._start(tally, now)
+        if self._task is not None and now - self._shown >= _INTERVAL_S:
+            self._shown = now
+            tokens_per_s = tally.num_tokens / max(now - self._started, _INTERVAL_S)
+            self._bar.update(
+                self._task,
+                completed=tally.num_bytes_read,
+                description=_stage(tally),
+                rate=f"{tokens_per_s:,.0f} tokens/s",
+            )
+
+    def _start(self, tally: Tally, now: float) -> None:
+        if self._started:
+            return
+        self._started = now
+        if self._console.is_terminal:
+            self._task = self._bar.add_task("indexing", total=tally.num_bytes_found, rate="")
+            self._bar.start()
+        else:
+            self._console.print(f"indexing {tally.num_bytes_found / _MIB:.1f} MiB of source files")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            self._bar.stop()
+
+
+def _stage(tally: Tally) -> str:
+    """Return what a build is busy with: once everything is read, the last segment is sorted."""
+    return "indexing" if tally.num_bytes_read < tally.num_bytes_found else "sorting"

@@ -1,0 +1,85 @@
+"""What a build has done so far, and the report it ends with."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def describe_skipped(skipped: Mapping[str, int]) -> str:
+    """Return reasons and counts in words, most frequent first; empty if nothing was skipped."""
+    reasons = sorted(skipped.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} {reason}" for reason, count in reasons)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts that the stages of a build keep; who shows progress looks here.
+
+    Attributes:
+        num_documents: documents tokenised.
+        num_tokens: their tokens, separators not counted.
+        num_bytes: their text in UTF-8.
+        skipped: documents and files left out, by reason.
+        num_bytes_read: of the source files, as they lie on disk, what has been read or skipped.
+        num_bytes_found: size of the source files; 0 where documents do not come from files.
+    """
+
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    num_bytes_read: int = 0
+    num_bytes_found: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """What a finished build did.
+
+    Attributes:
+        output: the index's directory.
+        num_documents: documents in the index.
+        num_tokens: tokens in the index, separators not counted.
+        num_segments: segments in the index.
+        num_bytes: text that was indexed, in UTF-8; 0 if it came as tokens.
+        seconds: time taken, the loading of the tokenizer not counted.
+        skipped: documents and files left out, by reason.
+    """
+
+    output: str
+    num_documents: int
+    num_tokens: int
+    num_segments: int
+    num_bytes: int
+    seconds: float
+    skipped: dict[str, int]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens indexed per second."""
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report for machines to read."""
+        return {
+            "output": self.output,
+            "documents": self.num_documents,
+            "tokens": self.num_tokens,
+            "segments": self.num_segments,
+            "bytes": self.num_bytes,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_s": round(self.tokens_per_s),
+            "skipped": self.skipped,
+        }
+
+    def describe(self) -> str:
+        """Return the report for people to read."""
+        skipped = describe_skipped(self.skipped) or "nothing"
+        return (
+            f"{self.output}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
+            f"in {self.num_segments} segment(s)\n"
+            f"{self.num_bytes:,} bytes of text in {self.seconds:.1f} s, "
+            f"{self.tokens_per_s:,.0f} tokens/s\n"
+            f"skipped: {skipped}"
+        )

