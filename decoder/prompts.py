@@ -1,0 +1,72 @@
+"""Files of prompts to measure with."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+
+from decoder.errors import PromptFileError
+
+DEFAULT_CATEGORY = "prompts"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of a benchmark.
+
+    Attributes:
+        category: the kind of task that it stands for.
+        text: a user's message.
+    """
+
+    category: str
+    text: str
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+    """Read a file of prompts, which may be compressed with gzip (`.gz`).
+
+    Args:
+        path: JSON lines in the format of Spec-Bench's questions (Xia et al., 2024,
+            arXiv:2401.07851), `{"question_id", "category", "turns"}`, of which the first turn
+            is used; or one prompt a line.
+        limit: most prompts to return, spread evenly over the categories.
+
+    Raises:
+        PromptFileError: the file cannot be read, holds no prompt, or a line is malformed.
+    """
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            numbered = list(enumerate(map(str.strip, lines), start=1))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise PromptFileError(f"cannot read {path}: {error}") from error
+    prompts = [_parsed(line, f"{path}:{number}") for number, line in numbered if line]
+    if not prompts:
+        raise PromptFileError(f"{path} holds no prompt")
+    return list(islice(_spread(prompts), limit))
+
+
+def _spread(prompts: list[Prompt]) -> Iterator[Prompt]:
+    """Take the categories in turn, so that any number of prompts has them evenly."""
+    categories: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        categories.setdefault(prompt.category, []).append(prompt)
+    rounds = chain.from_iterable(zip_longest(*categories.values()))
+    return (prompt for prompt in rounds if prompt is not None)
+
+
+def _parsed(line: str, place: str) -> Prompt:
+    if not line.startswith("{"):
+        return Prompt(DEFAULT_CATEGORY, line)
+    try:
+        question = json.loads(line)
+        category, text = question["category"], question["turns"][0]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise PromptFileError(
+            f'{place}: expected {{"category": …, "turns": [TEXT, …]}}: {error!r}'
+        ) from error
+    if not all(isinstance(value, str) and value.strip() for value in (category, text)):
+        raise PromptFileError(f"{place}: the category and the first turn must be texts")
+    return Prompt(category, text)

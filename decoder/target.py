@@ -1,0 +1,128 @@
+"""The target model: it verifies a draft tree in one forward pass."""
+
+import inspect
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from decoder.cache import TreeCache
+from decoder.compatibility import attention_windows
+from decoder.layout import TreeLayout, additive_mask
+from retriever.drafter import TokenIds
+from retriever.tree import DraftTree
+
+Masks = torch.Tensor | dict[str, torch.Tensor] | None
+"""One additive mask for all layers, one for each layer type, or none where none is needed."""
+
+
+class Target:
+    """A causal language model with the cache of one sequence.
+
+    Args:
+        model: a decoder-only model of transformers with sdpa or eager attention. It is put
+            into evaluation mode.
+
+    Attributes:
+        vocabulary_size: token ids below it can be fed to the model.
+        max_length: most tokens of a sequence, `None` where the model states no limit.
+
+    Raises:
+        UncroppableCacheError: rejected tokens cannot be taken out of the model's state.
+        UnsupportedModelError: the model cannot verify trees for another reason.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._windows = attention_windows(model)
+        self._model = model
+        model.eval()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._cache = TreeCache()
+        self._committed = 0
+        config = model.config.get_text_config(decoder=True)
+        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
+        self.max_length: int | None = getattr(config, "max_position_embeddings", None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where logits lie."""
+        return torch.device(self._model.device)
+
+    def prefill(self, prompt: TokenIds) -> torch.Tensor:
+        """Forget the sequence so far and read a new one.
+
+        Args:
+            prompt: int32[n], at least one token.
+
+        Returns:
+            [1, vocabulary], the logits after its last token.
+        """
+        self._cache.truncate(0)
+        logits = self._forward(prompt, None, np.arange(len(prompt)), num_logits=1)
+        self._committed = len(prompt)
+        return logits
+
+    def verify(self, last_token: int, tree: DraftTree) -> torch.Tensor:
+        """Run the last committed token and a tree behind it through the model, in one pass.
+
+        What an earlier call left uncommitted is dropped first.
+
+        Args:
+            last_token: the sequence's last token, which the model has not seen yet.
+            tree: continuations of it; its tokens lie within the vocabulary.
+
+        Returns:
+            [1 + N, vocabulary], the logits after the last token and after each node.
+        """
+        self._cache.truncate(self._committed)
+        layout = TreeLayout.of(tree)
+        tokens = np.concatenate([np.array([last_token], np.int32), tree.token_ids])
+        positions = layout.depths + self._committed
+        return self._forward(tokens, self._masks(layout), positions, num_logits=len(tokens))
+
+    @torch.inference_mode()
+    def commit(self, path: NDArray[np.int64]) -> None:
+        """Keep the last token and a path of the verified tree, and nothing else of it.
+
+        Args:
+            path: int64[k], nodes from a child of the root downwards; it may be empty.
+        """
+        start = self._committed + 1
+        self._committed = start + len(path)
+        if np.array_equal(path, np.arange(len(path))):
+            self._cache.truncate(self._committed)
+        else:
+            self._cache.keep(start, torch.from_numpy(path + start).to(self.device))
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self._cache.truncate(0)
+        self._committed = 0
+
+    def _masks(self, layout: TreeLayout) -> Masks:
+        if len(layout.depths) == 1:
+            return None  # one row is causal by itself, and the model knows its windows
+        visible = torch.from_numpy(layout.visible).to(self.device)
+        depths = torch.from_numpy(layout.depths).to(self.device)
+        masks = {
+            layer_type: additive_mask(visible, depths, self._committed, window, self._model.dtype)
+            for layer_type, window in self._windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    @torch.inference_mode()
+    def _forward(
+        self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
+    ) -> torch.Tensor:
+        """Return [num_logits, vocabulary], the logits after the last tokens given."""
+        output = self._model(
+            input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(self.device),
+            attention_mask=masks,
+            position_ids=torch.from_numpy(positions)[None].to(self.device),
+            past_key_values=self._cache,
+            use_cache=True,
+            **({"logits_to_keep": num_logits} if self._keeps_logits else {}),
+        )
+        logits: torch.Tensor = output.logits[0, -num_logits:]
+        return logits

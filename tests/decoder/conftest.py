@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from tests.decoder.decoding import prompt_of
+
+STOP = "<end>"
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    return prompt_of(12)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """One token for each byte, so that most characters outside ASCII take several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {STOP: 0, **{byte: number for number, byte in enumerate(alphabet, start=1)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=STOP)
+
+
+@pytest.fixture(scope="session")
+def model_directory(
+    tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: PreTrainedTokenizerBase
+) -> Path:
+    """A whole tiny model on disk, as `save_pretrained` leaves it."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(byte_tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.4,
+        eos_token_id=0,
+        bos_token_id=0,
+    )
+    directory = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    byte_tokenizer.save_pretrained(directory)
+    return directory

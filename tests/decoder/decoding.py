@@ -1,0 +1,198 @@
+"""Tiny models, scripted drafters and trees that the decoder's tests share."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from decoder.budget import FixedBudget
+from decoder.loop import Decoder
+from decoder.target import Target
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
+from retriever.tree import ROOT, DraftTree, Source
+
+VOCABULARY = 48
+WINDOW = 8
+Guess = Callable[[list[int], int], DraftTree]
+
+
+def tiny_llama(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=None,
+        initializer_range=0.4,
+        attn_implementation=attention,
+        dtype=dtype,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def tiny_gemma(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(2)
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        tie_word_embeddings=False,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        max_position_embeddings=256,
+        eos_token_id=None,
+        initializer_range=0.4,
+        attn_implementation=attention,
+        dtype=dtype,
+        use_cache=True,
+    )
+    return Gemma3ForCausalLM(config).to(dtype).eval()
+
+
+MODELS = {"llama": tiny_llama, "gemma": tiny_gemma}
+
+
+def prompt_of(length: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
+    return np.random.default_rng(seed).integers(4, vocabulary, length).tolist()
+
+
+def plainly(
+    model: PreTrainedModel, prompt: list[int], max_new_tokens: int, stop: int | None = None
+) -> list[int]:
+    """Return what transformers itself generates greedily."""
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=stop, pad_token_id=0
+    )
+    tokens = torch.tensor([prompt])
+    output = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), generation_config=config
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def decoder_with(model: PreTrainedModel, drafter: "ScriptedDrafter", **options: object) -> Decoder:
+    return Decoder(Target(model), drafter, FixedBudget(64), **options)
+
+
+def decoded(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> list[int]:
+    return [token for step in decoder.generate(prompt, max_new_tokens) for token in step]
+
+
+def tree_of(edges: Sequence[tuple[int, int]], source: Source = Source.CONTEXT) -> DraftTree:
+    """Build a tree of (parent, token) edges with falling probabilities."""
+    count = len(edges)
+    return DraftTree.checked(
+        [token for _, token in edges],
+        [parent for parent, _ in edges],
+        np.linspace(0.9, 0.1, count),
+        np.full(count, source),
+    )
+
+
+def random_tree(
+    rng: np.random.Generator, num_nodes: int, vocabulary: int = VOCABULARY
+) -> DraftTree:
+    """Return a tree of any shape: chains, bushes and all between."""
+    edges: list[tuple[int, int]] = []
+    reach = int(rng.integers(1, 4))
+    while len(edges) < num_nodes:
+        lowest = -1 if reach == 1 else max(-1, len(edges) - 1 - reach * 4)
+        edge = (int(rng.integers(lowest, len(edges))), int(rng.integers(0, vocabulary)))
+        if edge not in edges:
+            edges.append(edge)
+    return tree_of(edges)
+
+
+def oracle_tree(
+    rng: np.random.Generator, truth: list[int], num_nodes: int, vocabulary: int = VOCABULARY
+) -> DraftTree:
+    """Return a tree that holds the true continuation among wrong branches at every depth."""
+    edges: list[tuple[int, int]] = []
+    true_nodes = [ROOT]
+    while len(edges) < num_nodes:
+        depth = len(true_nodes) - 1
+        if depth < len(truth) and rng.random() < 0.4:
+            edge = (true_nodes[-1], truth[depth])
+        else:
+            edge = (int(rng.integers(-1, len(edges))), int(rng.integers(0, vocabulary)))
+        if edge in edges:
+            continue
+        edges.append(edge)
+        if depth < len(truth) and edge == (true_nodes[-1], truth[depth]):
+            true_nodes.append(len(edges) - 1)
+    return tree_of(edges)
+
+
+class ScriptedDrafter:
+    """Drafts by a function of (tokens so far, budget) and keeps to the protocol strictly."""
+
+    def __init__(self, guess: Guess) -> None:
+        self._guess = guess
+        self.open_sessions: dict[str, list[int]] = {}
+        self.closed: list[list[int]] = []
+        self.num_drafts = 0
+        self.remembers: dict[str, bool] = {}
+
+    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+        if session in self.open_sessions:
+            raise SessionExistsError(session)
+        assert prompt.dtype == np.int32
+        self.remembers[session] = remember
+        self.open_sessions[session] = prompt.tolist()
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        return [self._answer(request) for request in requests]
+
+    def close(self, session: str, new_tokens: TokenIds | None = None) -> None:
+        if session not in self.open_sessions:
+            raise UnknownSessionError(session)
+        new = [] if new_tokens is None else new_tokens.tolist()
+        self.closed.append(self.open_sessions.pop(session) + new)
+
+    def _answer(self, request: DraftRequest) -> DraftTree:
+        if request.session not in self.open_sessions:
+            raise UnknownSessionError(request.session)
+        tokens = self.open_sessions[request.session]
+        if len(tokens) + len(request.new_tokens) != request.length:
+            raise OutOfSequenceError(request.session)
+        tokens.extend(request.new_tokens.tolist())
+        self.num_drafts += 1
+        return self._guess(tokens, request.budget_nodes)
+
+
+def nothing(_tokens: list[int], _budget: int) -> DraftTree:
+    return DraftTree.empty()
+
+
+def oracle(truth: list[int], num_nodes: int = 24, seed: int = 0) -> Guess:
+    """Draft from the whole true sequence, prompt included."""
+    rng = np.random.default_rng(seed)
+    return lambda tokens, _: oracle_tree(rng, truth[len(tokens) :], num_nodes)
+
+
+def at_random(num_nodes: int = 24, seed: int = 0) -> Guess:
+    rng = np.random.default_rng(seed)
+    return lambda _tokens, _budget: random_tree(rng, num_nodes)
+
+
+def every_token(_tokens: list[int], _budget: int) -> DraftTree:
+    """Draft the whole vocabulary as the next token: one of its nodes is always right."""
+    return tree_of([(ROOT, token) for token in range(VOCABULARY)])

@@ -1,0 +1,161 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from decoder.errors import ModelLoadError, UncroppableCacheError, UnsupportedModelError
+from decoder.models import LanguageModel, ModelOptions, Precision, load_model
+from decoder.target import Target
+from indexer.errors import TokenizerError
+from tests.decoder.decoding import (
+    ScriptedDrafter,
+    decoded,
+    decoder_with,
+    oracle,
+    plainly,
+    prompt_of,
+    tiny_llama,
+)
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def tiny_mamba() -> PreTrainedModel:
+    return MambaForCausalLM(MambaConfig(vocab_size=48, hidden_size=32, num_hidden_layers=2))
+
+
+def tiny_jamba() -> PreTrainedModel:
+    return JambaForCausalLM(JambaConfig(**SIZES, use_mamba_kernels=False, num_experts=2))
+
+
+def tiny_convolution() -> PreTrainedModel:
+    return Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]))
+
+
+def tiny_encoder_decoder() -> PreTrainedModel:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=48, d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16)
+    )
+
+
+def tiny_chunked() -> PreTrainedModel:
+    config = Llama4TextConfig(
+        **SIZES, intermediate_size_mlp=64, num_local_experts=2, head_dim=8, attention_chunk_size=8
+    )
+    return Llama4ForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (tiny_mamba, "recurrent state"),
+        (tiny_jamba, "recurrent state"),
+        (tiny_convolution, "conv"),
+        (tiny_encoder_decoder, "encoder-decoder"),
+        (tiny_chunked, "chunked"),
+    ],
+)
+def test_models_whose_cache_cannot_be_cropped_are_refused(make: object, reason: str) -> None:
+    with pytest.raises(UncroppableCacheError, match=reason):
+        Target(make())
+
+
+def test_models_without_shared_positions_are_refused() -> None:
+    model = BloomForCausalLM(BloomConfig(vocab_size=48, hidden_size=32, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedModelError, match="positions"):
+        Target(model)
+
+
+def test_flash_attention_is_refused_with_a_way_out() -> None:
+    model = tiny_llama()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UnsupportedModelError, match=r"flash_attention_2.*sdpa"):
+        Target(model)
+
+
+def test_models_that_slide_in_every_layer_take_one_mask() -> None:
+    torch.manual_seed(4)
+    config = MistralConfig(
+        **SIZES, sliding_window=6, initializer_range=0.4, eos_token_id=None, head_dim=8
+    )
+    model = MistralForCausalLM(config).eval()
+    prompt = prompt_of(10)
+    expected = plainly(model, prompt, 40)
+    drafter = ScriptedDrafter(oracle(prompt + expected))
+    assert decoded(decoder_with(model, drafter), prompt, 40) == expected
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_models_load_from_a_directory(model_directory: Path, precision: Precision) -> None:
+    loaded = load_model(ModelOptions(str(model_directory), precision=precision))
+    assert loaded.model.dtype == precision.dtype
+    assert not loaded.model.training
+    assert loaded.stop_ids == (0,)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"name": "./no-such-model"}, TokenizerError, "no such model"),
+        ({"device": "nowhere"}, ModelLoadError, "nowhere"),
+        ({"attention": "imaginary"}, ModelLoadError, "imaginary"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(
+    model_directory: Path, options: dict[str, str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        load_model(ModelOptions(**{"name": str(model_directory), **options}))
+
+
+def test_a_directory_without_weights_is_named(model_directory: Path, tmp_path: Path) -> None:
+    for file in model_directory.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelLoadError, match="cannot load the model"):
+        load_model(ModelOptions(str(tmp_path)))
+
+
+def test_loading_is_quiet(model_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_model(ModelOptions(str(model_directory)))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_chat_templates_are_applied_if_wanted(model_directory: Path) -> None:
+    plain = load_model(ModelOptions(str(model_directory)))
+    tokenizer = plain.tokenizer
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    options = (plain.name, plain.model, tokenizer, plain.stop_ids)
+    assert LanguageModel(*options).encode("ab") == tokenizer.encode("<user>ab")
+    unadorned = LanguageModel(*options, use_chat_template=False)
+    assert unadorned.encode("ab") == tokenizer.encode("ab")
+
+
+def test_an_empty_prompt_has_no_tokens_under_any_template(model_directory: Path) -> None:
+    loaded = load_model(ModelOptions(str(model_directory)))
+    loaded.tokenizer.chat_template = "hello"
+    assert loaded.encode(" \n") == []
