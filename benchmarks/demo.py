@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -67,22 +68,22 @@ def up_to(module: str, definition: str, num_lines: int) -> str:
 def tasks() -> list[Task]:
     """Return the tasks, of each kind in turn."""
     return [
-        Task("complete", "bisect.bisect_right", up_to("bisect", "def bisect_right(", 30), False),
+        Task("complete", "bisect", up_to("bisect", "def bisect_right(", 30), False),
         Task(
             "rewrite",
-            "keyword: rename a variable",
+            "keyword",
             "Rewrite this Python code with the variable kwlist renamed to keywords. Reply with the "
             f"whole code only.\n\n```python\n{source_lines('keyword', 10, 63)}\n```",
         ),
-        Task("answer", "what is a context manager", "What is a context manager in Python?"),
-        Task("complete", "heapq.heappop", up_to("heapq", "def heappop(heap):", 40), False),
+        Task("answer", "contexts", "What is a context manager in Python?"),
+        Task("complete", "heapq", up_to("heapq", "def heappop(heap):", 40), False),
         Task(
             "rewrite",
-            "colorsys: add type hints",
+            "colorsys",
             "Add type hints to these Python functions and change nothing else. Reply with the "
             f"whole code only.\n\n```python\n{source_lines('colorsys', 25, 80)}\n```",
         ),
-        Task("answer", "bisect or linear search", "When is bisect faster than a linear search?"),
+        Task("answer", "search", "When is bisect faster than a linear search?"),
     ]
 
 
@@ -129,7 +130,7 @@ def run(ways: dict[str, Contender], language_model: LanguageModel, task: Task) -
         for name, done in ((PLAIN, plain), (FOREDRAFT, drafted))
     }
     return {
-        "task": f"{task.kind}: {task.name}",
+        "task": f"{task.kind} {task.name}",
         "tokens": len(drafted.token_ids),
         "plain_tokens_per_s": pace[PLAIN],
         "tokens_per_s": pace[FOREDRAFT],
@@ -143,21 +144,20 @@ def run(ways: dict[str, Contender], language_model: LanguageModel, task: Task) -
 def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
     """Print the figures for people."""
     title = f"{facts['model']}, {facts['dtype']}, {facts['machine']['num_cpus']} cores, greedy"
-    table = Table("task", title=title)
-    for heading in ("tokens", "plain tok/s", "drafted tok/s", "ratio", "tokens/step"):
+    table = Table("task", title=title, caption="plain and drafted in tokens/s", box=SIMPLE)
+    for heading in ("plain", "drafted", "ratio", "tokens/step"):
         table.add_column(heading, justify="right")
-    table.add_column("accepted drafts from")
-    table.add_column("identical output")
+    table.add_column("accepted from")
+    table.add_column("identical")
     for row in rows:
-        sources = ", ".join(f"{name} {count}" for name, count in row["drafted_from"].items())
+        sources = (f"{name} {count}" for name, count in row["drafted_from"].items())
         table.add_row(
             row["task"],
-            str(row["tokens"]),
             f"{row['plain_tokens_per_s']:.1f}",
             f"{row['tokens_per_s']:.1f}",
             f"{row['ratio']:.2f}x",
             f"{row['tokens_per_step']:.2f}",
-            sources or "-",
+            ", ".join(sources) or "-",
             "yes" if row["identical"] else "NO",
         )
     Console().print(table)
@@ -184,7 +184,7 @@ def main(
                 contender(language_model.encode("Count from one to ten."), remember=False)
             rows = []
             for number, task in enumerate(selected, start=1):
-                console.print(f"  {number}/{len(selected)} {task.kind}: {task.name}")
+                console.print(f"  {number}/{len(selected)} {task.kind} {task.name}")
                 rows.append(run(ways, language_model, task))
     facts = circumstances(language_model)
     if as_json:

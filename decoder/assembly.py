@@ -55,11 +55,12 @@ class DrafterOptions:
             IndexerError: an index cannot be opened or was built for another tokenizer.
         """
         vocabulary = vocabulary_of(language_model.tokenizer)
-        drafter = (
-            EmbeddedDrafter.open_indexes(self.indexes, vocabulary=vocabulary)
-            if self.server is None
-            else RemoteDrafter(self.server, vocabulary_fingerprint=vocabulary.fingerprint)
-        )
+        drafter: EmbeddedDrafter | RemoteDrafter
+        if self.server is not None:
+            drafter = RemoteDrafter(self.server, vocabulary_fingerprint=vocabulary.fingerprint)
+        else:
+            drafter = EmbeddedDrafter.open_indexes(self.indexes, vocabulary=vocabulary)
+            drafter.warm()
         try:
             yield drafter
         finally:

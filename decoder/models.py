@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from decoder.errors import ModelLoadError
 from indexer.errors import TokenizerError
-from indexer.tokenizer import load_tokenizer, locate_model
+from indexer.tokenizer import encode_prompt, load_tokenizer, locate_model
 
 
 class Precision(StrEnum):
@@ -54,13 +54,7 @@ class LanguageModel:
         """Return a prompt's tokens; none for an empty prompt."""
         if not prompt.strip():
             return []
-        if not self.use_chat_template or not self.tokenizer.chat_template:
-            return list(self.tokenizer.encode(prompt))
-        message = [{"role": "user", "content": prompt}]
-        rendered = self.tokenizer.apply_chat_template(
-            message, tokenize=False, add_generation_prompt=True
-        )
-        return list(self.tokenizer.encode(rendered, add_special_tokens=False))
+        return encode_prompt(self.tokenizer, prompt, is_chat=self.use_chat_template)
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,23 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> Vocabulary:
     return Vocabulary(size, hashlib.sha256(content.encode("ascii")).hexdigest())
 
 
+def encode_prompt(
+    tokenizer: "PreTrainedTokenizerBase", text: str, *, is_chat: bool = True
+) -> list[int]:
+    """Return a prompt's token ids as its model would see them.
+
+    Args:
+        tokenizer: the model's.
+        text: what a user says, or a text to go on from.
+        is_chat: put the text into the tokenizer's chat template, where it has one.
+    """
+    if not is_chat or not tokenizer.chat_template:
+        return list(tokenizer.encode(text))
+    messages = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(rendered, add_special_tokens=False))
+
+
 def _default_model() -> ModelFiles:
     # Its own import fails without dependencies that are not needed here, so it is only located.
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)

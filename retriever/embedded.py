@@ -188,7 +188,8 @@ class EmbeddedDrafter:
             raise VocabularyMismatchError(
                 f"drafts are for the tokenizer with the fingerprint "
                 f"{self.vocabulary.fingerprint[:12]}\u2026 (vocabulary {self.vocabulary.size}), "
-                f"not for {fingerprint[:12]}\u2026: use an index built with the model's own tokenizer"
+                f"not for {fingerprint[:12]}\u2026: "
+                "use an index built with the model's own tokenizer"
             )
 
     def shut_down(self) -> None:

@@ -1,12 +1,13 @@
 """Text to token ids as a model sees it: prompts in the chat template, outputs bare."""
 
 from functools import cached_property
-from typing import Any, Final
+from typing import TYPE_CHECKING
 
 from indexer.reader import Vocabulary
-from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer, vocabulary_of
+from indexer.tokenizer import DEFAULT_MODEL, encode_prompt, load_tokenizer, vocabulary_of
 
-_NO_SPECIAL: Final = {"add_special_tokens": False}
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class ChatEncoder:
@@ -21,7 +22,7 @@ class ChatEncoder:
         self._loaded = False
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer of transformers."""
         self._loaded = True
         return load_tokenizer(self._name or DEFAULT_MODEL)
@@ -35,15 +36,8 @@ class ChatEncoder:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a user's message in the chat template, ready for the answer."""
-        if self.tokenizer.chat_template is None:
-            return self.encode_output(text)
-        messages = [{"role": "user", "content": text}]
-        wrapped = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        return self.encode_output(wrapped)
+        return encode_prompt(self.tokenizer, text)
 
     def encode_output(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
-        ids: list[int] = self.tokenizer(text, **_NO_SPECIAL)["input_ids"]
-        return ids
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
