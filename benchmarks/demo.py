@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +30,7 @@ STDLIB = Path(sysconfig.get_paths()["stdlib"])
 NOT_STDLIB = ("site-packages", "__pycache__")
 CACHE = Path(__file__).parent.parent / ".cache" / "demo"
 INDEX = CACHE / f"stdlib-{sys.version_info.major}.{sys.version_info.minor}.index"
+SOURCES = {"context": "context", "generations": "recent", "corpus": "corpus"}
 
 console = Console(stderr=True)
 
@@ -144,20 +144,21 @@ def run(ways: dict[str, Contender], language_model: LanguageModel, task: Task) -
 def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
     """Print the figures for people."""
     title = f"{facts['model']}, {facts['dtype']}, {facts['machine']['num_cpus']} cores, greedy"
-    table = Table("task", title=title, caption="plain and drafted in tokens/s", box=SIMPLE)
-    for heading in ("plain", "drafted", "ratio", "tokens/step"):
-        table.add_column(heading, justify="right")
-    table.add_column("accepted from")
-    table.add_column("identical")
+    caption = (
+        "plain and drafted: tokens/s; context, recent, corpus: drafted tokens accepted from each"
+    )
+    table = Table(title=title, caption=caption, box=None, padding=(0, 1, 0, 0))
+    table.add_column("task", no_wrap=True)
+    for heading in ("plain", "drafted", "ratio", "tok/step", *SOURCES.values(), "identical"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        sources = (f"{name} {count}" for name, count in row["drafted_from"].items())
         table.add_row(
             row["task"],
             f"{row['plain_tokens_per_s']:.1f}",
             f"{row['tokens_per_s']:.1f}",
             f"{row['ratio']:.2f}x",
             f"{row['tokens_per_step']:.2f}",
-            ", ".join(sources) or "-",
+            *(str(row["drafted_from"].get(name, 0)) for name in SOURCES),
             "yes" if row["identical"] else "NO",
         )
     Console().print(table)
