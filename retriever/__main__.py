@@ -43,7 +43,7 @@ def serve(
         str, typer.Option(help="Where to listen: HOST:PORT (port 0: a free one) or unix:/PATH.")
     ] = "127.0.0.1:50051",
     generations_tokens: Annotated[
-        int, typer.Option(min=1024, help="Recent outputs to keep, in tokens (about 21 bytes each).")
+        int, typer.Option(min=1024, help="Recent outputs to keep, in tokens (28 bytes each).")
     ] = DEFAULT_LIMITS.generations_tokens,
 ) -> None:
     """Serve drafts over gRPC until interrupted.

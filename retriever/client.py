@@ -12,12 +12,14 @@ from numpy.typing import ArrayLike
 
 from retriever.drafter import DraftRequest
 from retriever.errors import DrafterUnavailableError, InvalidTreeError, UnknownSessionError
+from retriever.limits import check_session_name
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.watchdog import Watchdog
 from retriever.wire import (
     CHANNEL_OPTIONS,
+    context_to_message,
     error_of,
     step_to_message,
     tokens_to_wire,
@@ -72,6 +74,7 @@ class RemoteDrafter:
 
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
         """Begin a sequence; see `Drafter.open`."""
+        check_session_name(session)
         message = pb.OpenSessionRequest(
             session_id=self._prefix + session,
             prompt=tokens_to_wire(prompt),
@@ -89,13 +92,10 @@ class RemoteDrafter:
         )
         with self._lock:
             try:
-                response = self._exchange(message)
-                return [tree_from_message(tree) for tree in response.trees]
+                return self._trees(self._exchange(message).trees, len(requests))
             except DrafterUnavailableError:
                 self._lost.update(request.session for request in requests)
                 raise
-            except InvalidTreeError as error:
-                raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
 
     def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
         """End a sequence; see `Drafter.close`. A lost session is closed without a complaint."""
@@ -117,14 +117,21 @@ class RemoteDrafter:
     def draft_context(
         self, context: ArrayLike, budget_nodes: int, min_probability: float = 0.0
     ) -> DraftTree:
-        """Draft for integers[n], a bare context, without a session."""
-        message = pb.DraftRequest(
-            context=tokens_to_wire(context),
-            budget_nodes=budget_nodes,
-            min_probability=min_probability,
-            vocabulary_fingerprint=self._fingerprint,
-        )
-        return tree_from_message(self._call(self._stub.Draft, message).tree)
+        """Draft for a bare context, without a session.
+
+        Args:
+            context: integers[n], token ids, oldest first.
+            budget_nodes: most nodes of the tree.
+            min_probability: nodes less probable than this are left out.
+
+        Raises:
+            InvalidRequestError: the context or the budget cannot be.
+            DrafterUnavailableError: no answer in time.
+        """
+        if budget_nodes == 0:
+            return DraftTree.empty()  # on the wire 0 stands for the service's default
+        message = context_to_message(context, budget_nodes, min_probability, self._fingerprint)
+        return self._trees([self._call(self._stub.Draft, message).tree], 1)[0]
 
     def list_indexes(self) -> list[IndexInfo]:
         """Return the indexes that the service drafts from."""
@@ -160,6 +167,18 @@ class RemoteDrafter:
                 raise DrafterUnavailableError(
                     f"session {request.session!r} was lost when a step got no answer"
                 )
+
+    def _trees(self, messages: Sequence[pb.DraftTree], num_trees: int) -> list[DraftTree]:
+        """Return the trees of an answer, or say that the service cannot be drafted with."""
+        try:
+            trees = [tree_from_message(tree) for tree in messages]
+        except InvalidTreeError as error:
+            raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
+        if len(trees) != num_trees:
+            raise DrafterUnavailableError(
+                f"{self._address} sent {len(trees)} trees for {num_trees} sequences"
+            )
+        return trees
 
     def _call(self, method: Any, message: Any) -> Any:
         try:

@@ -14,10 +14,7 @@ from retriever.databases import Context, Corpus, Databases, Generations
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import (
     InvalidRequestError,
-    LimitExceededError,
     OutOfSequenceError,
-    SessionExistsError,
-    UnknownSessionError,
     VocabularyMismatchError,
 )
 from retriever.kernels.layout import MAX_MATCH
@@ -30,6 +27,7 @@ from retriever.limits import (
     checked_tokens,
 )
 from retriever.predictor import Predictor
+from retriever.sessions import Session, Sessions
 from retriever.tree import DraftTree
 
 DEFAULT_LIMITS: Final = Limits()
@@ -37,17 +35,10 @@ _NO_TOKENS: Final = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class _Session:
-    databases: Databases
-    prompt_length: int
-    remember: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Step:
     """A request that has been checked against its session."""
 
-    session: _Session
+    session: Session
     new_tokens: TokenIds
     request: DraftRequest = field(repr=False)
 
@@ -80,7 +71,8 @@ class EmbeddedDrafter:
         self._corpus = Corpus(segments)
         self._generations = Generations(limits.generations_tokens)
         self._predictor = Predictor(limits.max_budget_nodes)
-        self._sessions: dict[str, _Session] = {}
+        self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
+        self._sessions = Sessions(limits)
         self._lock = Lock()
 
     @classmethod
@@ -115,15 +107,9 @@ class EmbeddedDrafter:
         check_session_name(session)
         tokens = self._checked(prompt)
         check_length(len(tokens), self.limits)
-        databases = self._databases(tokens)
+        opened = Session(self._databases(tokens), len(tokens), remember)
         with self._lock:
-            if session in self._sessions:
-                raise SessionExistsError(f"session {session!r} is open already")
-            if len(self._sessions) >= self.limits.max_sessions:
-                raise LimitExceededError(
-                    f"{len(self._sessions)} sessions are open, which is the limit (max_sessions)"
-                )
-            self._sessions[session] = _Session(databases, len(tokens), remember)
+            self._sessions.add(session, opened)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
@@ -139,10 +125,10 @@ class EmbeddedDrafter:
         """End a sequence; see `Drafter.close`."""
         tokens = _NO_TOKENS if new_tokens is None else self._checked(new_tokens)
         with self._lock:
-            ended = self._session(session)
+            ended = self._sessions.get(session)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
             ended.databases.commit(tokens)
-            del self._sessions[session]
+            self._sessions.remove(session)
             if ended.remember:
                 context = ended.databases.context
                 self._generations.add(context.last(len(context) - ended.prompt_length))
@@ -181,14 +167,18 @@ class EmbeddedDrafter:
     def check_vocabulary(self, fingerprint: str) -> None:
         """Refuse the tokens of another tokenizer.
 
+        A drafter that was not told its vocabulary takes the first one named here, so that
+        sequences of two tokenizers never share generations.
+
         Raises:
             VocabularyMismatchError: `fingerprint` is not empty and not that of our vocabulary.
         """
-        if fingerprint and self.vocabulary and fingerprint != self.vocabulary.fingerprint:
+        with self._lock:
+            self._fingerprint = self._fingerprint or fingerprint
+        if fingerprint and fingerprint != self._fingerprint:
             raise VocabularyMismatchError(
-                f"drafts are for the tokenizer with the fingerprint "
-                f"{self.vocabulary.fingerprint[:12]}\u2026 (vocabulary {self.vocabulary.size}), "
-                f"not for {fingerprint[:12]}\u2026: "
+                f"drafts are for the tokenizer with the fingerprint {self._fingerprint[:12]}\u2026 "
+                f"and not for {fingerprint[:12]}\u2026: "
                 "use an index built with the model's own tokenizer"
             )
 
@@ -203,14 +193,8 @@ class EmbeddedDrafter:
     def _databases(self, prompt: TokenIds) -> Databases:
         return Databases(Context(prompt), self._generations, self._corpus)
 
-    def _session(self, name: str) -> _Session:
-        session = self._sessions.get(name)
-        if session is None:
-            raise UnknownSessionError(f"no session {name!r} is open: open it first")
-        return session
-
     def _step(self, request: DraftRequest) -> _Step:
-        session = self._session(request.session)
+        session = self._sessions.get(request.session)
         check_draft(request.budget_nodes, request.min_probability, self.limits)
         tokens = self._checked(request.new_tokens)
         known = len(session.databases.context)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -9,7 +10,8 @@ from numpy.typing import ArrayLike
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import InvalidRequestError, LimitExceededError
 
-_MAX_NAME_BYTES = 128
+MAX_NAME_BYTES: Final = 256
+"""Longest name of a session, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class Limits:
 
     Attributes:
         max_sessions: sessions open at once.
+        idle_session_s: a session idle for longer may end to make room for another, in seconds.
         max_sequence_tokens: tokens in one sequence, prompt included.
         max_budget_nodes: nodes in one tree.
         max_batch: sequences in one decoding step.
@@ -25,6 +28,7 @@ class Limits:
     """
 
     max_sessions: int = 4096
+    idle_session_s: float = 600.0
     max_sequence_tokens: int = 1 << 20
     max_budget_nodes: int = 256
     max_batch: int = 1024
@@ -53,7 +57,7 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> TokenIds:
                 f"token id {worst} is outside the vocabulary of {highest}: "
                 "the tokenizer at hand is not the one that is drafted for"
             )
-    return np.ascontiguousarray(array, np.int32)
+    return np.array(array, np.int32)  # a copy: nobody else can change it
 
 
 def check_session_name(session: str) -> None:
@@ -62,8 +66,8 @@ def check_session_name(session: str) -> None:
     Raises:
         InvalidRequestError: the name is empty or too long.
     """
-    if not 0 < len(session.encode()) <= _MAX_NAME_BYTES:
-        raise InvalidRequestError(f"a session's name has 1 to {_MAX_NAME_BYTES} bytes")
+    if not 0 < len(session.encode()) <= MAX_NAME_BYTES:
+        raise InvalidRequestError(f"a session's name has 1 to {MAX_NAME_BYTES} bytes")
 
 
 def check_length(num_tokens: int, limits: Limits) -> None:

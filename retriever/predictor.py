@@ -60,8 +60,10 @@ class Predictor:
         if budget == 0 or len(databases.context) == 0:
             return DraftTree.empty()
         num_rows = databases.collect(budget, self._scratch)
-        weigh_rows(self._scratch.rows, num_rows, self._trust, self._prior.escape)
-        return self._grow(num_rows, budget, min_probability)
+        weigh_rows(
+            self._scratch.rows, num_rows, self._trust, self._prior.escape, self._scratch.counts
+        )
+        return self._grow(num_rows, budget, float(min_probability))
 
     def _grow(self, num_rows: int, budget: int, min_probability: float) -> DraftTree:
         tree = DraftTree(

@@ -3,15 +3,18 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-import numpy as np
+from numpy.typing import ArrayLike
 
 from retriever.drafter import TokenIds
-from retriever.errors import TraceError
+from retriever.errors import InvalidRequestError, TraceError
+from retriever.limits import checked_tokens
+
+_NOT_A_TRACE: Final = (AttributeError, KeyError, TypeError, ValueError, InvalidRequestError)
 
 
 class TextEncoder(Protocol):
@@ -55,7 +58,7 @@ def read_traces(path: Path, encoder: TextEncoder, limit: int | None = None) -> I
                 _ids(encoder.encode_prompt(row["prompt"]) if prompt is None else prompt),
                 _ids(encoder.encode_output(row["output"]) if output is None else output),
             )
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        except _NOT_A_TRACE as error:
             raise TraceError(
                 f"{path}, line {line}: a trace needs `prompt` and `output` as text, or "
                 f"`prompt_ids` and `output_ids` as lists of token ids ({error!r})"
@@ -72,14 +75,14 @@ def read_outputs(path: Path, encoder: TextEncoder) -> Iterator[TokenIds]:
         try:
             output = row.get("output_ids")
             yield _ids(encoder.encode_output(row["output"]) if output is None else output)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        except _NOT_A_TRACE as error:
             raise TraceError(
                 f"{path}, line {line}: needs `output` as text or `output_ids` ({error!r})"
             ) from error
 
 
-def _ids(values: Iterable[int]) -> TokenIds:
-    return np.array(list(values), np.int32)
+def _ids(values: ArrayLike) -> TokenIds:
+    return checked_tokens(values, None)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:

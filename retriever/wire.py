@@ -9,7 +9,8 @@ from numpy.typing import ArrayLike
 
 from retriever import errors
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.tree import DraftTree
+from retriever.limits import checked_tokens
+from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
@@ -20,6 +21,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
+_SOURCES: Final = frozenset(map(int, Source))
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
 
 # The most particular error first: a status is that of the first class that fits.
@@ -62,7 +64,7 @@ def tree_to_message(tree: DraftTree) -> pb.DraftTree:
 
 
 def tree_from_message(message: pb.DraftTree) -> DraftTree:
-    """Return the tree of a message.
+    """Return the tree of a message; sources that this version does not know are unspecified.
 
     Raises:
         InvalidTreeError: the message's lists are no tree.
@@ -71,7 +73,10 @@ def tree_from_message(message: pb.DraftTree) -> DraftTree:
         np.array(message.token_ids, np.int64),
         np.array(message.parents, np.int64),
         np.array(message.probabilities, np.float32),
-        np.array(message.sources, np.int64),
+        [
+            source if source in _SOURCES else int(Source.UNSPECIFIED)
+            for source in map(int, message.sources)
+        ],
     )
 
 
@@ -84,13 +89,32 @@ def step_to_message(request: DraftRequest, session_id: str) -> pb.SessionStep:
     try:
         return pb.SessionStep(
             session_id=session_id,
-            new_token_ids=request.new_tokens.tolist(),
+            new_token_ids=tokens_to_wire(request.new_tokens),
             length=request.length,
             budget_nodes=request.budget_nodes,
             min_probability=request.min_probability,
         )
     except ValueError as error:
         raise errors.InvalidRequestError(f"a step does not fit the wire: {error}") from error
+
+
+def context_to_message(
+    context: ArrayLike, budget_nodes: int, min_probability: float, fingerprint: str
+) -> pb.DraftRequest:
+    """Return the wire form of a bare context.
+
+    Raises:
+        InvalidRequestError: these are no token ids, or a number does not fit the wire.
+    """
+    try:
+        return pb.DraftRequest(
+            context=tokens_to_wire(context),
+            budget_nodes=budget_nodes,
+            min_probability=min_probability,
+            vocabulary_fingerprint=fingerprint,
+        )
+    except ValueError as error:
+        raise errors.InvalidRequestError(f"a draft does not fit the wire: {error}") from error
 
 
 def requests_from_message(message: pb.DraftStreamRequest) -> list[DraftRequest]:
@@ -123,10 +147,7 @@ def tokens_to_wire(tokens: ArrayLike) -> list[int]:
     """Return token ids as the wire takes them.
 
     Raises:
-        InvalidRequestError: an id is negative or beyond 31 bits.
+        InvalidRequestError: these are no token ids, or one is negative or beyond 31 bits.
     """
-    array = np.asarray(tokens, np.int64)
-    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= _MAX_TOKEN_ID:
-        raise errors.InvalidRequestError("token ids must be between 0 and 2^31 - 1")
-    token_ids: list[int] = array.tolist()
+    token_ids: list[int] = checked_tokens(tokens, None).tolist()
     return token_ids

@@ -6,14 +6,16 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retriever.kernels.layout import MAX_MATCH
-
 _MULTIPLIER: Final = 40503
 
 
 @njit(cache=True, nogil=True)
 def weigh_rows(
-    rows: NDArray[Any], num_rows: int, trust: NDArray[np.float64], escape: float
+    rows: NDArray[Any],
+    num_rows: int,
+    trust: NDArray[np.float64],
+    escape: float,
+    counts: NDArray[np.float64],
 ) -> None:
     """Set the rows' weights by interpolating match lengths, the longest first.
 
@@ -26,14 +28,15 @@ def weigh_rows(
         num_rows: rows in use.
         trust: float64[sources], what one occurrence in each database counts.
         escape: count at which a match of one token takes half of what is left.
+        counts: float64[longest match + 1], scratch.
     """
-    counts = np.zeros(MAX_MATCH + 1)
+    counts[:] = 0.0
     for index in range(num_rows):
         row = rows[index]
         row.weight = row.count * trust[row.source]
         counts[row.match] += row.weight
     left = 1.0
-    for match in range(MAX_MATCH, 0, -1):
+    for match in range(counts.shape[0] - 1, 0, -1):
         if counts[match] > 0:
             scale = left / (counts[match] + escape / match)
             left -= scale * counts[match]

@@ -49,6 +49,7 @@ class Scratch:
         nodes: NODE[max_nodes], candidates for the tree.
         heap: int32[max_nodes], candidates that are not in the tree yet.
         slots: int32[power of two], table of siblings, all -1 between calls.
+        counts: float64[MAX_MATCH + 1], evidence by match length.
     """
 
     max_depth: int
@@ -59,6 +60,7 @@ class Scratch:
     nodes: NDArray[Any] = field(init=False)
     heap: NDArray[np.int32] = field(init=False)
     slots: NDArray[np.int32] = field(init=False)
+    counts: NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:
         num_slots = 4 * (1 << (self.max_rows - 1).bit_length())
@@ -68,3 +70,4 @@ class Scratch:
         object.__setattr__(self, "nodes", np.zeros(self.max_nodes, NODE))
         object.__setattr__(self, "heap", np.zeros(self.max_nodes, np.int32))
         object.__setattr__(self, "slots", np.full(num_slots, -1, np.int32))
+        object.__setattr__(self, "counts", np.zeros(MAX_MATCH + 1))

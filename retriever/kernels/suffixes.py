@@ -77,6 +77,7 @@ def find_interval(
 ) -> tuple[int, int]:
     """Return the half-open range of `suffixes` that start with the pattern (int32[k], k ≥ 1)."""
     low, end = np.int64(starts[pattern[0]]), np.int64(starts[pattern[0] + 1])
+    end = min(end, suffixes.shape[0])
     begin = _bisect(tokens, suffixes, pattern, low, end, 0)
     if begin == end or _compare(tokens, np.int64(suffixes[begin]), pattern) != 0:
         return begin, begin
@@ -122,7 +123,7 @@ def _compare(tokens: NDArray[Any], position: int, pattern: NDArray[np.int32]) ->
 @njit(cache=True, nogil=True, inline="always")
 def _goes_on(tokens: NDArray[Any], position: int, query: NDArray[np.int32], length: int) -> bool:
     """Whether the match is longer than `length`: the token before it fits too."""
-    if position == 0 or length >= query.shape[0]:
+    if position == 0 or position > tokens.shape[0] or length >= query.shape[0]:
         return False
     return np.int64(tokens[position - 1]) == np.int64(query[query.shape[0] - length - 1])
 

@@ -1,10 +1,11 @@
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from indexer.build import build_from_tokens
+from indexer.build import BuildOptions, build_from_tokens
 from indexer.errors import TokenizerMismatchError
 from indexer.reader import Vocabulary
 from retriever import (
@@ -19,8 +20,10 @@ from retriever import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
+from retriever.databases import Generations
 from retriever.embedded import EmbeddedDrafter
 from retriever.limits import Limits
+from retriever.sessions import Sessions
 
 
 def ids(*tokens: int) -> TokenIds:
@@ -230,10 +233,73 @@ def test_one_session_twice_in_a_step_is_refused() -> None:
         drafter.draft([request, request])
 
 
-@pytest.mark.parametrize("name", ["", "x" * 129])
+@pytest.mark.parametrize("name", ["", "x" * 257])
 def test_session_names_have_a_length(name: str) -> None:
-    with pytest.raises(InvalidRequestError, match="1 to 128 bytes"):
+    with pytest.raises(InvalidRequestError, match="1 to 256 bytes"):
         EmbeddedDrafter().open(name, ids(1))
+
+
+def test_idle_session_ends_when_room_is_needed_and_a_used_one_does_not() -> None:
+    now = 0.0
+    sessions = Sessions(Limits(max_sessions=2, idle_session_s=60), clock=lambda: now)
+    drafter = EmbeddedDrafter()
+    drafter._sessions = sessions
+    for name in ("idle", "used"):
+        drafter.open(name, ids(1))
+    now = 50.0
+    drafter.draft([DraftRequest("used", ids(), 1, 1)])
+    with pytest.raises(LimitExceededError, match="max_sessions"):
+        drafter.open("new", ids(1))
+    now = 61.0
+    drafter.open("new", ids(1))
+    drafter.draft([DraftRequest("used", ids(), 1, 1)])
+    with pytest.raises(UnknownSessionError):
+        drafter.draft([DraftRequest("idle", ids(), 1, 1)])
+
+
+def test_drafter_without_index_serves_one_vocabulary() -> None:
+    drafter = EmbeddedDrafter()
+    drafter.check_vocabulary("")
+    drafter.check_vocabulary("ab")
+    with pytest.raises(VocabularyMismatchError):
+        drafter.check_vocabulary("cd")
+    drafter.check_vocabulary("ab")
+
+
+def test_several_segments_and_indexes_are_drafted_from(
+    tmp_path: Path, vocabulary: Vocabulary
+) -> None:
+    """Drafts from steps, from the whole, and whatever the division into segments, find all."""
+    rng = np.random.default_rng(19)
+    documents = [(str(i), rng.integers(0, 6, 60).tolist()) for i in range(12)]
+    paths = [tmp_path / "one", tmp_path / "other"]
+    build_from_tokens(documents[:8], paths[0], vocabulary, BuildOptions(max_segment_tokens=130))
+    build_from_tokens(documents[8:], paths[1], vocabulary)
+    drafter = EmbeddedDrafter.open_indexes(paths)
+    assert len(drafter.indexes[0].segments) > 2
+    for _, document in documents:
+        drafter.open("s", ids(*document[:20]))
+        for length in range(20, 50, 3):
+            tree = draft(drafter, "s", document[length - 3 : length] if length > 20 else [], length)
+            whole = drafter.draft_context(document[:length], 16)
+            assert tree.token_ids.tolist() == whole.token_ids.tolist()
+            assert len(tree.follow(np.array(document[length:]))) > 0
+        drafter.close("s")
+
+
+def test_threads_draft_as_one_would(index: Path) -> None:
+    drafter = EmbeddedDrafter.open_indexes([index])
+    rng = np.random.default_rng(23)
+    contexts = [rng.integers(0, 50, 30) for _ in range(200)]
+    alone = [drafter.draft_context(context, 16).token_ids.tolist() for context in contexts]
+    with ThreadPoolExecutor(4) as threads:
+        together = threads.map(lambda context: drafter.draft_context(context, 16), contexts)
+        assert [tree.token_ids.tolist() for tree in together] == alone
+
+
+def test_memory_of_generations_is_as_stated() -> None:
+    """`serve --generations-tokens` states bytes per token."""
+    assert Generations(1 << 16).num_bytes == 28 << 16
 
 
 @pytest.mark.parametrize("min_probability", [-0.1, 1.1, float("nan")])

@@ -68,6 +68,8 @@ def test_earlier_traces_warm_later_ones_and_limit_stops(tmp_path: Path) -> None:
         ({"prompt": "a"}, "line 2"),
         ([1, 2], "line 2"),
         ({"prompt_ids": ["x"], "output_ids": []}, "line 2"),
+        ({"prompt_ids": "12", "output_ids": []}, "line 2"),
+        ({"prompt_ids": [1.7], "output_ids": []}, "line 2"),
         ({"prompt_ids": [1 << 40], "output_ids": []}, "line 2"),
     ],
 )

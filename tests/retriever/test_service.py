@@ -21,12 +21,14 @@ from retriever import (
     OutOfSequenceError,
     RemoteDrafter,
     SessionExistsError,
+    Source,
     UnknownSessionError,
     VocabularyMismatchError,
 )
 from retriever.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from retriever.wire import tree_from_message
 from tests.retriever.conftest import start_service, stop_service
 
 
@@ -105,8 +107,20 @@ def test_errors_reach_the_client_as_they_are_embedded(service: str) -> None:
             remote.draft([DraftRequest("s", np.array([4], np.int32), 4, 4000)])
         with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
             remote.draft([DraftRequest("s", np.array([50], np.int32), 4, 4)])
-        with pytest.raises(InvalidRequestError):
-            remote.draft([DraftRequest("s", np.array([-1], np.int32), 4, 4)])
+        for tokens in ([-1], [0.5], ["a"], [[1]]):
+            with pytest.raises(InvalidRequestError):
+                remote.draft([DraftRequest("s", np.array(tokens), 4, 4)])
+            with pytest.raises(InvalidRequestError):
+                remote.draft_context(tokens, 4)
+        for budget in (-1, 1 << 40):
+            with pytest.raises(InvalidRequestError):
+                remote.draft_context([1], budget)
+            with pytest.raises(InvalidRequestError):
+                remote.draft([DraftRequest("s", np.array([4], np.int32), 4, budget)])
+        for name in ("", "x" * 257):
+            with pytest.raises(InvalidRequestError, match="bytes"):
+                remote.open(name, [1])
+        assert len(remote.draft_context([1, 1, 1, 1], 0)) == 0
         with pytest.raises(UnknownSessionError):
             remote.draft([DraftRequest("t", np.array([4], np.int32), 4, 4)])
         with pytest.raises(UnknownSessionError):
@@ -141,6 +155,12 @@ def test_two_clients_may_use_one_session_name(service: str) -> None:
         other.open("s", [1])
         one.close("s")
         other.close("s")
+
+
+def test_source_of_a_newer_service_is_unspecified() -> None:
+    message = pb.DraftTree(token_ids=[1], parents=[-1], probabilities=[0.5])
+    message.sources.append(99)  # type: ignore[arg-type]  # what the enumeration does not name yet
+    assert tree_from_message(message).sources.tolist() == [Source.UNSPECIFIED]
 
 
 def test_nobody_listening_is_unavailable() -> None:
