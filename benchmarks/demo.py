@@ -24,6 +24,8 @@ from decoder.assembly import DrafterOptions, assemble
 from decoder.bench import circumstances
 from decoder.contenders import FOREDRAFT, PLAIN, Contender, Run, contenders
 from decoder.models import LanguageModel, ModelOptions, load_model
+from indexer.errors import IndexerError
+from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -52,10 +54,10 @@ class Task:
     is_chat: bool = True
 
 
-def source_lines(module: str, start: int, end: int) -> str:
-    """Return lines of a module of the standard library, counted from 1."""
-    lines = (STDLIB / f"{module}.py").read_text().splitlines()
-    return "\n".join(lines[start - 1 : end])
+def from_line(module: str, beginning: str, num_lines: int) -> str:
+    """Return lines of a module of the standard library, from the one that begins so."""
+    text = (STDLIB / f"{module}.py").read_text()
+    return "\n".join(text[text.index(f"\n{beginning}") + 1 :].splitlines()[:num_lines])
 
 
 def up_to(module: str, definition: str, num_lines: int) -> str:
@@ -73,7 +75,7 @@ def tasks() -> list[Task]:
             "rewrite",
             "keyword",
             "Rewrite this Python code with the variable kwlist renamed to keywords. Reply with the "
-            f"whole code only.\n\n```python\n{source_lines('keyword', 10, 63)}\n```",
+            f"whole code only.\n\n```python\n{from_line('keyword', '__all__', 50)}\n```",
         ),
         Task("answer", "contexts", "What is a context manager in Python?"),
         Task("complete", "heapq", up_to("heapq", "def heappop(heap):", 40), False),
@@ -81,19 +83,24 @@ def tasks() -> list[Task]:
             "rewrite",
             "colorsys",
             "Add type hints to these Python functions and change nothing else. Reply with the "
-            f"whole code only.\n\n```python\n{source_lines('colorsys', 25, 80)}\n```",
+            f"whole code only.\n\n```python\n{from_line('colorsys', 'def rgb_to_yiq', 50)}\n```",
         ),
         Task("answer", "search", "When is bisect faster than a linear search?"),
     ]
 
 
 def build_index() -> None:
-    """Index the standard library, unless that has been done."""
-    if INDEX.exists():
+    """Index the standard library, unless that has been done and the index is of use."""
+    try:
+        Index.open(INDEX).close()
+    except IndexerError:
+        console.print("building the index")
+    else:
         return
     sources = sorted(path for path in STDLIB.iterdir() if path.name not in NOT_STDLIB)
     kept = [str(path) for path in sources if path.is_dir() or path.suffix == ".py"]
-    command = [sys.executable, "-m", "indexer", "build", *kept, "--output", str(INDEX)]
+    build = [sys.executable, "-m", "indexer", "build", "--overwrite"]
+    command = [*build, *kept, "--output", str(INDEX)]
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 
@@ -117,18 +124,17 @@ def draft_service() -> Iterator[str]:
             process.wait()
 
 
-def run(ways: dict[str, Contender], language_model: LanguageModel, task: Task) -> dict[str, Any]:
-    """Do one task in both ways and return the figures."""
+def run(
+    ways: dict[str, Contender], language_model: LanguageModel, task: Task, order: tuple[str, str]
+) -> dict[str, Any]:
+    """Do one task in both ways, in this order, and return the figures."""
     if task.is_chat:
         prompt = language_model.encode(task.prompt)
     else:
         prompt = list(language_model.tokenizer.encode(task.prompt))
-    plain: Run = ways[PLAIN](prompt, remember=True)
-    drafted: Run = ways[FOREDRAFT](prompt, remember=True)
-    pace = {
-        name: len(done.token_ids) / done.seconds
-        for name, done in ((PLAIN, plain), (FOREDRAFT, drafted))
-    }
+    runs: dict[str, Run] = {name: ways[name](prompt, remember=True) for name in order}
+    plain, drafted = runs[PLAIN], runs[FOREDRAFT]
+    pace = {name: len(done.token_ids) / done.seconds for name, done in runs.items()}
     return {
         "task": f"{task.kind} {task.name}",
         "tokens": len(drafted.token_ids),
@@ -186,7 +192,8 @@ def main(
             rows = []
             for number, task in enumerate(selected, start=1):
                 console.print(f"  {number}/{len(selected)} {task.kind} {task.name}")
-                rows.append(run(ways, language_model, task))
+                order = (PLAIN, FOREDRAFT) if number % 2 else (FOREDRAFT, PLAIN)
+                rows.append(run(ways, language_model, task, order))
     facts = circumstances(language_model)
     if as_json:
         print(json.dumps({"tasks": rows, **facts}))

@@ -1,10 +1,12 @@
 """Decoding with drafts from a real service in another process."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from decoder.budget import FixedBudget
 from decoder.loop import Decoder
@@ -16,16 +18,17 @@ from tests.decoder.decoding import VOCABULARY, plainly, prompt_of, tiny_llama
 from tests.retriever.conftest import start_service, stop_service
 
 NUM_TOKENS = 60
+Service = tuple["subprocess.Popen[str]", str]
 
 
 @pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
+def model() -> PreTrainedModel:
     torch.set_num_threads(2)
     return tiny_llama()
 
 
 @pytest.fixture(scope="module")
-def index(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def index(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus that holds what the model will write, among other things."""
     written = plainly(model, prompt_of(12), NUM_TOKENS)
     documents = [("answer", written[10:]), ("other", prompt_of(500, seed=5))]
@@ -35,7 +38,7 @@ def index(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture
-def service(index: Path) -> Iterator[tuple[object, str]]:
+def service(index: Path) -> Iterator[Service]:
     process, address = start_service("--index", str(index), "--address", "127.0.0.1:0")
     yield process, address
     if process.poll() is None:
@@ -43,7 +46,7 @@ def service(index: Path) -> Iterator[tuple[object, str]]:
 
 
 def test_output_with_served_drafts_is_the_models_own(
-    model: torch.nn.Module, service: tuple[object, str]
+    model: PreTrainedModel, service: Service
 ) -> None:
     with RemoteDrafter(service[1], vocabulary_fingerprint="ef" * 32) as drafter:
         decoder = Decoder(Target(model), drafter, FixedBudget(16))
@@ -56,7 +59,7 @@ def test_output_with_served_drafts_is_the_models_own(
 
 
 def test_service_killed_in_the_middle_costs_drafts_and_no_tokens(
-    model: torch.nn.Module, service: tuple[object, str]
+    model: PreTrainedModel, service: Service
 ) -> None:
     process, address = service
     with RemoteDrafter(address, timeout_s=2.0) as drafter:

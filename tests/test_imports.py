@@ -19,7 +19,7 @@ READER = {"indexer.reader", "indexer.tokenizer", "indexer.errors"}
 
 
 def imported_modules(path: Path) -> set[str]:
-    modules = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             modules.update(alias.name for alias in node.names)

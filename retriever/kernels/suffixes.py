@@ -79,7 +79,7 @@ def find_interval(
     low, end = np.int64(starts[pattern[0]]), np.int64(starts[pattern[0] + 1])
     end = min(end, suffixes.shape[0])
     begin = _bisect(tokens, suffixes, pattern, low, end, 0)
-    if begin == end or _compare(tokens, np.int64(suffixes[begin]), pattern) != 0:
+    if begin >= end or _compare(tokens, np.int64(suffixes[begin]), pattern) != 0:
         return begin, begin
     width = 1  # occurrences are few beside the bucket: gallop from the first one
     while begin + width < end:

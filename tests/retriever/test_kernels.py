@@ -34,8 +34,8 @@ def test_chains_find_what_brute_force_finds() -> None:
         wrap = bool(rng.integers(2))
         alphabet = int(rng.integers(2, 6))
         low = 0 if wrap else SEPARATOR  # a context has no separators
-        tokens = rng.integers(low, alphabet, int(rng.integers(1, CAPACITY if wrap else 200)))
-        tokens = tokens.astype(np.int32)
+        num_tokens = int(rng.integers(1, CAPACITY if wrap else 200))
+        tokens = rng.integers(low, alphabet, num_tokens).astype(np.int32)
         query = tokens[-MAX_MATCH:] if wrap else rng.integers(0, alphabet, 9).astype(np.int32)
         orders = np.array([[8, 4, 2, 1], [4, 2], [3, 1]][int(rng.integers(3))], np.int64)
         max_rows = rng.integers(1, 6, len(orders))
@@ -193,3 +193,18 @@ def test_a_full_table_of_candidates_ends_growth_without_harm() -> None:
         scratch.slots, *arrays, np.empty(8, np.uint8),
     )  # fmt: skip
     assert size == 3
+
+
+def test_damaged_suffixes_are_read_without_harm() -> None:
+    """Positions outside a segment find nothing, or something; nothing is read out there."""
+    rng = np.random.default_rng(6)
+    tokens = np.append(rng.integers(0, 3, 200), 65535).astype(np.uint16)
+    for _ in range(NUM_SEEDS):
+        suffixes = rng.integers(0, 1 << 32, 200).astype(np.uint32)
+        starts = np.sort(rng.integers(0, 1 << int(rng.integers(4, 31)), 4)).astype(np.uint32)
+        query = rng.integers(0, 3, 6).astype(np.int32)
+        scratch = Scratch(8, max_rows=16, max_nodes=8)
+        num_rows, _ = collect_suffixes(
+            tokens, suffixes, starts, query, 6, 8, 4, 4, 8, scratch.rows, scratch.continuations, 0
+        )
+        assert 0 <= num_rows <= 16

@@ -10,7 +10,8 @@ from retriever import ROOT, DraftTree, InvalidTreeError, Source
 def trees(draw: st.DrawFn, max_nodes: int = 24) -> DraftTree:
     """Valid trees: nodes attached at random, then sorted by probability."""
     num_nodes = draw(st.integers(0, max_nodes))
-    parents, probabilities = [], []
+    parents: list[int] = []
+    probabilities: list[float] = []
     for node in range(num_nodes):
         parent = draw(st.integers(ROOT, node - 1))
         above = 1.0 if parent == ROOT else probabilities[parent]
