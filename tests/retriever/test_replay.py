@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from retriever.__main__ import app
+from retriever.commands import app
 
 
 def write(path: Path, rows: list[Any]) -> Path:
