@@ -1,7 +1,6 @@
 """What is installed is what is here."""
 
 import tomllib
-
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
