@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,8 @@ from decoder.bench import run_benchmark
 from decoder.errors import DecoderError
 from decoder.generate import answer
 from decoder.loop import DEFAULT_MAX_NEW_TOKENS
-from decoder.models import ModelOptions, Precision, load_model
-from decoder.prompts import read_prompts
+from decoder.models import Attention, ModelOptions, Precision, load_model
+from decoder.prompts import read_prompts, read_text
 from indexer.errors import IndexerError
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.errors import RetrieverError
@@ -36,6 +37,9 @@ Server = Annotated[
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
 Dtype = Annotated[Precision, typer.Option(help="What the model computes in.")]
 Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu or cuda:0.")]
+AttentionKind = Annotated[
+    Attention, typer.Option("--attention", help="Implementation of attention.")
+]
 NoChatTemplate = Annotated[
     bool, typer.Option("--no-chat-template", help="Take prompts as plain text to go on from.")
 ]
@@ -54,23 +58,33 @@ def generate(
     ] = None,
     max_new_tokens: MaxNewTokens = DEFAULT_MAX_NEW_TOKENS,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=2**64 - 1, help="Makes sampling repeatable; no effect at temperature 0."
+        ),
+    ] = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Keep the answer out of later drafts.")
+    ] = False,
     dtype: Dtype = Precision.FLOAT32,
     device: Device = "cpu",
+    attention: AttentionKind = Attention.SDPA,
     no_chat_template: NoChatTemplate = False,
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt; the text streams to standard output, figures go to standard error."""
     drafter_options = DrafterOptions(index or (), server)
-    text = sys.stdin.read() if prompt is None else prompt
-    language_model = load_model(_model_options(model, device, dtype, no_chat_template))
-    rule = accept_rule(temperature, seed, device)
+    text = read_text(sys.stdin.buffer) if prompt is None else prompt
+    language_model = load_model(_model_options(model, device, dtype, attention, no_chat_template))
+    rule = accept_rule(temperature, seed)
     with drafter_options.connect(language_model) as drafter:
         result = answer(
             assemble(language_model, drafter, rule),
             language_model,
             text,
             max_new_tokens=max_new_tokens,
+            remember=not forget,
             on_text=(lambda _: None) if as_json else _print_piece,
         )
     typer.echo(json.dumps(result.report()) if as_json else "")
@@ -90,20 +104,22 @@ def bench(
     max_new_tokens: MaxNewTokens = DEFAULT_MAX_NEW_TOKENS,
     dtype: Dtype = Precision.FLOAT32,
     device: Device = "cpu",
+    attention: AttentionKind = Attention.SDPA,
     no_chat_template: NoChatTemplate = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure against plain generation and prompt lookup, on the same prompts in one run."""
     drafter_options = DrafterOptions(index or (), server)
     selected = read_prompts(prompts, limit)
-    language_model = load_model(_model_options(model, device, dtype, no_chat_template))
+    language_model = load_model(_model_options(model, device, dtype, attention, no_chat_template))
     progress = Progress(console=Console(stderr=True))
     with drafter_options.connect(language_model) as drafter, progress:
         report = run_benchmark(
             language_model,
             assemble(language_model, drafter),
-            progress.track(selected, description="prompts"),
+            selected,
             max_new_tokens=max_new_tokens,
+            track=partial(progress.track, description="prompts"),
         )
     report["drafter"] = drafter_options.describe()
     if as_json:
@@ -122,9 +138,9 @@ def main() -> None:
 
 
 def _model_options(
-    name: str, device: str, precision: Precision, no_chat_template: bool
+    name: str, device: str, precision: Precision, attention: Attention, no_chat_template: bool
 ) -> ModelOptions:
-    return ModelOptions(name, device, precision, use_chat_template=not no_chat_template)
+    return ModelOptions(name, device, precision, attention, not no_chat_template)
 
 
 def _print_piece(text: str) -> None:
@@ -135,6 +151,8 @@ def _print_piece(text: str) -> None:
 def _print_table(report: dict[str, Any]) -> None:
     title = f"{report['model']}, {report['dtype']} on {report['device']}; {report['drafter']}"
     caption = "x: in time per token; tokens: per pass of the model; lookup: prompt lookup"
+    if report["skipped"]:
+        caption += f"\nprompts skipped, as the model cannot take them: {report['skipped']}"
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD)
     table.add_column("category", no_wrap=True)
     for heading in _HEADINGS:

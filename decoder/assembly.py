@@ -1,17 +1,18 @@
 """From names and options to a decoder that is ready to run."""
 
+import secrets
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from decoder.budget import MeasuredBudget, measure_costs
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
+from decoder.settings import unapplied_settings
 from decoder.target import Target
 from decoder.verification import AcceptRule, accept_greedy, accept_sampled
 from indexer.tokenizer import vocabulary_of
@@ -72,27 +73,40 @@ def assemble(
 ) -> Decoder:
     """Build a decoder that has measured what its model's passes cost.
 
+    Warns where the model's generation_config asks for more than the most probable token.
+
     Raises:
         UnsupportedModelError: the model cannot verify drafts.
     """
     target = Target(language_model.model)
-    budget = MeasuredBudget(measure_costs(target))
-    return Decoder(target, drafter, budget, accept, language_model.stop_ids)
+    unapplied = unapplied_settings(language_model.model, language_model.stop_ids)
+    if unapplied:
+        stated = ", ".join(f"{name}={value}" for name, value in unapplied.items())
+        warnings.warn(
+            f"the model's generation_config sets {stated}, which is not applied: "
+            "the output is that of model.generate without it",
+            stacklevel=2,
+        )
+    return Decoder(
+        target,
+        drafter,
+        MeasuredBudget(measure_costs(target)),
+        accept,
+        language_model.stop_ids,
+        drafter_vocabulary=vocabulary_of(language_model.tokenizer).size,
+    )
 
 
-def accept_rule(temperature: float, seed: int | None, device: str) -> AcceptRule:
+def accept_rule(temperature: float, seed: int | None) -> AcceptRule:
     """Return the rule for a temperature: greedy at zero, else sampling.
 
     Args:
         temperature: zero or more.
-        seed: makes sampling repeatable; `None` seeds from the system's entropy.
-        device: where the logits lie.
+        seed: makes sampling repeatable, whatever is drafted; from 0 to 2**64 - 1. `None` takes
+            one from the system's entropy. It has no effect at temperature zero.
     """
     if temperature == 0:
         return accept_greedy
-    generator = torch.Generator(device)
     if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return partial(accept_sampled, temperature=temperature, generator=generator)
+        seed = secrets.randbits(64)
+    return partial(accept_sampled, temperature=temperature, seed=seed)

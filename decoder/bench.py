@@ -2,21 +2,44 @@
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from decoder.budget import Budget, MeasuredBudget
 from decoder.contenders import FOREDRAFT, PLAIN, PROMPT_LOOKUP, Contender, Run, contenders
+from decoder.errors import InvalidPromptError
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
 from decoder.prompts import Prompt
 from decoder.statistics import Statistics
+from decoder.target import Target
 
 _WARM_UP_TEXT = "Count from one to ten."
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt that the model can take.
+
+    Attributes:
+        category: the prompt's.
+        token_ids: its tokens.
+    """
+
+    category: str
+    token_ids: list[int]
+
+
+Track = Callable[[Sequence[Case]], Iterable[Case]]
+"""Passes cases through one by one and shows how far it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +58,10 @@ class Comparison:
 def run_benchmark(
     language_model: LanguageModel,
     decoder: Decoder,
-    prompts: Iterable[Prompt],
+    prompts: Sequence[Prompt],
     *,
     max_new_tokens: int,
+    track: Track = iter,
 ) -> dict[str, Any]:
     """Compare the ways of decoding and report it with the circumstances.
 
@@ -49,13 +73,22 @@ def run_benchmark(
         decoder: made for it, greedy.
         prompts: what to decode.
         max_new_tokens: most tokens for each prompt.
+        track: shows progress.
 
     Returns:
-        Values for JSON: `overall` and `categories` with the figures, and what they depend on.
+        Values for JSON: `overall` and `categories` with the figures, and what they depend on;
+        `skipped` counts the prompts that the model cannot take.
+
+    Raises:
+        InvalidPromptError: the model can take none of the prompts.
     """
+    cases = fitting(language_model, decoder.target, prompts)
+    if not cases:
+        raise InvalidPromptError(f"the model can take none of the {len(prompts)} prompts")
     ways = contenders(language_model, decoder, max_new_tokens)
     return {
-        **summarize(compare(language_model, ways, prompts)),
+        **summarize(compare(language_model, ways, track(cases))),
+        "skipped": len(prompts) - len(cases),
         **circumstances(language_model),
         "cost_curve": _curve(decoder.budget),
         "max_new_tokens": max_new_tokens,
@@ -63,15 +96,25 @@ def run_benchmark(
     }
 
 
+def fitting(language_model: LanguageModel, target: Target, prompts: Iterable[Prompt]) -> list[Case]:
+    """Return the prompts that the model can take, as tokens."""
+    cases = []
+    for prompt in prompts:
+        tokens = language_model.encode(prompt.text)
+        with suppress(InvalidPromptError):
+            cases.append(Case(prompt.category, target.checked_prompt(tokens).tolist()))
+    return cases
+
+
 def compare(
-    language_model: LanguageModel, ways: dict[str, Contender], prompts: Iterable[Prompt]
+    language_model: LanguageModel, ways: dict[str, Contender], cases: Iterable[Case]
 ) -> list[Comparison]:
-    """Decode every prompt in every way, in an order that rotates from prompt to prompt."""
+    """Decode every case in every way, in an order that rotates from prompt to prompt."""
     for contender in ways.values():
         contender(language_model.encode(_WARM_UP_TEXT), remember=False)
     return [
-        Comparison(prompt.category, _in_turn(ways, language_model.encode(prompt.text), number))
-        for number, prompt in enumerate(prompts)
+        Comparison(case.category, _in_turn(ways, case.token_ids, number))
+        for number, case in enumerate(cases)
     ]
 
 
@@ -93,9 +136,10 @@ def summarize(comparisons: list[Comparison]) -> dict[str, Any]:
 
 
 def circumstances(language_model: LanguageModel) -> dict[str, Any]:
-    """Return what a figure needs beside it: model, precision, versions and machine."""
+    """Return what a figure needs beside it: day, model, precision, versions and machine."""
     parameter = next(language_model.model.parameters())
     return {
+        "date": datetime.now(UTC).date().isoformat(),
         "model": language_model.name,
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "device": str(parameter.device),
@@ -105,10 +149,20 @@ def circumstances(language_model: LanguageModel) -> dict[str, Any]:
         },
         "machine": {
             "architecture": platform.machine(),
+            "cpu": _cpu_name(),
             "num_cpus": os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
         },
     }
+
+
+def _cpu_name() -> str:
+    """Return the processor's name as the system knows it; empty where it does not."""
+    with suppress(OSError):
+        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def _curve(budget: Budget) -> dict[str, float]:

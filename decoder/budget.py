@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from decoder.calibration import Calibration
 from decoder.target import Target
-from decoder.verification import accept_greedy
+from decoder.verification import follow
 from retriever.tree import ROOT, DraftTree, Source
 
 DEFAULT_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -142,7 +142,7 @@ def _agree(samples: list[float]) -> bool:
 def _time_pass(target: Target, tree: DraftTree) -> float:
     """Return the seconds until the choices of one pass are known to the host."""
     start = time.perf_counter()
-    accept_greedy(tree, target.verify(0, tree))
+    follow(tree, target.verify(0, tree).argmax(dim=-1).tolist())
     return time.perf_counter() - start
 
 

@@ -1,14 +1,16 @@
 """Which models can verify a draft tree, and with which masks."""
 
 import inspect
+from typing import Any
 
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
 
 _TREE_ATTENTION = ("sdpa", "eager")
 _TREE_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
@@ -29,6 +31,39 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
         if windows.setdefault(layer_type, window) != window:
             raise UnsupportedModelError(f"{_name(model)}: {layer_type} layers differ in window")
     return windows
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a sequence, `None` where the model states no limit.
+
+    Where rotations depend on the longest position of a pass, a drafted token far ahead would
+    change those of the tokens before it. Such models are limited to the length that they were
+    trained with, up to which rotations do not change.
+
+    Raises:
+        UnsupportedModelError: that length is not known.
+    """
+    config = model.config.get_text_config(decoder=True)
+    stated: int | None = getattr(config, "max_position_embeddings", None)
+    limits = [] if stated is None else [stated]
+    for rope in _ropes(config):
+        if not any(kind in rope["rope_type"] for kind in _LENGTH_DEPENDENT_ROPE):
+            continue
+        original = rope.get("original_max_position_embeddings") or stated
+        if original is None:
+            raise UnsupportedModelError(
+                f"{_name(model)} has {rope['rope_type']} positions, which depend on the length "
+                "of the sequence, and states no original_max_position_embeddings"
+            )
+        limits.append(int(original))
+    return min(limits, default=None)
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of rotary positions: of all layers, or of each layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    candidates = [parameters, *parameters.values()]
+    return [rope for rope in candidates if isinstance(rope, dict) and rope.get("rope_type")]
 
 
 def _check_state(model: PreTrainedModel) -> None:

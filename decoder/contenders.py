@@ -10,7 +10,9 @@ from transformers import GenerationConfig, GenerationMixin
 
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
+from decoder.settings import without_own_settings
 from decoder.statistics import Statistics
+from decoder.target import Target
 
 PLAIN: Final = "plain"
 PROMPT_LOOKUP: Final = "prompt_lookup"
@@ -47,11 +49,16 @@ class Contender(Protocol):
 def contenders(
     language_model: LanguageModel, decoder: Decoder, max_new_tokens: int
 ) -> dict[str, Contender]:
-    """Return the ways of decoding by name: transformers' own two, and a decoder's."""
+    """Return the ways of decoding by name: transformers' own two, and a decoder's.
+
+    All have the same limit of tokens, near the model's own limit too, and none applies what the
+    model's generation_config asks for: this decoder cannot.
+    """
+    target = decoder.target
     lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
     return {
-        PLAIN: LibraryContender(language_model, max_new_tokens),
-        PROMPT_LOOKUP: LibraryContender(language_model, max_new_tokens, lookup),
+        PLAIN: LibraryContender(language_model, target, max_new_tokens),
+        PROMPT_LOOKUP: LibraryContender(language_model, target, max_new_tokens, lookup),
         FOREDRAFT: OwnContender(decoder, max_new_tokens),
     }
 
@@ -74,9 +81,17 @@ class OwnContender:
 
 @dataclass(frozen=True, slots=True)
 class LibraryContender:
-    """Decodes with `model.generate` of transformers, greedily."""
+    """Decodes with `model.generate` of transformers, greedily.
+
+    Attributes:
+        language_model: the model.
+        target: the same as this package's target, which states its limit.
+        max_new_tokens: most tokens to generate.
+        options: more of `model.generate`.
+    """
 
     language_model: LanguageModel
+    target: Target
     max_new_tokens: int
     options: dict[str, int] = field(default_factory=dict)
 
@@ -87,24 +102,24 @@ class LibraryContender:
         counting = model.register_forward_pre_hook(passes)
         start = time.perf_counter()
         tokens = torch.tensor([prompt], device=torch.device(model.device))
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_own_settings(model):
             warnings.simplefilter("ignore")  # advice about options that are none of ours
             output: Any = GenerationMixin.generate(
                 model,  # type: ignore[arg-type]  # every causal model has the mixin
                 tokens,
                 attention_mask=torch.ones_like(tokens),
-                generation_config=self._config(),
+                generation_config=self._config(self.target.room(len(prompt), self.max_new_tokens)),
             )
         generated = output[0, len(prompt) :].tolist()
         seconds = time.perf_counter() - start
         counting.remove()
         return Run(generated, seconds, passes.count)
 
-    def _config(self) -> GenerationConfig:
+    def _config(self, max_new_tokens: int) -> GenerationConfig:
         stop_ids = list(self.language_model.stop_ids)
         return GenerationConfig(  # type: ignore[no-untyped-call]  # the library gives no types
             do_sample=False,
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             eos_token_id=stop_ids or None,
             pad_token_id=stop_ids[0] if stop_ids else 0,
             **self.options,

@@ -25,8 +25,12 @@ class DecoderBusyError(DecoderError):
     """A sequence is being decoded already: finish or close it first."""
 
 
+class GenerationStartedError(DecoderError):
+    """A generation is decoded once: ask the decoder for another one."""
+
+
 class PromptFileError(DecoderError):
-    """A file of prompts cannot be read; the message names the line."""
+    """Prompts cannot be read from a file or standard input; the message says where and why."""
 
 
 class ContradictoryOptionsError(DecoderError):

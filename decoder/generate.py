@@ -29,12 +29,13 @@ class Answer:
         return {"text": self.text, "token_ids": self.token_ids, **self.statistics.report()}
 
 
-def answer(
+def answer(  # noqa: PLR0913  the last three are options
     decoder: Decoder,
     language_model: LanguageModel,
     prompt: str,
     *,
     max_new_tokens: int,
+    remember: bool = True,
     on_text: Callable[[str], object] = lambda _: None,
 ) -> Answer:
     """Generate an answer to a prompt.
@@ -44,12 +45,14 @@ def answer(
         language_model: whose tokenizer reads the prompt and writes the answer.
         prompt: a user's message, or the beginning of a text where there is no chat template.
         max_new_tokens: most tokens to generate.
+        remember: whether the drafter may use the answer for later ones.
         on_text: is called with each piece of text as soon as its characters are complete.
 
     Raises:
         InvalidPromptError: the prompt is empty or too long for the model.
     """
-    generation = decoder.generate(language_model.encode(prompt), max_new_tokens)
+    tokens = language_model.encode(prompt)
+    generation = decoder.generate(tokens, max_new_tokens, remember=remember)
     stream = TextStream(language_model.tokenizer)
     pieces: list[str] = []
     token_ids: list[int] = []

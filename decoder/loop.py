@@ -1,19 +1,21 @@
 """The decoding loop: draft, cut to budget, verify in one pass, accept, commit."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decoder.budget import Budget
-from decoder.errors import DecoderBusyError, InvalidPromptError
+from decoder.errors import DecoderBusyError, GenerationStartedError
 from decoder.layout import within_depth
-from decoder.session import DraftSession
+from decoder.session import Backoff, DraftLimits, DraftSession
 from decoder.statistics import Statistics
 from decoder.target import Target
-from decoder.verification import AcceptRule, accept_greedy
+from decoder.verification import AcceptRule, Place, accept_greedy
 from retriever.drafter import Drafter, TokenIds
+from retriever.errors import RetrieverError
 from retriever.tree import DraftTree
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -28,22 +30,29 @@ class Decoder:
         budget: how much of a draft is verified.
         accept: which drafted tokens are kept: greedily or by sampling.
         stop_ids: tokens that end a sequence; the one that did is part of the output.
+        drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's is
+            larger; a token beyond it ends the drafts for its sequence.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the last three are options
         self,
         target: Target,
         drafter: Drafter,
         budget: Budget,
         accept: AcceptRule = accept_greedy,
         stop_ids: Iterable[int] = (),
+        *,
+        drafter_vocabulary: int | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.budget = budget
         self.accept = accept
         self.stop_ids = frozenset(stop_ids)
+        self.draft_limits = DraftLimits(target.vocabulary_size, drafter_vocabulary)
+        self.backoff = Backoff()
         self._is_busy = False
+        self._numbers = count()
 
     def generate(
         self,
@@ -63,10 +72,10 @@ class Decoder:
             InvalidPromptError: the prompt is empty, holds tokens outside the vocabulary, or
                 leaves no room below the model's limit.
         """
-        tokens = _checked_prompt(prompt, self.target)
-        limit = self.target.max_length
-        room = max_new_tokens if limit is None else min(max_new_tokens, limit - len(tokens))
-        return Generation(self, tokens, room, remember=remember)
+        tokens = self.target.checked_prompt(prompt)
+        room = self.target.room(len(tokens), max_new_tokens)
+        place = Place(next(self._numbers), len(tokens))
+        return Generation(self, tokens, place, room, remember=remember)
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
@@ -85,7 +94,7 @@ class Decoder:
 
 
 class Generation:
-    """One sequence as it is decoded: each iteration gives the tokens of one pass.
+    """One sequence as it is decoded, once: each iteration gives the tokens of one pass.
 
     Leaving the iteration early, by an error or by closing it, ends the drafter's session too.
 
@@ -94,39 +103,56 @@ class Generation:
     """
 
     def __init__(
-        self, decoder: Decoder, prompt: TokenIds, max_new_tokens: int, *, remember: bool
+        self,
+        decoder: Decoder,
+        prompt: TokenIds,
+        place: Place,
+        max_new_tokens: int,
+        *,
+        remember: bool,
     ) -> None:
         self._target = decoder.target
         self._budget = decoder.budget
         self._accept = decoder.accept
         self._decoder = decoder
         self._prompt = prompt
+        self._place = place
         self._remember = remember
         self._remaining = max_new_tokens
+        self._has_started = False
         self.statistics = Statistics()
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._has_started:
+            raise GenerationStartedError(
+                "a generation is decoded once: call Decoder.generate for another one"
+            )
+        self._has_started = True
+        return self._steps()
+
+    def _steps(self) -> Iterator[list[int]]:
         with self._decoder.reserved(), self._drafting():
-            step = self.begin
+            step = self._begin
             while self._remaining > 0:
                 with self.statistics.charging("total_s"):
                     tokens = step()
                 yield tokens
-                step = self.step
+                step = self._step
 
-    def begin(self) -> list[int]:
+    def _begin(self) -> list[int]:
         """Read the prompt and commit the first token."""
         tree = DraftTree.empty()
         with self.statistics.charging("target_s"):
-            path, next_token = self._accept(tree, self._target.prefill(self._prompt))
+            logits = self._target.prefill(self._prompt)
+            path, next_token = self._accept(tree, logits, self._place)
         return self._emit(tree, path, next_token)
 
-    def step(self) -> list[int]:
+    def _step(self) -> list[int]:
         """Commit the next tokens; always at least one."""
         tree = self._draft()
         with self.statistics.charging("target_s"):
             logits = self._target.verify(self._last_token, tree)
-            path, next_token = self._accept(tree, logits)
+            path, next_token = self._accept(tree, logits, self._place)
             self._target.commit(path)
         self._budget.learn(tree, path)
         return self._emit(tree, path, next_token)
@@ -134,17 +160,28 @@ class Generation:
     @contextmanager
     def _drafting(self) -> Iterator[None]:
         """Keep a session with the drafter open for the block's time."""
-        size = self._target.vocabulary_size
+        decoder = self._decoder
         with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
             self._session = DraftSession(
-                self._decoder.drafter, self._prompt, size, remember=self._remember
+                decoder.drafter,
+                self._prompt,
+                decoder.draft_limits,
+                decoder.backoff,
+                remember=self._remember,
             )
         try:
             yield
+        except Exception:
+            with suppress(RetrieverError):  # the first error is the one to be seen
+                self._end_session()
+            raise
         finally:
-            with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
-                self._session.close()
-            self.statistics.num_failures = self._session.num_failures
+            self._end_session()
+
+    def _end_session(self) -> None:
+        with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
+            self._session.close()
+        self.statistics.num_failures = self._session.num_failures
 
     def _draft(self) -> DraftTree:
         """Return the part of a draft that pays and that there is room for."""
@@ -163,23 +200,8 @@ class Generation:
         if stop is not None:
             tokens = tokens[: stop + 1]
         self._remaining = 0 if stop is not None else self._remaining - len(tokens)
+        self._place = self._place.after(len(tokens))
         self._last_token = tokens[-1]
         self._session.extend(tokens)
         self.statistics.record(tree, path[: len(tokens)], len(tokens))
         return tokens
-
-
-def _checked_prompt(prompt: Sequence[int] | TokenIds, target: Target) -> TokenIds:
-    tokens = np.asarray(prompt, np.int64)
-    if len(tokens) == 0:
-        raise InvalidPromptError("the prompt is empty: give at least one token")
-    if tokens.min() < 0 or tokens.max() >= target.vocabulary_size:
-        raise InvalidPromptError(
-            f"the prompt holds tokens outside the model's vocabulary of {target.vocabulary_size}"
-        )
-    if target.max_length is not None and len(tokens) >= target.max_length:
-        raise InvalidPromptError(
-            f"the prompt has {len(tokens)} tokens, and the model's limit is {target.max_length} "
-            "for prompt and output together: shorten it"
-        )
-    return tokens.astype(np.int32)

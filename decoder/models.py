@@ -31,6 +31,13 @@ class Precision(StrEnum):
         return dtype
 
 
+class Attention(StrEnum):
+    """Implementations of attention that can verify a tree."""
+
+    SDPA = "sdpa"
+    EAGER = "eager"
+
+
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
     """A causal language model with its tokenizer.
@@ -66,14 +73,14 @@ class ModelOptions:
             `indexer.tokenizer.locate_model`.
         device: where torch shall put it, such as "cpu" or "cuda:0".
         precision: what to compute in; GGUF weights are dequantised to it.
-        attention: implementation, "sdpa" or "eager".
+        attention: implementation, as transformers names it; see `Attention`.
         use_chat_template: whether prompts are users' messages.
     """
 
     name: str
     device: str = "cpu"
     precision: Precision = Precision.FLOAT32
-    attention: str = "sdpa"
+    attention: str = Attention.SDPA
     use_chat_template: bool = True
 
 

@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
 from decoder.errors import PromptFileError
 
@@ -38,14 +40,32 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
         PromptFileError: the file cannot be read, holds no prompt, or a line is malformed.
     """
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        with _opened(path) as lines:
             numbered = list(enumerate(map(str.strip, lines), start=1))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise PromptFileError(f"cannot read {path}: {error}") from error
     prompts = [_parsed(line, f"{path}:{number}") for number, line in numbered if line]
     if not prompts:
         raise PromptFileError(f"{path} holds no prompt")
     return list(islice(_spread(prompts), limit))
+
+
+def read_text(stream: BinaryIO) -> str:
+    """Read a prompt to its end.
+
+    Raises:
+        PromptFileError: it is not UTF-8.
+    """
+    try:
+        return stream.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PromptFileError(f"standard input is not UTF-8: {error}") from error
+
+
+def _opened(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
 
 
 def _spread(prompts: list[Prompt]) -> Iterator[Prompt]:

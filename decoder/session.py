@@ -4,6 +4,8 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -11,12 +13,21 @@ from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidTreeError,
+    LimitExceededError,
+    RetrieverError,
     UnknownSessionError,
 )
 from retriever.tree import DraftTree
 
 _RETRY_AFTER = 19
 """A failing drafter is left alone for so many times as long as its failure took."""
+
+_NO_DRAFT: Final = (
+    DrafterUnavailableError,
+    InvalidTreeError,
+    LimitExceededError,
+    UnknownSessionError,
+)
 
 
 class NoDrafter:
@@ -33,84 +44,138 @@ class NoDrafter:
         """End a sequence."""
 
 
+class Backoff:
+    """How long a drafter that failed is left alone: shared by all sequences that ask it.
+
+    The longer the failure took, the longer: waiting for a drafter that hangs takes at most a
+    twentieth of the time, however short the sequences are.
+    """
+
+    def __init__(self) -> None:
+        self._until = 0.0
+
+    def is_over(self) -> bool:
+        """Return whether the drafter may be asked."""
+        return time.monotonic() >= self._until
+
+    def begin(self, failure_s: float) -> None:
+        """Leave the drafter alone after a failure that took so many seconds."""
+        self._until = time.monotonic() + _RETRY_AFTER * failure_s
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """Which tokens the two sides know.
+
+    Attributes:
+        model_vocabulary: drafted tokens must lie below it.
+        drafter_vocabulary: tokens that the drafter is told must lie below it; `None` where it
+            takes all of the model's. Embeddings are often padded beyond the tokenizer's size.
+    """
+
+    model_vocabulary: int
+    drafter_vocabulary: int | None = None
+
+
 class DraftSession:
     """Keeps a drafter up to date with one sequence, and lives without it when it fails.
 
     A drafter that fails costs drafts, never the sequence. Its session is given up, as nobody
-    knows what it has noted; later the whole sequence is opened anew. The longer the failure
-    took, the later: waiting for a drafter that hangs takes at most a twentieth of the time.
+    knows what it has noted; later the whole sequence is opened anew. A token that the drafter
+    cannot know ends its part in the sequence: what comes after goes on without drafts.
 
     Args:
         drafter: whom to ask.
         prompt: int32[n], the sequence so far.
-        vocabulary_size: drafted tokens must lie below it.
+        limits: which tokens the model and the drafter know.
+        backoff: of this drafter.
         remember: whether what is generated may serve later sequences.
 
     Attributes:
-        num_failures: drafts that could not be had.
+        num_failures: drafts that could not be had; the end by an unknown token counts once.
 
     Raises:
         InvalidRequestError: the drafter refuses the prompt.
     """
 
     def __init__(
-        self, drafter: Drafter, prompt: TokenIds, vocabulary_size: int, *, remember: bool = True
+        self,
+        drafter: Drafter,
+        prompt: TokenIds,
+        limits: DraftLimits,
+        backoff: Backoff,
+        *,
+        remember: bool = True,
     ) -> None:
         self._drafter = drafter
-        self._tokens: list[int] = prompt.tolist()
-        self._vocabulary_size = vocabulary_size
+        self._limits = limits
+        self._backoff = backoff
         self._remember = remember
+        self._tokens: list[int] = []
         self._name = ""
         self._num_sent = 0
-        self._retry_at = 0.0
+        self._has_ended = False
         self.num_failures = 0
-        with self._failing_open():
-            self._open()
+        self.extend(prompt.tolist())
+        if not self._has_ended and backoff.is_over():
+            with self._failing_open():
+                self._open()
 
     def draft(self, budget_nodes: int) -> DraftTree:
         """Ask for a tree of at most `budget_nodes` nodes; empty where there is none to be had.
 
         Raises:
-            InvalidTreeError: the tree holds tokens that the model lacks.
             InvalidRequestError: the drafter finds the request at fault.
         """
-        if time.monotonic() < self._retry_at:
+        if self._has_ended:
+            return DraftTree.empty()
+        if not self._backoff.is_over():
             self.num_failures += 1
             return DraftTree.empty()
         with self._failing_open():
-            return self._checked(self._ask(budget_nodes))
+            return self._ask(budget_nodes)
         return DraftTree.empty()
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take in committed tokens; they travel with the next request."""
-        self._tokens.extend(tokens)
+        if self._has_ended:
+            return
+        known = self._num_known(tokens)
+        self._tokens.extend(tokens[:known])
+        if known < len(tokens):
+            self._has_ended = True
+            self.num_failures += 1
+            self.close()
 
     def close(self) -> None:
         """End the session with the tokens that the drafter has not seen yet."""
-        if self._name:
+        if not self._name:
+            return
+        try:
             with self._failing_open():
                 self._drafter.close(self._name, self._unsent())
-            self._name = ""
+                self._name = ""
+        finally:
+            self._give_up()
 
     @contextmanager
     def _failing_open(self) -> Iterator[None]:
-        """Go on after the block where the drafter could not be had, and count it."""
+        """Go on after the block where there is no draft to be had, and count it."""
         start = time.monotonic()
         try:
             yield
-        except (DrafterUnavailableError, UnknownSessionError):
+        except _NO_DRAFT:
             self._give_up()
             self.num_failures += 1
-            now = time.monotonic()
-            self._retry_at = now + _RETRY_AFTER * (now - start)
+            self._backoff.begin(time.monotonic() - start)
 
     def _give_up(self) -> None:
         """End a session that may be gone already; the next request opens another."""
-        if self._name:
-            with suppress(DrafterUnavailableError, UnknownSessionError):
-                self._drafter.close(self._name)
-        self._name = ""
+        name, self._name = self._name, ""
         self._num_sent = 0
+        if name:
+            with suppress(RetrieverError):
+                self._drafter.close(name)
 
     def _open(self) -> None:
         name = uuid.uuid4().hex
@@ -122,20 +187,28 @@ class DraftSession:
         if not self._name:
             self._open()
         request = DraftRequest(self._name, self._unsent(), len(self._tokens), budget_nodes)
-        tree = self._drafter.draft([request])[0]
+        trees = self._drafter.draft([request])
+        if len(trees) != 1:
+            raise DrafterUnavailableError(f"the drafter sent {len(trees)} trees for one request")
         self._num_sent = len(self._tokens)
-        return tree
+        return self._checked(trees[0])
 
     def _checked(self, tree: DraftTree) -> DraftTree:
         """Refuse tokens that the model's embedding has no row for."""
-        if len(tree) and not 0 <= tree.token_ids.min() <= tree.token_ids.max() < (
-            self._vocabulary_size
-        ):
+        end = self._limits.model_vocabulary
+        if len(tree) and not 0 <= tree.token_ids.min() <= tree.token_ids.max() < end:
             raise InvalidTreeError(
                 f"the drafter proposes token {tree.token_ids.max()}, but the model's vocabulary "
-                f"ends at {self._vocabulary_size}: it was built for another tokenizer"
+                f"ends at {end}: it was built for another tokenizer"
             )
         return tree
+
+    def _num_known(self, tokens: Sequence[int]) -> int:
+        """Return how many tokens come before the first that the drafter cannot know."""
+        end = self._limits.drafter_vocabulary
+        if end is None:
+            return len(tokens)
+        return next((at for at, token in enumerate(tokens) if token >= end), len(tokens))
 
     def _unsent(self) -> TokenIds:
         return np.array(self._tokens[self._num_sent :], np.int32)

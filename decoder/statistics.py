@@ -22,7 +22,7 @@ class Statistics:
         num_tokens: tokens generated.
         num_drafted: nodes verified.
         accepted: accepted nodes by the database that spoke for them.
-        num_failures: drafts that could not be had because the drafter failed.
+        num_failures: drafts that could not be had because the drafter failed or refused.
         draft_s: seconds in the drafter.
         target_s: seconds in the target, the wait for its choices included.
         total_s: seconds in all, first token to last; the rest is the loop's own.

@@ -1,6 +1,7 @@
 """The target model: it verifies a draft tree in one forward pass."""
 
 import inspect
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,7 +9,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decoder.cache import TreeCache
-from decoder.compatibility import attention_windows
+from decoder.compatibility import attention_windows, position_limit
+from decoder.errors import InvalidPromptError
 from decoder.layout import TreeLayout, additive_mask
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
@@ -26,7 +28,8 @@ class Target:
 
     Attributes:
         vocabulary_size: token ids below it can be fed to the model.
-        max_length: most tokens of a sequence, `None` where the model states no limit.
+        max_length: most tokens of a sequence, `None` where the model states no limit; see
+            `decoder.compatibility.position_limit`.
 
     Raises:
         UncroppableCacheError: rejected tokens cannot be taken out of the model's state.
@@ -40,14 +43,40 @@ class Target:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache = TreeCache()
         self._committed = 0
-        config = model.config.get_text_config(decoder=True)
         self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
-        self.max_length: int | None = getattr(config, "max_position_embeddings", None)
+        self.max_length = position_limit(model)
 
     @property
     def device(self) -> torch.device:
         """Where logits lie."""
         return torch.device(self._model.device)
+
+    def checked_prompt(self, prompt: Sequence[int] | TokenIds) -> TokenIds:
+        """Return a prompt as int32[n], n at least one.
+
+        Raises:
+            InvalidPromptError: it is empty, holds tokens outside the vocabulary, or leaves no
+                room below the model's limit.
+        """
+        tokens = np.asarray(prompt, np.int64)
+        if len(tokens) == 0:
+            raise InvalidPromptError("the prompt is empty: give at least one token")
+        if tokens.min() < 0 or tokens.max() >= self.vocabulary_size:
+            raise InvalidPromptError(
+                f"the prompt holds tokens outside the model's vocabulary of {self.vocabulary_size}"
+            )
+        if self.max_length is not None and len(tokens) >= self.max_length:
+            raise InvalidPromptError(
+                f"the prompt has {len(tokens)} tokens, and the model's limit is "
+                f"{self.max_length} for prompt and output together: shorten it"
+            )
+        return tokens.astype(np.int32)
+
+    def room(self, num_tokens: int, max_new_tokens: int) -> int:
+        """Return how many of `max_new_tokens` the model's limit allows behind `num_tokens`."""
+        if self.max_length is None:
+            return max_new_tokens
+        return min(max_new_tokens, self.max_length - num_tokens)
 
     def prefill(self, prompt: TokenIds) -> torch.Tensor:
         """Forget the sequence so far and read a new one.

@@ -9,6 +9,7 @@ and the draw that disagrees is already distributed as the residual.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,13 +20,32 @@ from retriever.tree import ROOT, DraftTree
 Acceptance = tuple[NDArray[np.int64], int]
 """int64[k], the accepted nodes from the root downwards, and the target's token after them."""
 
-AcceptRule = Callable[[DraftTree, torch.Tensor], Acceptance]
-"""A rule that is given a tree of N nodes and the target's logits [1 + N, vocabulary]."""
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the tokens of a pass stand.
+
+    Attributes:
+        sequence: number of the sequence among those of its decoder.
+        position: of the token after the last committed one, counted from the prompt's first.
+    """
+
+    sequence: int
+    position: int
+
+    def after(self, num_tokens: int) -> "Place":
+        """Return the place so many tokens later."""
+        return Place(self.sequence, self.position + num_tokens)
+
+
+AcceptRule = Callable[[DraftTree, torch.Tensor, Place], Acceptance]
+"""A rule that is given a tree of N nodes, the target's logits [1 + N, vocabulary], and where."""
 
 _BLOCK = 256
+_PHILOX_WORDS = 4  # numbers for each count
 
 
-def accept_greedy(tree: DraftTree, logits: torch.Tensor) -> Acceptance:
+def accept_greedy(tree: DraftTree, logits: torch.Tensor, _place: Place) -> Acceptance:
     """Follow the child that equals the target's most probable token.
 
     Args:
@@ -36,25 +56,37 @@ def accept_greedy(tree: DraftTree, logits: torch.Tensor) -> Acceptance:
 
 
 def accept_sampled(
-    tree: DraftTree,
-    logits: torch.Tensor,
-    *,
-    temperature: float,
-    generator: torch.Generator | None = None,
+    tree: DraftTree, logits: torch.Tensor, place: Place, *, temperature: float, seed: int
 ) -> Acceptance:
     """Follow the child that equals a draw from the target's distribution.
 
-    A token is drawn for every node at once, so that the device is waited for once. Only the
-    draws on the path are used, and they are independent.
+    A token is drawn for every node at once, so that the device is waited for once. Nodes of one
+    depth share their random number: only one of them can lie on the path, and which one depends
+    on the numbers of lesser depths. So numbers belong to positions, and what is drafted changes
+    nothing in the output.
 
     Args:
         tree: what was verified, N nodes.
         logits: [1 + N, vocabulary], the target's, after the last token and after each node.
+        place: where its first tokens stand.
         temperature: logits are divided by it; more than zero.
-        generator: source of randomness, on the logits' device.
+        seed: of the random numbers, from 0 to 2**64 - 1.
     """
+    depths = np.concatenate(([0], tree.depths()))
+    points = uniforms(seed, place, int(depths.max()) + 1)[depths]
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
-    return follow(tree, draw(probabilities, generator).tolist())
+    return follow(tree, draw(probabilities, torch.from_numpy(points)).tolist())
+
+
+def uniforms(seed: int, place: Place, count: int) -> NDArray[np.float64]:
+    """Return float64[count], the random numbers of a place and the positions after it.
+
+    A number is a function of seed, sequence and position, by a generator that counts instead of
+    keeping state (Philox: Salmon et al., 2011, doi:10.1145/2063384.2063405).
+    """
+    block, skipped = divmod(place.position, _PHILOX_WORDS)
+    source = np.random.Philox(key=np.array([seed, place.sequence], np.uint64), counter=block)
+    return np.random.Generator(source).random(skipped + count)[skipped:]
 
 
 def follow(tree: DraftTree, choices: list[int]) -> Acceptance:
@@ -74,8 +106,8 @@ def follow(tree: DraftTree, choices: list[int]) -> Acceptance:
     return np.array(path, np.int64), choices[node + 1]
 
 
-def draw(probabilities: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Draw one token for each row by inverting its distribution function.
+def draw(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Choose one token for each row by inverting its distribution function at a point.
 
     The function is summed in blocks and then inside one block, in double precision: a
     single-precision sum over a large vocabulary would lose the rare tokens, and
@@ -83,7 +115,7 @@ def draw(probabilities: torch.Tensor, generator: torch.Generator | None = None) 
 
     Args:
         probabilities: float[rows, vocabulary], not negative; rows need not sum to one.
-        generator: source of randomness, on the same device.
+        points: float64[rows], random numbers from 0 to below 1.
 
     Returns:
         int64[rows].
@@ -92,10 +124,7 @@ def draw(probabilities: torch.Tensor, generator: torch.Generator | None = None) 
     padded = torch.nn.functional.pad(probabilities, (0, -size % _BLOCK))
     blocks = padded.view(rows, -1, _BLOCK)
     ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    point = torch.rand(
-        rows, 1, dtype=torch.float64, device=probabilities.device, generator=generator
-    )
-    point *= ends[:, -1:]
+    point = points.to(probabilities.device)[:, None] * ends[:, -1:]
     block = _first_above(ends, point)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(-1)
     point -= torch.nn.functional.pad(ends, (1, 0)).gather(1, block)

@@ -1,3 +1,5 @@
+import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from decoder.models import LanguageModel, ModelOptions, load_model
+from indexer.tokenizer import DEFAULT_MODEL
 from tests.decoder.decoding import prompt_of
 
 STOP = "<end>"
@@ -33,7 +37,10 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=STOP)
+    fast: PreTrainedTokenizerBase = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=STOP
+    )
+    return fast
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +65,21 @@ def model_directory(
     LlamaForCausalLM(config).save_pretrained(directory)
     byte_tokenizer.save_pretrained(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def real_model() -> LanguageModel:
+    """The default model, in float32."""
+    return load_model(ModelOptions(DEFAULT_MODEL))
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl.gz"
+    rows = [
+        {"question_id": number, "category": category, "turns": [f"{category} {number}", "more"]}
+        for category in ("poems", "sums")
+        for number in range(3)
+    ]
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    return path

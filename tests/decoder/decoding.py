@@ -1,6 +1,7 @@
 """Tiny models, scripted drafters and trees that the decoder's tests share."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from transformers import (
 from decoder.budget import FixedBudget
 from decoder.loop import Decoder
 from decoder.target import Target
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
 from retriever.tree import ROOT, DraftTree, Source
 
@@ -25,8 +26,15 @@ WINDOW = 8
 Guess = Callable[[list[int], int], DraftTree]
 
 
+def evaluated(model: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a model of a dtype, in evaluation mode; its own methods have no types."""
+    converted: PreTrainedModel = model.to(dtype).eval()
+    return converted
+
+
 def tiny_llama(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(1)
+    options: Any = {"attn_implementation": attention}  # taken, though not in the signature
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -37,14 +45,15 @@ def tiny_llama(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> P
         max_position_embeddings=256,
         eos_token_id=None,
         initializer_range=0.4,
-        attn_implementation=attention,
         dtype=dtype,
+        **options,
     )
-    return LlamaForCausalLM(config).to(dtype).eval()
+    return evaluated(LlamaForCausalLM(config), dtype)
 
 
 def tiny_gemma(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(2)
+    options: Any = {"attn_implementation": attention}
     config = Gemma3TextConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -60,35 +69,36 @@ def tiny_gemma(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> P
         max_position_embeddings=256,
         eos_token_id=None,
         initializer_range=0.4,
-        attn_implementation=attention,
         dtype=dtype,
         use_cache=True,
+        **options,
     )
-    return Gemma3ForCausalLM(config).to(dtype).eval()
+    return evaluated(Gemma3ForCausalLM(config), dtype)
 
 
 MODELS = {"llama": tiny_llama, "gemma": tiny_gemma}
 
 
 def prompt_of(length: int, seed: int = 0, vocabulary: int = VOCABULARY) -> list[int]:
-    return np.random.default_rng(seed).integers(4, vocabulary, length).tolist()
+    drawn: list[int] = np.random.default_rng(seed).integers(4, vocabulary, length).tolist()
+    return drawn
 
 
 def plainly(
     model: PreTrainedModel, prompt: list[int], max_new_tokens: int, stop: int | None = None
 ) -> list[int]:
     """Return what transformers itself generates greedily."""
-    config = GenerationConfig(
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=stop, pad_token_id=0
     )
     tokens = torch.tensor([prompt])
-    output = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), generation_config=config
-    )
-    return output[0, len(prompt) :].tolist()
+    generate: Any = model.generate
+    output = generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+    generated: list[int] = output[0, len(prompt) :].tolist()
+    return generated
 
 
-def decoder_with(model: PreTrainedModel, drafter: "ScriptedDrafter", **options: object) -> Decoder:
+def decoder_with(model: PreTrainedModel, drafter: Drafter, **options: Any) -> Decoder:
     return Decoder(Target(model), drafter, FixedBudget(64), **options)
 
 

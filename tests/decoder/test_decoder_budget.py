@@ -35,7 +35,7 @@ def cost(curve: CostCurve, width: int) -> float:
 
 
 def rate(curve: CostCurve, tree: DraftTree, num_nodes: int) -> float:
-    expected = 1 + tree.probabilities[:num_nodes].astype(float).sum()
+    expected = 1 + float(tree.probabilities[:num_nodes].astype(float).sum())
     return expected / cost(curve, num_nodes + 1)
 
 

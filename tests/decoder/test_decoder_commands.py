@@ -1,15 +1,19 @@
-import gzip
 import io
 import json
 import sys
+from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from numpy.typing import ArrayLike
+from typer.main import get_command
 
-from decoder.__main__ import main
-from decoder.errors import PromptFileError
-from decoder.models import ModelOptions, load_model
-from decoder.prompts import Prompt, read_prompts
+from decoder import __main__ as commands
+from decoder import assembly
+from decoder.__main__ import app, main
+from decoder.models import Attention, LanguageModel, ModelOptions, load_model
+from retriever.embedded import EmbeddedDrafter
 from tests.decoder.decoding import plainly
 
 PROMPT = "abcabc"
@@ -47,10 +51,76 @@ def test_generate_reads_standard_input(
 ) -> None:
     texts = []
     for given in (["--prompt", PROMPT], []):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
         generate(monkeypatch, model_directory, "--max-new-tokens", "5", *given)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+
+
+def test_standard_input_that_is_not_utf8_is_refused(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    assert generate(monkeypatch, model_directory) == 1
+    assert "error: standard input is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "remembered"), [((), True), (("--forget",), False)])
+def test_answers_are_forgotten_if_wanted(
+    option: tuple[str, ...],
+    remembered: bool,  # noqa: FBT001  a parameter of the test
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = []
+
+    class Watched(EmbeddedDrafter):
+        def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
+            opened.append(remember)
+            super().open(session, prompt, remember=remember)
+
+    monkeypatch.setattr(assembly, "EmbeddedDrafter", Watched)
+    generate(monkeypatch, model_directory, "--prompt", PROMPT, "--max-new-tokens", "2", *option)
+    assert opened == [remembered]
+
+
+@pytest.mark.parametrize("attention", Attention)
+def test_attention_is_chosen_by_option(
+    attention: Attention,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    implementations = []
+
+    def watched(options: ModelOptions) -> LanguageModel:
+        loaded = load_model(options)
+        implementations.append(loaded.model.config._attn_implementation)
+        return loaded
+
+    monkeypatch.setattr(commands, "load_model", watched)
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "2", "--attention", attention)
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    assert implementations == [attention]
+    assert capsys.readouterr().out
+
+
+def test_help_names_the_commands_and_says_what_each_option_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    command: Any = get_command(app)
+    assert set(command.commands) == {"generate", "bench"}
+    assert run(monkeypatch, "--help") == 0
+    listed = capsys.readouterr().out
+    for name, subcommand in command.commands.items():
+        assert name in listed
+        assert run(monkeypatch, name, "--help") == 0
+        described = capsys.readouterr().out
+        for parameter in subcommand.params:
+            assert parameter.opts[0] in described
+            assert getattr(parameter, "help", None), parameter.opts
+        assert ("no effect at temperature 0" in described) == (name == "generate")
 
 
 def test_sampling_is_repeatable_by_seed(
@@ -108,18 +178,6 @@ def test_an_unreachable_server_costs_drafts_only(
     assert alone["num_failures"] > 0
 
 
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    path = tmp_path / "questions.jsonl.gz"
-    rows = [
-        {"question_id": number, "category": category, "turns": [f"{category} {number}", "more"]}
-        for category in ("poems", "sums")
-        for number in range(3)
-    ]
-    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
-    return path
-
-
 def test_bench_reports_figures_by_category(
     model_directory: Path,
     questions: Path,
@@ -140,44 +198,31 @@ def test_bench_reports_figures_by_category(
     assert report["overall"]["num_prompts"] == 4
     assert report["dtype"] == "float32"
     assert report["machine"]["torch_threads"] == 2
+    assert isinstance(report["machine"]["cpu"], str)
+    assert abs((datetime.now(UTC).date() - date.fromisoformat(report["date"])).days) <= 1
+    assert report["skipped"] == 0
     assert run(monkeypatch, "bench", *arguments) == 0
     assert "overall" in capsys.readouterr().out
 
 
-def test_limits_are_spread_evenly_over_categories(questions: Path) -> None:
-    texts = [prompt.text for prompt in read_prompts(questions, 4)]
-    assert texts == ["poems 0", "sums 0", "poems 1", "sums 1"]
-    assert len(read_prompts(questions)) == 6
-
-
-def test_plain_lines_are_prompts(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("one\n\ntwo\n")
-    assert read_prompts(path) == [Prompt("prompts", "one"), Prompt("prompts", "two")]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "no prompt"),
-        (b"\xff\xfe", "cannot read"),
-        (b'{"category": "x"', ":1: expected"),
-        (b'{"category": "x"}', ":1: expected"),
-        (b'fine\n{"category": "x", "turns": []}', ":2: expected"),
-        (b'{"category": 3, "turns": ["text"]}', "must be texts"),
-        (b'{"category": "x", "turns": [" "]}', "must be texts"),
-    ],
-)
-def test_malformed_prompt_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "prompts"
-    path.write_bytes(content)
-    with pytest.raises(PromptFileError, match=message):
-        read_prompts(path)
-
-
-def test_missing_and_broken_files_are_refused(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.gz"
-    broken.write_bytes(b"not gzip")
-    for path in (broken, tmp_path / "missing"):
-        with pytest.raises(PromptFileError, match=path.name):
-            read_prompts(path)
+def test_prompts_that_do_not_fit_are_skipped_and_counted(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text(f"{'a' * 120}\n{'b' * 128}\nabc\n")
+    arguments = ["--model", str(model_directory), "--prompts", str(prompts)]
+    arguments += ["--max-new-tokens", "16"]
+    assert run(monkeypatch, "bench", *arguments, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["skipped"] == 1
+    assert report["overall"]["num_prompts"] == report["overall"]["identical"] == 2
+    assert report["overall"]["prompt_lookup_identical"] == 2
+    assert len(set(report["overall"]["num_tokens"].values())) == 1
+    assert run(monkeypatch, "bench", *arguments) == 0
+    assert "skipped, as the model cannot take them: 1" in capsys.readouterr().out
+    prompts.write_text("b" * 128)
+    assert run(monkeypatch, "bench", *arguments) == 1
+    assert "none of the 1 prompts" in capsys.readouterr().err

@@ -1,17 +1,13 @@
-import time
-from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import pytest
 
 from decoder.budget import FixedBudget
-from decoder.errors import DecoderBusyError, InvalidPromptError
+from decoder.errors import DecoderBusyError, GenerationStartedError, InvalidPromptError
 from decoder.loop import Decoder
 from decoder.session import NoDrafter
 from decoder.target import Target
-from retriever.drafter import DraftRequest, TokenIds
-from retriever.errors import DrafterUnavailableError, InvalidRequestError, InvalidTreeError
-from retriever.tree import ROOT, DraftTree, Source
+from retriever.tree import DraftTree, Source
 from tests.decoder.decoding import (
     VOCABULARY,
     ScriptedDrafter,
@@ -28,100 +24,6 @@ from tests.decoder.decoding import (
 NEW_TOKENS = 30
 
 
-class Unreliable(ScriptedDrafter):
-    """Fails at the calls whose numbers are given; a failed draft loses its session."""
-
-    def __init__(self, guess: object, failing: Sequence[int]) -> None:
-        super().__init__(guess)
-        self._failing = set(failing)
-        self._lost: set[str] = set()
-        self._num_calls = 0
-
-    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
-        self._fail_in_turn()
-        super().open(session, prompt, remember=remember)
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        lost = requests[0].session in self._lost
-        self._lost.add(requests[0].session)
-        self._fail_in_turn()
-        if lost:
-            raise DrafterUnavailableError("lost")
-        self._lost.remove(requests[0].session)
-        return super().draft(requests)
-
-    def close(self, session: str, new_tokens: TokenIds | None = None) -> None:
-        self._fail_in_turn()
-        super().close(session, new_tokens)
-
-    def _fail_in_turn(self) -> None:
-        self._num_calls += 1
-        if self._num_calls in self._failing:
-            raise DrafterUnavailableError("out of reach")
-
-
-@pytest.mark.parametrize("failing", [[1], [2], [4], [2, 3, 4, 5], range(3, 40, 3), range(1, 1000)])
-def test_a_failing_drafter_costs_drafts_only(failing: Sequence[int], prompt: list[int]) -> None:
-    model = tiny_llama()
-    expected = plainly(model, prompt, NEW_TOKENS)
-    drafter = Unreliable(oracle(prompt + expected, 8), failing)
-    generation = decoder_with(model, drafter).generate(prompt, NEW_TOKENS)
-    assert [token for step in generation for token in step] == expected
-    assert generation.statistics.num_failures >= 1
-
-
-def test_a_drafter_is_asked_again_after_a_failure(prompt: list[int]) -> None:
-    model = tiny_llama()
-    truth = prompt + plainly(model, prompt, NEW_TOKENS)
-    drafter = Unreliable(oracle(truth, 8), [3])
-    generation = decoder_with(model, drafter).generate(prompt, NEW_TOKENS)
-    list(generation)
-    assert drafter.num_drafts > 2
-    assert drafter.closed[-1] == truth
-
-
-def hanging(_tokens: list[int], _budget: int) -> DraftTree:
-    """Fail like a server that does not answer: late."""
-    time.sleep(0.05)
-    raise DrafterUnavailableError("no answer")
-
-
-def test_a_drafter_that_hangs_is_left_alone_for_a_while(prompt: list[int]) -> None:
-    model = tiny_llama()
-    drafter = ScriptedDrafter(hanging)
-    generation = decoder_with(model, drafter).generate(prompt, NEW_TOKENS)
-    list(generation)
-    assert drafter.num_drafts <= 2
-    assert generation.statistics.num_failures >= NEW_TOKENS - 3
-
-
-def refusing(_tokens: list[int], _budget: int) -> DraftTree:
-    raise InvalidRequestError("the request is at fault")
-
-
-def test_a_refused_request_surfaces_and_the_session_is_closed(prompt: list[int]) -> None:
-    drafter = ScriptedDrafter(refusing)
-    decoder = decoder_with(tiny_llama(), drafter)
-    with pytest.raises(InvalidRequestError, match="at fault"):
-        decoded(decoder, prompt, NEW_TOKENS)
-    assert not drafter.open_sessions
-    assert len(drafter.closed) == 1
-
-
-@pytest.mark.parametrize("token", [VOCABULARY, 2**31 - 1, -1])
-def test_drafted_tokens_outside_the_vocabulary_are_refused(token: int, prompt: list[int]) -> None:
-    def guess(_tokens: list[int], _budget: int) -> DraftTree:
-        return DraftTree(
-            np.array([5, token], np.int32),
-            np.array([ROOT, 0], np.int32),
-            np.array([0.9, 0.8], np.float32),
-            np.array([Source.CORPUS] * 2, np.uint8),
-        )
-
-    with pytest.raises(InvalidTreeError, match="another tokenizer"):
-        decoded(decoder_with(tiny_llama(), ScriptedDrafter(guess)), prompt, NEW_TOKENS)
-
-
 def test_the_drafter_gets_every_token_once(prompt: list[int]) -> None:
     model = tiny_llama()
     drafter = ScriptedDrafter(oracle(prompt + plainly(model, prompt, NEW_TOKENS)))
@@ -133,7 +35,7 @@ def test_the_drafter_gets_every_token_once(prompt: list[int]) -> None:
 def test_leaving_early_closes_the_session_and_frees_the_decoder(prompt: list[int]) -> None:
     drafter = ScriptedDrafter(nothing)
     decoder = decoder_with(tiny_llama(), drafter)
-    steps = iter(decoder.generate(prompt, NEW_TOKENS))
+    steps: Any = iter(decoder.generate(prompt, NEW_TOKENS))
     first = [*next(steps), *next(steps)]
     with pytest.raises(DecoderBusyError):
         decoded(decoder, prompt, NEW_TOKENS)
@@ -224,3 +126,11 @@ def test_what_is_not_to_be_remembered_is_opened_so(prompt: list[int]) -> None:
     for remember in (True, False):
         list(decoder.generate(prompt, 2, remember=remember))
     assert list(drafter.remembers.values()) == [True, False]
+
+
+def test_a_generation_is_decoded_once(prompt: list[int]) -> None:
+    generation = decoder_with(tiny_llama(), ScriptedDrafter(nothing)).generate(prompt, 3)
+    assert len(list(generation)) == 3
+    with pytest.raises(GenerationStartedError, match="once"):
+        iter(generation)
+    assert generation.statistics.num_tokens == 3

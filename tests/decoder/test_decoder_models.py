@@ -1,4 +1,6 @@
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -26,15 +30,17 @@ from decoder.target import Target
 from indexer.errors import TokenizerError
 from tests.decoder.decoding import (
     ScriptedDrafter,
+    at_random,
     decoded,
     decoder_with,
+    evaluated,
     oracle,
     plainly,
     prompt_of,
     tiny_llama,
 )
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -79,7 +85,9 @@ def tiny_chunked() -> PreTrainedModel:
         (tiny_chunked, "chunked"),
     ],
 )
-def test_models_whose_cache_cannot_be_cropped_are_refused(make: object, reason: str) -> None:
+def test_models_whose_cache_cannot_be_cropped_are_refused(
+    make: Callable[[], PreTrainedModel], reason: str
+) -> None:
     with pytest.raises(UncroppableCacheError, match=reason):
         Target(make())
 
@@ -102,11 +110,65 @@ def test_models_that_slide_in_every_layer_take_one_mask() -> None:
     config = MistralConfig(
         **SIZES, sliding_window=6, initializer_range=0.4, eos_token_id=None, head_dim=8
     )
-    model = MistralForCausalLM(config).eval()
+    model = evaluated(MistralForCausalLM(config))
     prompt = prompt_of(10)
     expected = plainly(model, prompt, 40)
     drafter = ScriptedDrafter(oracle(prompt + expected))
     assert decoded(decoder_with(model, drafter), prompt, 40) == expected
+
+
+ORIGINAL = 24
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+LONG = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+    "original_max_position_embeddings": ORIGINAL,
+}
+
+
+def rotating(rope: dict[str, Any], max_positions: int) -> PreTrainedModel:
+    torch.manual_seed(6)
+    config = LlamaConfig(
+        **SIZES,
+        initializer_range=0.4,
+        eos_token_id=None,
+        max_position_embeddings=max_positions,
+        rope_parameters={"rope_theta": 10000.0, **rope},
+    )
+    return evaluated(LlamaForCausalLM(config))
+
+
+@pytest.mark.parametrize(("rope", "max_positions"), [(DYNAMIC, ORIGINAL), (LONG, 4 * ORIGINAL)])
+def test_rotations_that_depend_on_length_limit_it(rope: dict[str, Any], max_positions: int) -> None:
+    model = rotating(rope, max_positions)
+    prompt = prompt_of(10)
+    room = ORIGINAL - len(prompt)
+    expected = plainly(model, prompt, room)
+    assert Target(model).max_length == ORIGINAL
+    for guess in (oracle(prompt + expected), at_random()):
+        assert decoded(decoder_with(model, ScriptedDrafter(guess)), prompt, 99) == expected
+
+
+def test_fixed_rotations_leave_the_models_limit_alone() -> None:
+    assert Target(rotating({"rope_type": "linear", "factor": 4.0}, 96)).max_length == 96
+
+
+def test_rotations_that_depend_on_an_unknown_length_are_refused() -> None:
+    model = rotating(DYNAMIC, ORIGINAL)
+    object.__setattr__(model.config, "max_position_embeddings", None)
+    with pytest.raises(UnsupportedModelError, match="original_max_position_embeddings"):
+        Target(model)
+
+
+def test_rotations_are_looked_up_for_every_layer_type() -> None:
+    model = rotating(LONG, 4 * ORIGINAL)
+    model.config.rope_parameters = {
+        "full_attention": LONG,
+        "sliding_attention": {"rope_type": "default"},
+    }
+    assert Target(model).max_length == ORIGINAL
 
 
 @pytest.mark.parametrize("precision", Precision)
@@ -126,7 +188,7 @@ def test_models_load_from_a_directory(model_directory: Path, precision: Precisio
     ],
 )
 def test_what_cannot_be_loaded_is_named(
-    model_directory: Path, options: dict[str, str], error: type[Exception], message: str
+    model_directory: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         load_model(ModelOptions(**{"name": str(model_directory), **options}))

@@ -14,7 +14,8 @@ FORKED = tree_of([(ROOT, 5), (ROOT, 6), (0, 7), (1, 8), (0, 9), (2, 10), (3, 10)
 
 def plain_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
-        return model(torch.tensor([tokens])).logits[0, -1]
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0, -1]
+    return logits
 
 
 def largest_error(model: PreTrainedModel, prompt: list[int], tree: DraftTree) -> float:
@@ -24,7 +25,7 @@ def largest_error(model: PreTrainedModel, prompt: list[int], tree: DraftTree) ->
     logits = target.verify(prompt[-1], tree)
     paths = [[], *(tree.token_ids[tree.path_to(node)].tolist() for node in range(len(tree)))]
     errors = [
-        (row - plain_logits(model, prompt + path)).abs().max().item()
+        float((row - plain_logits(model, prompt + path)).abs().max())
         for row, path in zip(logits, paths, strict=True)
     ]
     return max(errors)

@@ -1,0 +1,71 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoder.assembly import assemble
+from decoder.contenders import contenders
+from decoder.models import ModelOptions, load_model
+from decoder.session import NoDrafter
+from decoder.settings import unapplied_settings
+from tests.decoder.decoding import plainly, prompt_of, tiny_llama
+
+APPLIED_BY_GENERATE_ONLY = {
+    "repetition_penalty": 1.3,
+    "encoder_repetition_penalty": 1.2,
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[5]],
+    "min_length": 5,
+    "min_new_tokens": 5,
+    "suppress_tokens": [5],
+    "begin_suppress_tokens": [5],
+    "forced_bos_token_id": 5,
+    "forced_eos_token_id": 5,
+    "sequence_bias": [[[5], 2.0]],
+    "exponential_decay_length_penalty": (3, 1.2),
+    "guidance_scale": 1.5,
+    "num_beams": 4,
+    "max_time": 0.1,
+    "stop_strings": ["end"],
+}
+WITHOUT_EFFECT = {
+    "repetition_penalty": 1.0,
+    "min_length": 0,
+    "num_beams": 1,
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 20,
+    "max_length": 4096,
+}
+
+
+@pytest.mark.parametrize("name", APPLIED_BY_GENERATE_ONLY)
+def test_settings_that_change_greedy_output_are_named(name: str) -> None:
+    model = tiny_llama()
+    value = APPLIED_BY_GENERATE_ONLY[name]
+    setattr(model.generation_config, name, value)
+    assert unapplied_settings(model, ()) == {name: value}
+
+
+@pytest.mark.parametrize("stop_ids", [(), (7, 9)])
+def test_settings_without_effect_on_greedy_output_are_not_named(stop_ids: tuple[int, ...]) -> None:
+    model = tiny_llama()
+    assert unapplied_settings(model, stop_ids) == {}
+    for name, value in WITHOUT_EFFECT.items():
+        setattr(model.generation_config, name, value)
+    assert unapplied_settings(model, stop_ids) == {}
+
+
+def test_a_penalty_is_warned_of_and_put_aside_for_all_contenders(model_directory: Path) -> None:
+    language_model = load_model(ModelOptions(str(model_directory)))
+    model: Any = language_model.model
+    prompt = prompt_of(12)
+    without = plainly(model, prompt, 40, language_model.stop_ids[0])
+    model.generation_config.repetition_penalty = 1.3
+    assert plainly(model, prompt, 40, language_model.stop_ids[0]) != without
+    with pytest.warns(UserWarning, match=r"repetition_penalty=1\.3.*not applied"):
+        decoder = assemble(language_model, NoDrafter())
+    for name, contender in contenders(language_model, decoder, 40).items():
+        assert contender(prompt, remember=False).token_ids == without, name
+    assert model.generation_config.repetition_penalty == 1.3
