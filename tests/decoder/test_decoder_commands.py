@@ -9,9 +9,8 @@ import pytest
 from numpy.typing import ArrayLike
 from typer.main import get_command
 
-from decoder import __main__ as commands
-from decoder import assembly
-from decoder.__main__ import app, main
+from decoder import assembly, commands
+from decoder.commands import app, main
 from decoder.models import Attention, LanguageModel, ModelOptions, load_model
 from retriever.embedded import EmbeddedDrafter
 from tests.decoder.decoding import plainly
