@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from indexer.catalog import CatalogWriter, Contents
-from indexer.errors import SourceError, TokenizerError
-from indexer.format import SegmentRecord, token_dtype
+from indexer.errors import IndexerError, SourceError, TokenizerError
+from indexer.format import MAX_POSITIONS, SegmentRecord, token_dtype
 from indexer.output import check_output, new_index_folder
 from indexer.segments import (
     MAX_SEGMENT_TOKENS,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OnProgress = Callable[[Tally], None]
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +46,25 @@ class BuildOptions:
     Attributes:
         field: key of the text in a line of JSON.
         max_document_bytes: longer documents are skipped.
-        max_segment_tokens: a segment with more tokens holds a single document.
+        max_segment_tokens: a segment with more tokens holds a single document; from 1 to
+            `MAX_POSITIONS`, beyond which positions do not fit the format.
         overwrite: replace an index that is at the output path already.
+
+    Raises:
+        IndexerError: `max_segment_tokens` is out of its range.
     """
 
     field: str = DEFAULT_FIELD
     max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
     max_segment_tokens: int = MAX_SEGMENT_TOKENS
     overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_segment_tokens <= MAX_POSITIONS:
+            raise IndexerError(
+                f"a segment cannot be limited to {self.max_segment_tokens} tokens: "
+                f"choose from 1 to {MAX_POSITIONS}"
+            )
 
 
 DEFAULTS: Final = BuildOptions()
@@ -102,7 +115,7 @@ def build_from_texts(
 
 
 def build_from_tokens(
-    documents: Iterable[tuple[str, Sequence[int]]],
+    documents: Iterable[tuple[str, TokenIds]],
     output: Path | str,
     vocabulary: Vocabulary,
     options: BuildOptions = DEFAULTS,
@@ -193,7 +206,7 @@ def _watched(
 
 
 def _checked(
-    documents: Iterable[tuple[str, Sequence[int]]], vocabulary: Vocabulary, tally: Tally
+    documents: Iterable[tuple[str, TokenIds]], vocabulary: Vocabulary, tally: Tally
 ) -> Iterator[TokenisedDocument]:
     dtype = token_dtype(vocabulary.size)
     for name, token_ids in documents:

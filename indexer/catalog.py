@@ -1,6 +1,5 @@
 """The catalog of an index: an LMDB environment with what must change in one transaction."""
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any, Final, Self
 
 import lmdb
 
+from indexer.environments import acquire, release
 from indexer.errors import DamagedIndexError, FormatVersionError, IndexerError
 from indexer.format import (
     CATALOG_FILE,
@@ -47,14 +47,18 @@ class CatalogWriter:
 
     Documents of a segment may be added before the segment is published: a reader looks only at
     those of the segments that `publish` lists. Leaving the `with` block without an error closes
-    the catalog and writes its checksum beside it.
+    the catalog and writes its checksum beside it. All methods raise IndexerError where the disk
+    is full or refuses.
     """
 
     def __init__(self, index_folder: Path) -> None:
         self._index_folder = index_folder
         self._folder = index_folder / CATALOG_FOLDER
         # Nobody else can open what is not published yet, so there is nothing to lock.
-        self._environment = lmdb.open(str(self._folder), map_size=_INITIAL_MAP_BYTES, lock=False)
+        with _writing(self._folder):
+            self._environment = lmdb.open(
+                str(self._folder), map_size=_INITIAL_MAP_BYTES, lock=False
+            )
 
     def add_documents(self, segment: str, documents: Sequence[Document]) -> None:
         """Enter the documents of a segment, in one transaction."""
@@ -85,34 +89,34 @@ class CatalogWriter:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._environment.close()
         if error is None:
-            record = FileRecord.of_file(self._folder / CATALOG_FILE)
+            with _writing(self._folder):
+                record = FileRecord.of_file(self._folder / CATALOG_FILE)
             write_file(self._index_folder / CHECKSUM_FILE, encode_json(record.encode()))
 
     def _put(self, records: Sequence[tuple[bytes, bytes]]) -> None:
-        while True:
-            try:
-                with self._environment.begin(write=True) as transaction:
-                    transaction.cursor().putmulti(records)
-            except lmdb.MapFullError:
+        with _writing(self._folder):
+            while not self._fits(records):
                 self._environment.set_mapsize(2 * self._environment.info()["map_size"])
-            except lmdb.Error as error:
-                raise IndexerError(f"cannot write the catalog {self._folder}: {error}") from error
-            else:
-                return
+
+    def _fits(self, records: Sequence[tuple[bytes, bytes]]) -> bool:
+        """Write records where there is room for all of them; else write none."""
+        try:
+            with self._environment.begin(write=True) as transaction:
+                transaction.cursor().putmulti(records)
+        except lmdb.MapFullError:
+            return False
+        return True
 
 
-@dataclass(slots=True)
-class _Shared:
-    environment: Any
-    num_users: int
-
-
-# LMDB refuses to open an environment twice in one process, so readers of one index share it. The
-# key is the file's identity and not its path, because an index may be replaced under its readers.
-# A child process may use what it inherits: without locks and writes an environment is no more than
-# a file mapped into memory.
-_SHARED: Final[dict[tuple[int, int], _Shared]] = {}
-_SHARED_LOCK: Final = threading.Lock()
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        raise IndexerError(
+            f"cannot write the catalog {folder}: {error}: "
+            "free space on the disk, or write to another one"
+        ) from error
 
 
 class CatalogReader:
@@ -126,7 +130,7 @@ class CatalogReader:
         """
         self._folder = folder
         try:
-            self._key, self._environment = _acquire(folder)
+            self._key, self._environment = acquire(folder)
         except (lmdb.Error, OSError) as error:
             raise DamagedIndexError(f"the catalog {folder} cannot be opened: {error}") from error
 
@@ -149,7 +153,7 @@ class CatalogReader:
                 Vocabulary(int(vocabulary["size"]), str(vocabulary["fingerprint"])),
                 tuple(SegmentRecord.decode(segment) for segment in segments),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise DamagedIndexError(
                 f"the catalog {self._folder} holds a record that no builder writes: {error!r}"
             ) from error
@@ -179,7 +183,7 @@ class CatalogReader:
 
     def close(self) -> None:
         """Let go of the catalog; the last reader closes its files."""
-        _release(self._key)
+        release(self._key)
 
     def _record(self, key: bytes) -> Any:
         try:
@@ -204,27 +208,3 @@ class CatalogReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _acquire(folder: Path) -> tuple[tuple[int, int], Any]:
-    status = (folder / CATALOG_FILE).stat()
-    key = (status.st_dev, status.st_ino)
-    with _SHARED_LOCK:
-        if key not in _SHARED:
-            # A published catalog never changes, so that readers need no locks and can read from
-            # disks that they cannot write to.
-            environment = lmdb.open(
-                str(folder), readonly=True, lock=False, create=False, readahead=False
-            )
-            _SHARED[key] = _Shared(environment, 0)
-        _SHARED[key].num_users += 1
-        return key, _SHARED[key].environment
-
-
-def _release(key: tuple[int, int]) -> None:
-    with _SHARED_LOCK:
-        shared = _SHARED[key]
-        shared.num_users -= 1
-        if shared.num_users == 0:
-            del _SHARED[key]
-            shared.environment.close()

@@ -19,6 +19,9 @@ FORMAT_VERSION: Final = 1
 
 CATALOG_FOLDER: Final = "catalog"
 CATALOG_FILE: Final = "data.mdb"
+CATALOG_LOCK_FILE: Final = "lock.mdb"
+"""Left by tools that open a catalog with locks; no index needs it."""
+
 CHECKSUM_FILE: Final = "checksum"
 SEGMENTS_FOLDER: Final = "segments"
 TOKENS_FILE: Final = "tokens"
@@ -35,6 +38,7 @@ POSITION_DTYPE: Final = np.dtype("<u4")
 """Of suffixes and starts: a segment has fewer than 2**32 tokens."""
 
 MAX_POSITIONS: Final = 2**32 - 1
+"""Of a segment, so that counts of positions fit `POSITION_DTYPE` as well."""
 
 _CHECKSUM_BYTES: Final = 32
 _READ_BYTES: Final = 1 << 22
@@ -121,7 +125,7 @@ class SegmentRecord:
         """Read what `encode` made."""
         files = {name: FileRecord.decode(value["files"][name]) for name in SEGMENT_FILES}
         name = str(value["name"])
-        if name != segment_name(int(name)):
+        if not is_segment_name(name):
             raise ValueError(name)
         return cls(name, int(value["documents"]), int(value["tokens"]), files)
 
@@ -139,6 +143,11 @@ def separator_of(dtype: np.dtype[Any]) -> int:
 def segment_name(ordinal: int) -> str:
     """Return the name of the folder of the segment that was written as number `ordinal`."""
     return f"{ordinal:08d}"
+
+
+def is_segment_name(name: str) -> bool:
+    """Tell whether `segment_name` makes this name."""
+    return name.isascii() and name.isdecimal() and name == segment_name(int(name))
 
 
 def document_key(segment: str, start: int) -> bytes:

@@ -1,20 +1,18 @@
-"""Where a build writes: a hidden folder that becomes the index in one step, or is removed."""
+"""Where a build's result goes: to its place in one step, or nowhere."""
 
 import ctypes
 import errno
-import fcntl
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
 from indexer.errors import IndexerError, IndexExistsError
-from indexer.format import CATALOG_FOLDER, CHECKSUM_FILE, SEGMENTS_FOLDER
+from indexer.recognise import why_not_index
+from indexer.workplace import workplace
 
-_INDEX_ENTRIES: Final = {CATALOG_FOLDER, CHECKSUM_FILE, SEGMENTS_FOLDER}
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 
@@ -24,18 +22,31 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
     Raises:
         IndexExistsError: the path is taken by something that must stay.
+        IndexerError: what is at the path cannot be read.
     """
-    if not output.exists():
-        return
-    if not output.is_dir():
-        raise IndexExistsError(f"{output} is a file: name a folder for the index")
-    entries = {entry.name for entry in output.iterdir()}
-    if not entries:
-        return
-    if not entries <= _INDEX_ENTRIES:
-        raise IndexExistsError(f"{output} is not empty and not an index: name another folder")
+    try:
+        if not output.exists():
+            return
+        if not output.is_dir():
+            raise IndexExistsError(f"{output} is a file: name a folder for the index")
+        if any(output.iterdir()):
+            _check_replaceable(output, overwrite=overwrite)
+    except OSError as error:
+        raise IndexerError(f"cannot read {output}: {error.strerror}") from error
+
+
+def _check_replaceable(output: Path, *, overwrite: bool) -> None:
+    reason = why_not_index(output)
+    if reason is not None:
+        raise IndexExistsError(
+            f"{output} is not empty and not an index ({reason}): name another folder"
+        )
     if not overwrite:
-        raise IndexExistsError(f"{output} holds an index already: pass --overwrite to replace it")
+        raise _exists(output)
+
+
+def _exists(output: Path) -> IndexExistsError:
+    return IndexExistsError(f"{output} holds an index already: pass --overwrite to replace it")
 
 
 @contextmanager
@@ -51,19 +62,16 @@ def new_index_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
         IndexerError: the disk refuses what was asked of it.
     """
     output = Path(os.path.realpath(output))
-    try:
-        check_output(output, overwrite=overwrite)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        folder, lock = _claim_folder(output)
-    except OSError as error:
-        raise IndexerError(f"cannot write to {output.parent}: {error.strerror}") from error
-    try:
+    check_output(output, overwrite=overwrite)
+    with ExitStack() as stack:
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            folder = stack.enter_context(workplace(output))
+        except OSError as error:
+            raise IndexerError(f"cannot write to {output.parent}: {error.strerror}") from error
         yield folder
         check_output(output, overwrite=overwrite)
-        _publish(folder, output)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        _publish(folder, output, overwrite=overwrite)
 
 
 def write_file(path: Path, content: memoryview | bytes) -> None:
@@ -82,53 +90,25 @@ def write_file(path: Path, content: memoryview | bytes) -> None:
         raise IndexerError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _claim_folder(output: Path) -> tuple[Path, int]:
-    """Create a folder and lock it: the lock is what tells a living build from a dead one."""
-    prefix = f".{output.name}.partial-"
-    parent = os.open(output.parent, os.O_RDONLY)
-    try:
-        # Else another build could take the new folder for a dead one before it is locked.
-        fcntl.flock(parent, fcntl.LOCK_EX)
-        _remove_leftovers(output.parent, prefix)
-        folder = output.parent / f"{prefix}{secrets.token_hex(4)}"
-        folder.mkdir()
-        lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    finally:
-        os.close(parent)
-    return folder, lock
-
-
-def _remove_leftovers(parent: Path, prefix: str) -> None:
-    for path in parent.iterdir():
-        if not path.name.startswith(prefix):
-            continue
-        with suppress(OSError):
-            lock = os.open(path, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path)
-            finally:
-                os.close(lock)
-
-
-def _publish(folder: Path, output: Path) -> None:
+def _publish(folder: Path, output: Path, *, overwrite: bool) -> None:
     try:
         for path, _, _ in os.walk(folder):
             _sync_folder(path)
-        _put_in_place(folder, output)
+        _put_in_place(folder, output, overwrite=overwrite)
         _sync_folder(output.parent)
     except OSError as error:
         raise IndexerError(f"cannot put the index at {output}: {error.strerror}") from error
 
 
-def _put_in_place(folder: Path, output: Path) -> None:
-    """Rename; where an index is there already, the two change places."""
+def _put_in_place(folder: Path, output: Path, *, overwrite: bool) -> None:
+    """Rename; where an index is there already and may be replaced, the two change places."""
     try:
         folder.rename(output)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+        if not overwrite:  # another build was quicker by a moment
+            raise _exists(output) from error
         if not _exchange(folder, output):
             _move_aside(folder, output)
 
@@ -146,8 +126,22 @@ def _move_aside(folder: Path, output: Path) -> None:
     """Swap in steps; a kill after the first one leaves the old index under a hidden name."""
     old = output.parent / f".{output.name}.replaced-{secrets.token_hex(4)}"
     output.rename(old)
-    folder.rename(output)
+    try:
+        folder.rename(output)
+    except OSError as error:
+        _move_back(old, output, error)
+        raise
     old.rename(folder)
+
+
+def _move_back(old: Path, output: Path, reason: OSError) -> None:
+    try:
+        old.rename(output)
+    except OSError:
+        raise IndexerError(
+            f"cannot put the index at {output}: {reason.strerror}; "
+            f"the one that was there is whole, but now at {old}"
+        ) from reason
 
 
 def _sync_folder(path: Path | str) -> None:

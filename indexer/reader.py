@@ -1,59 +1,20 @@
 """Opening an index: memory-mapped segments, and which document a position belongs to.
 
-Loads numpy and lmdb only. Opening maps files and reads none of them, so it takes milliseconds
-whatever the size of the index.
+Loads numpy and lmdb only. Opening maps tokens and suffixes and reads neither, so it takes
+milliseconds whatever the size of the index.
 """
 
-import mmap
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Self
 
 from indexer.catalog import CatalogReader, Contents
-from indexer.errors import DamagedIndexError, IndexNotFoundError, TokenizerMismatchError
-from indexer.format import (
-    CATALOG_FILE,
-    CATALOG_FOLDER,
-    CHECKSUM_FILE,
-    POSITION_DTYPE,
-    SEGMENT_FILES,
-    SEGMENTS_FOLDER,
-    STARTS_FILE,
-    SUFFIXES_FILE,
-    TOKENS_FILE,
-    Document,
-    FileRecord,
-    SegmentRecord,
-    Tokens,
-    decode_json,
-    token_dtype,
-)
+from indexer.errors import DamagedIndexError, TokenizerMismatchError
+from indexer.format import Document
+from indexer.opening import Segment, catalog_record, open_catalog, open_segment
+from indexer.same_folder import from_same_folder
 from indexer.tokenizer import Vocabulary
 
 __all__ = ["Document", "Index", "Segment", "Vocabulary"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """A part of an index, immutable and memory-mapped; all arrays are read-only.
-
-    Attributes:
-        name: name of its folder.
-        tokens: uint16[n] or uint32[n], the documents one after the other, each ended by a
-            separator, which is the largest value of the dtype and never a token id.
-        suffixes: uint32[m], the positions in `tokens` that hold no separator, in the
-            lexicographic order of the tokens from there to the end of the segment.
-        starts: uint32[vocabulary size + 1]; the suffixes that begin with token t are
-            `suffixes[starts[t]:starts[t + 1]]`.
-    """
-
-    name: str
-    tokens: Tokens
-    suffixes: NDArray[np.uint32]
-    starts: NDArray[np.uint32]
 
 
 class Index:
@@ -65,23 +26,37 @@ class Index:
         segments: its parts, in the order in which they were built.
         num_tokens: tokens in all segments, separators not counted.
         num_documents: documents in all segments.
+        num_bytes: size of the catalog and all segments on disk.
     """
 
     def __init__(
-        self, path: Path, catalog: CatalogReader, contents: Contents, segments: tuple[Segment, ...]
+        self,
+        path: Path,
+        catalog: CatalogReader,
+        contents: Contents,
+        segments: tuple[Segment, ...],
+        num_catalog_bytes: int,
     ) -> None:
         self.path = path
         self.vocabulary = contents.vocabulary
         self.segments = segments
         self.num_tokens = sum(record.num_tokens for record in contents.segments)
         self.num_documents = sum(record.num_documents for record in contents.segments)
+        self.num_bytes = num_catalog_bytes + sum(
+            file.num_bytes for record in contents.segments for file in record.files.values()
+        )
         self._catalog: CatalogReader | None = catalog
 
     @classmethod
     def open(cls, path: Path | str, *, vocabulary: Vocabulary | None = None) -> Self:
         """Open the index at `path`.
 
-        The sizes of all files are checked, their checksums are not: `verify` does that.
+        What is opened is one index, even where another takes its place meanwhile.
+
+        Checked are the sizes of all files, that `starts` divides the suffixes, and the checksum
+        of a catalog of at most 16 MiB. Not read are tokens and suffixes, so that damage to their
+        bytes goes unnoticed: `verify` finds it, and what looks positions up must expect any.
+        A larger catalog is left to `verify` as well; LMDB may crash on a damaged one.
 
         Args:
             path: the index's directory.
@@ -90,12 +65,19 @@ class Index:
 
         Raises:
             IndexNotFoundError: there is no index.
-            DamagedIndexError: files are missing or of another size than was written.
+            DamagedIndexError: files are missing, of another size than was written, or damaged
+                as far as is checked.
             FormatVersionError: the index is of a newer format.
             TokenizerMismatchError: the index was built with another tokenizer.
+            IndexerError: the folder cannot be opened, or is replaced all the time.
         """
         path = Path(path)
-        catalog = open_catalog(path)
+        return from_same_folder(path, lambda: cls._open(path, vocabulary), cls.close)
+
+    @classmethod
+    def _open(cls, path: Path, vocabulary: Vocabulary | None) -> Self:
+        catalog_file = catalog_record(path)
+        catalog = open_catalog(path, catalog_file)
         try:
             contents = catalog.contents()
             if vocabulary is not None:
@@ -106,7 +88,7 @@ class Index:
         except BaseException:
             catalog.close()
             raise
-        return cls(path, catalog, contents, segments)
+        return cls(path, catalog, contents, segments, catalog_file.num_bytes)
 
     def document_at(self, segment: int, position: int) -> Document:
         """Return the document that holds a token; a separator belongs to the one it ends.
@@ -146,71 +128,6 @@ class Index:
         self.close()
 
 
-def open_catalog(path: Path) -> CatalogReader:
-    """Open the catalog of the index at `path`, having checked that its file is whole in size.
-
-    Raises:
-        IndexNotFoundError: there is no index.
-        DamagedIndexError: the catalog is missing, short or unreadable.
-    """
-    # LMDB maps its file and trusts it: reading past the end of a short one kills the process.
-    check_size(path / CATALOG_FOLDER / CATALOG_FILE, catalog_record(path).num_bytes)
-    return CatalogReader(path / CATALOG_FOLDER)
-
-
-def catalog_record(path: Path) -> FileRecord:
-    """Return the size and checksum that the catalog of the index at `path` was written with.
-
-    Raises:
-        IndexNotFoundError: there is no index.
-        DamagedIndexError: the file that says so is missing or unreadable.
-    """
-    if not path.is_dir():
-        raise IndexNotFoundError(
-            f"there is no index at {path}: build one with `python -m indexer build`"
-        )
-    if not any((path / name).exists() for name in (CATALOG_FOLDER, SEGMENTS_FOLDER, CHECKSUM_FILE)):
-        raise IndexNotFoundError(f"{path} is a folder but not an index")
-    try:
-        return FileRecord.decode(decode_json((path / CHECKSUM_FILE).read_bytes()))
-    except (DamagedIndexError, OSError, KeyError, TypeError, ValueError) as error:
-        raise DamagedIndexError(f"{path / CHECKSUM_FILE} is unreadable: {error}") from error
-
-
-def check_size(path: Path, num_bytes: int) -> None:
-    """Check that a file exists and has its size.
-
-    Raises:
-        DamagedIndexError: it does not, or has not.
-    """
-    try:
-        actual = path.stat().st_size
-    except OSError as error:
-        raise DamagedIndexError(f"{path} is missing: copy or build the index again") from error
-    if actual != num_bytes:
-        raise DamagedIndexError(
-            f"{path} has {actual} bytes and should have {num_bytes}: copy or build the index again"
-        )
-
-
-def open_segment(path: Path, record: SegmentRecord, vocabulary_size: int) -> Segment:
-    """Map the files of a segment of the index at `path`.
-
-    Raises:
-        DamagedIndexError: files are missing or of another size than was written.
-    """
-    folder = path / SEGMENTS_FOLDER / record.name
-    for name in SEGMENT_FILES:
-        check_size(folder / name, record.files[name].num_bytes)
-    tokens = _map(folder / TOKENS_FILE, token_dtype(vocabulary_size))
-    suffixes = _map(folder / SUFFIXES_FILE, POSITION_DTYPE)
-    starts = _map(folder / STARTS_FILE, POSITION_DTYPE)
-    lengths = (record.num_tokens + record.num_documents, record.num_tokens, vocabulary_size + 1)
-    if (len(tokens), len(suffixes), len(starts)) != lengths:
-        raise DamagedIndexError(f"the files of {folder} contradict the counts in the catalog")
-    return Segment(record.name, tokens, suffixes, starts)
-
-
 def _check_vocabulary(path: Path, built_for: Vocabulary, at_hand: Vocabulary) -> None:
     if built_for.fingerprint != at_hand.fingerprint:
         raise TokenizerMismatchError(
@@ -221,12 +138,3 @@ def _check_vocabulary(path: Path, built_for: Vocabulary, at_hand: Vocabulary) ->
 
 def _describe(vocabulary: Vocabulary) -> str:
     return f"vocabulary {vocabulary.size}, fingerprint {vocabulary.fingerprint[:12]}\u2026"
-
-
-def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    try:
-        with path.open("rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(content, dtype)
-    except (OSError, ValueError) as error:
-        raise DamagedIndexError(f"{path} cannot be mapped into memory: {error}") from error

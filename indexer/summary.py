@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from indexer.format import FORMAT_VERSION
-from indexer.reader import Index, catalog_record
+from indexer.reader import Index
 from indexer.tokenizer import Vocabulary
 
 
@@ -60,20 +60,15 @@ def summarise(path: Path | str) -> Summary:
 
     Raises:
         IndexNotFoundError: there is no index.
-        DamagedIndexError: files are missing or of another size than was written.
+        DamagedIndexError: the index is damaged as far as opening checks.
         FormatVersionError: the index is of a newer format.
     """
     with Index.open(path) as index:
-        arrays = sum(
-            array.nbytes
-            for segment in index.segments
-            for array in (segment.tokens, segment.suffixes, segment.starts)
-        )
         return Summary(
             path=str(path),
             vocabulary=index.vocabulary,
             num_tokens=index.num_tokens,
             num_documents=index.num_documents,
             num_segments=len(index.segments),
-            num_bytes=arrays + catalog_record(index.path).num_bytes,
+            num_bytes=index.num_bytes,
         )

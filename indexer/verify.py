@@ -14,10 +14,10 @@ from indexer.format import (
     CATALOG_FILE,
     CATALOG_FOLDER,
     SEGMENTS_FOLDER,
-    FileRecord,
     SegmentRecord,
 )
-from indexer.reader import catalog_record, check_size, open_catalog, open_segment
+from indexer.opening import catalog_record, check_file, open_catalog, open_segment
+from indexer.same_folder import from_same_folder
 
 DEFAULT_SAMPLES: Final = 10_000
 
@@ -62,19 +62,24 @@ def verify_index(path: Path | str, num_samples: int = DEFAULT_SAMPLES) -> Verifi
     Raises:
         IndexNotFoundError: there is no index.
         FormatVersionError: the index is of a newer format.
+        IndexerError: the folder cannot be opened, or is replaced all the time.
     """
     path = Path(path)
+    return from_same_folder(path, lambda: _verify(path, num_samples))
+
+
+def _verify(path: Path, num_samples: int) -> Verification:
     findings: list[str] = []
     num_segments = 0
     try:
+        catalog_file = catalog_record(path)
         # Before it is opened: LMDB trusts its file and may crash on a damaged one.
-        _check_file(path / CATALOG_FOLDER / CATALOG_FILE, catalog_record(path))
-        with open_catalog(path) as catalog:
+        check_file(path / CATALOG_FOLDER / CATALOG_FILE, catalog_file)
+        with open_catalog(path, catalog_file) as catalog:
             contents = catalog.contents()
             for record in contents.segments:
                 num_segments += 1
-                findings += _check_files(path, record)
-                findings += _check_arrays(
+                findings += _check_segment(
                     path, catalog, record, contents.vocabulary.size, num_samples
                 )
     except DamagedIndexError as error:
@@ -82,35 +87,29 @@ def verify_index(path: Path | str, num_samples: int = DEFAULT_SAMPLES) -> Verifi
     return Verification(str(path), num_segments, tuple(findings))
 
 
-def _check_files(path: Path, record: SegmentRecord) -> Iterator[str]:
-    for name, expected in record.files.items():
-        try:
-            _check_file(path / SEGMENTS_FOLDER / record.name / name, expected)
-        except DamagedIndexError as error:
-            yield str(error)
-
-
-def _check_arrays(
+def _check_segment(
     path: Path,
     catalog: CatalogReader,
     record: SegmentRecord,
     vocabulary_size: int,
     num_samples: int,
 ) -> Iterator[str]:
+    damaged = list(_check_files(path, record))
+    yield from damaged
     try:
         segment = open_segment(path, record, vocabulary_size)
-    except DamagedIndexError:
-        return  # the check of its files has named them
+    except DamagedIndexError as error:
+        if not damaged:
+            yield str(error)
+        return
     starts = np.fromiter((document.start for document in catalog.documents(record.name)), np.int64)
     for finding in find_inconsistencies(segment, starts, vocabulary_size, num_samples):
         yield f"segment {record.name}: {finding}"
 
 
-def _check_file(path: Path, expected: FileRecord) -> None:
-    check_size(path, expected.num_bytes)
-    try:
-        actual = FileRecord.of_file(path)
-    except OSError as error:
-        raise DamagedIndexError(f"{path} is unreadable: {error.strerror}") from error
-    if actual != expected:
-        raise DamagedIndexError(f"{path} is damaged: its checksum is not the one it was built with")
+def _check_files(path: Path, record: SegmentRecord) -> Iterator[str]:
+    for name, expected in record.files.items():
+        try:
+            check_file(path / SEGMENTS_FOLDER / record.name / name, expected)
+        except DamagedIndexError as error:
+            yield str(error)

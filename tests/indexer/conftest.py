@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from indexer.__main__ import main
+from indexer.commands import main
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Index, Vocabulary
 from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer
@@ -24,7 +24,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)  # type: ignore[no-untyped-call]
     tokenizer.add_special_tokens({"eos_token": "<eos>"})
     return tokenizer
 

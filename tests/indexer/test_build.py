@@ -1,6 +1,10 @@
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import lmdb
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from indexer.build import BuildOptions, build_from_texts, build_from_tokens, build_index
-from indexer.errors import SourceError, TokenizerError
+from indexer.errors import IndexerError, SourceError, TokenizerError
 from indexer.reader import Index, Vocabulary
 from indexer.tokenizer import load_tokenizer, vocabulary_of
 from indexer.verify import verify_index
@@ -87,7 +91,7 @@ def test_a_document_of_ten_megabytes_is_one_document(
 ) -> None:
     core = Tokenizer(models.WordLevel({"<unk>": 0, "work": 1, "play": 2}, "<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
-    words = PreTrainedTokenizerFast(tokenizer_object=core)
+    words = PreTrainedTokenizerFast(tokenizer_object=core)  # type: ignore[no-untyped-call]
     num_words = 10 * 2**20 // len("work ")
     options = BuildOptions(max_segment_tokens=1000)
     documents = [("short", "play"), ("long", "work " * num_words), ("last", "play")]
@@ -134,6 +138,45 @@ def test_tokens_that_are_no_integers_are_an_error(
 ) -> None:
     with pytest.raises(TokenizerError, match="not a sequence of integers"):
         build_from_tokens([("bad", ids)], tmp_path / "x", vocabulary)
+
+
+@pytest.mark.parametrize("max_segment_tokens", [2**32, 0, -1])
+def test_segments_beyond_the_format_are_an_error(max_segment_tokens: int) -> None:
+    with pytest.raises(IndexerError, match=r"from 1 to 4294967295"):
+        BuildOptions(max_segment_tokens=max_segment_tokens)
+    BuildOptions(max_segment_tokens=2**32 - 1)
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from indexer.build import *; from indexer.errors import *\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))\n"
+        "documents = [(str(i) * 900, [i]) for i in range(2000)]\n"
+        "try: build_from_tokens(documents, sys.argv[1], Vocabulary(2000, 'aa'))\n"
+        "except IndexerError as error: print(error)\n"
+    )
+    for limit in (2000, 9000, 100_000):  # bytes in one file, which the catalog exceeds first
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "x"), str(limit)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert re.fullmatch(r"cannot write the catalog .*: free space [^\n]*\n", done.stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [lmdb.DiskError("full"), OSError(28, "No space left on device")])
+def test_a_catalog_that_cannot_be_created_is_one_clear_error(
+    error: Exception, tmp_path: Path, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(lmdb, "open", fail)
+    with pytest.raises(IndexerError, match=r"cannot write the catalog .* free space"):
+        build_from_tokens([("a", [1])], tmp_path / "x", vocabulary)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_documents_without_tokens_are_skipped_and_counted(

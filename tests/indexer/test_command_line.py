@@ -65,6 +65,15 @@ def test_options_of_build_reach_the_builder(
     assert (report["documents"], report["segments"]) == (2, 2)
 
 
+def test_segments_beyond_the_format_are_a_usage_error(
+    cli: Cli, source: Path, tmp_path: Path
+) -> None:
+    status, out, err = cli("build", source, "-o", tmp_path / "x", "--segment-tokens", 2**32)
+    assert (status, out) == (2, "")
+    assert "4294967295" in err
+    assert not (tmp_path / "x").exists()
+
+
 def test_inspect_tells_what_an_index_holds(cli: Cli, built: Path) -> None:
     status, out, err = cli("inspect", built)
     assert (status, err) == (0, "")

@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import signal
 import subprocess
 import sys
@@ -53,6 +55,70 @@ def test_an_existing_output_is_refused_and_left_alone(
                 [("new", [1])], tmp_path / name, vocabulary, BuildOptions(overwrite=True)
             )
     assert (tmp_path / "folder/thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "thesis.txt",
+        "catalog/notes",
+        "segments/thesis.txt",
+        "segments/00000000/thesis.txt",
+        "segments/00000000/more/tokens",
+        "segments/mine/tokens",
+        "segments/1/tokens",
+    ],
+)
+def test_what_an_index_does_not_hold_is_never_overwritten(
+    name: str, tiny_index: Path, vocabulary: Vocabulary
+) -> None:
+    (tiny_index / name).parent.mkdir(parents=True, exist_ok=True)
+    (tiny_index / name).write_text("mine")
+    before = contents_of(tiny_index)
+    with pytest.raises(IndexExistsError, match=r"not an index \(it holds "):
+        build_from_tokens([("new", [1])], tiny_index, vocabulary, BuildOptions(overwrite=True))
+    assert contents_of(tiny_index) == before
+    assert list(tiny_index.parent.iterdir()) == [tiny_index]
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["segments/holiday.wav", "segments/00000000/clip.wav"], "holds segments"),
+        (["segments/00000000/tokens"], "has no checksum"),
+        (["checksum", "segments/00000000/tokens"], "has no catalog"),
+    ],
+)
+def test_a_folder_that_resembles_an_index_is_never_overwritten(
+    names: list[str], reason: str, tmp_path: Path, vocabulary: Vocabulary
+) -> None:
+    folder = tmp_path / "clips"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    with pytest.raises(IndexExistsError, match=reason):
+        build_from_tokens([("new", [1])], folder, vocabulary, BuildOptions(overwrite=True))
+    assert {(folder / name).read_text() for name in names} == {"mine"}
+
+
+def test_an_index_with_a_link_in_it_is_never_overwritten(
+    tmp_path: Path, tiny_index: Path, vocabulary: Vocabulary
+) -> None:
+    (tiny_index / "segments").rename(tmp_path / "elsewhere")
+    (tiny_index / "segments").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(IndexExistsError, match="it holds segments"):
+        build_from_tokens([("new", [1])], tiny_index, vocabulary, BuildOptions(overwrite=True))
+    assert verify_index(tiny_index).findings == ()
+
+
+def test_a_damaged_index_and_one_that_was_looked_at_may_be_overwritten(
+    tiny_index: Path, vocabulary: Vocabulary
+) -> None:
+    (tiny_index / "segments/00000001/tokens").unlink()
+    (tiny_index / "catalog/data.mdb").write_bytes(b"")
+    (tiny_index / "catalog/lock.mdb").touch()
+    build_from_tokens([("new", [1])], tiny_index, vocabulary, BuildOptions(overwrite=True))
+    assert verify_index(tiny_index).findings == ()
 
 
 def test_an_empty_folder_and_missing_parents_are_fine_outputs(
@@ -149,6 +215,71 @@ def test_of_two_builds_at_once_neither_removes_the_others_work(
     with Index.open(path) as index:
         assert documents_of(index) == [("quick", [2])]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_index_published_at_the_last_moment_is_not_replaced_unasked(
+    tmp_path: Path,
+    vocabulary: Vocabulary,
+    documents_of: DocumentsOf,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "index"
+    publish = output_module._publish
+
+    def publish_second(folder: Path, output: Path, *, overwrite: bool) -> None:
+        monkeypatch.undo()
+        build_from_tokens([("first", [1])], path, vocabulary)
+        publish(folder, output, overwrite=overwrite)
+
+    monkeypatch.setattr(output_module, "_publish", publish_second)
+    with pytest.raises(IndexExistsError, match="--overwrite"):
+        build_from_tokens([("second", [2])], path, vocabulary)
+    with Index.open(path) as index:
+        assert documents_of(index) == [("first", [1])]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_failing_second_rename_keeps_the_old_index(
+    *, taken: bool, tiny_index: Path, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+    before = contents_of(tiny_index)
+
+    def fail_between(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name and not tiny_index.exists():
+            if taken:  # by a user, in the instant in which nothing is there
+                tiny_index.mkdir()
+                (tiny_index / "thesis.txt").write_text("mine")
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(output_module, "_exchange", lambda *_: False)
+    monkeypatch.setattr(Path, "rename", fail_between)
+    with pytest.raises(IndexerError, match="cannot put the index") as caught:
+        build_from_tokens([("new", [1])], tiny_index, vocabulary, BuildOptions(overwrite=True))
+    kept = tiny_index
+    if taken:
+        (kept,) = tiny_index.parent.glob(".tiny.index.replaced-*")
+        assert str(kept) in str(caught.value)
+        assert (tiny_index / "thesis.txt").read_text() == "mine"
+    assert contents_of(kept) == before
+    assert {*tiny_index.parent.iterdir()} == {tiny_index, kept}
+
+
+def test_a_build_needs_no_locks(
+    tmp_path: Path, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    folder = tmp_path / ".index.partial-00000000"
+    folder.mkdir()
+    (tmp_path / ".index.lock-00000000").touch()  # perhaps of a build that is still running
+    build_from_tokens([("a", [1])], tmp_path / "index", vocabulary)
+    assert verify_index(tmp_path / "index").findings == ()
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_an_output_that_cannot_be_written_is_one_clear_error(

@@ -1,47 +1,27 @@
+import itertools
 import random
-import shutil
-import struct
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.errors import (
-    DamagedIndexError,
-    FormatVersionError,
+    IndexerError,
     IndexNotFoundError,
     TokenizerMismatchError,
 )
-from indexer.format import FileRecord, encode_json
+from indexer.format import FileRecord
+from indexer.opening import catalog_record
 from indexer.reader import Index, Vocabulary
+from indexer.verify import verify_index
 
-FILES = [
-    "checksum",
-    "catalog/data.mdb",
-    "segments/00000001/tokens",
-    "segments/00000001/suffixes",
-    "segments/00000001/starts",
-]
-
-
-def rewrite_record(path: Path, key: bytes, value: bytes | None) -> None:
-    """Change a record of the catalog, and its checksum to match."""
-    with (
-        lmdb.open(str(path / "catalog"), lock=False) as environment,
-        environment.begin(write=True) as transaction,
-    ):
-        if value is None:
-            transaction.delete(key)
-        else:
-            transaction.put(key, value)
-    record = FileRecord.of_file(path / "catalog/data.mdb")
-    (path / "checksum").write_bytes(encode_json(record.encode()))
+DocumentsOf = Callable[[Index], list[tuple[str, list[int]]]]
 
 
 def test_an_open_index_tells_its_size_and_vocabulary(
@@ -161,66 +141,63 @@ def test_a_path_without_an_index_is_not_found(tmp_path: Path) -> None:
             Index.open(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("size", [None, 0, 1, -4096, -1, +1])
-def test_a_file_that_is_missing_or_of_another_size_is_refused(
-    name: str, size: int | None, tiny_index: Path
+def test_an_index_that_is_replaced_again_and_again_is_never_mixed(
+    tmp_path: Path, documents_of: DocumentsOf
 ) -> None:
-    file = tiny_index / name
-    content = file.read_bytes()
-    if size is None:
-        file.unlink()
-    elif size > 0:
-        file.write_bytes(content[:size] if size == 1 and len(content) > 1 else content + b"\0")
-    else:
-        file.write_bytes(content[: max(len(content) + size, 0)] if size else b"")
-    with pytest.raises(DamagedIndexError, match=rf"{file.name}"):
-        Index.open(tiny_index)
+    path = tmp_path / "index"
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def replace() -> None:
+        try:
+            for number in itertools.count():
+                documents = [(f"{number}", [number % 7] * (number % 5 + 1))] * (number % 3 + 1)
+                options = BuildOptions(max_segment_tokens=1, overwrite=True)
+                build_from_tokens(documents, path, Vocabulary(7, f"{number}"), options)
+                if stop.is_set():
+                    return
+        except BaseException as error:  # noqa: BLE001  (whatever it is, the test must see it)
+            failures.append(error)
+
+    def read() -> set[str]:
+        with Index.open(path) as index:
+            number = int(index.vocabulary.fingerprint)
+            expected = (f"{number}", [number % 7] * (number % 5 + 1))
+            assert documents_of(index) == [expected] * (number % 3 + 1)
+            return {index.vocabulary.fingerprint}
+
+    build_from_tokens([("0", [0])], path, Vocabulary(7, "0"))
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        seen: set[str] = set()
+        ends = time.monotonic() + 3
+        while time.monotonic() < ends:
+            seen |= read()
+            assert verify_index(path).findings == ()
+    finally:
+        stop.set()
+        thread.join()
+    assert failures == []
+    assert len(seen) > 1
 
 
-@pytest.mark.parametrize("name", ["catalog", "segments", "segments/00000000"])
-def test_a_half_copied_index_is_refused(name: str, tiny_index: Path) -> None:
-    shutil.rmtree(tiny_index / name)
-    with pytest.raises(DamagedIndexError, match="missing"):
-        Index.open(tiny_index)
-
-
-def test_a_catalog_of_zeros_is_refused(tiny_index: Path) -> None:
-    file = tiny_index / "catalog/data.mdb"
-    file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(DamagedIndexError, match="cannot be opened"):
-        Index.open(tiny_index)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        (b"format", None),
-        (b"format", b"{"),
-        (b"vocabulary", None),
-        (b"vocabulary", b"[]"),
-        (b"vocabulary", b'{"size":1000}'),
-        (b"segments", b"null"),
-        (b"segments", b'[{"name":"../../etc","documents":1,"tokens":1,"files":{}}]'),
-    ],
-)
-def test_records_that_no_builder_writes_are_refused(
-    key: bytes, value: bytes | None, tiny_index: Path
+def test_an_index_replaced_while_it_is_opened_is_opened_anew(
+    tiny_index: Path, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rewrite_record(tiny_index, key, value)
-    with pytest.raises(DamagedIndexError, match="record"):
-        Index.open(tiny_index)
+    times = iter(range(2))
 
+    def replacing(path: Path) -> FileRecord:
+        record = catalog_record(path)
+        if next(times, None) is not None:
+            options = BuildOptions(overwrite=True)
+            build_from_tokens([("new", [7] * 3)], path, vocabulary, options)
+        return record
 
-def test_a_missing_document_is_noticed_when_it_is_looked_up(tiny_index: Path) -> None:
-    rewrite_record(tiny_index, b"document/00000001/" + struct.pack(">I", 0), None)
+    monkeypatch.setattr("indexer.reader.catalog_record", replacing)
     with Index.open(tiny_index) as index:
-        assert index.document_at(0, 7).name == "b"
-        with pytest.raises(DamagedIndexError, match="lists no document for position 2"):
-            index.document_at(1, 2)
-
-
-def test_a_newer_format_is_refused_with_advice(tiny_index: Path) -> None:
-    rewrite_record(tiny_index, b"format", b"2")
-    with pytest.raises(FormatVersionError, match=r"version 2.*upgrade"):
+        assert index.document_at(0, 0).name == "new"
+    monkeypatch.setattr("indexer.same_folder._MAX_ATTEMPTS", 2)
+    times = iter(range(2))
+    with pytest.raises(IndexerError, match="replaced faster"):
         Index.open(tiny_index)

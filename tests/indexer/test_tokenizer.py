@@ -1,10 +1,11 @@
 import importlib.util
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from indexer.errors import TokenizerError
@@ -12,6 +13,7 @@ from indexer.tokenizer import (
     DEFAULT_MODEL,
     ModelFiles,
     Vocabulary,
+    encode_prompt,
     load_tokenizer,
     locate_model,
     vocabulary_of,
@@ -24,7 +26,7 @@ def word_tokenizer(*, lower: bool = False, first: str = "lazy") -> PreTrainedTok
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     if lower:
         core.normalizer = normalizers.Lowercase()
-    return PreTrainedTokenizerFast(tokenizer_object=core)
+    return PreTrainedTokenizerFast(tokenizer_object=core)  # type: ignore[no-untyped-call]
 
 
 def test_default_model_is_found_without_importing_its_package() -> None:
@@ -92,13 +94,49 @@ def test_fingerprint_tells_apart_what_gives_other_ids() -> None:
 
 def test_size_counts_to_the_largest_id_across_gaps() -> None:
     core = Tokenizer(models.WordLevel({"<unk>": 0, "far": 900}, "<unk>"))
-    sparse = PreTrainedTokenizerFast(tokenizer_object=core)
+    sparse = PreTrainedTokenizerFast(tokenizer_object=core)  # type: ignore[no-untyped-call]
     assert len(sparse) == 2
     assert vocabulary_of(sparse).size == 901
 
 
 def test_vocabularies_compare_by_value() -> None:
     assert Vocabulary(2, "aa") == Vocabulary(2, "aa") != Vocabulary(2, "ab")
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    chat = deepcopy(tokenizer)
+    chat.chat_template = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return chat
+
+
+def test_a_prompt_is_put_into_the_chat_template(chat_tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = encode_prompt(chat_tokenizer, "hello")
+    assert chat_tokenizer.decode(ids) == "<user>hello<assistant>"
+
+
+def test_a_prompt_that_is_no_chat_stays_as_it_is(chat_tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = encode_prompt(chat_tokenizer, "hello", is_chat=False)
+    assert chat_tokenizer.decode(ids) == "hello"
+
+
+def test_a_prompt_stays_as_it_is_where_there_is_no_template(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    assert tokenizer.decode(encode_prompt(tokenizer, "hello")) == "hello"
+
+
+def test_special_tokens_come_from_the_template_or_the_tokenizer_but_not_from_both(
+    chat_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    eos = chat_tokenizer.eos_token_id
+    adds_end = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", eos)])
+    chat_tokenizer.backend_tokenizer.post_processor = adds_end
+    assert encode_prompt(chat_tokenizer, "hello").count(eos) == 0
+    assert encode_prompt(chat_tokenizer, "hello", is_chat=False)[-1] == eos
 
 
 def test_reading_an_index_loads_no_tokenizer_and_no_compiler() -> None:

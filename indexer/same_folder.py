@@ -1,0 +1,70 @@
+"""Reading all of an index from one folder, though another may take its place meanwhile."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, TypeVar
+
+from indexer.errors import IndexerError, IndexNotFoundError
+
+_MAX_ATTEMPTS: Final = 20
+
+_T = TypeVar("_T")
+
+
+def from_same_folder(
+    path: Path, read: Callable[[], _T], discard: Callable[[_T], None] = lambda _: None
+) -> _T:
+    """Return what `read` makes of the files in the folder at `path`, all of one folder.
+
+    `read` resolves paths file by file. Where the folder at `path` is another one after it than
+    before, its result or its error may be of two indexes, and it is called again.
+
+    Args:
+        path: the index's directory.
+        read: opens and reads files under `path`.
+        discard: lets go of a result that is not returned.
+
+    Raises:
+        IndexNotFoundError: there is no folder at `path`.
+        IndexerError: the folder cannot be opened or is replaced all the time; or what `read`
+            raises.
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        with _held(path) as folder:
+            try:
+                result = read()
+            except IndexerError:
+                if is_at(path, folder):
+                    raise
+                continue
+            if is_at(path, folder):
+                return result
+            discard(result)
+    raise IndexerError(f"{path} is replaced faster than it can be opened: try again")
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[int]:
+    """Open a folder: while it is open, no other one gets its number from the file system."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise IndexNotFoundError(
+            f"there is no index at {path}: build one with `python -m indexer build`"
+        ) from error
+    except OSError as error:
+        raise IndexerError(f"cannot open {path}: {error.strerror}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Tell whether a path leads to what is open under a descriptor."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False

@@ -1,0 +1,181 @@
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from indexer.errors import (
+    DamagedIndexError,
+    FormatVersionError,
+)
+from indexer.format import FileRecord, encode_json
+from indexer.reader import Index
+from indexer.verify import verify_index
+
+FILES = [
+    "checksum",
+    "catalog/data.mdb",
+    "segments/00000001/tokens",
+    "segments/00000001/suffixes",
+    "segments/00000001/starts",
+]
+
+
+# Flips bytes in every file of an index, one at a time, and reads all that can be read.
+FUZZ = """
+import json, random, sys
+from pathlib import Path
+import numpy as np
+from indexer.errors import DamagedIndexError
+from indexer.reader import Index
+
+rng = random.Random(11)
+path = Path(sys.argv[1])
+counts = [0, 0]
+
+def look_at(index):
+    for number, segment in enumerate(index.segments):
+        for position in range(len(segment.tokens)):
+            index.document_at(number, position)
+        assert int(segment.tokens.sum()) + int(segment.suffixes.sum()) > 0
+        for token in range(index.vocabulary.size):
+            begin, end = segment.starts[token:token + 2]
+            assert begin <= end <= len(segment.suffixes)
+
+for file in sorted(each for each in path.rglob("*") if each.is_file()):
+    content = file.read_bytes()
+    for _ in range(80):
+        flipped = bytearray(content)
+        flipped[rng.randrange(len(content))] ^= rng.randrange(1, 256)
+        file.write_bytes(flipped)
+        try:
+            with Index.open(path) as index:
+                look_at(index)
+            counts[0] += 1
+        except DamagedIndexError:
+            counts[1] += 1
+    file.write_bytes(content)
+print(json.dumps(counts))
+"""
+
+
+def rewrite_record(path: Path, key: bytes, value: bytes | None) -> None:
+    """Change a record of the catalog, and its checksum to match."""
+    with (
+        lmdb.open(str(path / "catalog"), lock=False) as environment,
+        environment.begin(write=True) as transaction,
+    ):
+        if value is None:
+            transaction.delete(key)
+        else:
+            transaction.put(key, value)
+    record = FileRecord.of_file(path / "catalog/data.mdb")
+    (path / "checksum").write_bytes(encode_json(record.encode()))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("size", [None, 0, 1, -4096, -1, +1])
+def test_a_file_that_is_missing_or_of_another_size_is_refused(
+    name: str, size: int | None, tiny_index: Path
+) -> None:
+    file = tiny_index / name
+    content = file.read_bytes()
+    if size is None:
+        file.unlink()
+    elif size > 0:
+        file.write_bytes(content[:size] if size == 1 and len(content) > 1 else content + b"\0")
+    else:
+        file.write_bytes(content[: max(len(content) + size, 0)] if size else b"")
+    with pytest.raises(DamagedIndexError, match=rf"{file.name}"):
+        Index.open(tiny_index)
+
+
+@pytest.mark.parametrize("name", ["catalog", "segments", "segments/00000000"])
+def test_a_half_copied_index_is_refused(name: str, tiny_index: Path) -> None:
+    shutil.rmtree(tiny_index / name)
+    with pytest.raises(DamagedIndexError, match="missing"):
+        Index.open(tiny_index)
+
+
+def test_a_catalog_of_zeros_is_refused(tiny_index: Path) -> None:
+    file = tiny_index / "catalog/data.mdb"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(DamagedIndexError, match="damaged"):
+        Index.open(tiny_index)
+    (tiny_index / "checksum").write_bytes(encode_json(FileRecord.of_file(file).encode()))
+    with pytest.raises(DamagedIndexError, match="cannot be opened"):
+        Index.open(tiny_index)
+
+
+def test_a_large_catalog_is_left_to_verify(
+    tiny_index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tiny_index / "catalog/data.mdb"
+    content = file.read_bytes()
+    monkeypatch.setattr("indexer.opening.MAX_CHECKED_CATALOG_BYTES", len(content) - 1)
+    file.write_bytes(content.replace(b'"name":"c"', b'"name":"x"'))
+    with Index.open(tiny_index) as index:
+        assert index.document_at(1, 0).name == "x"
+    assert "damaged" in verify_index(tiny_index).findings[0]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [(0, 1), (5, 14), (5, 2**32 - 1), (1000, 0), (1000, 9), (999, 0)]
+)
+def test_starts_that_do_not_divide_the_suffixes_are_refused(
+    place: int, value: int, tiny_index: Path
+) -> None:
+    file = tiny_index / "segments/00000001/starts"
+    starts = np.fromfile(file, np.uint32)
+    starts[place] = value
+    starts.tofile(file)
+    with pytest.raises(DamagedIndexError, match=r"00000001/starts is damaged"):
+        Index.open(tiny_index)
+
+
+def test_no_flipped_byte_crashes_a_reader(tiny_index: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FUZZ, str(tiny_index)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    opened, refused = json.loads(done.stdout)
+    assert min(opened, refused) > 100
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (b"format", None),
+        (b"format", b"{"),
+        (b"vocabulary", None),
+        (b"vocabulary", b"[]"),
+        (b"vocabulary", b'{"size":1000}'),
+        (b"segments", b"null"),
+        (b"segments", b'[{"name":"../../etc","documents":1,"tokens":1,"files":{}}]'),
+    ],
+)
+def test_records_that_no_builder_writes_are_refused(
+    key: bytes, value: bytes | None, tiny_index: Path
+) -> None:
+    rewrite_record(tiny_index, key, value)
+    with pytest.raises(DamagedIndexError, match="record"):
+        Index.open(tiny_index)
+
+
+def test_a_missing_document_is_noticed_when_it_is_looked_up(tiny_index: Path) -> None:
+    rewrite_record(tiny_index, b"document/00000001/" + struct.pack(">I", 0), None)
+    with Index.open(tiny_index) as index:
+        assert index.document_at(0, 7).name == "b"
+        with pytest.raises(DamagedIndexError, match="lists no document for position 2"):
+            index.document_at(1, 2)
+
+
+def test_a_newer_format_is_refused_with_advice(tiny_index: Path) -> None:
+    rewrite_record(tiny_index, b"format", b"2")
+    with pytest.raises(FormatVersionError, match=r"version 2.*upgrade"):
+        Index.open(tiny_index)
