@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from indexer.commands import main
 from indexer.build import BuildOptions, build_from_tokens
+from indexer.commands import main
 from indexer.reader import Index, Vocabulary
 from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer
 
