@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -45,8 +44,15 @@ def test_contract_keeps_its_rules() -> None:
         assert f"({name}Request) returns ({name}Response)" in signature
 
 
-def test_every_field_of_the_contract_is_documented() -> None:
+def test_every_field_of_the_contract_is_documented_with_its_default() -> None:
     lines = (ROOT / "proto" / "retriever" / "v1" / "retriever.proto").read_text().splitlines()
-    for before, line in pairwise(lines):
-        if " = " in line and line.strip().endswith(";") and "syntax" not in line:
-            assert before.strip().startswith("//"), line
+    comment, num_fields = "", 0
+    for line in map(str.strip, lines):
+        if line.startswith("//"):
+            comment += line
+            continue
+        if line.endswith(";") and " = " in line and not line.startswith(("syntax", "SOURCE_")):
+            assert "default" in comment.lower(), line
+            num_fields += 1
+        comment = ""
+    assert num_fields > 20
