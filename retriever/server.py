@@ -21,6 +21,7 @@ DEFAULT_BUDGET_NODES: Final = 32
 
 _GRACE_S: Final = 2.0
 _UNIX: Final = "unix:"
+_MAX_PORT: Final = 65535
 _SERVER_OPTIONS: Final = (*wire.CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))
 
 _Context = aio.ServicerContext[Any, Any]
@@ -114,10 +115,10 @@ async def start(drafter: EmbeddedDrafter, address: str) -> tuple[aio.Server, str
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
     """
+    _check_address(address)
     drafter.warm()
     server = aio.server(options=_SERVER_OPTIONS)
     pb_grpc.add_RetrieverServiceServicer_to_server(RetrieverServicer(drafter), server)
-    _check_socket_is_free(address)
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:
@@ -146,14 +147,26 @@ async def serve(drafter: EmbeddedDrafter, address: str) -> None:
     await server.stop(_GRACE_S)
 
 
-def _check_socket_is_free(address: str) -> None:
+def _check_address(address: str) -> None:
+    """Refuse what gRPC would misread: it takes ports modulo 65536."""
+    if address.startswith(_UNIX):
+        _check_socket_is_free(Path(address.removeprefix(_UNIX)))
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > _MAX_PORT:
+        raise AddressInUseError(
+            f"cannot listen on {address}: an address is HOST:PORT, with a port from 0 to "
+            f"{_MAX_PORT}, or unix:/PATH"
+        )
+
+
+def _check_socket_is_free(path: Path) -> None:
     """Refuse a unix socket that somebody serves on: binding would take it away from them."""
-    path = Path(address.removeprefix(_UNIX))
-    if not address.startswith(_UNIX) or not path.is_socket():
+    if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
         except OSError:
             return  # left over from a server that is gone
-    raise AddressInUseError(f"somebody serves on {address} already: choose another --address")
+    raise AddressInUseError(f"somebody serves on {path} already: choose another --address")

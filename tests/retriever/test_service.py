@@ -217,5 +217,10 @@ def test_address_in_use_is_a_clear_error(service: str, tmp_path: Path) -> None:
     stop_service(process)
 
 
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", ":50051", "127.0.0.1:x", ""])
+def test_what_is_no_address_is_a_clear_error(address: str) -> None:
+    assert "HOST:PORT" in refused("--address", address)
+
+
 def test_missing_index_is_a_clear_error(tmp_path: Path) -> None:
     assert "no index" in refused("--index", str(tmp_path / "none"))
