@@ -1,13 +1,10 @@
 """`python -m decoder`: see `decoder.commands`."""
 
-import os
 import sys
 
 
 def run() -> None:
     """Run the command line; say what to install where the decoder's libraries are missing."""
-    # Read when gRPC is loaded; our own errors say what to do.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         from decoder.commands import main  # noqa: PLC0415  (the light client lacks what it needs)
     except ModuleNotFoundError as error:

@@ -1,13 +1,10 @@
 """`python -m retriever`: see `retriever.commands`."""
 
-import os
 import sys
 
 
 def main() -> None:
     """Run the command line; say what to install where the light client alone is."""
-    # Read when gRPC is loaded; our own errors say what to do.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         from retriever.commands import app  # noqa: PLC0415  (the light client lacks what it needs)
     except ModuleNotFoundError as error:
