@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -52,7 +51,6 @@ def serve(
     Prints `serving on ADDRESS` once it is ready. There is no authentication yet: listen on
     loopback or a unix socket.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our own errors say what to do
     limits = replace(DEFAULT_LIMITS, generations_tokens=generations_tokens)
     with _clear_errors():
         drafter = EmbeddedDrafter.open_indexes(index or [], limits=limits)

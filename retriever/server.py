@@ -148,7 +148,7 @@ async def serve(drafter: EmbeddedDrafter, address: str) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Refuse what gRPC would misread: it takes ports modulo 65536."""
+    """Refuse what cannot be bound, and what gRPC would misread: it takes ports modulo 65536."""
     if address.startswith(_UNIX):
         _check_socket_is_free(Path(address.removeprefix(_UNIX)))
         return
@@ -158,10 +158,19 @@ def _check_address(address: str) -> None:
             f"cannot listen on {address}: an address is HOST:PORT, with a port from 0 to "
             f"{_MAX_PORT}, or unix:/PATH"
         )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
+    except OSError as error:
+        raise AddressInUseError(
+            f"cannot listen on {address}: {error.strerror or error}; choose another --address"
+        ) from error
 
 
 def _check_socket_is_free(path: Path) -> None:
     """Refuse a unix socket that somebody serves on: binding would take it away from them."""
+    if not path.parent.is_dir():
+        raise AddressInUseError(f"cannot listen on {path}: there is no folder {path.parent}")
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:

@@ -222,5 +222,12 @@ def test_what_is_no_address_is_a_clear_error(address: str) -> None:
     assert "HOST:PORT" in refused("--address", address)
 
 
+@pytest.mark.parametrize("address", ["unix:/nonexistent/x.sock", "192.0.2.1:50051"])
+def test_address_that_cannot_be_bound_is_one_clear_line(address: str) -> None:
+    errors = refused("--address", address)
+    assert errors.startswith("error: cannot listen on")
+    assert errors.count("\n") == 1
+
+
 def test_missing_index_is_a_clear_error(tmp_path: Path) -> None:
     assert "no index" in refused("--index", str(tmp_path / "none"))
