@@ -15,6 +15,7 @@ from decoder.models import LanguageModel
 from decoder.settings import unapplied_settings
 from decoder.target import Target
 from decoder.verification import AcceptRule, accept_greedy, accept_sampled
+from indexer.reader import Index
 from indexer.tokenizer import vocabulary_of
 from retriever.client import RemoteDrafter
 from retriever.drafter import Drafter
@@ -41,6 +42,15 @@ class DrafterOptions:
             raise ContradictoryOptionsError(
                 "--index and --server exclude each other: a server drafts from its own indexes"
             )
+
+    def check(self) -> None:
+        """Open the indexes for a moment: a wrong path need not wait for a model to load.
+
+        Raises:
+            IndexerError: an index cannot be opened.
+        """
+        for path in self.indexes:
+            Index.open(path).close()
 
     def describe(self) -> str:
         """Return a few words for reports."""

@@ -75,6 +75,7 @@ def generate(
 ) -> None:
     """Answer one prompt; the text streams to standard output, figures go to standard error."""
     drafter_options = DrafterOptions(index or (), server)
+    drafter_options.check()
     text = read_text(sys.stdin.buffer) if prompt is None else prompt
     language_model = load_model(_model_options(model, device, dtype, attention, no_chat_template))
     rule = accept_rule(temperature, seed)
@@ -110,6 +111,7 @@ def bench(
 ) -> None:
     """Measure against plain generation and prompt lookup, on the same prompts in one run."""
     drafter_options = DrafterOptions(index or (), server)
+    drafter_options.check()
     selected = read_prompts(prompts, limit)
     language_model = load_model(_model_options(model, device, dtype, attention, no_chat_template))
     progress = Progress(console=Console(stderr=True))
