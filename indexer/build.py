@@ -20,6 +20,7 @@ from indexer.segments import (
     Block,
     TokenisedDocument,
     gather_blocks,
+    write_phrases,
     write_segment,
 )
 from indexer.sources import (
@@ -172,14 +173,15 @@ def _build(
 def _write_index(
     folder: Path, blocks: Iterable[Block], vocabulary: Vocabulary
 ) -> list[SegmentRecord]:
-    """Write segments and their documents, then the catalog that makes them an index."""
+    """Write segments, documents and phrases, then the catalog that makes them an index."""
     records = []
     with CatalogWriter(folder) as catalog, ThreadPoolExecutor(1) as pool:
         for block, written in _written(pool, folder, blocks, vocabulary.size):
             record = written.result()
             catalog.add_documents(record.name, block.documents)
             records.append(record)
-        catalog.publish(Contents(vocabulary, tuple(records)))
+        phrases = write_phrases(folder, records, vocabulary.size)
+        catalog.publish(Contents(vocabulary, tuple(records), phrases))
     return records
 
 

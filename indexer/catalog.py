@@ -16,10 +16,12 @@ from indexer.format import (
     CHECKSUM_FILE,
     FORMAT_KEY,
     FORMAT_VERSION,
+    PHRASES_KEY,
     SEGMENTS_KEY,
     VOCABULARY_KEY,
     Document,
     FileRecord,
+    PhrasesRecord,
     SegmentRecord,
     decode_document,
     decode_json,
@@ -36,10 +38,11 @@ _INITIAL_MAP_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a catalog publishes: the vocabulary and the segments that are live."""
+    """What a catalog publishes: the vocabulary, the segments that are live, and their phrases."""
 
     vocabulary: Vocabulary
     segments: tuple[SegmentRecord, ...]
+    phrases: PhrasesRecord
 
 
 class CatalogWriter:
@@ -70,11 +73,12 @@ class CatalogWriter:
         )
 
     def publish(self, contents: Contents) -> None:
-        """Make segments live, in one transaction."""
+        """Make segments and their phrase tables live, in one transaction."""
         vocabulary = contents.vocabulary
         self._put(
             [
                 (FORMAT_KEY, encode_json(FORMAT_VERSION)),
+                (PHRASES_KEY, encode_json(contents.phrases.encode())),
                 (SEGMENTS_KEY, encode_json([record.encode() for record in contents.segments])),
                 (
                     VOCABULARY_KEY,
@@ -139,19 +143,16 @@ class CatalogReader:
 
         Raises:
             DamagedIndexError: its records are missing or not what a writer writes.
-            FormatVersionError: it was written in a newer format.
+            FormatVersionError: it was written in another format.
         """
-        version = self._record(FORMAT_KEY)
-        if version != FORMAT_VERSION:
-            raise FormatVersionError(
-                f"{self._folder.parent} has format version {version!r}, and this is a reader of "
-                f"version {FORMAT_VERSION}: upgrade foredraft, or rebuild the index"
-            )
+        self._check_version(self._record(FORMAT_KEY))
         vocabulary, segments = self._record(VOCABULARY_KEY), self._record(SEGMENTS_KEY)
+        phrases = self._record(PHRASES_KEY)
         try:
             return Contents(
                 Vocabulary(int(vocabulary["size"]), str(vocabulary["fingerprint"])),
                 tuple(SegmentRecord.decode(segment) for segment in segments),
+                PhrasesRecord.decode(phrases),
             )
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise DamagedIndexError(
@@ -184,6 +185,16 @@ class CatalogReader:
     def close(self) -> None:
         """Let go of the catalog; the last reader closes its files."""
         release(self._key)
+
+    def _check_version(self, version: Any) -> None:
+        if version == FORMAT_VERSION:
+            return
+        is_older = isinstance(version, int) and version < FORMAT_VERSION
+        raise FormatVersionError(
+            f"{self._folder.parent} has format version {version!r}, and this is a reader of "
+            f"version {FORMAT_VERSION}: "
+            + ("build it again" if is_older else "upgrade foredraft, or build the index again")
+        )
 
     def _record(self, key: bytes) -> Any:
         try:

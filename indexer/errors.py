@@ -30,4 +30,4 @@ class DamagedIndexError(IndexerError):
 
 
 class FormatVersionError(IndexerError):
-    """An index was written in a format that this version does not know."""
+    """An index was written in another format than this version reads."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from indexer.errors import DamagedIndexError
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 CATALOG_FOLDER: Final = "catalog"
 CATALOG_FILE: Final = "data.mdb"
@@ -28,17 +28,31 @@ TOKENS_FILE: Final = "tokens"
 SUFFIXES_FILE: Final = "suffixes"
 STARTS_FILE: Final = "starts"
 SEGMENT_FILES: Final = (TOKENS_FILE, SUFFIXES_FILE, STARTS_FILE)
+PHRASES_FOLDER: Final = "phrases"
+PHRASE_FILES: Final = (
+    *("counts1", "starts1"),
+    *("tokens2", "counts2", "starts2"),
+    *("tokens3", "counts3", "starts3"),
+    *("tokens4", "counts4"),
+)
 
 FORMAT_KEY: Final = b"format"
 VOCABULARY_KEY: Final = b"vocabulary"
 SEGMENTS_KEY: Final = b"segments"
+PHRASES_KEY: Final = b"phrases"
 _DOCUMENT_PREFIX: Final = b"document/"
 
 POSITION_DTYPE: Final = np.dtype("<u4")
 """Of suffixes and starts: a segment has fewer than 2**32 tokens."""
 
+COUNT_DTYPE: Final = np.dtype("u1")
+"""Of counts in the phrase tables: see `indexer.counts`."""
+
 MAX_POSITIONS: Final = 2**32 - 1
 """Of a segment, so that counts of positions fit `POSITION_DTYPE` as well."""
+
+MAX_ORDER: Final = 4
+"""Tokens of the longest n-grams in the phrase tables."""
 
 _CHECKSUM_BYTES: Final = 32
 _READ_BYTES: Final = 1 << 22
@@ -128,6 +142,33 @@ class SegmentRecord:
         if not is_segment_name(name):
             raise ValueError(name)
         return cls(name, int(value["documents"]), int(value["tokens"]), files)
+
+
+@dataclass(frozen=True, slots=True)
+class PhrasesRecord:
+    """The phrase tables as the catalog lists them.
+
+    Attributes:
+        name: name of their folder.
+        files: size and checksum of each of `PHRASE_FILES`.
+    """
+
+    name: str
+    files: dict[str, FileRecord]
+
+    def encode(self) -> dict[str, Any]:
+        """Return what stands in the JSON of the record."""
+        files = {name: record.encode() for name, record in self.files.items()}
+        return {"files": files, "name": self.name}
+
+    @classmethod
+    def decode(cls, value: Any) -> Self:
+        """Read what `encode` made."""
+        files = {name: FileRecord.decode(value["files"][name]) for name in PHRASE_FILES}
+        name = str(value["name"])
+        if not is_segment_name(name):
+            raise ValueError(name)
+        return cls(name, files)
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[Any]:

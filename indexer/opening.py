@@ -5,6 +5,7 @@ replaced meanwhile.
 """
 
 import mmap
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,12 +13,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.catalog import CatalogReader
+from indexer.catalog import CatalogReader, Contents
 from indexer.errors import DamagedIndexError, IndexNotFoundError
 from indexer.format import (
     CATALOG_FILE,
     CATALOG_FOLDER,
     CHECKSUM_FILE,
+    COUNT_DTYPE,
+    PHRASE_FILES,
+    PHRASES_FOLDER,
     POSITION_DTYPE,
     SEGMENT_FILES,
     SEGMENTS_FOLDER,
@@ -25,11 +29,13 @@ from indexer.format import (
     SUFFIXES_FILE,
     TOKENS_FILE,
     FileRecord,
+    PhrasesRecord,
     SegmentRecord,
     Tokens,
     decode_json,
     token_dtype,
 )
+from indexer.phrases import PhraseTables
 
 MAX_CHECKED_CATALOG_BYTES: Final = 16 << 20
 """Larger catalogs are opened unread: opening is to take less than 50 ms."""
@@ -53,6 +59,14 @@ class Segment:
     tokens: Tokens
     suffixes: NDArray[np.uint32]
     starts: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """What a catalog publishes, mapped: its segments and their phrase tables."""
+
+    segments: tuple[Segment, ...]
+    phrases: PhraseTables
 
 
 def open_catalog(path: Path, record: FileRecord) -> CatalogReader:
@@ -125,6 +139,19 @@ def check_file(path: Path, expected: FileRecord) -> None:
         )
 
 
+def open_snapshot(path: Path, contents: Contents) -> Snapshot:
+    """Map and check all that the catalog of the index at `path` lists.
+
+    Raises:
+        DamagedIndexError: see `open_segment` and `open_phrases`.
+    """
+    size = contents.vocabulary.size
+    return Snapshot(
+        tuple(open_segment(path, record, size) for record in contents.segments),
+        open_phrases(path, contents.phrases, size),
+    )
+
+
 def open_segment(path: Path, record: SegmentRecord, vocabulary_size: int) -> Segment:
     """Map the files of a segment of the index at `path`, and check their sizes and `starts`.
 
@@ -151,6 +178,46 @@ def open_segment(path: Path, record: SegmentRecord, vocabulary_size: int) -> Seg
     return Segment(record.name, tokens, suffixes, starts)
 
 
+def open_phrases(path: Path, record: PhrasesRecord, vocabulary_size: int) -> PhraseTables:
+    """Map the files of the phrase tables of the index at `path`, and check that they fit.
+
+    Of `starts`, level 1 is read whole, and of levels 2 and 3 the ends; of the other files nothing.
+
+    Raises:
+        DamagedIndexError: files are missing or of another size than was written, or `starts` do
+            not divide the entries of the next level.
+    """
+    folder = path / PHRASES_FOLDER / record.name
+    dtypes = {"tokens": token_dtype(vocabulary_size), "counts": COUNT_DTYPE}
+    arrays = {}
+    for name in PHRASE_FILES:
+        check_size(folder / name, record.files[name].num_bytes)
+        arrays[name] = _map(folder / name, dtypes.get(name[:-1], POSITION_DTYPE))
+    tables = PhraseTables.of_files(arrays)
+    if not _agree(tables, vocabulary_size):
+        raise DamagedIndexError(f"the files of {folder} contradict each other")
+    if not _divides(tables.starts[0], len(tables.tokens[1])):
+        raise DamagedIndexError(
+            f"{folder / PHRASE_FILES[1]} is damaged, it does not divide the entries of level 2: "
+            "copy or build the index again"
+        )
+    return tables
+
+
+def _agree(tables: PhraseTables, vocabulary_size: int) -> bool:
+    """Tell whether arrays of one level are of one length and `starts` end with the next level."""
+    _, *sizes = tables.num_entries
+    return (
+        tables.vocabulary_size == vocabulary_size
+        and [len(tokens) for tokens in tables.tokens[1:]] == sizes
+        and [len(starts) - 1 for starts in tables.starts] == [vocabulary_size, *sizes[:-1]]
+        and all(
+            (starts[0], starts[-1]) == (0, size)
+            for starts, size in zip(tables.starts, sizes, strict=True)
+        )
+    )
+
+
 def _divides(starts: NDArray[np.uint32], num_suffixes: int) -> bool:
     """Tell whether any slice between two neighbours in `starts` lies within the suffixes."""
     ends_fit = starts[0] == 0 and starts[-1] == num_suffixes
@@ -160,6 +227,8 @@ def _divides(starts: NDArray[np.uint32], num_suffixes: int) -> bool:
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
     try:
         with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
+                return np.empty(0, dtype)
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(content, dtype)
     except (OSError, ValueError) as error:

@@ -7,9 +7,13 @@ import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from indexer.errors import IndexerError, IndexExistsError
+from indexer.format import FileRecord
 from indexer.recognise import why_not_index
 from indexer.workplace import workplace
 
@@ -88,6 +92,13 @@ def write_file(path: Path, content: memoryview | bytes) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise IndexerError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_array(path: Path, array: NDArray[Any]) -> FileRecord:
+    """Write the elements of an array to a file as `write_file` does, and return its record."""
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    write_file(path, content)
+    return FileRecord.of(content)
 
 
 def _publish(folder: Path, output: Path, *, overwrite: bool) -> None:

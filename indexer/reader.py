@@ -8,13 +8,24 @@ from pathlib import Path
 from typing import Self
 
 from indexer.catalog import CatalogReader, Contents
+from indexer.counts import COUNT_VALUES
 from indexer.errors import DamagedIndexError, TokenizerMismatchError
 from indexer.format import Document
-from indexer.opening import Segment, catalog_record, open_catalog, open_segment
+from indexer.opening import Segment, Snapshot, catalog_record, open_catalog, open_snapshot
+from indexer.phrases import PhraseTables
 from indexer.same_folder import from_same_folder
+from indexer.tables import merge_tables
 from indexer.tokenizer import Vocabulary
 
-__all__ = ["Document", "Index", "Segment", "Vocabulary"]
+__all__ = [
+    "COUNT_VALUES",
+    "Document",
+    "Index",
+    "PhraseTables",
+    "Segment",
+    "Vocabulary",
+    "merge_tables",
+]
 
 
 class Index:
@@ -24,9 +35,10 @@ class Index:
         path: the index's directory.
         vocabulary: of the tokenizer that it was built with.
         segments: its parts, in the order in which they were built.
+        phrases: the phrase tables of all segments together.
         num_tokens: tokens in all segments, separators not counted.
         num_documents: documents in all segments.
-        num_bytes: size of the catalog and all segments on disk.
+        num_bytes: size of the catalog, all segments and the phrase tables on disk.
     """
 
     def __init__(
@@ -34,16 +46,18 @@ class Index:
         path: Path,
         catalog: CatalogReader,
         contents: Contents,
-        segments: tuple[Segment, ...],
+        snapshot: Snapshot,
         num_catalog_bytes: int,
     ) -> None:
         self.path = path
         self.vocabulary = contents.vocabulary
-        self.segments = segments
+        self.segments = snapshot.segments
+        self.phrases = snapshot.phrases
         self.num_tokens = sum(record.num_tokens for record in contents.segments)
         self.num_documents = sum(record.num_documents for record in contents.segments)
+        folders = [*(record.files for record in contents.segments), contents.phrases.files]
         self.num_bytes = num_catalog_bytes + sum(
-            file.num_bytes for record in contents.segments for file in record.files.values()
+            file.num_bytes for files in folders for file in files.values()
         )
         self._catalog: CatalogReader | None = catalog
 
@@ -54,8 +68,9 @@ class Index:
         What is opened is one index, even where another takes its place meanwhile.
 
         Checked are the sizes of all files, that `starts` divides the suffixes, and the checksum
-        of a catalog of at most 16 MiB. Not read are tokens and suffixes, so that damage to their
-        bytes goes unnoticed: `verify` finds it, and what looks positions up must expect any.
+        of a catalog of at most 16 MiB. Not read are tokens, suffixes and most of the phrase
+        tables, so that damage to their bytes goes unnoticed: `verify` finds it, and what looks
+        positions and entries up must expect any.
         A larger catalog is left to `verify` as well; LMDB may crash on a damaged one.
 
         Args:
@@ -67,7 +82,7 @@ class Index:
             IndexNotFoundError: there is no index.
             DamagedIndexError: files are missing, of another size than was written, or damaged
                 as far as is checked.
-            FormatVersionError: the index is of a newer format.
+            FormatVersionError: the index is of another format.
             TokenizerMismatchError: the index was built with another tokenizer.
             IndexerError: the folder cannot be opened, or is replaced all the time.
         """
@@ -82,13 +97,11 @@ class Index:
             contents = catalog.contents()
             if vocabulary is not None:
                 _check_vocabulary(path, contents.vocabulary, vocabulary)
-            segments = tuple(
-                open_segment(path, record, contents.vocabulary.size) for record in contents.segments
-            )
+            snapshot = open_snapshot(path, contents)
         except BaseException:
             catalog.close()
             raise
-        return cls(path, catalog, contents, segments, catalog_file.num_bytes)
+        return cls(path, catalog, contents, snapshot, catalog_file.num_bytes)
 
     def document_at(self, segment: int, position: int) -> Document:
         """Return the document that holds a token; a separator belongs to the one it ends.

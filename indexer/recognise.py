@@ -9,6 +9,8 @@ from indexer.format import (
     CATALOG_FOLDER,
     CATALOG_LOCK_FILE,
     CHECKSUM_FILE,
+    PHRASE_FILES,
+    PHRASES_FOLDER,
     SEGMENT_FILES,
     SEGMENTS_FOLDER,
     is_segment_name,
@@ -16,14 +18,15 @@ from indexer.format import (
 
 _REQUIRED_FILES: Final = ((CHECKSUM_FILE,), (CATALOG_FOLDER, CATALOG_FILE))
 _FILES: Final = (*_REQUIRED_FILES, (CATALOG_FOLDER, CATALOG_LOCK_FILE))
-_FOLDERS: Final = ((CATALOG_FOLDER,), (SEGMENTS_FOLDER,))
+_FOLDERS: Final = ((CATALOG_FOLDER,), (SEGMENTS_FOLDER,), (PHRASES_FOLDER,))
+_NUMBERED: Final = {SEGMENTS_FOLDER: SEGMENT_FILES, PHRASES_FOLDER: PHRASE_FILES}
 
 
 def why_not_index(folder: Path) -> str | None:
     """Say what keeps a folder from being an index, or None where it is one and nothing besides.
 
-    An index may lack segments, as one does that was copied half, but neither its catalog nor the
-    checksum. It holds no entry of another name or kind, and no links.
+    An index may lack segments and phrase tables, as one does that was copied half, but neither
+    its catalog nor the checksum. It holds no entry of another name or kind, and no links.
 
     Raises:
         OSError: the folder cannot be read.
@@ -41,14 +44,20 @@ def why_not_index(folder: Path) -> str | None:
 
 
 def _is_folder_of_index(parts: tuple[str, ...]) -> bool:
-    return parts in _FOLDERS or (parts[:-1] == (SEGMENTS_FOLDER,) and is_segment_name(parts[-1]))
+    return parts in _FOLDERS or _is_numbered(parts)
+
+
+def _is_numbered(parts: tuple[str, ...]) -> bool:
+    """Tell whether this is the folder of a segment or of phrase tables."""
+    *folder, name = parts
+    return len(folder) == 1 and folder[0] in _NUMBERED and is_segment_name(name)
 
 
 def _is_file_of_index(parts: tuple[str, ...]) -> bool:
     if parts in _FILES:
         return True
     *folder, name = parts
-    return len(folder) > 1 and _is_folder_of_index(tuple(folder)) and name in SEGMENT_FILES
+    return _is_numbered(tuple(folder)) and name in _NUMBERED[parts[0]]
 
 
 def _fail(error: OSError) -> NoReturn:

@@ -1,6 +1,6 @@
-"""Writing segments: documents gathered to a bounded size, then sorted and stored."""
+"""Writing segments: documents gathered to a bounded size, sorted and stored; then their phrases."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -11,19 +11,22 @@ from numpy.typing import NDArray
 from indexer.errors import IndexerError
 from indexer.format import (
     MAX_POSITIONS,
+    PHRASES_FOLDER,
     SEGMENTS_FOLDER,
     STARTS_FILE,
     SUFFIXES_FILE,
     TOKENS_FILE,
     Document,
-    FileRecord,
+    PhrasesRecord,
     SegmentRecord,
     Tokens,
     segment_name,
     separator_of,
 )
-from indexer.output import write_file
+from indexer.opening import open_segment
+from indexer.output import write_array
 from indexer.suffixes import first_token_starts, sort_suffixes
+from indexer.tables import build_tables
 
 MAX_SEGMENT_TOKENS: Final = 64_000_000
 """A build with segments of this size takes some two gigabytes of memory."""
@@ -91,15 +94,21 @@ def write_segment(
     tokens: NDArray[Any] = np.concatenate(block.pieces)
     block.pieces.clear()
     files = {
-        TOKENS_FILE: _store(folder / TOKENS_FILE, tokens),
-        STARTS_FILE: _store(folder / STARTS_FILE, first_token_starts(tokens, vocabulary_size)),
-        SUFFIXES_FILE: _store(folder / SUFFIXES_FILE, sort_suffixes(tokens)),
+        TOKENS_FILE: write_array(folder / TOKENS_FILE, tokens),
+        STARTS_FILE: write_array(folder / STARTS_FILE, first_token_starts(tokens, vocabulary_size)),
+        SUFFIXES_FILE: write_array(folder / SUFFIXES_FILE, sort_suffixes(tokens)),
     }
     num_documents = len(block.documents)
     return SegmentRecord(name, num_documents, len(tokens) - num_documents, files)
 
 
-def _store(path: Path, array: NDArray[Any]) -> FileRecord:
-    content = np.ascontiguousarray(array).data.cast("B")
-    write_file(path, content)
-    return FileRecord.of(content)
+def write_phrases(
+    index_folder: Path, records: Sequence[SegmentRecord], vocabulary_size: int
+) -> PhrasesRecord:
+    """Write the phrase tables of all segments under an index that is being built."""
+    segments = [open_segment(index_folder, record, vocabulary_size) for record in records]
+    tables = build_tables(segments, vocabulary_size)
+    name = segment_name(0)
+    folder = index_folder / PHRASES_FOLDER / name
+    files = {file: write_array(folder / file, array) for file, array in tables.files().items()}
+    return PhrasesRecord(name, files)

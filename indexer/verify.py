@@ -1,23 +1,26 @@
 """Checking that an index is what its builder wrote, and looking at what it holds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from indexer.catalog import CatalogReader
+from indexer.catalog import CatalogReader, Contents
 from indexer.consistency import find_inconsistencies
 from indexer.errors import DamagedIndexError
 from indexer.format import (
     CATALOG_FILE,
     CATALOG_FOLDER,
+    PHRASES_FOLDER,
     SEGMENTS_FOLDER,
+    FileRecord,
     SegmentRecord,
 )
-from indexer.opening import catalog_record, check_file, open_catalog, open_segment
+from indexer.opening import catalog_record, check_file, open_catalog, open_phrases, open_segment
 from indexer.same_folder import from_same_folder
+from indexer.tables import build_tables
 
 DEFAULT_SAMPLES: Final = 10_000
 
@@ -53,7 +56,7 @@ class Verification:
 
 
 def verify_index(path: Path | str, num_samples: int = DEFAULT_SAMPLES) -> Verification:
-    """Check an index: all checksums, all positions, and the order of sampled suffixes.
+    """Check an index: all checksums, all positions, the order of sampled suffixes, the phrases.
 
     Args:
         path: the index's directory.
@@ -61,7 +64,7 @@ def verify_index(path: Path | str, num_samples: int = DEFAULT_SAMPLES) -> Verifi
 
     Raises:
         IndexNotFoundError: there is no index.
-        FormatVersionError: the index is of a newer format.
+        FormatVersionError: the index is of another format.
         IndexerError: the folder cannot be opened, or is replaced all the time.
     """
     path = Path(path)
@@ -82,6 +85,7 @@ def _verify(path: Path, num_samples: int) -> Verification:
                 findings += _check_segment(
                     path, catalog, record, contents.vocabulary.size, num_samples
                 )
+            findings += _check_phrases(path, contents, segments_are_sound=not findings)
     except DamagedIndexError as error:
         findings.append(str(error))
     return Verification(str(path), num_segments, tuple(findings))
@@ -94,7 +98,7 @@ def _check_segment(
     vocabulary_size: int,
     num_samples: int,
 ) -> Iterator[str]:
-    damaged = list(_check_files(path, record))
+    damaged = list(_check_files(path / SEGMENTS_FOLDER / record.name, record.files))
     yield from damaged
     try:
         segment = open_segment(path, record, vocabulary_size)
@@ -107,9 +111,27 @@ def _check_segment(
         yield f"segment {record.name}: {finding}"
 
 
-def _check_files(path: Path, record: SegmentRecord) -> Iterator[str]:
-    for name, expected in record.files.items():
+def _check_phrases(path: Path, contents: Contents, *, segments_are_sound: bool) -> Iterator[str]:
+    """Yield what is wrong with the phrase tables; what they count is known of sound segments."""
+    record, size = contents.phrases, contents.vocabulary.size
+    damaged = list(_check_files(path / PHRASES_FOLDER / record.name, record.files))
+    yield from damaged
+    try:
+        tables = open_phrases(path, record, size)
+    except DamagedIndexError as error:
+        if not damaged:
+            yield str(error)
+        return
+    if segments_are_sound and not damaged:
+        segments = [open_segment(path, segment, size) for segment in contents.segments]
+        expected = build_tables(segments, size).files()
+        if not all(np.array_equal(array, expected[name]) for name, array in tables.files().items()):
+            yield "the phrase tables are not those of the segments"
+
+
+def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> Iterator[str]:
+    for name, expected in files.items():
         try:
-            check_file(path / SEGMENTS_FOLDER / record.name / name, expected)
+            check_file(folder / name, expected)
         except DamagedIndexError as error:
             yield str(error)

@@ -1,0 +1,203 @@
+"""Making phrase tables: of all n-grams of a corpus, those that earn their bytes.
+
+That the shortest and most frequent n-grams draft about as well as all of them is what CREST found
+(Ho, Park and Wang, 2024, arXiv:2408.04678): a tenth of the space for drafts of the same length.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.counts import COUNT_SCALE, encode_counts
+from indexer.format import COUNT_DTYPE, MAX_ORDER, POSITION_DTYPE, token_dtype
+from indexer.ngrams import Level, count_batches, merge_levels
+from indexer.opening import Segment
+from indexer.phrases import PhraseTables
+
+MIN_COUNT: Final = 2
+"""Of n-grams of several tokens that have an entry."""
+
+MAX_SUCCESSORS: Final = 32
+"""Of one context."""
+
+MAX_BYTES_PER_TOKEN: Final = 2
+"""Of levels 2 to 4, for every token of the corpus."""
+
+MIN_BYTES: Final = 1 << 16
+"""Levels 2 to 4 may always have, so that a small corpus has tables too."""
+
+_MAX_BYTES: Final = 2**32 - 1
+"""Levels 2 to 4 may ever have: entries are numbered in four bytes."""
+
+_NUM_CODES: Final = 256
+
+
+def build_tables(segments: Sequence[Segment], vocabulary_size: int) -> PhraseTables:
+    """Return the phrase tables of the documents in all segments; docs/format.md says which.
+
+    Takes memory for about three times the tables, and for counting.
+
+    Args:
+        segments: of one index, whose arrays are sound.
+        vocabulary_size: largest token id plus one.
+    """
+    counts = np.zeros(vocabulary_size, np.int64)
+    for segment in segments:
+        counts += np.diff(segment.starts)
+    dtype = token_dtype(vocabulary_size)
+    gathered = _Gathered(dtype, size_limit(int(counts.sum())))
+    for batch in count_batches(segments, vocabulary_size):
+        gathered.add(batch)
+    return _packed(counts, gathered.levels())
+
+
+def merge_tables(tables: Sequence[PhraseTables]) -> PhraseTables:
+    """Return one set of tables for several corpora: counts summed, at most 32 successors each.
+
+    N-grams that one of the tables left out count as if they were not in its corpus. No larger
+    than the tables together, whose sizes bound the memory that it takes.
+
+    Args:
+        tables: one at least, all for one vocabulary; not changed.
+
+    Raises:
+        ValueError: there are none, or for several vocabularies.
+    """
+    if len({each.vocabulary_size for each in tables}) != 1:
+        raise ValueError("phrase tables are merged for one vocabulary")
+    if len(tables) == 1:
+        return tables[0]
+    counts = np.sum([COUNT_SCALE[each.counts[0]] for each in tables], axis=0)
+    return _packed(counts, prune(merge_levels([_levels_of(each) for each in tables])))
+
+
+def size_limit(num_tokens: int) -> int:
+    """Return how many bytes levels 2 to 4 may have for a corpus of so many tokens."""
+    return min(max(MAX_BYTES_PER_TOKEN * num_tokens, MIN_BYTES), _MAX_BYTES)
+
+
+def prune(levels: Sequence[Level]) -> list[Level]:
+    """Return the n-grams that are frequent, in the order of the format, with codes for counts.
+
+    Kept are those of at least `MIN_COUNT` occurrences whose first tokens are kept, and of these
+    for each context the `MAX_SUCCESSORS` with the largest codes, smaller tokens first.
+
+    Args:
+        levels: 2 to 4, counted, each sorted by parent and token.
+    """
+    pruned = []
+    places = None
+    for level in levels:
+        parents = level.parents if places is None else places[level.parents]
+        kept = np.flatnonzero((level.counts >= MIN_COUNT) & (parents >= 0))
+        entries = Level(parents, level.tokens, level.counts)[kept]
+        codes = encode_counts(entries.counts)
+        order = _most_frequent(entries.parents, codes)
+        pruned.append(Level(entries.parents[order], entries.tokens[order], codes[order]))
+        places = np.full(len(level), -1)
+        places[kept[order]] = np.arange(len(order))
+    return pruned
+
+
+def fit(levels: Sequence[Level], max_bytes: int) -> list[Level]:
+    """Return levels 2 to 4 without as many of the rarest n-grams as do not fit, longest first.
+
+    In the longest n-grams the least code is raised until all fit, or none of them is left; then
+    in the next shorter ones.
+
+    Args:
+        levels: 2 to 4, pruned.
+        max_bytes: of tokens, codes and starts of all three.
+    """
+    fitting = list(levels)
+    for number in reversed(range(MAX_ORDER - 1)):
+        excess = num_bytes(fitting) - max_bytes
+        if excess <= 0:
+            break
+        level = fitting[number]
+        entry_bytes = _entry_bytes(number, level.tokens.dtype)
+        freed = entry_bytes * np.cumsum(np.bincount(level.counts, minlength=_NUM_CODES))
+        least = int(np.searchsorted(freed, excess)) + 1
+        fitting[number] = level[level.counts >= least]
+    return fitting
+
+
+def num_bytes(levels: Sequence[Level]) -> int:
+    """Return the size of levels 2 to 4 on disk."""
+    ends = POSITION_DTYPE.itemsize * (MAX_ORDER - 2)
+    return ends + sum(
+        len(level) * _entry_bytes(number, level.tokens.dtype) for number, level in enumerate(levels)
+    )
+
+
+class _Gathered:
+    """Levels 2 to 4 of the batches so far, and no more of them than a small multiple of a limit.
+
+    To drop n-grams early changes nothing: what does not fit yet will not fit with more.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], max_bytes: int) -> None:
+        empty = Level(np.empty(0, np.int64), np.empty(0, dtype), np.empty(0, COUNT_DTYPE))
+        self._batches = [[empty] * (MAX_ORDER - 1)]
+        self._max_bytes = max_bytes
+
+    def add(self, batch: Sequence[Level]) -> None:
+        """Append the n-grams that begin with the next larger tokens, having pruned them."""
+        self._batches.append(prune(batch))
+        if sum(map(num_bytes, self._batches)) > 2 * self._max_bytes:
+            self._batches = [self.levels()]
+
+    def levels(self) -> list[Level]:
+        """Return all that fits; parents are numbered through."""
+        joined = [self._joined(number) for number in range(MAX_ORDER - 1)]
+        return fit(joined, self._max_bytes)
+
+    def _joined(self, number: int) -> Level:
+        levels = [batch[number] for batch in self._batches]
+        below = [len(batch[number - 1]) if number > 0 else 0 for batch in self._batches]
+        offsets = np.cumsum([0, *below[:-1]])
+        return Level(
+            np.concatenate([x.parents + offset for x, offset in zip(levels, offsets, strict=True)]),
+            np.concatenate([level.tokens for level in levels]),
+            np.concatenate([level.counts for level in levels]),
+        )
+
+
+def _most_frequent(parents: NDArray[np.int64], codes: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return which entries are kept, in order: by parent, falling code, and where they stood."""
+    order = np.argsort(parents << 8 | (_NUM_CODES - 1 - codes), kind="stable")
+    in_order = parents[order]
+    ranks = np.arange(len(order)) - np.searchsorted(in_order, in_order)
+    return order[ranks < MAX_SUCCESSORS]
+
+
+def _entry_bytes(number: int, dtype: np.dtype[Any]) -> int:
+    is_last = number == MAX_ORDER - 2
+    return dtype.itemsize + 1 + (0 if is_last else POSITION_DTYPE.itemsize)
+
+
+def _packed(counts: NDArray[np.int64], levels: Sequence[Level]) -> PhraseTables:
+    sizes = [len(counts), *(len(level) for level in levels)]
+    return PhraseTables(
+        tuple(_starts(level.parents, size) for level, size in zip(levels, sizes[:-1], strict=True)),
+        (levels[0].tokens[:0], *(level.tokens for level in levels)),
+        (encode_counts(counts), *(level.counts for level in levels)),
+    )
+
+
+def _starts(parents: NDArray[np.int64], num_parents: int) -> NDArray[np.uint32]:
+    num_children = np.bincount(parents, minlength=num_parents)
+    return np.concatenate([[0], np.cumsum(num_children)]).astype(POSITION_DTYPE)
+
+
+def _levels_of(tables: PhraseTables) -> list[Level]:
+    return [
+        Level(
+            np.repeat(np.arange(len(starts) - 1), np.diff(starts)),
+            tables.tokens[number],
+            COUNT_SCALE[tables.counts[number]],
+        )
+        for number, starts in enumerate(tables.starts, start=1)
+    ]
