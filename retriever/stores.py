@@ -88,7 +88,7 @@ class ChainStore:
     def live(self) -> TokenIds:
         """Return int32[n], a copy of the tokens from `oldest` on."""
         first, mask = self.oldest, self.capacity - 1
-        return self._tokens[np.arange(first, len(self)) & mask]
+        return np.take(self._tokens, np.arange(first, len(self)) & mask)
 
     def last(self, num_tokens: int) -> TokenIds:
         """Return a view of the last tokens; only for a ring that has not wrapped."""
