@@ -4,6 +4,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -52,7 +53,7 @@ class LogFiles:
             _LOCKED.add(self._key)
 
     def make_whole(self) -> None:
-        """Check the data where the last process did not close it, and mend what is damaged.
+        """Check the data where the last process did not seal it, and mend what is damaged.
 
         What can be read of damaged data is kept; the damaged file stays under another name.
 
@@ -60,11 +61,10 @@ class LogFiles:
             StateError: the disk refuses.
         """
         with _refusals(self.data.parent):
-            if self.writable and not self.data.exists() and self._salvaged.exists():
-                self._salvaged.replace(self.data)  # a process was killed while it mended
-            if self.writable and self.data.exists() and not self._is_sealed():
-                self._mend(_salvage(self.data, self._salvaged))
             if self.writable:
+                self._finish_mending()
+                if self.data.exists() and not self._is_sealed():
+                    self._mend()
                 self._seal.unlink(missing_ok=True)
 
     def set_aside(self) -> Path:
@@ -97,21 +97,32 @@ class LogFiles:
         except (OSError, ValueError):
             return False
 
-    def _mend(self, verdict: Verdict | None) -> None:
-        """Put what was salvaged in the place of the data."""
-        if verdict is None or verdict is Verdict.NO_ROOM:
-            self._salvaged.unlink(missing_ok=True)
-            return
-        if verdict is Verdict.DAMAGED:
+    def _finish_mending(self) -> None:
+        """Go on where an earlier process was killed while it mended."""
+        if self._salvaged.exists() and not self.data.exists():
+            self._salvaged.replace(self.data)
+        for path in self.data.parent.glob(f"{self._salvaged.name}*"):
+            path.unlink()
+
+    def _mend(self) -> None:
+        """Put a copy of all that can be read of the data in its place."""
+        # Should this process be killed, its salvage goes on for a while: nobody else uses its file.
+        copy = self._salvaged.with_name(f"{self._salvaged.name}-{secrets.token_hex(4)}")
+        verdict = _salvage(self.data, copy)
+        if verdict is Verdict.WHOLE:
+            copy.replace(self.data)
+        elif verdict is Verdict.DAMAGED:
+            if copy.exists():
+                copy.replace(self._salvaged)
             aside = self.set_aside()
             _LOGGER.warning(
-                "the log of generations %s is damaged and was set aside as %s; "
-                "drafts start with what could be read of it",
+                "the log of generations %s is damaged and was set aside as %s; drafts start with "
+                "what could be read of it",
                 self.data,
                 aside.name,
             )
-        if self._salvaged.exists():
-            self._salvaged.replace(self.data)
+            self._finish_mending()
+        copy.unlink(missing_ok=True)
 
 
 def _lock(path: Path) -> tuple[int, bool]:
@@ -153,7 +164,6 @@ def _in_use(directory: Path) -> StateError:
 
 def _salvage(data: Path, target: Path) -> Verdict | None:
     """Copy what can be read of the data, in a process that may crash; None if there is none."""
-    target.unlink(missing_ok=True)
     command = [sys.executable, "-P", log_salvage.__file__, str(data), str(target)]
     timeout_s = _SALVAGE_S + data.stat().st_size / _SALVAGE_BYTES_PER_S
     try:

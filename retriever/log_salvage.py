@@ -98,8 +98,8 @@ def _open(source: Path) -> Any:
     environment = lmdb.open(str(source), subdir=False, readonly=True, lock=False, create=False)
     # Memory mapped beyond the end of a file cannot be read. Zeros can: LMDB knows them for damage.
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-    if source.stat().st_size < needed:
-        os.truncate(source, needed)
+    with source.open("rb+") as file:
+        os.posix_fallocate(file.fileno(), 0, needed)  # never shortens, should somebody write again
     return environment
 
 
