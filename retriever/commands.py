@@ -18,6 +18,7 @@ from indexer.errors import IndexerError
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
 from retriever.encoding import ChatEncoder
 from retriever.errors import RetrieverError
+from retriever.log_store import Durability
 from retriever.replay import ReplayReport, replay
 from retriever.server import serve as serve_forever
 from retriever.traces import Trace, read_outputs, read_traces
@@ -43,18 +44,48 @@ def serve(
         str, typer.Option(help="Where to listen: HOST:PORT (port 0: a free one) or unix:/PATH.")
     ] = "127.0.0.1:50051",
     generations_tokens: Annotated[
-        int, typer.Option(min=1024, help="Recent outputs to keep, in tokens (28 bytes each).")
+        int,
+        typer.Option(
+            min=1024,
+            max=1 << 30,
+            help="Recent outputs to keep, in tokens of 22 bytes; rounded up to a power of two.",
+        ),
     ] = DEFAULT_LIMITS.generations_tokens,
+    generations_age_s: Annotated[
+        float,
+        typer.Option(min=1, help="Forget outputs that are older than this, in seconds."),
+    ] = DEFAULT_LIMITS.generations_age_s,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="A directory that keeps recent outputs, so that a restarted service drafts as "
+            "well as before. For one service and one tokenizer. Default: memory only."
+        ),
+    ] = None,
+    durability: Annotated[
+        Durability,
+        typer.Option(
+            help="What outputs in --state survive: the end of this process, even by kill -9 "
+            "(process), or a power failure too, at the cost of a disk write for each (disk)."
+        ),
+    ] = "process",
 ) -> None:
     """Serve drafts over gRPC until interrupted.
 
     Prints `serving on ADDRESS` once it is ready. There is no authentication yet: listen on
     loopback or a unix socket.
     """
-    limits = replace(DEFAULT_LIMITS, generations_tokens=generations_tokens)
+    limits = replace(
+        DEFAULT_LIMITS, generations_tokens=generations_tokens, generations_age_s=generations_age_s
+    )
     with _clear_errors():
-        drafter = EmbeddedDrafter.open_indexes(index or [], limits=limits)
-        asyncio.run(serve_forever(drafter, address))
+        drafter = EmbeddedDrafter.open_indexes(
+            index or [], limits=limits, state=state, durability=durability
+        )
+        try:
+            asyncio.run(serve_forever(drafter, address))
+        finally:
+            drafter.shut_down()
 
 
 @app.command("replay")

@@ -6,93 +6,14 @@ what came next, after how long a match, and for how many occurrences each row st
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
-
-import numpy as np
 
 from indexer.reader import Segment
 from retriever.drafter import TokenIds
-from retriever.kernels.chains import SEPARATOR, append_tokens, collect_chains
+from retriever.generations import Generations
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.kernels.suffixes import collect_suffixes
+from retriever.stores import CONTEXT_LIMITS, ChainStore
 from retriever.tree import Source
-
-_MIN_CAPACITY: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ChainLimits:
-    """Which n-grams a store indexes, and how many occurrences each may add to a draft."""
-
-    orders: tuple[int, ...]
-    max_rows: tuple[int, ...]
-
-
-CONTEXT_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(16, 16, 32, 64))
-GENERATIONS_LIMITS: Final = ChainLimits(orders=(8, 4, 2), max_rows=(32, 64, 128))
-
-
-class ChainStore:
-    """Tokens in a ring with hash chains over their n-grams; the oldest are overwritten.
-
-    Args:
-        capacity: most tokens to hold; rounded up to a power of two.
-        limits: the n-grams to index.
-        source: what rows of this store are marked with.
-    """
-
-    def __init__(self, capacity: int, limits: ChainLimits, source: Source) -> None:
-        size = 1 << (max(capacity, _MIN_CAPACITY) - 1).bit_length()
-        self._orders = np.array(limits.orders, np.int64)
-        self._max_rows = np.array(limits.max_rows, np.int64)
-        self._source = int(source)
-        self._tokens = np.zeros(size, np.int32)
-        self._heads = np.full((len(limits.orders), size // 2), -1, np.int64)
-        self._links = np.zeros((len(limits.orders), size), np.int32)
-        self._state = np.zeros(2, np.int64)
-
-    def __len__(self) -> int:
-        """Tokens appended so far, overwritten ones and separators included."""
-        return int(self._state[0])
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the ring holds."""
-        return len(self._tokens)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the arrays, in bytes."""
-        return self._tokens.nbytes + self._heads.nbytes + self._links.nbytes
-
-    def append(self, tokens: TokenIds) -> None:
-        """Append int32[n] to the current document."""
-        append_tokens(self._tokens, self._heads, self._links, self._orders, self._state, tokens)
-
-    def last(self, num_tokens: int) -> TokenIds:
-        """Return a view of the last tokens; only for a ring that has not wrapped."""
-        end = len(self)
-        return self._tokens[max(0, end - num_tokens) : end]
-
-    def collect(self, query: TokenIds, depth: int, scratch: Scratch, row: int) -> int:
-        """Write rows of evidence from `row` on; return the first free row."""
-        return int(
-            collect_chains(
-                self._tokens,
-                self._heads,
-                self._links,
-                self._orders,
-                self._max_rows,
-                self._state,
-                query,
-                self._source,
-                self._source == Source.CONTEXT,
-                depth,
-                scratch.rows,
-                scratch.continuations,
-                row,
-            )
-        )
 
 
 class Context:
@@ -124,27 +45,6 @@ class Context:
     @staticmethod
     def _store_for(capacity: int) -> ChainStore:
         return ChainStore(capacity, CONTEXT_LIMITS, Source.CONTEXT)
-
-
-class Generations:
-    """Recent outputs, the newest `capacity` tokens of them."""
-
-    def __init__(self, capacity: int) -> None:
-        self._store = ChainStore(capacity, GENERATIONS_LIMITS, Source.GENERATIONS)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the store, in bytes."""
-        return self._store.num_bytes
-
-    def add(self, output: TokenIds) -> None:
-        """Remember int32[n], the output of one sequence."""
-        if len(output):
-            self._store.append(np.append(output, np.int32(SEPARATOR)))
-
-    def collect(self, query: TokenIds, depth: int, scratch: Scratch, row: int) -> int:
-        """Write rows of evidence from `row` on; return the first free row."""
-        return self._store.collect(query, depth, scratch, row)
 
 
 @dataclass(slots=True)

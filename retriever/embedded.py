@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from indexer.reader import Index, Vocabulary
-from retriever.databases import Context, Corpus, Databases, Generations
+from retriever.databases import Context, Corpus, Databases
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import (
     InvalidRequestError,
     OutOfSequenceError,
     VocabularyMismatchError,
 )
+from retriever.generations_log import GenerationsLog
 from retriever.kernels.layout import MAX_MATCH
 from retriever.limits import (
     Limits,
@@ -24,8 +25,11 @@ from retriever.limits import (
     check_draft,
     check_length,
     check_session_name,
+    check_tenant_name,
     checked_tokens,
 )
+from retriever.log_store import Durability, LogOptions
+from retriever.pools import Pool, Pools
 from retriever.predictor import Predictor
 from retriever.sessions import Session, Sessions
 from retriever.tree import DraftTree
@@ -52,9 +56,15 @@ class EmbeddedDrafter:
         indexes: open indexes, all of one vocabulary; closed with the drafter.
         vocabulary: of the tokenizer whose tokens will come; an index of another is refused.
         limits: what is accepted at most.
+        state: a directory that keeps outputs, so that a drafter that is opened on it later starts
+            as warm as this one was; None to keep them in memory alone. One drafter at a time.
+        durability: with "process", outputs survive the end of this process, however it comes;
+            with "disk" that of the machine too, at the price of waiting for it in every `close`.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies.
+        StateError: `state` cannot be used.
+        VocabularyMismatchError: `state` holds outputs of another tokenizer.
     """
 
     def __init__(
@@ -63,15 +73,19 @@ class EmbeddedDrafter:
         *,
         vocabulary: Vocabulary | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        state: Path | None = None,
+        durability: Durability = "process",
     ) -> None:
         self.indexes = tuple(indexes)
         self.limits = limits
         self.vocabulary = _shared_vocabulary(self.indexes, vocabulary)
         segments = [segment for index in self.indexes for segment in index.segments]
         self._corpus = Corpus(segments)
-        self._generations = Generations(limits.generations_tokens)
         self._predictor = Predictor(limits.max_budget_nodes)
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
+        self._log = self._open_log(state, durability)
+        self._pools = Pools(limits, self._log)
+        self._pools.get("")  # whoever names no tenant does not wait for the log
         self._sessions = Sessions(limits)
         self._lock = Lock()
 
@@ -82,16 +96,22 @@ class EmbeddedDrafter:
         *,
         vocabulary: Vocabulary | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        state: Path | None = None,
+        durability: Durability = "process",
     ) -> Self:
-        """Open the indexes at `paths` and draft from them.
+        """Open the indexes at `paths` and draft from them; the rest is as for the constructor.
 
         Raises:
             indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer.
+            StateError: `state` cannot be used.
+            VocabularyMismatchError: `state` holds outputs of another tokenizer.
         """
         indexes: list[Index] = []
         try:
             indexes.extend(Index.open(path, vocabulary=vocabulary) for path in paths)
-            return cls(indexes, vocabulary=vocabulary, limits=limits)
+            return cls(
+                indexes, vocabulary=vocabulary, limits=limits, state=state, durability=durability
+            )
         except BaseException:
             for index in indexes:
                 index.close()
@@ -102,12 +122,27 @@ class EmbeddedDrafter:
         """Sessions that are open."""
         return len(self._sessions)
 
-    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
-        """Begin a sequence; see `Drafter.open`."""
+    @property
+    def log_failures(self) -> int:
+        """Outputs that could not be written to the state directory."""
+        return self._log.failures if self._log else 0
+
+    def open(
+        self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
+    ) -> None:
+        """Begin a sequence; see `Drafter.open`.
+
+        Args:
+            session: a name that no open session has, of whatever tenant.
+            prompt: integers[n], the tokens committed so far.
+            remember: whether what is generated may serve later sequences of the tenant.
+            tenant: whose outputs to draft from and to add to; no other tenant sees them.
+        """
         check_session_name(session)
         tokens = self._checked(prompt)
         check_length(len(tokens), self.limits)
-        opened = Session(self._databases(tokens), len(tokens), remember)
+        pool = self._pool(tenant)
+        opened = Session(self._databases(tokens, pool), pool, len(tokens), remember)
         with self._lock:
             self._sessions.add(session, opened)
 
@@ -122,7 +157,10 @@ class EmbeddedDrafter:
             return [self._draft(step) for step in steps]
 
     def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
-        """End a sequence; see `Drafter.close`."""
+        """End a sequence; see `Drafter.close`.
+
+        With a state directory, what was generated is kept in it once this returns.
+        """
         tokens = _NO_TOKENS if new_tokens is None else self._checked(new_tokens)
         with self._lock:
             ended = self._sessions.get(session)
@@ -131,10 +169,17 @@ class EmbeddedDrafter:
             self._sessions.remove(session)
             if ended.remember:
                 context = ended.databases.context
-                self._generations.add(context.last(len(context) - ended.prompt_length))
+                output = context.last(len(context) - ended.prompt_length)
+                self._pools.remember(ended.pool, output)
+        self._pools.commit()
 
     def draft_context(
-        self, context: ArrayLike, budget_nodes: int, min_probability: float = 0.0
+        self,
+        context: ArrayLike,
+        budget_nodes: int,
+        min_probability: float = 0.0,
+        *,
+        tenant: str = "",
     ) -> DraftTree:
         """Draft for a bare context, without a session.
 
@@ -142,22 +187,44 @@ class EmbeddedDrafter:
             context: integers[n], token ids, oldest first.
             budget_nodes: most nodes of the tree.
             min_probability: nodes less probable than this are left out.
+            tenant: whose outputs to draft from.
 
         Raises:
-            InvalidRequestError: the context or the budget cannot be.
+            InvalidRequestError: the context, the budget or the tenant cannot be.
         """
         tokens = self._checked(context)
         check_length(len(tokens), self.limits)
         check_draft(budget_nodes, min_probability, self.limits)
-        databases = self._databases(tokens)
+        databases = self._databases(tokens, self._pool(tenant))
         with self._lock:
             return self._predictor.draft(databases, budget_nodes, min_probability)
 
-    def remember(self, output: ArrayLike) -> None:
-        """Add the output of a sequence that was generated elsewhere to the generations."""
+    def remember(self, output: ArrayLike, *, tenant: str = "") -> None:
+        """Add the output of a sequence that was generated elsewhere to the generations.
+
+        With a state directory, it is kept in it once this returns.
+        """
         tokens = self._checked(output)
+        pool = self._pool(tenant)
         with self._lock:
-            self._generations.add(tokens)
+            self._pools.remember(pool, tokens)
+        self._pools.commit()
+
+    def delete_tenant(self, tenant: str) -> None:
+        """Forget all outputs of a tenant, in memory and in the state directory.
+
+        What its open sessions have generated so far will not be remembered either.
+
+        Raises:
+            StateError: the disk refuses; what is in memory is forgotten all the same.
+        """
+        check_tenant_name(tenant)
+        with self._pools.deletion(tenant) as pool, self._lock:
+            if pool is not None:
+                pool.clear()
+                self._sessions.forget(pool)
+            if self._log is not None:
+                self._log.delete(tenant)
 
     def warm(self) -> None:
         """Compile or load all kernels now, so that no draft waits for it."""
@@ -174,7 +241,10 @@ class EmbeddedDrafter:
             VocabularyMismatchError: `fingerprint` is not empty and not that of our vocabulary.
         """
         with self._lock:
-            self._fingerprint = self._fingerprint or fingerprint
+            if fingerprint and not self._fingerprint:
+                self._fingerprint = fingerprint
+                if self._log is not None:
+                    self._log.name_vocabulary(fingerprint)
         if fingerprint and fingerprint != self._fingerprint:
             raise VocabularyMismatchError(
                 f"drafts are for the tokenizer with the fingerprint {self._fingerprint[:12]}\u2026 "
@@ -183,15 +253,31 @@ class EmbeddedDrafter:
             )
 
     def shut_down(self) -> None:
-        """Close the indexes."""
+        """Close the indexes and the state directory."""
+        if self._log is not None:
+            self._log.close()
         for index in self.indexes:
             index.close()
 
     def _checked(self, tokens: ArrayLike) -> TokenIds:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
 
-    def _databases(self, prompt: TokenIds) -> Databases:
-        return Databases(Context(prompt), self._generations, self._corpus)
+    def _open_log(self, state: Path | None, durability: Durability) -> GenerationsLog | None:
+        if state is None:
+            return None
+        options = LogOptions(
+            self.limits.generations_tokens, self.limits.generations_age_s, durability
+        )
+        log = GenerationsLog(state, self._fingerprint, options)
+        self._fingerprint = log.fingerprint
+        return log
+
+    def _pool(self, tenant: str) -> Pool:
+        check_tenant_name(tenant)
+        return self._pools.get(tenant)
+
+    def _databases(self, prompt: TokenIds, pool: Pool) -> Databases:
+        return Databases(Context(prompt), pool.generations, self._corpus)
 
     def _step(self, request: DraftRequest) -> _Step:
         session = self._sessions.get(request.session)

@@ -41,5 +41,9 @@ class AddressInUseError(RetrieverError):
     """The address to serve on is taken or cannot be bound."""
 
 
+class StateError(RetrieverError):
+    """A state directory cannot be used: the message says why, and what to do."""
+
+
 class TraceError(RetrieverError):
     """A file of recorded outputs cannot be read."""

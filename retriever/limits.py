@@ -1,5 +1,6 @@
 """Limits on what a drafter accepts, and the checks of everything that comes from outside."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -11,7 +12,7 @@ from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import InvalidRequestError, LimitExceededError
 
 MAX_NAME_BYTES: Final = 256
-"""Longest name of a session, in bytes."""
+"""Longest name of a session or tenant, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,9 @@ class Limits:
         max_sequence_tokens: tokens in one sequence, prompt included.
         max_budget_nodes: nodes in one tree.
         max_batch: sequences in one decoding step.
-        generations_tokens: recent outputs that are kept, in tokens.
+        generations_tokens: recent outputs that are kept of each tenant, in tokens.
+        generations_age_s: outputs older than this are no longer kept, in seconds.
+        max_tenants: tenants whose outputs are in memory at once.
     """
 
     max_sessions: int = 4096
@@ -33,6 +36,8 @@ class Limits:
     max_budget_nodes: int = 256
     max_batch: int = 1024
     generations_tokens: int = 1 << 20
+    generations_age_s: float = math.inf
+    max_tenants: int = 256
 
 
 def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> TokenIds:
@@ -66,8 +71,25 @@ def check_session_name(session: str) -> None:
     Raises:
         InvalidRequestError: the name is empty or too long.
     """
-    if not 0 < len(session.encode()) <= MAX_NAME_BYTES:
+    if not 0 < len(_encoded(session)) <= MAX_NAME_BYTES:
         raise InvalidRequestError(f"a session's name has 1 to {MAX_NAME_BYTES} bytes")
+
+
+def check_tenant_name(tenant: str) -> None:
+    """Refuse names that cannot be a tenant's; the empty name is that of whoever gives none.
+
+    Raises:
+        InvalidRequestError: the name is too long, or cannot be encoded.
+    """
+    if len(_encoded(tenant)) > MAX_NAME_BYTES:
+        raise InvalidRequestError(f"a tenant's name has at most {MAX_NAME_BYTES} bytes")
+
+
+def _encoded(name: str) -> bytes:
+    try:
+        return name.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"{name!r} cannot be a name: {error.reason}") from error
 
 
 def check_length(num_tokens: int, limits: Limits) -> None:

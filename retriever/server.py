@@ -72,7 +72,8 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     ) -> pb.CloseSessionResponse:
         async with _statuses(context):
             tokens = wire.tokens_from_wire(request.new_token_ids)
-            self._drafter.close(request.session_id, tokens)
+            # Where outputs are kept on disk it is waited for, and meanwhile others draft.
+            await asyncio.to_thread(self._drafter.close, request.session_id, tokens)
             return pb.CloseSessionResponse()
 
     async def ListIndexes(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from retriever.databases import Databases
 from retriever.errors import LimitExceededError, SessionExistsError, UnknownSessionError
 from retriever.limits import Limits
+from retriever.pools import Pool
 
 
 @dataclass(slots=True)
@@ -15,12 +16,14 @@ class Session:
 
     Attributes:
         databases: what it is drafted from.
+        pool: of its tenant.
         prompt_length: tokens that it was opened with.
         remember: whether its output may serve later sequences.
         last_used_s: when it was last asked for.
     """
 
     databases: Databases
+    pool: Pool
     prompt_length: int
     remember: bool
     last_used_s: float = 0.0
@@ -79,6 +82,12 @@ class Sessions:
         if session is None:
             raise UnknownSessionError(f"no session {name!r} is open: open it first")
         return session
+
+    def forget(self, pool: Pool) -> None:
+        """Let no open session of a tenant be remembered when it ends."""
+        for session in self._by_name.values():
+            if session.pool is pool:
+                session.remember = False
 
     def _end_idle(self) -> bool:
         """End the session that has been idle longest, if that is long enough."""

@@ -4,6 +4,9 @@ A store holds tokens at absolute positions 0, 1, 2, … in a ring whose capacity
 For each indexed n-gram order it keeps the newest position of every hash bucket (`heads`) and, for
 every position, the distance back to the previous position of the same bucket (`links`, 0 for
 none). A `SEPARATOR` stands after each document; no match and no continuation spans one.
+
+A head keeps the low 31 bits of its position. A bucket that nothing entered for 2^31 tokens may seem
+to lead into the ring again; it leads to places that do not match, so it costs probes and no truth.
 """
 
 from typing import Any, Final
@@ -18,12 +21,13 @@ SEPARATOR: Final = -1
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT: Final = np.uint64(29)
 _PROBES_PER_ROW: Final = 4
+_HEAD_BITS: Final = 0x7FFFFFFF
 
 
 @njit(cache=True, nogil=True)
 def append_tokens(
     tokens: NDArray[np.int32],
-    heads: NDArray[np.int64],
+    heads: NDArray[np.int32],
     links: NDArray[np.int32],
     orders: NDArray[np.int64],
     state: NDArray[np.int64],
@@ -33,10 +37,12 @@ def append_tokens(
 
     Args:
         tokens: int32[capacity], the ring.
-        heads: int64[orders, buckets], newest position of each bucket, -1 for none.
+        heads: int32[orders, buckets], low 31 bits of the newest position of each bucket, -1 for
+            none.
         links: int32[orders, capacity], distance to the previous position, 0 for none.
         orders: int64[orders], the indexed n-gram orders, longest first.
-        state: int64[2], tokens appended so far and where the current document began; updated.
+        state: int64[3], the next position, where the current document began (both updated), and
+            the oldest position that may be read.
         new_tokens: int32[n], token ids and separators.
     """
     mask = tokens.shape[0] - 1
@@ -51,16 +57,16 @@ def append_tokens(
             begin = position - orders[row] + 1
             if token != SEPARATOR and begin >= state[1]:
                 bucket = _bucket(tokens, begin, mask, orders[row], heads.shape[1])
-                distance = position - heads[row, bucket]
+                distance = (position - heads[row, bucket]) & _HEAD_BITS
                 if heads[row, bucket] >= 0 and distance <= mask:
                     links[row, position & mask] = distance
-                heads[row, bucket] = position
+                heads[row, bucket] = position & _HEAD_BITS
 
 
 @njit(cache=True, nogil=True)
 def collect_chains(
     tokens: NDArray[np.int32],
-    heads: NDArray[np.int64],
+    heads: NDArray[np.int32],
     links: NDArray[np.int32],
     orders: NDArray[np.int64],
     max_rows: NDArray[np.int64],
@@ -77,11 +83,11 @@ def collect_chains(
 
     Args:
         tokens: int32[capacity], the ring of a store.
-        heads: int64[orders, buckets].
+        heads: int32[orders, buckets].
         links: int32[orders, capacity].
         orders: int64[orders], longest first.
         max_rows: int64[orders], most rows that each order may add.
-        state: int64[2], of the store.
+        state: int64[3], of the store.
         query: int32[q], the last tokens of the context.
         source: database that the rows are marked with.
         wrap: whether the store is the context itself: its end is then no occurrence, and a
@@ -95,14 +101,16 @@ def collect_chains(
         The first free row afterwards.
     """
     total = state[0]
-    oldest = max(0, total - tokens.shape[0])
+    oldest = max(state[2], total - tokens.shape[0])
     too_long = query.shape[0] + 1  # longer matches were written with a longer order
     for index in range(orders.shape[0]):
         order = orders[index]
         if query.shape[0] < order:
             continue
         bucket = _bucket(query, query.shape[0] - order, -1, order, heads.shape[1])
-        position = heads[index, bucket]
+        position = np.int64(-1)
+        if heads[index, bucket] >= 0:
+            position = total - ((total - heads[index, bucket]) & _HEAD_BITS)
         last_row = min(row + max_rows[index], rows.shape[0])
         probes = _PROBES_PER_ROW * max_rows[index]
         while position >= oldest and row < last_row and probes > 0:

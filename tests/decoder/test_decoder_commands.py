@@ -74,9 +74,11 @@ def test_answers_are_forgotten_if_wanted(
     opened = []
 
     class Watched(EmbeddedDrafter):
-        def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
+        def open(
+            self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
+        ) -> None:
             opened.append(remember)
-            super().open(session, prompt, remember=remember)
+            super().open(session, prompt, remember=remember, tenant=tenant)
 
     monkeypatch.setattr(assembly, "EmbeddedDrafter", Watched)
     generate(monkeypatch, model_directory, "--prompt", PROMPT, "--max-new-tokens", "2", *option)

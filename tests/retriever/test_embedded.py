@@ -20,8 +20,8 @@ from retriever import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
-from retriever.databases import Generations
 from retriever.embedded import EmbeddedDrafter
+from retriever.generations import Generations
 from retriever.limits import Limits
 from retriever.sessions import Sessions
 
@@ -299,7 +299,7 @@ def test_threads_draft_as_one_would(index: Path) -> None:
 
 def test_memory_of_generations_is_as_stated() -> None:
     """`serve --generations-tokens` states bytes per token."""
-    assert Generations(1 << 16).num_bytes == 28 << 16
+    assert Generations(1 << 16).num_bytes == 22 << 10
 
 
 @pytest.mark.parametrize("min_probability", [-0.1, 1.1, float("nan")])

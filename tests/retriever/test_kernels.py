@@ -41,9 +41,12 @@ def test_chains_find_what_brute_force_finds() -> None:
         max_rows = rng.integers(1, 6, len(orders))
         depth, num_buckets = int(rng.integers(1, 12)), 32
         ring = np.zeros(CAPACITY, np.int32)
-        heads = np.full((len(orders), num_buckets), -1, np.int64)
+        heads = np.full((len(orders), num_buckets), -1, np.int32)
         links = np.zeros((len(orders), CAPACITY), np.int32)
-        state, scratch = np.zeros(2, np.int64), Scratch(16, max_rows=64, max_nodes=64)
+        start = int(rng.choice([0, (1 << 31) - 70, 3 << 31]))  # heads keep 31 bits of a position
+        forgotten = 0 if wrap else int(rng.integers(num_tokens + 1))
+        state, scratch = np.full(3, start), Scratch(16, max_rows=64, max_nodes=64)
+        state[2] += forgotten
         for part in np.array_split(tokens, 3):
             append_tokens(ring, heads, links, orders, state, part)
         first = int(rng.integers(0, 3))  # rows of another database come first
@@ -54,7 +57,7 @@ def test_chains_find_what_brute_force_finds() -> None:
         expected = twins.chain_rows(
             tokens.tolist(),
             query.tolist(),
-            capacity=CAPACITY,
+            oldest=max(forgotten, num_tokens - CAPACITY),
             num_buckets=num_buckets,
             orders=orders.tolist(),
             max_rows=max_rows.tolist(),

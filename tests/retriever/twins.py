@@ -45,7 +45,7 @@ def chain_rows(  # noqa: PLR0913
     tokens: Sequence[int],
     query: Sequence[int],
     *,
-    capacity: int,
+    oldest: int,
     num_buckets: int,
     orders: Sequence[int],
     max_rows: Sequence[int],
@@ -53,7 +53,6 @@ def chain_rows(  # noqa: PLR0913
     depth: int,
 ) -> list[Row]:
     """What `collect_chains` finds after `tokens` were appended to an empty store."""
-    oldest = max(0, len(tokens) - capacity)
     rows: list[Row] = []
     too_long = len(query) + 1
     for order, most in zip(orders, max_rows, strict=True):

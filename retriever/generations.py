@@ -1,0 +1,133 @@
+"""Recent outputs in memory, to find what followed the last tokens before."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from retriever.drafter import TokenIds
+from retriever.kernels.chains import SEPARATOR
+from retriever.kernels.layout import Scratch
+from retriever.stores import GENERATIONS_LIMITS, ChainStore, ring_capacity
+from retriever.tree import Source
+
+_END: Final = np.array([SEPARATOR], np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a model wrote.
+
+    Attributes:
+        tokens: int32[n], token ids.
+        time_s: when it ended, in seconds since 1970.
+    """
+
+    tokens: TokenIds
+    time_s: float
+
+
+class Generations:
+    """Recent outputs, the newest `capacity` tokens of them, none older than `max_age_s`.
+
+    The ring grows with what it holds, by doubling. An output takes one place more than it has
+    tokens. Callers hold a lock.
+
+    Args:
+        capacity: most tokens to hold; rounded up to a power of two. Each takes 22 bytes.
+        max_age_s: outputs older than this are not read, in seconds.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        max_age_s: float = math.inf,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._capacity = ring_capacity(capacity)
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._store = ChainStore(0, GENERATIONS_LIMITS, Source.GENERATIONS)
+        self._ends: deque[tuple[float, int]] = deque()  # time and end of each, where age counts
+        self._expires_at_s = math.inf
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the store, in bytes."""
+        return self._store.num_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are held, with one for each output's end."""
+        self._expire()
+        return len(self._store) - self._store.oldest
+
+    def add(self, output: TokenIds, time_s: float | None = None) -> None:
+        """Remember int32[n], the output of one sequence.
+
+        Args:
+            output: token ids.
+            time_s: when it ended; now if not given. Outputs are added in order of time.
+        """
+        if len(output):
+            self.extend([Output(output, self._clock() if time_s is None else time_s)])
+
+    def extend(self, outputs: Sequence[Output]) -> None:
+        """Remember several outputs, oldest first."""
+        self._expire()
+        documents = [part for output in outputs for part in (output.tokens, _END)]
+        if not documents:
+            return
+        self._make_room(sum(map(len, documents)))
+        if self._max_age_s < math.inf:
+            self._note_ends(outputs)
+        self._store.append(np.concatenate(documents).astype(np.int32, copy=False))
+        self._expire()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._store = ChainStore(0, GENERATIONS_LIMITS, Source.GENERATIONS)
+        self._ends.clear()
+        self._expires_at_s = math.inf
+
+    def collect(self, query: TokenIds, depth: int, scratch: Scratch, row: int) -> int:
+        """Write rows of evidence from `row` on; return the first free row."""
+        if self._expires_at_s < math.inf and self._expires_at_s < self._clock():
+            self._expire()
+        return self._store.collect(query, depth, scratch, row)
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Move to a larger ring where the tokens would overwrite what may stay.
+
+        It then has at least twice the size, so that a token is linked again about once.
+        """
+        store = self._store
+        held = len(store) - store.oldest
+        if store.capacity == self._capacity or held + num_tokens <= store.capacity:
+            return
+        size = min(self._capacity, ring_capacity(held + num_tokens))
+        self._store = ChainStore(size, GENERATIONS_LIMITS, Source.GENERATIONS, start=store.oldest)
+        self._store.append(store.live())
+
+    def _note_ends(self, outputs: Sequence[Output]) -> None:
+        end = len(self._store)
+        for output in outputs:
+            end += len(output.tokens) + 1
+            self._ends.append((output.time_s, end))
+        self._expires_at_s = self._ends[0][0] + self._max_age_s
+
+    def _expire(self) -> None:
+        """Stop reading what is too old."""
+        if self._expires_at_s == math.inf:
+            return
+        now, oldest = self._clock(), self._store.oldest
+        while self._ends and (
+            self._ends[0][0] + self._max_age_s < now or self._ends[0][1] <= oldest
+        ):
+            self._store.forget_before(self._ends.popleft()[1])
+        self._expires_at_s = self._ends[0][0] + self._max_age_s if self._ends else math.inf

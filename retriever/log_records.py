@@ -1,0 +1,107 @@
+"""Records of the log of generations: keys, values and their checksums.
+
+Every value begins with the CRC-32 (u32, little-endian) of its key and of the rest of the value.
+
+| key | rest of the value |
+|---|---|
+| `format` | format version, u8 |
+| `fingerprint` | fingerprint of the tokenizer, UTF-8; empty while it is not known |
+| `o`, length of the tenant's name (u16, big-endian), name, number (u64, big-endian) | an output |
+| `s`, length of the tenant's name (u16, big-endian), name | statistics, opaque |
+
+An output is its time in seconds since 1970 (f64), the bytes of a token (u8: 2 or 4) and its tokens
+(u16 or u32), little-endian. A tenant's outputs are numbered upwards, the oldest goes first.
+"""
+
+import struct
+import zlib
+from typing import Final
+
+import numpy as np
+
+from retriever.generations import Output
+
+FORMAT_VERSION: Final = 1
+FORMAT_KEY: Final = b"format"
+FINGERPRINT_KEY: Final = b"fingerprint"
+
+OUTPUTS: Final = b"o"
+"""What the keys of all outputs begin with."""
+
+_STATISTICS: Final = b"s"
+_CHECKSUM: Final = struct.Struct("<I")
+_NAME_LENGTH: Final = struct.Struct(">H")
+_NUMBER: Final = struct.Struct(">Q")
+_OUTPUT_HEAD: Final = struct.Struct("<dB")
+_WIDTHS: Final = (2, 4)
+_MAX_U16: Final = 0xFFFF
+
+
+def output_prefix(tenant: str) -> bytes:
+    """Return what the keys of a tenant's outputs begin with, and no other tenant's."""
+    return OUTPUTS + _named(tenant)
+
+
+def output_key(prefix: bytes, number: int) -> bytes:
+    """Return the key of a tenant's output."""
+    return prefix + _NUMBER.pack(number)
+
+
+def number_of(key: bytes) -> int:
+    """Return the number of an output from its key."""
+    number: int = _NUMBER.unpack_from(key, len(key) - _NUMBER.size)[0]
+    return number
+
+
+def tenant_prefix_of(key: bytes) -> bytes:
+    """Return the part of an output's key that names its tenant."""
+    return key[: -_NUMBER.size]
+
+
+def statistics_key(tenant: str) -> bytes:
+    """Return the key of a tenant's statistics."""
+    return _STATISTICS + _named(tenant)
+
+
+def seal(key: bytes, content: bytes) -> bytes:
+    """Return a value with its checksum."""
+    return _CHECKSUM.pack(zlib.crc32(content, zlib.crc32(key))) + content
+
+
+def unseal(key: bytes, value: bytes) -> bytes | None:
+    """Return what was sealed, or None where key or value are not as they were written."""
+    content = value[_CHECKSUM.size :]
+    if len(value) < _CHECKSUM.size:
+        return None
+    (checksum,) = _CHECKSUM.unpack_from(value)
+    return content if checksum == zlib.crc32(content, zlib.crc32(key)) else None
+
+
+def encode_output(output: Output) -> bytes:
+    """Return the content of an output."""
+    width = _WIDTHS[0] if int(output.tokens.max(initial=0)) <= _MAX_U16 else _WIDTHS[1]
+    return _OUTPUT_HEAD.pack(output.time_s, width) + output.tokens.astype(f"<u{width}").tobytes()
+
+
+def decode_output(content: bytes) -> Output | None:
+    """Return an output from its content; None where this version writes no such thing."""
+    if len(content) < _OUTPUT_HEAD.size:
+        return None
+    time_s, width = _OUTPUT_HEAD.unpack_from(content)
+    if width not in _WIDTHS or (len(content) - _OUTPUT_HEAD.size) % width:
+        return None
+    tokens = np.frombuffer(content, f"<u{width}", offset=_OUTPUT_HEAD.size)
+    return Output(tokens.astype(np.int32), time_s)
+
+
+def measure_output(value: bytes) -> tuple[float, int]:
+    """Return an output's time and number of tokens from a sealed value, which may be damaged."""
+    if len(value) < _CHECKSUM.size + _OUTPUT_HEAD.size:
+        return 0.0, 0
+    time_s, width = _OUTPUT_HEAD.unpack_from(value, _CHECKSUM.size)
+    return time_s, (len(value) - _CHECKSUM.size - _OUTPUT_HEAD.size) // max(1, width)
+
+
+def _named(tenant: str) -> bytes:
+    name = tenant.encode()
+    return _NAME_LENGTH.pack(len(name)) + name

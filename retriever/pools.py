@@ -1,0 +1,121 @@
+"""Pools: what each tenant has of its own, so that no tenant ever drafts from another's outputs."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from weakref import WeakValueDictionary
+
+from retriever.drafter import TokenIds
+from retriever.generations import Generations, Output
+from retriever.generations_log import GenerationsLog
+from retriever.limits import Limits
+from retriever.log_store import Entry
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Pool:
+    """What one tenant has.
+
+    Attributes:
+        tenant: its name.
+        generations: its recent outputs.
+        statistics: what was learned from them, opaque; whoever sets other bytes has them kept in
+            the log with the next output.
+        logged_statistics: what the log has of them.
+    """
+
+    tenant: str
+    generations: Generations
+    statistics: bytes | None = None
+    logged_statistics: bytes | None = None
+
+    def add(self, output: TokenIds, time_s: float) -> Entry:
+        """Remember int32[n], an output, and return what the log must keep of it."""
+        self.generations.add(output, time_s)
+        statistics = None if self.statistics is self.logged_statistics else self.statistics
+        self.logged_statistics = self.statistics
+        return Entry(self.tenant, Output(output, time_s), statistics)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.generations.clear()
+        self.statistics = self.logged_statistics = None
+
+
+class Pools:
+    """The pools of the tenants used last, made or loaded from the log on first use.
+
+    Beyond `max_tenants` the one that was idle longest leaves memory. It comes back from the log;
+    without a log its outputs are lost. While a session uses a pool, there is no second one of its
+    tenant.
+
+    Args:
+        limits: how many tenants, and how much of each.
+        log: where outputs are kept; None to keep them in memory alone.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        log: GenerationsLog | None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._limits = limits
+        self._log = log
+        self._clock = clock
+        self._recent: OrderedDict[str, Pool] = OrderedDict()
+        self._in_use: WeakValueDictionary[str, Pool] = WeakValueDictionary()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        """Tenants in memory that no session needs to keep there."""
+        return len(self._recent)
+
+    def get(self, tenant: str) -> Pool:
+        """Return the tenant's pool. Loading takes about 0.4 s for a million tokens."""
+        with self._lock:
+            pool = self._in_use.get(tenant) or self._load(tenant)
+            self._in_use[tenant] = pool
+            self._recent[tenant] = pool
+            self._recent.move_to_end(tenant)
+            if len(self._recent) > self._limits.max_tenants:
+                idle, _ = self._recent.popitem(last=False)
+                if self._log is not None:
+                    self._log.let_go(idle)
+            return pool
+
+    def remember(self, pool: Pool, output: TokenIds) -> None:
+        """Add int32[n], an output, to a pool; the log keeps it once `commit` was called."""
+        if len(output):
+            entry = pool.add(output, self._clock())
+            if self._log is not None:
+                self._log.append(entry)
+
+    def commit(self) -> None:
+        """Keep what was remembered."""
+        if self._log is not None:
+            self._log.commit()
+
+    @contextmanager
+    def deletion(self, tenant: str) -> Iterator[Pool | None]:
+        """Take a tenant's pool out of memory and give it, if it was there.
+
+        Until the block ends no pool is loaded, so that nothing comes back that it deletes.
+        """
+        with self._lock:
+            self._recent.pop(tenant, None)
+            yield self._in_use.get(tenant)
+
+    def _load(self, tenant: str) -> Pool:
+        limits = self._limits
+        generations = Generations(limits.generations_tokens, limits.generations_age_s, self._clock)
+        pool = Pool(tenant, generations)
+        if self._log is not None:
+            kept = self._log.load(tenant)
+            generations.extend(kept.outputs)
+            pool.statistics = pool.logged_statistics = kept.statistics
+        return pool
