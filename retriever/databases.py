@@ -6,14 +6,20 @@ what came next, after how long a match, and for how many occurrences each row st
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from indexer.reader import Segment
 from retriever.drafter import TokenIds
 from retriever.generations import Generations
-from retriever.kernels.layout import MAX_MATCH, Scratch
+from retriever.kernels.chains import mark_recent
+from retriever.kernels.layout import MAX_MATCH, Chains, Scratch, Tables
 from retriever.kernels.suffixes import collect_suffixes
+from retriever.mixer import Weights
 from retriever.stores import CONTEXT_LIMITS, ChainStore
 from retriever.tree import Source
+
+SHORTEST_MATCH: Final = 4
+"""Shorter matches in the corpus are left to the phrase tables."""
 
 
 class Context:
@@ -42,6 +48,11 @@ class Context:
         """Write rows of evidence from `row` on; return the first free row."""
         return self._store.collect(query, depth, scratch, row)
 
+    @property
+    def chains(self) -> Chains:
+        """The arrays that kernels read."""
+        return self._store.chains
+
     @staticmethod
     def _store_for(capacity: int) -> ChainStore:
         return ChainStore(capacity, CONTEXT_LIMITS, Source.CONTEXT)
@@ -53,13 +64,17 @@ class Corpus:
 
     Attributes:
         segments: as the indexer's reader opened them.
+        tables: phrase tables of all indexes.
         samples: most occurrences to read for each match length in a segment.
+        shortest: matches shorter than this are not asked: the tables know them.
         enough: shorter matches are not asked once a length occurs this often.
     """
 
     segments: Sequence[Segment]
-    samples: int = 128
+    tables: Tables
+    samples: int = 32
     enough: int = 16
+    shortest: int = SHORTEST_MATCH
 
     def collect(
         self, query: TokenIds, depth: int, scratch: Scratch, row: int, longest: int
@@ -80,7 +95,9 @@ class Corpus:
                 segment.suffixes,
                 segment.starts,
                 query,
+                scratch.recent,
                 longest,
+                self.shortest,
                 self.samples,
                 self.enough,
                 int(Source.CORPUS),
@@ -101,12 +118,14 @@ class Databases:
         context: the sequence.
         generations: shared with other sequences.
         corpus: shared with other sequences.
+        weights: how the evidence is mixed; learned, and shared with the tenant's other sequences.
         longest_match: no match in the corpus is longer than this many tokens.
     """
 
     context: Context
     generations: Generations
     corpus: Corpus
+    weights: Weights
     longest_match: int = MAX_MATCH
 
     def commit(self, tokens: TokenIds) -> None:
@@ -118,6 +137,7 @@ class Databases:
     def collect(self, depth: int, scratch: Scratch) -> int:
         """Write rows of evidence for what comes next; return how many."""
         query = self.context.last(MAX_MATCH)
+        mark_recent(query, self.corpus.tables.rarity, scratch.recent, scratch.marked)
         row = self.context.collect(query, depth, scratch, 0)
         row = self.generations.collect(query, depth, scratch, row)
         row, self.longest_match = self.corpus.collect(

@@ -32,6 +32,7 @@ from retriever.log_store import Durability, LogOptions
 from retriever.pools import Pool, Pools
 from retriever.predictor import Predictor
 from retriever.sessions import Session, Sessions
+from retriever.tables import tables_of
 from retriever.tree import DraftTree
 
 DEFAULT_LIMITS: Final = Limits()
@@ -80,7 +81,7 @@ class EmbeddedDrafter:
         self.limits = limits
         self.vocabulary = _shared_vocabulary(self.indexes, vocabulary)
         segments = [segment for index in self.indexes for segment in index.segments]
-        self._corpus = Corpus(segments)
+        self._corpus = Corpus(segments, tables_of(self.indexes))
         self._predictor = Predictor(limits.max_budget_nodes)
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
         self._log = self._open_log(state, durability)
@@ -154,6 +155,8 @@ class EmbeddedDrafter:
         check_batch(requests, self.limits)
         with self._lock:
             steps = [self._step(request) for request in requests]
+            for step in steps:  # all before any draft: what is learned from is the last draft
+                self._predictor.commit(step.session.databases, step.new_tokens)
             return [self._draft(step) for step in steps]
 
     def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
@@ -165,7 +168,7 @@ class EmbeddedDrafter:
         with self._lock:
             ended = self._sessions.get(session)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
-            ended.databases.commit(tokens)
+            self._predictor.commit(ended.databases, tokens)
             self._sessions.remove(session)
             if ended.remember:
                 context = ended.databases.context
@@ -277,7 +280,7 @@ class EmbeddedDrafter:
         return self._pools.get(tenant)
 
     def _databases(self, prompt: TokenIds, pool: Pool) -> Databases:
-        return Databases(Context(prompt), pool.generations, self._corpus)
+        return Databases(Context(prompt), pool.generations, self._corpus, pool.weights)
 
     def _step(self, request: DraftRequest) -> _Step:
         session = self._sessions.get(request.session)
@@ -294,7 +297,6 @@ class EmbeddedDrafter:
         return _Step(session, tokens, request)
 
     def _draft(self, step: _Step) -> DraftTree:
-        step.session.databases.commit(step.new_tokens)
         return self._predictor.draft(
             step.session.databases, step.request.budget_nodes, step.request.min_probability
         )

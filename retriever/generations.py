@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.layout import Scratch
+from retriever.kernels.successors import WAYS, count_tokens
 from retriever.stores import GENERATIONS_LIMITS, ChainStore, ring_capacity
 from retriever.tree import Source
+
+_MARGIN: Final = 8
+"""Tokens that are no longer counted before they are overwritten: the contexts of those after."""
 
 _END: Final = np.array([SEPARATOR], np.int32)
 
@@ -38,7 +43,7 @@ class Generations:
     tokens. Callers hold a lock.
 
     Args:
-        capacity: most tokens to hold; rounded up to a power of two. Each takes 22 bytes.
+        capacity: most tokens to hold; rounded up to a power of two. Each takes 24 bytes.
         max_age_s: outputs older than this are not read, in seconds.
         clock: seconds since 1970.
     """
@@ -53,13 +58,15 @@ class Generations:
         self._max_age_s = max_age_s
         self._clock = clock
         self._store = ChainStore(0, GENERATIONS_LIMITS, Source.GENERATIONS)
+        self.live = live_table(self._store.capacity)
+        self._counted_from = 0
         self._ends: deque[tuple[float, int]] = deque()  # time and end of each, where age counts
         self._expires_at_s = math.inf
 
     @property
     def num_bytes(self) -> int:
         """Memory of the store, in bytes."""
-        return self._store.num_bytes
+        return self._store.num_bytes + self.live.nbytes
 
     @property
     def num_tokens(self) -> int:
@@ -83,15 +90,18 @@ class Generations:
         documents = [part for output in outputs for part in (output.tokens, _END)]
         if not documents:
             return
-        self._make_room(sum(map(len, documents)))
+        tokens = np.concatenate(documents).astype(np.int32, copy=False)
+        self._make_room(len(tokens))
         if self._max_age_s < math.inf:
             self._note_ends(outputs)
-        self._store.append(np.concatenate(documents).astype(np.int32, copy=False))
+        self._append(tokens)
         self._expire()
 
     def clear(self) -> None:
         """Forget everything."""
         self._store = ChainStore(0, GENERATIONS_LIMITS, Source.GENERATIONS)
+        self.live = live_table(self._store.capacity)
+        self._counted_from = 0
         self._ends.clear()
         self._expires_at_s = math.inf
 
@@ -112,7 +122,25 @@ class Generations:
             return
         size = min(self._capacity, ring_capacity(held + num_tokens))
         self._store = ChainStore(size, GENERATIONS_LIMITS, Source.GENERATIONS, start=store.oldest)
-        self._store.append(store.live())
+        self.live = live_table(size)
+        self._counted_from = store.oldest
+        self._append(store.live())
+
+    def _append(self, tokens: TokenIds) -> None:
+        """Append int32[n], having taken back what they overwrite."""
+        store = self._store
+        for part in np.array_split(tokens, max(1, -(-len(tokens) // (store.capacity // 2)))):
+            self._take_back(len(store) + len(part) - store.capacity + _MARGIN)
+            begin = len(store)
+            store.append(part)
+            count_tokens(self.live, store.chains.tokens, begin, len(store), 1)
+
+    def _take_back(self, position: int) -> None:
+        """No longer count what stands before `position`."""
+        end = min(position, len(self._store))
+        if end > self._counted_from:
+            count_tokens(self.live, self._store.chains.tokens, self._counted_from, end, -1)
+            self._counted_from = end
 
     def _note_ends(self, outputs: Sequence[Output]) -> None:
         end = len(self._store)
@@ -129,5 +157,12 @@ class Generations:
         while self._ends and (
             self._ends[0][0] + self._max_age_s < now or self._ends[0][1] <= oldest
         ):
-            self._store.forget_before(self._ends.popleft()[1])
+            end = self._ends.popleft()[1]
+            self._take_back(end)
+            self._store.forget_before(end)
         self._expires_at_s = self._ends[0][0] + self._max_age_s if self._ends else math.inf
+
+
+def live_table(capacity: int) -> NDArray[np.int64]:
+    """Return int64[sets, WAYS], an empty table with an entry for each token of a ring."""
+    return np.zeros((max(1, capacity // WAYS), WAYS), np.int64)

@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from weakref import WeakValueDictionary
 
@@ -13,6 +13,7 @@ from retriever.generations import Generations, Output
 from retriever.generations_log import GenerationsLog
 from retriever.limits import Limits
 from retriever.log_store import Entry
+from retriever.mixer import Weights, prior_weights
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -29,6 +30,7 @@ class Pool:
 
     tenant: str
     generations: Generations
+    weights: Weights = field(default_factory=prior_weights)
     statistics: bytes | None = None
     logged_statistics: bytes | None = None
 

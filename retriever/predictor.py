@@ -6,14 +6,16 @@ from typing import Final
 import numpy as np
 
 from retriever.databases import Databases
+from retriever.drafter import TokenIds
 from retriever.kernels.growth import grow_tree, weigh_rows
-from retriever.kernels.layout import Scratch
+from retriever.kernels.layout import MAX_MATCH, Scratch
+from retriever.kernels.mixing import learn
 from retriever.tree import DraftTree, Source
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What the evidence is worth before anything has been learned.
+    """What the rows of evidence are worth beside one another, before they are mixed.
 
     Attributes:
         context: what an occurrence in the sequence itself counts.
@@ -21,7 +23,8 @@ class Prior:
         corpus: what an occurrence in the corpus counts.
         escape: count at which a match of one token takes half of the probability that longer
             matches left; a match of k tokens needs a k-th of it.
-        doubt: weight of whatever no evidence predicts, at every node.
+        doubt: weight of whatever no row predicts, at every node.
+        rate: size of a learning step.
     """
 
     context: float = 6.0
@@ -29,6 +32,7 @@ class Prior:
     corpus: float = 0.35
     escape: float = 32.0
     doubt: float = 0.03
+    rate: float = 0.005
 
     def trust(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Return float64[sources], what one occurrence counts by source."""
@@ -54,6 +58,15 @@ class Predictor:
         self._scratch = Scratch(max_depth=max_budget)
         self._trust = prior.trust()
         self._prior = prior
+        self._last: Databases | None = None  # whose draft the scratch memory holds
+
+    def commit(self, databases: Databases, tokens: TokenIds) -> None:
+        """Append int32[n] to a sequence, and learn from it if its draft was the last one."""
+        if len(tokens) and databases is self._last:
+            learn(databases.weights, self._scratch.work, tokens, self._prior.rate)
+        if len(tokens):
+            self._last = None
+        databases.commit(tokens)
 
     def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         """Return the most probable tree of at most `budget` nodes."""
@@ -63,9 +76,12 @@ class Predictor:
         weigh_rows(
             self._scratch.rows, num_rows, self._trust, self._prior.escape, self._scratch.counts
         )
-        return self._grow(num_rows, budget, float(min_probability))
+        self._last = databases
+        return self._grow(databases, num_rows, budget, float(min_probability))
 
-    def _grow(self, num_rows: int, budget: int, min_probability: float) -> DraftTree:
+    def _grow(
+        self, databases: Databases, num_rows: int, budget: int, min_probability: float
+    ) -> DraftTree:
         tree = DraftTree(
             np.empty(budget, np.int32),
             np.empty(budget, np.int32),
@@ -76,12 +92,15 @@ class Predictor:
             self._scratch.rows,
             self._scratch.continuations,
             num_rows,
+            databases.context.last(MAX_MATCH),
+            databases.corpus.tables,
+            databases.generations.live,
+            databases.context.chains,
+            databases.weights,
             self._prior.doubt,
             budget,
             min_probability,
-            self._scratch.nodes,
-            self._scratch.heap,
-            self._scratch.slots,
+            self._scratch.work,
             tree.token_ids,
             tree.parents,
             tree.probabilities,

@@ -7,7 +7,7 @@ import numpy as np
 
 from retriever.drafter import TokenIds
 from retriever.kernels.chains import append_tokens, collect_chains
-from retriever.kernels.layout import Scratch
+from retriever.kernels.layout import Chains, Scratch
 from retriever.tree import Source
 
 MIN_CAPACITY: Final = 1024
@@ -23,7 +23,7 @@ class ChainLimits:
 
 
 CONTEXT_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(16, 16, 32, 64))
-GENERATIONS_LIMITS: Final = ChainLimits(orders=(8, 4, 2), max_rows=(32, 64, 128))
+GENERATIONS_LIMITS: Final = ChainLimits(orders=(8, 4), max_rows=(32, 64))
 
 
 def ring_capacity(num_tokens: int) -> int:
@@ -50,62 +50,62 @@ class ChainStore:
         self._orders = np.array(limits.orders, np.int64)
         self._max_rows = np.array(limits.max_rows, np.int64)
         self._source = int(source)
-        self._tokens = np.zeros(size, np.int32)
-        self._heads = np.full((len(limits.orders), size // 2), -1, np.int32)
-        self._links = np.zeros((len(limits.orders), size), np.int32)
-        self._state = np.array([start, start, start], np.int64)
+        self.chains = Chains(
+            np.zeros(size, np.int32),
+            np.full((len(limits.orders), size // 2), -1, np.int32),
+            np.zeros((len(limits.orders), size), np.int32),
+            np.array([start, start, start], np.int64),
+        )
 
     def __len__(self) -> int:
         """Position after the newest token: of a store from 0, the tokens appended so far.
 
         Overwritten tokens and separators count.
         """
-        return int(self._state[0])
+        return int(self.chains.state[0])
 
     @property
     def capacity(self) -> int:
         """Tokens that the ring holds."""
-        return len(self._tokens)
+        return len(self.chains.tokens)
 
     @property
     def oldest(self) -> int:
         """Position of the oldest token that is read."""
-        return max(int(self._state[2]), len(self) - self.capacity)
+        return max(int(self.chains.state[2]), len(self) - self.capacity)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the arrays, in bytes."""
-        return self._tokens.nbytes + self._heads.nbytes + self._links.nbytes
+        return sum(array.nbytes for array in self.chains)
 
     def append(self, tokens: TokenIds) -> None:
         """Append int32[n] to the current document."""
-        append_tokens(self._tokens, self._heads, self._links, self._orders, self._state, tokens)
+        append_tokens(self.chains, self._orders, tokens)
 
     def forget_before(self, position: int) -> None:
         """Read nothing before `position` from now on."""
-        self._state[2] = max(int(self._state[2]), position)
+        self.chains.state[2] = max(int(self.chains.state[2]), position)
 
     def live(self) -> TokenIds:
         """Return int32[n], a copy of the tokens from `oldest` on."""
         first, mask = self.oldest, self.capacity - 1
-        return np.take(self._tokens, np.arange(first, len(self)) & mask)
+        return np.take(self.chains.tokens, np.arange(first, len(self)) & mask)
 
     def last(self, num_tokens: int) -> TokenIds:
         """Return a view of the last tokens; only for a ring that has not wrapped."""
         end = len(self)
-        return self._tokens[max(0, end - num_tokens) : end]
+        return self.chains.tokens[max(0, end - num_tokens) : end]
 
     def collect(self, query: TokenIds, depth: int, scratch: Scratch, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row."""
         return int(
             collect_chains(
-                self._tokens,
-                self._heads,
-                self._links,
+                self.chains,
                 self._orders,
                 self._max_rows,
-                self._state,
                 query,
+                scratch.recent,
                 self._source,
                 self._source == Source.CONTEXT,
                 depth,

@@ -15,6 +15,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.layout import RECENT_SIZE, Chains
+
 SEPARATOR: Final = -1
 """Ends a document in a store; no token has this id."""
 
@@ -22,29 +24,23 @@ _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT: Final = np.uint64(29)
 _PROBES_PER_ROW: Final = 4
 _HEAD_BITS: Final = 0x7FFFFFFF
+_KINDRED: Final = 16
 
 
 @njit(cache=True, nogil=True)
 def append_tokens(
-    tokens: NDArray[np.int32],
-    heads: NDArray[np.int32],
-    links: NDArray[np.int32],
+    chains: Chains,
     orders: NDArray[np.int64],
-    state: NDArray[np.int64],
     new_tokens: NDArray[np.int32],
 ) -> None:
     """Append tokens to a store and link the n-grams that end at each of them.
 
     Args:
-        tokens: int32[capacity], the ring.
-        heads: int32[orders, buckets], low 31 bits of the newest position of each bucket, -1 for
-            none.
-        links: int32[orders, capacity], distance to the previous position, 0 for none.
+        chains: the store; updated.
         orders: int64[orders], the indexed n-gram orders, longest first.
-        state: int64[3], the next position, where the current document began (both updated), and
-            the oldest position that may be read.
         new_tokens: int32[n], token ids and separators.
     """
+    tokens, heads, links, state = chains.tokens, chains.heads, chains.links, chains.state
     mask = tokens.shape[0] - 1
     for token in new_tokens:
         position = state[0]
@@ -56,7 +52,7 @@ def append_tokens(
             links[row, position & mask] = 0
             begin = position - orders[row] + 1
             if token != SEPARATOR and begin >= state[1]:
-                bucket = _bucket(tokens, begin, mask, orders[row], heads.shape[1])
+                bucket = bucket_of(tokens, begin, mask, orders[row], heads.shape[1])
                 distance = (position - heads[row, bucket]) & _HEAD_BITS
                 if heads[row, bucket] >= 0 and distance <= mask:
                     links[row, position & mask] = distance
@@ -65,13 +61,11 @@ def append_tokens(
 
 @njit(cache=True, nogil=True)
 def collect_chains(
-    tokens: NDArray[np.int32],
-    heads: NDArray[np.int32],
-    links: NDArray[np.int32],
+    chains: Chains,
     orders: NDArray[np.int64],
     max_rows: NDArray[np.int64],
-    state: NDArray[np.int64],
     query: NDArray[np.int32],
+    recent: NDArray[np.float32],
     source: int,
     wrap: bool,
     depth: int,
@@ -82,13 +76,11 @@ def collect_chains(
     """Write what followed earlier occurrences of the query's end, longest matches first.
 
     Args:
-        tokens: int32[capacity], the ring of a store.
-        heads: int32[orders, buckets].
-        links: int32[orders, capacity].
+        chains: a store.
         orders: int64[orders], longest first.
         max_rows: int64[orders], most rows that each order may add.
-        state: int64[3], of the store.
         query: int32[q], the last tokens of the context.
+        recent: float32[RECENT_SIZE], rarity of the context's last tokens by id.
         source: database that the rows are marked with.
         wrap: whether the store is the context itself: its end is then no occurrence, and a
             continuation that reaches the end starts over, so that a loop goes on as a loop.
@@ -100,17 +92,17 @@ def collect_chains(
     Returns:
         The first free row afterwards.
     """
+    tokens, heads, links, state = chains.tokens, chains.heads, chains.links, chains.state
     total = state[0]
+    mask = tokens.shape[0] - 1
     oldest = max(state[2], total - tokens.shape[0])
     too_long = query.shape[0] + 1  # longer matches were written with a longer order
     for index in range(orders.shape[0]):
         order = orders[index]
         if query.shape[0] < order:
             continue
-        bucket = _bucket(query, query.shape[0] - order, -1, order, heads.shape[1])
-        position = np.int64(-1)
-        if heads[index, bucket] >= 0:
-            position = total - ((total - heads[index, bucket]) & _HEAD_BITS)
+        bucket = bucket_of(query, query.shape[0] - order, -1, order, heads.shape[1])
+        position = head_position(heads[index, bucket], total)
         last_row = min(row + max_rows[index], rows.shape[0])
         probes = _PROBES_PER_ROW * max_rows[index]
         while position >= oldest and row < last_row and probes > 0:
@@ -121,6 +113,8 @@ def collect_chains(
                 length = _copy(tokens, position + 1, total, wrap, depth, continuations[row])
                 if length > 0:
                     _write(rows[row], length, match, source)
+                    end = position + 1 - match
+                    rows[row].affinity = affinity_of(tokens, mask, end, oldest, SEPARATOR, recent)
                     row += 1
             distance = links[index, position & (tokens.shape[0] - 1)]
             if distance == 0:
@@ -131,8 +125,75 @@ def collect_chains(
     return row
 
 
+@njit(cache=True, nogil=True)
+def bucket_of_token(token: int, num_buckets: int) -> int:
+    """Return the bucket of an n-gram of one token."""
+    key = (np.uint64(1) ^ np.uint64(token)) * _MULTIPLIER
+    key ^= key >> _SHIFT
+    return np.int64(key & np.uint64(num_buckets - 1))
+
+
+@njit(cache=True, nogil=True)
+def head_position(head: int, total: int) -> int:
+    """Return the position that a head stands for in a store of `total` tokens, -1 for none."""
+    if head < 0:
+        return np.int64(-1)
+    return total - ((total - head) & _HEAD_BITS)
+
+
+@njit(cache=True, nogil=True)
+def mark_recent(
+    query: NDArray[np.int32],
+    rarity: NDArray[np.float32],
+    recent: NDArray[np.float32],
+    marked: NDArray[np.int32],
+) -> None:
+    """Note the rarity of the context's last tokens, in place of those noted before.
+
+    Args:
+        query: int32[q], the last tokens, at most MAX_MATCH.
+        rarity: float32[vocabulary]; tokens beyond it count a half.
+        recent: float32[RECENT_SIZE], updated.
+        marked: int32[MAX_MATCH], the tokens noted before; updated.
+    """
+    for token in marked:
+        recent[token & (RECENT_SIZE - 1)] = 0.0
+    for index, token in enumerate(query):
+        marked[index] = token
+        known = token < rarity.shape[0]
+        recent[token & (RECENT_SIZE - 1)] = rarity[token] if known else np.float32(0.5)
+
+
+@njit(cache=True, nogil=True)
+def affinity_of(
+    tokens: NDArray[Any], mask: int, end: int, oldest: int, separator: int, recent: NDArray[np.float32]
+) -> float:
+    """Return how much the text before an occurrence has to do with the recent context.
+
+    Adds up the rarity of those of the last 16 tokens before it that the context has as well.
+
+    Args:
+        tokens: integers[capacity], a ring or, with a mask of -1, an array.
+        mask: capacity less one, or -1.
+        end: position after the last token to look at.
+        oldest: position of the first token that may be read.
+        separator: what stands between documents.
+        recent: float32[RECENT_SIZE], rarity of the context's last tokens by id.
+
+    Returns:
+        1 or more; the square of one plus the sum, so that a few rare words weigh heavily.
+    """
+    kinship = np.float32(1.0)
+    for position in range(end - 1, max(oldest, end - _KINDRED) - 1, -1):
+        token = np.int64(tokens[position & mask])
+        if token == separator:
+            break
+        kinship += recent[token & (RECENT_SIZE - 1)]
+    return kinship * kinship
+
+
 @njit(cache=True, nogil=True, inline="always")
-def _bucket(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_buckets: int) -> int:
+def bucket_of(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_buckets: int) -> int:
     """Hash the `order` tokens from `begin` on; a mask of -1 is for arrays that are no rings."""
     key = np.uint64(order)
     for offset in range(order):

@@ -6,7 +6,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-_MULTIPLIER: Final = 40503
+from retriever.kernels.evidence import gather, plant
+from retriever.kernels.layout import Chains, Tables, Work
+from retriever.kernels.mixing import mix
+
+_LEAST: Final = 1e-6  # candidates below it are never worth their place
 
 
 @njit(cache=True, nogil=True)
@@ -50,12 +54,15 @@ def grow_tree(
     rows: NDArray[Any],
     continuations: NDArray[np.int32],
     num_rows: int,
+    query: NDArray[np.int32],
+    tables: Tables,
+    live: NDArray[np.int64],
+    context: Chains,
+    weights: NDArray[Any],
     doubt: float,
     budget: int,
     min_probability: float,
-    nodes: NDArray[Any],
-    heap: NDArray[np.int32],
-    slots: NDArray[np.int32],
+    work: Work,
     token_ids: NDArray[np.int32],
     parents: NDArray[np.int32],
     probabilities: NDArray[np.float32],
@@ -63,21 +70,23 @@ def grow_tree(
 ) -> int:
     """Grow a tree best-first: take the most probable candidate, then consider its children.
 
-    Rows agree with a node while their continuations are its path. A child's probability given its
-    parent is the weight of its rows over the parent's weight and a constant doubt. Only the rows
-    of taken nodes are read, so depth costs nothing until it pays. Of equals the candidate that
-    was considered first is taken.
+    What is probable is mixed at every node from all evidence for the path so far. Of equals the
+    candidate that was considered first is taken.
 
     Args:
         rows: ROW[max_rows], weighed evidence; `next` is overwritten.
         continuations: int32[max_rows, max_depth].
         num_rows: rows in use.
+        query: int32[q], the last tokens of the context; at least one.
+        tables: phrase tables.
+        live: int64[sets, WAYS], of recent outputs.
+        context: of the sequence.
+        weights: WEIGHTS[1].
         doubt: weight that stands for whatever no row predicts.
         budget: most nodes to take.
         min_probability: candidates below it are not considered.
-        nodes: NODE[max_nodes], scratch; once it is full no further candidates are considered.
-        heap: int32[max_nodes], scratch.
-        slots: int32[power of two, over max_rows], scratch, all -1; left so.
+        work: scratch; when its nodes are used up no further candidates are considered. Holds
+            what there is to learn from until the next call.
         token_ids: int32[budget], the tree's tokens; written.
         parents: int32[budget], the tree's parents; written.
         probabilities: float32[budget], written.
@@ -86,103 +95,44 @@ def grow_tree(
     Returns:
         The number of nodes taken.
     """
-    _plant(rows, num_rows, nodes)
+    nodes, heap = work.nodes, work.heap
+    plant(rows, num_rows, query, nodes)
     num_nodes, heap_size, size, current = 1, 0, 0, 0
     while size < budget:
-        first_child = num_nodes
-        num_nodes = _consider(rows, continuations, nodes, current, num_nodes, slots)
-        certainty = nodes[current].probability / (nodes[current].weight + doubt)
-        for child in range(first_child, num_nodes):
-            nodes[child].probability = certainty * nodes[child].weight
-            slots[nodes[child].slot] = -1
-            if nodes[child].probability >= min_probability:
-                _push(heap, heap_size, nodes, child)
-                heap_size += 1
+        num_nodes = gather(
+            rows, continuations, tables, live, context, doubt, work, current, num_nodes
+        )
+        mix(weights[0], work, current)
+        heap_size = _offer_children(work, current, heap_size, min_probability)
         if heap_size == 0:
             break
         current = _pop(heap, heap_size, nodes)
         heap_size -= 1
-        nodes[current].place = size
-        token_ids[size] = nodes[current].token
-        parents[size] = nodes[nodes[current].parent].place
-        probabilities[size] = nodes[current].probability
-        sources[size] = nodes[current].source
+        node = nodes[current]
+        node.place = size
+        token_ids[size] = node.token
+        parents[size] = nodes[node.parent].place
+        probabilities[size] = node.probability
+        sources[size] = node.source
         size += 1
     return size
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _plant(rows: NDArray[Any], num_rows: int, nodes: NDArray[Any]) -> None:
-    """Make candidate 0 the root, with all rows."""
-    root = nodes[0]
-    root.depth, root.place, root.parent = 0, -1, 0
-    root.probability, root.weight = 1.0, 0.0
-    root.first_row = 0 if num_rows > 0 else -1
-    for index in range(num_rows):
-        rows[index].next = index + 1 if index + 1 < num_rows else -1
-        root.weight += rows[index].weight
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _consider(
-    rows: NDArray[Any],
-    continuations: NDArray[np.int32],
-    nodes: NDArray[Any],
-    parent: int,
-    num_nodes: int,
-    slots: NDArray[np.int32],
-) -> int:
-    """Divide a node's rows among its children by their next token; return the node count."""
-    depth = nodes[parent].depth
-    index = nodes[parent].first_row
-    while index >= 0:
-        following = rows[index].next
-        if depth < rows[index].length:
-            token = continuations[index, depth]
-            slot = _find_slot(slots, nodes, token)
-            child = slots[slot]
-            if child < 0 and num_nodes < nodes.shape[0]:
-                child = num_nodes
-                num_nodes += 1
-                slots[slot] = child
-                _sprout(nodes[child], token, parent, depth + 1, slot)
-            if child >= 0:
-                _join(rows, index, nodes[child])
-        index = following
-    return num_nodes
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _find_slot(slots: NDArray[np.int32], nodes: NDArray[Any], token: int) -> int:
-    """Return where the sibling with this token stands, or the free slot for it."""
-    mask = slots.shape[0] - 1
-    slot = (token * _MULTIPLIER) & mask
-    while slots[slot] >= 0 and nodes[slots[slot]].token != token:
-        slot = (slot + 1) & mask
-    return slot
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _sprout(node: Any, token: int, parent: int, depth: int, slot: int) -> None:
-    node.token, node.parent, node.depth, node.slot = token, parent, depth, slot
-    node.first_row, node.last_row = -1, -1
-    node.weight, node.heaviest = 0.0, -1.0
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _join(rows: NDArray[Any], index: int, node: Any) -> None:
-    """Append a row to a node."""
-    row = rows[index]
-    row.next = -1
-    if node.first_row < 0:
-        node.first_row = index
-    else:
-        rows[node.last_row].next = index
-    node.last_row = index
-    node.weight += row.weight
-    if row.weight > node.heaviest:
-        node.heaviest = row.weight
-        node.source = row.source
+@njit(cache=True, nogil=True)
+def _offer_children(work: Work, current: int, heap_size: int, min_probability: float) -> int:
+    """Put a node's candidates on the heap; return its size."""
+    nodes = work.nodes
+    parent = nodes[current]
+    for child in range(parent.first_child, parent.end_child):
+        node = nodes[child]
+        node.probability = parent.probability * work.shares[child]
+        node.place, node.end_child = -1, 0
+        if node.probability >= min_probability and node.probability >= _LEAST:
+            node.depth = parent.depth + 1
+            node.before, node.earlier = parent.token, parent.before
+            _push(work.heap, heap_size, nodes, child)
+            heap_size += 1
+    return heap_size
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -1,13 +1,22 @@
 """The records that kernels share, and the scratch memory that one draft works in."""
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 MAX_MATCH: Final = 32
 """Match lengths are counted up to this many tokens."""
+
+RECENT_SIZE: Final = 1 << 16
+"""Entries in the table of recent tokens, by token id modulo the size."""
+
+MAX_FOLLOWERS: Final = 16
+"""Most occurrences in the sequence that are read for one node."""
+
+NUM_TABLE_ORDERS: Final = 3
+"""Phrase tables know contexts of up to this many tokens."""
 
 ROW: Final = np.dtype(
     [
@@ -17,6 +26,7 @@ ROW: Final = np.dtype(
         ("next", np.int32),  # next row at the same node of the tree, -1 for none
         ("count", np.float64),  # occurrences that the row stands for
         ("weight", np.float64),  # its share in the prediction
+        ("affinity", np.float64),  # 1 and more, the more words before it are those of the context
     ]
 )
 """One occurrence of the context's end; what followed it stands in `continuations`."""
@@ -24,19 +34,129 @@ ROW: Final = np.dtype(
 NODE: Final = np.dtype(
     [
         ("token", np.int32),
+        ("before", np.int32),  # the token before it in the sequence, -1 for none
+        ("earlier", np.int32),  # the one before that
+        ("pair", np.int32),  # entry of (before, token) in the phrase tables, -1 for none
         ("parent", np.int32),  # candidate above, 0 for the root
         ("depth", np.int32),
         ("first_row", np.int32),
         ("last_row", np.int32),
         ("slot", np.int32),  # where the token stands in the table of siblings
-        ("place", np.int32),  # index in the tree, -1 for the root
+        ("place", np.int32),  # index in the tree, -1 for the root and for what is not in it
         ("source", np.int32),
-        ("weight", np.float64),  # sum over its rows
+        ("voice", np.int32),  # database of the longest match that agrees with the path
+        ("first_child", np.int32),  # its candidates are first_child to end_child
+        ("end_child", np.int32),  # 0 while none were considered
         ("heaviest", np.float64),  # weight of its heaviest row, whose source it has
         ("probability", np.float64),
     ]
 )
 """One candidate for the tree; candidate 0 is the root."""
+
+
+class _EvidenceRows(NamedTuple):
+    """Rows of the evidence about candidates: sums at first, features once a node is complete."""
+
+    ROWS: int = 0  # weight of the candidate's rows; then how probable they make it
+    LIVE: int = 1  # the tables' estimate, corrected by recent outputs and the sequence
+    CORPUS: int = 2  # the phrase tables' estimate
+    AFFINE: int = 3  # as ROWS, occurrences in kindred text counting more
+    RECENCY: int = 4  # distance to the candidate's last occurrence in the sequence
+    UNIGRAM: int = 5  # its share in the corpus
+    SIZE: int = 6
+
+
+Evidence: Final = _EvidenceRows()
+
+
+class _TraitColumns(NamedTuple):
+    """Columns of what is known of a node as a whole: how much evidence of each kind there is."""
+
+    MATCH: int = 0
+    DEPTH: int = 1
+    ROWS: int = 2
+    CORPUS_3: int = 3
+    CORPUS_2: int = 4
+    CORPUS_1: int = 5
+    LIVE_3: int = 6
+    LIVE_2: int = 7
+    CONTEXT_2: int = 8
+    CONTEXT_1: int = 9
+    SIZE: int = 10
+
+
+Traits: Final = _TraitColumns()
+
+
+HIDDEN: Final = 16
+NUM_SOURCES: Final = 6
+MATCH_BUCKETS: Final = 7
+DEPTH_BUCKETS: Final = 5
+
+WEIGHTS: Final = np.dtype(
+    [
+        ("evidence", np.float32, (HIDDEN, Evidence.SIZE)),
+        ("traits", np.float32, (HIDDEN, Traits.SIZE)),
+        ("bias", np.float32, (HIDDEN,)),
+        ("output", np.float32, (HIDDEN,)),
+        ("doubt_traits", np.float32, (HIDDEN, Traits.SIZE)),
+        ("doubt_bias", np.float32, (HIDDEN,)),
+        ("doubt_output", np.float32, (HIDDEN,)),
+        ("doubt", np.float32, (NUM_SOURCES, MATCH_BUCKETS, DEPTH_BUCKETS)),
+    ]
+)
+"""How evidence is mixed: one hidden layer that scores a candidate, one that scores "none of
+these", and what is added to the latter by the database with the longest match, its length and the
+depth. Scores are logarithms to the base 2."""
+
+
+class Tables(NamedTuple):
+    """The arrays of phrase tables (`indexer.reader.PhraseTables`) as kernels take them."""
+
+    starts1: NDArray[np.uint32]
+    starts2: NDArray[np.uint32]
+    starts3: NDArray[np.uint32]
+    tokens2: NDArray[Any]
+    tokens3: NDArray[Any]
+    tokens4: NDArray[Any]
+    counts1: NDArray[np.uint8]
+    counts2: NDArray[np.uint8]
+    counts3: NDArray[np.uint8]
+    counts4: NDArray[np.uint8]
+    values: NDArray[np.float32]  # float32[256], what a code of a count stands for
+    shares: NDArray[np.float32]  # float32[vocabulary], share of each token in the corpus
+    rarity: NDArray[np.float32]  # float32[vocabulary], 0 for frequent tokens to 1 for rare ones
+
+
+class Chains(NamedTuple):
+    """The arrays of a store with hash chains; see `kernels.chains`.
+
+    Attributes:
+        tokens: int32[capacity], a ring; the capacity is a power of two.
+        heads: int32[orders, buckets], low 31 bits of the newest position of each bucket, -1 for
+            none.
+        links: int32[orders, capacity], distance to the previous position, 0 for none.
+        state: int64[3], the next position, where the current document began, and the oldest
+            position that may be read.
+    """
+
+    tokens: NDArray[np.int32]
+    heads: NDArray[np.int32]
+    links: NDArray[np.int32]
+    state: NDArray[np.int64]
+
+
+class Work(NamedTuple):
+    """The scratch arrays in which a tree grows."""
+
+    nodes: NDArray[Any]  # NODE[max_nodes]
+    evidence: NDArray[np.float32]  # float32[Evidence.SIZE, max_nodes]
+    shares: NDArray[np.float32]  # float32[max_nodes], probability given the parent
+    traits: NDArray[np.float32]  # float32[max_depth + 1, Traits.SIZE], by place in the tree + 1
+    heap: NDArray[np.int32]  # int32[max_nodes], candidates that are not in the tree yet
+    slots: NDArray[np.int32]  # int32[power of two], table of siblings, all -1 between calls
+    tail: NDArray[np.int32]  # int32[3], the last tokens before a candidate
+    followers: NDArray[np.int32]  # int32[16], what followed them in the sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +166,11 @@ class Scratch:
     Attributes:
         rows: ROW[max_rows], the evidence.
         continuations: int32[max_rows, max_depth], what followed each occurrence.
-        nodes: NODE[max_nodes], candidates for the tree.
-        heap: int32[max_nodes], candidates that are not in the tree yet.
-        slots: int32[power of two], table of siblings, all -1 between calls.
+        work: where the tree grows.
         counts: float64[MAX_MATCH + 1], evidence by match length.
+        recent: float32[RECENT_SIZE], rarity of the last tokens at their id modulo the size, 0 for
+            all other tokens.
+        marked: int32[MAX_MATCH], the tokens that are marked there.
     """
 
     max_depth: int
@@ -57,17 +178,27 @@ class Scratch:
     max_nodes: int = 1 << 14
     rows: NDArray[Any] = field(init=False)
     continuations: NDArray[np.int32] = field(init=False)
-    nodes: NDArray[Any] = field(init=False)
-    heap: NDArray[np.int32] = field(init=False)
-    slots: NDArray[np.int32] = field(init=False)
+    work: Work = field(init=False)
     counts: NDArray[np.float64] = field(init=False)
+    recent: NDArray[np.float32] = field(init=False)
+    marked: NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
         num_slots = 4 * (1 << (self.max_rows - 1).bit_length())
         object.__setattr__(self, "rows", np.zeros(self.max_rows, ROW))
         continuations = np.zeros((self.max_rows, self.max_depth), np.int32)
         object.__setattr__(self, "continuations", continuations)
-        object.__setattr__(self, "nodes", np.zeros(self.max_nodes, NODE))
-        object.__setattr__(self, "heap", np.zeros(self.max_nodes, np.int32))
-        object.__setattr__(self, "slots", np.full(num_slots, -1, np.int32))
+        work = Work(
+            np.zeros(self.max_nodes, NODE),
+            np.zeros((Evidence.SIZE, self.max_nodes), np.float32),
+            np.zeros(self.max_nodes, np.float32),
+            np.zeros((self.max_depth + 1, Traits.SIZE), np.float32),
+            np.zeros(self.max_nodes, np.int32),
+            np.full(num_slots, -1, np.int32),
+            np.zeros(NUM_TABLE_ORDERS, np.int32),
+            np.zeros(MAX_FOLLOWERS, np.int32),
+        )
+        object.__setattr__(self, "work", work)
         object.__setattr__(self, "counts", np.zeros(MAX_MATCH + 1))
+        object.__setattr__(self, "recent", np.zeros(RECENT_SIZE, np.float32))
+        object.__setattr__(self, "marked", np.zeros(MAX_MATCH, np.int32))

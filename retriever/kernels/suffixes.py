@@ -11,6 +11,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.chains import affinity_of
+
 
 @njit(cache=True, nogil=True)
 def collect_suffixes(
@@ -18,7 +20,9 @@ def collect_suffixes(
     suffixes: NDArray[Any],
     starts: NDArray[Any],
     query: NDArray[np.int32],
+    recent: NDArray[np.float32],
     longest: int,
+    shortest: int,
     samples: int,
     enough: int,
     source: int,
@@ -36,7 +40,9 @@ def collect_suffixes(
         suffixes: of a segment.
         starts: of a segment.
         query: int32[q], the last tokens of the context, ids inside the vocabulary.
+        recent: float32[RECENT_SIZE], rarity of the context's last tokens by id.
         longest: ends of the query longer than this are known not to occur.
+        shortest: ends of the query shorter than this are not asked; 1 or more.
         samples: most occurrences to read for each length.
         enough: shorter ends are not asked once one occurs this often.
         source: database that the rows are marked with.
@@ -49,7 +55,8 @@ def collect_suffixes(
         The first free row afterwards, and the length of the longest match.
     """
     found = 0
-    for length in range(min(longest, query.shape[0]), 0, -1):
+    separator = np.int64(np.iinfo(tokens.dtype).max)
+    for length in range(min(longest, query.shape[0]), shortest - 1, -1):
         pattern = query[query.shape[0] - length :]
         begin, end = find_interval(tokens, suffixes, starts, pattern)
         if begin == end:
@@ -65,6 +72,7 @@ def collect_suffixes(
             copied = _copy(tokens, position + length, depth, continuations[row])
             if copied > 0:
                 _write(rows[row], copied, length, source, (end - begin) / read)
+                rows[row].affinity = affinity_of(tokens, -1, position, 0, separator, recent)
                 row += 1
         if end - begin >= enough:
             break

@@ -1,0 +1,40 @@
+"""Phrase tables as the predictor reads them."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from indexer.format import token_dtype
+from indexer.reader import COUNT_VALUES, Index, PhraseTables, merge_tables
+from retriever.kernels.layout import Tables
+
+_FREQUENT: Final = 4.0  # natural logarithm of how rare a token is that counts as not rare at all
+_RARE: Final = 12.0  # and of one that counts as rare as can be
+
+
+def tables_of(indexes: Sequence[Index]) -> Tables:
+    """Return the phrase tables of indexes of one vocabulary as kernels read them.
+
+    Those of a single index stay mapped; those of several are added up in memory.
+    """
+    if not indexes:
+        return to_kernel(PhraseTables.empty(0, np.dtype(token_dtype(0))))
+    if len(indexes) == 1:
+        return to_kernel(indexes[0].phrases)
+    return to_kernel(merge_tables([index.phrases for index in indexes]))
+
+
+def to_kernel(tables: PhraseTables) -> Tables:
+    """Add each token's share in the corpus, and how rare it is."""
+    occurrences = COUNT_VALUES[tables.counts[0]].astype(np.float64) + 1.0
+    shares = occurrences / max(occurrences.sum(), 1.0)
+    rarity = (-np.log(shares) - _FREQUENT) / (_RARE - _FREQUENT)
+    return Tables(
+        *tables.starts,
+        *tables.tokens[1:],
+        *tables.counts,
+        COUNT_VALUES,
+        shares.astype(np.float32),
+        np.clip(rarity, 0.0, 1.0).astype(np.float32),
+    )
