@@ -88,7 +88,7 @@ def test_inspect_tells_what_an_index_holds(cli: Cli, built: Path) -> None:
     assert len(summary.pop("fingerprint")) == 64
     assert summary == {
         "path": str(built),
-        "format_version": 1,
+        "format_version": 2,
         "tokens": 11,
         "documents": 1,
         "segments": 1,
