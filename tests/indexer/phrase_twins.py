@@ -1,12 +1,14 @@
 """Slow and obvious twins of the phrase tables: dictionaries of n-grams."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import cache
 
 from indexer.counts import COUNT_SCALE
 from indexer.phrases import PhraseTables
 
 Ngram = tuple[int, ...]
+Levels = list[list[tuple[Ngram, int]]]
 
 
 def count_all(documents: Sequence[Sequence[int]]) -> Counter[Ngram]:
@@ -18,8 +20,9 @@ def count_all(documents: Sequence[Sequence[int]]) -> Counter[Ngram]:
     )
 
 
+@cache
 def rounded(count: int) -> int:
-    return min(COUNT_SCALE.tolist(), key=lambda value: (abs(value - count), value))
+    return min(map(int, COUNT_SCALE), key=lambda value: (abs(value - count), value))
 
 
 def slow_levels(
@@ -28,17 +31,19 @@ def slow_levels(
     *,
     max_bytes: float = float("inf"),
     token_bytes: int = 2,
-) -> list[list[tuple[Ngram, int]]]:
+) -> Levels:
     """Return the entries of each level, as n-gram and rounded count, that the format asks for."""
-    levels = [[((token,), rounded(counts[(token,)])) for token in range(vocabulary_size)]]
+    levels: Levels = [[((token,), rounded(counts[(token,)])) for token in range(vocabulary_size)]]
     for order in (2, 3, 4):
-        frequent = [ngram for ngram in counts if len(ngram) == order and counts[ngram] >= 2]
+        children: dict[Ngram, list[tuple[Ngram, int]]] = defaultdict(list)
+        for ngram, count in counts.items():
+            if len(ngram) == order and count >= 2:
+                children[ngram[:-1]].append((ngram, rounded(count)))
         level = []
         for parent, _ in levels[-1]:
-            children = [
-                (ngram, rounded(counts[ngram])) for ngram in frequent if ngram[:-1] == parent
+            level += sorted(children.get(parent, []), key=lambda child: (-child[1], child[0][-1]))[
+                :32
             ]
-            level += sorted(children, key=lambda child: (-child[1], child[0][-1]))[:32]
         levels.append(level)
     while slow_num_bytes(levels, token_bytes) > max_bytes and any(levels[1:]):
         longest = max(number for number in (1, 2, 3) if levels[number])
@@ -47,14 +52,15 @@ def slow_levels(
     return levels
 
 
-def slow_num_bytes(levels: Sequence[Sequence[tuple[Ngram, int]]], token_bytes: int) -> int:
+def slow_num_bytes(levels: Levels, token_bytes: int) -> int:
     num_starts = (len(levels[1]) + 1) + (len(levels[2]) + 1)
     return 4 * num_starts + (token_bytes + 1) * sum(map(len, levels[1:]))
 
 
-def levels_in(tables: PhraseTables) -> list[list[tuple[Ngram, int]]]:
+def levels_in(tables: PhraseTables) -> Levels:
     """Read tables back, entry by entry."""
-    levels = [[((token,), int(COUNT_SCALE[code])) for token, code in enumerate(tables.counts[0])]]
+    counts = COUNT_SCALE[tables.counts[0]].tolist()
+    levels: Levels = [[((token,), count) for token, count in enumerate(counts)]]
     for level in (1, 2, 3):
         starts = tables.starts[level - 1].tolist()
         parents = [

@@ -48,7 +48,7 @@ def random_documents(rng: random.Random, alphabet: Sequence[int]) -> Documents:
     return documents
 
 
-ALPHABETS = {
+ALPHABETS: dict[int, list[Sequence[int]]] = {
     3: [[0], [0, 1, 2]],
     50: [[49], [0, 49], range(50)],
     65535: [[0, 65534, 65533], range(10, 30)],
@@ -90,9 +90,8 @@ def test_a_context_keeps_its_most_frequent_successors_and_what_followed_these() 
     ties = [[53, token] for token in range(40) for _ in range(2)]
     built = tables_of(54, often, ties)
     assert levels_in(built) == slow_levels(count_all(often + ties), 54)
-    expected = sorted(
-        ((t, rounded(t + 2)) for t in range(40)), key=lambda each: (-each[1], each[0])
-    )
+    seen = [(token, rounded(token + 2)) for token in range(40)]
+    expected = sorted(seen, key=lambda each: (-each[1], each[0]))
     assert built.successors([50]) == expected[:MAX_SUCCESSORS]
     assert [token for token, _ in built.successors([53])] == list(range(32))
     assert built.successors([50, 39]) == [(51, 41)]
