@@ -19,7 +19,10 @@ from indexer.format import (
 _REQUIRED_FILES: Final = ((CHECKSUM_FILE,), (CATALOG_FOLDER, CATALOG_FILE))
 _FILES: Final = (*_REQUIRED_FILES, (CATALOG_FOLDER, CATALOG_LOCK_FILE))
 _FOLDERS: Final = ((CATALOG_FOLDER,), (SEGMENTS_FOLDER,), (PHRASES_FOLDER,))
-_NUMBERED: Final = {(SEGMENTS_FOLDER,): SEGMENT_FILES, (PHRASES_FOLDER,): PHRASE_FILES}
+_NUMBERED: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
+    (SEGMENTS_FOLDER,): SEGMENT_FILES,
+    (PHRASES_FOLDER,): PHRASE_FILES,
+}
 
 
 def why_not_index(folder: Path) -> str | None:
