@@ -38,7 +38,7 @@ _NUM_CODES: Final = 256
 def build_tables(segments: Sequence[Segment], vocabulary_size: int) -> PhraseTables:
     """Return the phrase tables of the documents in all segments; docs/format.md says which.
 
-    Takes memory for about three times the tables, and for counting.
+    Takes memory in proportion to the largest tables allowed, and for one batch of counting.
 
     Args:
         segments: of one index, whose arrays are sound.
