@@ -12,7 +12,7 @@ from indexer.opening import Segment
 
 _TOKEN_BITS: Final = np.uint64(32)
 _STRIDE: Final = 1 << 20
-"""Suffixes that are looked at together; takes some 100 bytes of memory for each."""
+"""Suffixes that are looked at together; takes some 130 bytes of memory for each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,7 +45,7 @@ class PhraseTables:
 
     def __post_init__(self) -> None:
         # Compiled code takes read-only arrays and others for two types.
-        for array in self.files().values():
+        for array in (*self.starts, *self.tokens, *self.counts):
             array.flags.writeable = False
 
     @classmethod

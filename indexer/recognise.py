@@ -19,7 +19,10 @@ from indexer.format import (
 _REQUIRED_FILES: Final = ((CHECKSUM_FILE,), (CATALOG_FOLDER, CATALOG_FILE))
 _FILES: Final = (*_REQUIRED_FILES, (CATALOG_FOLDER, CATALOG_LOCK_FILE))
 _FOLDERS: Final = ((CATALOG_FOLDER,), (SEGMENTS_FOLDER,), (PHRASES_FOLDER,))
-_NUMBERED: Final = {SEGMENTS_FOLDER: SEGMENT_FILES, PHRASES_FOLDER: PHRASE_FILES}
+_NUMBERED: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
+    (SEGMENTS_FOLDER,): SEGMENT_FILES,
+    (PHRASES_FOLDER,): PHRASE_FILES,
+}
 
 
 def why_not_index(folder: Path) -> str | None:
@@ -49,15 +52,13 @@ def _is_folder_of_index(parts: tuple[str, ...]) -> bool:
 
 def _is_numbered(parts: tuple[str, ...]) -> bool:
     """Tell whether this is the folder of a segment or of phrase tables."""
-    *folder, name = parts
-    return len(folder) == 1 and folder[0] in _NUMBERED and is_segment_name(name)
+    return bool(parts) and parts[:-1] in _NUMBERED and is_segment_name(parts[-1])
 
 
 def _is_file_of_index(parts: tuple[str, ...]) -> bool:
     if parts in _FILES:
         return True
-    *folder, name = parts
-    return _is_numbered(tuple(folder)) and name in _NUMBERED[parts[0]]
+    return _is_numbered(parts[:-1]) and parts[-1] in _NUMBERED[parts[:-2]]
 
 
 def _fail(error: OSError) -> NoReturn:

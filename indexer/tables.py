@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.counts import COUNT_SCALE, encode_counts
+from indexer.errors import DamagedIndexError
 from indexer.format import COUNT_DTYPE, MAX_ORDER, POSITION_DTYPE, token_dtype
 from indexer.ngrams import Level, count_batches, merge_levels
 from indexer.opening import Segment
@@ -37,7 +38,7 @@ _NUM_CODES: Final = 256
 def build_tables(segments: Sequence[Segment], vocabulary_size: int) -> PhraseTables:
     """Return the phrase tables of the documents in all segments; docs/format.md says which.
 
-    Takes memory for about three times the tables, and for counting.
+    Takes memory in proportion to the largest tables allowed, and for one batch of counting.
 
     Args:
         segments: of one index, whose arrays are sound.
@@ -64,6 +65,7 @@ def merge_tables(tables: Sequence[PhraseTables]) -> PhraseTables:
 
     Raises:
         ValueError: there are none, or for several vocabularies.
+        DamagedIndexError: the entries of one do not divide the next level.
     """
     if len({each.vocabulary_size for each in tables}) != 1:
         raise ValueError("phrase tables are merged for one vocabulary")
@@ -101,27 +103,27 @@ def prune(levels: Sequence[Level]) -> list[Level]:
     return pruned
 
 
-def fit(levels: Sequence[Level], max_bytes: int) -> list[Level]:
-    """Return levels 2 to 4 without as many of the rarest n-grams as do not fit, longest first.
+def least_codes(levels: Sequence[Level], max_bytes: int) -> list[int]:
+    """Return the least code for each of levels 2 to 4 with which all of them fit.
 
-    In the longest n-grams the least code is raised until all fit, or none of them is left; then
-    in the next shorter ones.
+    For the longest n-grams the least code is raised until all fit, or none of these is left; then
+    for the next shorter ones.
 
     Args:
         levels: 2 to 4, pruned.
         max_bytes: of tokens, codes and starts of all three.
     """
-    fitting = list(levels)
+    least = [0] * len(levels)
+    excess = num_bytes(levels) - max_bytes
     for number in reversed(range(MAX_ORDER - 1)):
-        excess = num_bytes(fitting) - max_bytes
         if excess <= 0:
             break
-        level = fitting[number]
+        level = levels[number]
         entry_bytes = _entry_bytes(number, level.tokens.dtype)
         freed = entry_bytes * np.cumsum(np.bincount(level.counts, minlength=_NUM_CODES))
-        least = int(np.searchsorted(freed, excess)) + 1
-        fitting[number] = level[level.counts >= least]
-    return fitting
+        least[number] = int(np.searchsorted(freed, excess)) + 1
+        excess -= int(freed[-1])
+    return least
 
 
 def num_bytes(levels: Sequence[Level]) -> int:
@@ -133,26 +135,29 @@ def num_bytes(levels: Sequence[Level]) -> int:
 
 
 class _Gathered:
-    """Levels 2 to 4 of the batches so far, and no more of them than a small multiple of a limit.
+    """Levels 2 to 4 of the batches so far, and no more of them than twice a limit and a batch.
 
-    To drop n-grams early changes nothing: what does not fit yet will not fit with more.
+    What is dropped early would be dropped in the end: with more n-grams, least codes only rise.
     """
 
     def __init__(self, dtype: np.dtype[Any], max_bytes: int) -> None:
         empty = Level(np.empty(0, np.int64), np.empty(0, dtype), np.empty(0, COUNT_DTYPE))
         self._batches = [[empty] * (MAX_ORDER - 1)]
+        self._least = [0] * (MAX_ORDER - 1)
         self._max_bytes = max_bytes
 
     def add(self, batch: Sequence[Level]) -> None:
         """Append the n-grams that begin with the next larger tokens, having pruned them."""
-        self._batches.append(prune(batch))
+        self._batches.append(_with_codes_from(self._least, prune(batch)))
         if sum(map(num_bytes, self._batches)) > 2 * self._max_bytes:
             self._batches = [self.levels()]
 
     def levels(self) -> list[Level]:
         """Return all that fits; parents are numbered through."""
         joined = [self._joined(number) for number in range(MAX_ORDER - 1)]
-        return fit(joined, self._max_bytes)
+        least = least_codes(joined, self._max_bytes)
+        self._least = [max(each) for each in zip(self._least, least, strict=True)]
+        return _with_codes_from(least, joined)
 
     def _joined(self, number: int) -> Level:
         levels = [batch[number] for batch in self._batches]
@@ -163,6 +168,11 @@ class _Gathered:
             np.concatenate([level.tokens for level in levels]),
             np.concatenate([level.counts for level in levels]),
         )
+
+
+def _with_codes_from(least: Sequence[int], levels: Sequence[Level]) -> list[Level]:
+    """Drop what has smaller codes; where a level loses entries, those above it have none left."""
+    return [level[level.counts >= code] for level, code in zip(levels, least, strict=True)]
 
 
 def _most_frequent(parents: NDArray[np.int64], codes: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -193,6 +203,10 @@ def _starts(parents: NDArray[np.int64], num_parents: int) -> NDArray[np.uint32]:
 
 
 def _levels_of(tables: PhraseTables) -> list[Level]:
+    if any(np.any(starts[1:] < starts[:-1]) for starts in tables.starts):
+        raise DamagedIndexError(
+            "the phrase tables of an index are damaged: `python -m indexer verify` says of which"
+        )
     return [
         Level(
             np.repeat(np.arange(len(starts) - 1), np.diff(starts)),

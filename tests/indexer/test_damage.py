@@ -13,7 +13,7 @@ from indexer.errors import (
     DamagedIndexError,
     FormatVersionError,
 )
-from indexer.format import FileRecord, encode_json
+from indexer.format import PHRASE_FILES, FileRecord, encode_json
 from indexer.reader import Index
 from indexer.verify import verify_index
 
@@ -23,6 +23,7 @@ FILES = [
     "segments/00000001/tokens",
     "segments/00000001/suffixes",
     "segments/00000001/starts",
+    *(f"phrases/00000000/{name}" for name in PHRASE_FILES),
 ]
 
 
@@ -32,7 +33,7 @@ import json, random, sys
 from pathlib import Path
 import numpy as np
 from indexer.errors import DamagedIndexError
-from indexer.reader import Index
+from indexer.reader import Index, merge_tables
 
 rng = random.Random(11)
 path = Path(sys.argv[1])
@@ -46,6 +47,12 @@ def look_at(index):
         for token in range(index.vocabulary.size):
             begin, end = segment.starts[token:token + 2]
             assert begin <= end <= len(segment.suffixes)
+    pairs = [(a, b) for a in range(5) for b in range(5)]
+    for context in [*((a,) for a in range(index.vocabulary.size)), *pairs]:
+        for token, count in index.phrases.successors(context):
+            index.phrases.count_of((*context, token))
+            index.phrases.successors((*context, token))
+    merge_tables([index.phrases, index.phrases])
 
 for file in sorted(each for each in path.rglob("*") if each.is_file()):
     content = file.read_bytes()
@@ -95,7 +102,7 @@ def test_a_file_that_is_missing_or_of_another_size_is_refused(
         Index.open(tiny_index)
 
 
-@pytest.mark.parametrize("name", ["catalog", "segments", "segments/00000000"])
+@pytest.mark.parametrize("name", ["catalog", "segments", "segments/00000000", "phrases"])
 def test_a_half_copied_index_is_refused(name: str, tiny_index: Path) -> None:
     shutil.rmtree(tiny_index / name)
     with pytest.raises(DamagedIndexError, match="missing"):
@@ -125,7 +132,7 @@ def test_a_large_catalog_is_left_to_verify(
 
 
 @pytest.mark.parametrize(
-    ("place", "value"), [(0, 1), (5, 14), (5, 2**32 - 1), (1000, 0), (1000, 9), (999, 0)]
+    ("place", "value"), [(0, 1), (5, 14), (5, 2**32 - 1), (1000, 0), (1000, 8), (999, 0)]
 )
 def test_starts_that_do_not_divide_the_suffixes_are_refused(
     place: int, value: int, tiny_index: Path
@@ -135,6 +142,39 @@ def test_starts_that_do_not_divide_the_suffixes_are_refused(
     starts[place] = value
     starts.tofile(file)
     with pytest.raises(DamagedIndexError, match=r"00000001/starts is damaged"):
+        Index.open(tiny_index)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        *(("starts1", place, value) for place, value in [(0, 1), (5, 9), (1000, 0), (1000, 9)]),
+        *(("starts2", place, value) for place, value in [(0, 1), (-1, 0), (-1, 2**32 - 1)]),
+        *(("starts3", place, value) for place, value in [(0, 1), (-1, 0), (-1, 7)]),
+    ],
+)
+def test_phrase_tables_whose_levels_do_not_meet_are_refused(
+    name: str, place: int, value: int, tiny_index: Path
+) -> None:
+    file = tiny_index / "phrases/00000000" / name
+    starts = np.fromfile(file, np.uint32)
+    starts[place] = value
+    starts.tofile(file)
+    with pytest.raises(DamagedIndexError, match=r"phrases/00000000"):
+        Index.open(tiny_index)
+
+
+@pytest.mark.parametrize("name", PHRASE_FILES)
+def test_phrase_tables_of_other_sizes_than_their_neighbours_are_refused(
+    name: str, tiny_index: Path
+) -> None:
+    file = tiny_index / "phrases/00000000" / name
+    file.write_bytes(file.read_bytes() * 2)
+    with lmdb.open(str(tiny_index / "catalog"), lock=False) as catalog, catalog.begin() as records:
+        phrases = json.loads(records.get(b"phrases") or b"")
+    phrases["files"][name] = FileRecord.of_file(file).encode()
+    rewrite_record(tiny_index, b"phrases", encode_json(phrases))
+    with pytest.raises(DamagedIndexError, match="contradict"):
         Index.open(tiny_index)
 
 
@@ -156,6 +196,9 @@ def test_no_flipped_byte_crashes_a_reader(tiny_index: Path) -> None:
         (b"vocabulary", b"[]"),
         (b"vocabulary", b'{"size":1000}'),
         (b"segments", b"null"),
+        (b"phrases", None),
+        (b"phrases", b"[]"),
+        (b"phrases", b'{"files":{},"name":"00000000"}'),
         (b"segments", b'[{"name":"../../etc","documents":1,"tokens":1,"files":{}}]'),
     ],
 )
@@ -176,6 +219,14 @@ def test_a_missing_document_is_noticed_when_it_is_looked_up(tiny_index: Path) ->
 
 
 def test_a_newer_format_is_refused_with_advice(tiny_index: Path) -> None:
-    rewrite_record(tiny_index, b"format", b"2")
-    with pytest.raises(FormatVersionError, match=r"version 2.*upgrade"):
+    rewrite_record(tiny_index, b"format", b"3")
+    with pytest.raises(FormatVersionError, match=r"version 3.*upgrade"):
+        Index.open(tiny_index)
+
+
+def test_an_older_format_is_refused_with_advice(tiny_index: Path) -> None:
+    rewrite_record(tiny_index, b"format", b"1")
+    rewrite_record(tiny_index, b"phrases", None)
+    shutil.rmtree(tiny_index / "phrases")
+    with pytest.raises(FormatVersionError, match=r"version 1, .* version 2: build it again"):
         Index.open(tiny_index)

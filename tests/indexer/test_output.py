@@ -67,6 +67,11 @@ def test_an_existing_output_is_refused_and_left_alone(
         "segments/00000000/more/tokens",
         "segments/mine/tokens",
         "segments/1/tokens",
+        "segments/00000000/counts1",
+        "phrases/thesis.txt",
+        "phrases/00000000/tokens",
+        "phrases/00000000/more/tokens2",
+        "phrases/mine/tokens2",
     ],
 )
 def test_what_an_index_does_not_hold_is_never_overwritten(

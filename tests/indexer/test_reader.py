@@ -28,11 +28,11 @@ def test_an_open_index_tells_its_size_and_vocabulary(
     tiny_index: Path, vocabulary: Vocabulary
 ) -> None:
     with Index.open(str(tiny_index)) as index:
-        assert (index.num_documents, index.num_tokens) == (4, 13)
+        assert (index.num_documents, index.num_tokens) == (4, 15)
         assert index.vocabulary == vocabulary
         assert index.path == tiny_index
         assert [segment.name for segment in index.segments] == ["00000000", "00000001"]
-        assert [len(segment.tokens) for segment in index.segments] == [8, 9]
+        assert [len(segment.tokens) for segment in index.segments] == [8, 11]
 
 
 def test_arrays_are_plain_native_and_read_only(tiny_index: Path) -> None:

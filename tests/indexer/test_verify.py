@@ -7,6 +7,7 @@ import pytest
 from indexer.build import build_from_tokens
 from indexer.consistency import find_inconsistencies
 from indexer.errors import FormatVersionError, IndexNotFoundError
+from indexer.format import PHRASE_FILES
 from indexer.reader import Index, Segment, Vocabulary
 from indexer.verify import verify_index
 
@@ -18,6 +19,7 @@ FILES = [
         for number in (0, 1)
         for name in ("tokens", "suffixes", "starts")
     ),
+    *(f"phrases/00000000/{name}" for name in PHRASE_FILES),
 ]
 
 
@@ -66,6 +68,20 @@ def test_all_damaged_files_are_named_at_once(tiny_index: Path) -> None:
         (tiny_index / name).write_bytes(b"")
     findings = verify_index(tiny_index).findings
     assert len(findings) == len(FILES[2:])
+
+
+@pytest.mark.parametrize("name", [name for name in PHRASE_FILES if name != "starts1"])
+def test_phrase_tables_of_other_segments_are_found(
+    name: str, tiny_index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tiny_index / "phrases/00000000" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 // 4 * 4] ^= 1
+    file.write_bytes(content)
+    # As if it had been written so.
+    monkeypatch.setattr("indexer.verify.check_file", lambda *_: None)
+    (finding,) = verify_index(tiny_index).findings
+    assert "phrase tables" in finding or "phrases" in finding
 
 
 def test_what_is_no_index_is_an_error_and_not_a_finding(tmp_path: Path) -> None:
