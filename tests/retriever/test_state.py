@@ -1,11 +1,7 @@
 """Outputs outlive the drafter that remembered them, of each tenant for itself."""
 
-import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,68 +10,15 @@ import pytest
 from indexer.reader import Vocabulary
 from retriever import (
     DraftRequest,
-    InvalidRequestError,
     StateError,
     TokenIds,
     VocabularyMismatchError,
 )
 from retriever.embedded import EmbeddedDrafter
 from retriever.generations import Output
-from retriever.generations_log import GenerationsLog
 from retriever.limits import Limits
 from retriever.log_store import Entry, LogOptions
-
-SMALL = Limits(generations_tokens=1024)
-
-
-def ids(*tokens: int) -> TokenIds:
-    return np.array(tokens, np.int32)
-
-
-def output(number: int, length: int = 20) -> TokenIds:
-    """An output that nothing else equals in two tokens that follow one another."""
-    return np.arange(100 * number, 100 * number + length, dtype=np.int32)
-
-
-@contextmanager
-def drafter_on(
-    state: Path | None, limits: Limits | None = None, vocabulary: Vocabulary | None = None
-) -> Iterator[EmbeddedDrafter]:
-    drafter = EmbeddedDrafter(state=state, limits=limits or Limits(), vocabulary=vocabulary)
-    try:
-        yield drafter
-    finally:
-        drafter.shut_down()
-
-
-@contextmanager
-def log_on(
-    state: Path, options: LogOptions | None = None, clock: Callable[[], float] = lambda: 0.0
-) -> Iterator[GenerationsLog]:
-    log = GenerationsLog(state, options=options, clock=clock)
-    try:
-        yield log
-    finally:
-        log.close()
-
-
-def keep(log: GenerationsLog, tokens: TokenIds, tenant: str = "", time_s: float = 0.0) -> None:
-    log.append(Entry(tenant, Output(tokens, time_s)))
-    log.commit()
-
-
-def kept(log: GenerationsLog, tenant: str = "") -> list[list[int]]:
-    return [output.tokens.tolist() for output in log.load(tenant).outputs]
-
-
-def knows(drafter: EmbeddedDrafter, number: int, tenant: str = "") -> bool:
-    tree = drafter.draft_context(output(number)[:8], 4, tenant=tenant)
-    return np.array_equal(tree.token_ids, output(number)[8:12])
-
-
-def tree_of(drafter: EmbeddedDrafter, context: TokenIds) -> list[list[float]]:
-    tree = drafter.draft_context(context, 24)
-    return [tree.token_ids.tolist(), tree.parents.tolist(), tree.probabilities.tolist()]
+from tests.retriever.states import drafter_on, ids, keep, kept, knows, log_on, output, tree_of
 
 
 @pytest.mark.parametrize("num_outputs", [1, 40, 400])
@@ -176,102 +119,6 @@ def test_statistics_of_a_pool_go_with_its_next_output(tmp_path: Path) -> None:
     with drafter_on(tmp_path) as drafter:
         assert drafter._pools.get("a").statistics == b"learned"
         assert drafter._pools.get("b").statistics is None
-
-
-@pytest.mark.parametrize("state", [None, "state"])
-def test_no_tenant_drafts_from_another(tmp_path: Path, state: str | None) -> None:
-    """Names that are prefixes of one another, or hold zeros, are names of their own."""
-    tenants = ["", "a", "aa", "a\0", "\0a", "\u00e4" * 128]
-    path = tmp_path / state if state else None
-    with drafter_on(path) as drafter:
-        for number, tenant in enumerate(tenants):
-            drafter.open(tenant or "s", ids(9), tenant=tenant)
-            drafter.close(tenant or "s", output(number))
-        assert_separate(drafter, tenants)
-    if path is not None:
-        with drafter_on(path) as drafter:
-            assert_separate(drafter, tenants)
-
-
-def assert_separate(drafter: EmbeddedDrafter, tenants: list[str]) -> None:
-    for asking in tenants:
-        for number, planted in enumerate(tenants):
-            assert knows(drafter, number, asking) == (asking == planted)
-            drafter.open("asks", output(number)[:8], tenant=asking)
-            tree = drafter.draft([DraftRequest("asks", ids(), 8, 8)])[0]
-            drafter.close("asks")
-            assert (len(tree) > 0) == (asking == planted)
-
-
-def test_tenants_beyond_the_limit_leave_memory_and_come_back_from_the_log(tmp_path: Path) -> None:
-    limits = replace(SMALL, max_tenants=2)
-    with drafter_on(tmp_path, limits) as drafter:
-        for number in range(5):
-            drafter.remember(output(number), tenant=str(number))
-            drafter.remember(output(number + 10), tenant=str(number))
-        assert len(drafter._pools) == 2
-        gc.collect()
-        assert set(drafter._pools._in_use) == {"3", "4"}
-        for number in range(5):
-            assert knows(drafter, number, str(number))
-            drafter.remember(output(number + 20), tenant=str(number))
-    with log_on(tmp_path, LogOptions(1024)) as log:
-        expected = [output(3 + more).tolist() for more in (0, 10, 20)]
-        assert kept(log, "3") == expected
-
-
-def test_without_a_log_a_tenant_that_left_memory_is_forgotten() -> None:
-    with drafter_on(None, replace(SMALL, max_tenants=2)) as drafter:
-        for number in range(3):
-            drafter.remember(output(number), tenant=str(number))
-        assert not knows(drafter, 0, "0")
-        assert knows(drafter, 2, "2")
-
-
-def test_a_session_whose_tenant_left_memory_is_still_of_its_pool(tmp_path: Path) -> None:
-    with drafter_on(tmp_path, replace(SMALL, max_tenants=1)) as drafter:
-        drafter.open("s", ids(9), tenant="a")
-        drafter.remember(output(1), tenant="b")
-        drafter.close("s", output(2))
-        assert knows(drafter, 2, "a")
-        assert not knows(drafter, 2, "b")
-    with drafter_on(tmp_path) as drafter:
-        assert knows(drafter, 2, "a")
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_deleted_tenant_is_gone_and_the_others_are_not(tmp_path: Path, in_memory: bool) -> None:  # noqa: FBT001
-    with drafter_on(tmp_path, replace(SMALL, max_tenants=2)) as drafter:
-        for tenant in ("gone", "other") if not in_memory else ("other", "gone"):
-            drafter.remember(output(1), tenant=tenant)
-        if in_memory:
-            drafter.open("s", output(2), tenant="gone")
-            drafter.delete_tenant("gone")
-            drafter.close("s", output(3))
-        else:
-            drafter.remember(output(1), tenant="third")
-            drafter.delete_tenant("gone")
-        for number in (1, 2, 3):
-            assert not knows(drafter, number, "gone")
-        assert knows(drafter, 1, "other")
-        drafter.remember(output(4), tenant="gone")
-    with drafter_on(tmp_path) as drafter:
-        assert [number for number in range(5) if knows(drafter, number, "gone")] == [4]
-        assert knows(drafter, 1, "other")
-
-
-def test_a_tenant_can_be_deleted_without_a_log() -> None:
-    with drafter_on(None) as drafter:
-        drafter.remember(output(1), tenant="a")
-        drafter.delete_tenant("a")
-        drafter.delete_tenant("nobody")
-        assert not knows(drafter, 1, "a")
-
-
-@pytest.mark.parametrize("tenant", ["x" * 257, "\ud800"])
-def test_names_of_tenants_are_checked(tenant: str) -> None:
-    with drafter_on(None) as drafter, pytest.raises(InvalidRequestError, match="name"):
-        drafter.open("s", ids(1), tenant=tenant)
 
 
 def test_outputs_of_another_tokenizer_are_refused(tmp_path: Path, vocabulary: Vocabulary) -> None:
