@@ -110,9 +110,7 @@ class Pools:
             self._recent[tenant] = pool
             self._recent.move_to_end(tenant)
             if len(self._recent) > self._limits.max_tenants:
-                idle, _ = self._recent.popitem(last=False)
-                if self._log is not None:
-                    self._log.let_go(idle)
+                self._let_go(*self._recent.popitem(last=False))
             return pool
 
     def remember(self, pool: Pool, output: TokenIds) -> None:
@@ -152,9 +150,20 @@ class Pools:
             self._log.name_vocabulary(fingerprint)
 
     def close(self) -> None:
-        """Close the log."""
+        """Write the statistics that the log does not have yet, and close it."""
+        with self._lock:
+            for tenant, pool in self._recent.items():
+                self._let_go(tenant, pool)
         if self._log is not None:
             self._log.close()
+
+    def _let_go(self, tenant: str, pool: Pool) -> None:
+        if self._log is None:
+            return
+        if pool.statistics is not None and pool.statistics is not pool.logged_statistics:
+            self._log.put_statistics(tenant, pool.statistics)
+            pool.logged_statistics = pool.statistics
+        self._log.let_go(tenant)
 
     def _load(self, tenant: str) -> Pool:
         limits = self._limits

@@ -119,6 +119,9 @@ def test_statistics_of_a_pool_go_with_its_next_output(tmp_path: Path) -> None:
     with drafter_on(tmp_path) as drafter:
         assert drafter._pools.get("a").statistics == b"learned"
         assert drafter._pools.get("b").statistics is None
+        drafter._pools.get("b").statistics = b"without an output"
+    with drafter_on(tmp_path) as drafter:
+        assert drafter._pools.get("b").statistics == b"without an output"
 
 
 def test_outputs_of_another_tokenizer_are_refused(tmp_path: Path, vocabulary: Vocabulary) -> None:

@@ -13,7 +13,7 @@ from retriever import (
 from retriever.embedded import EmbeddedDrafter
 from retriever.limits import Limits
 from retriever.log_store import LogOptions
-from tests.retriever.states import drafter_on, ids, kept, knows, log_on, output
+from tests.retriever.states import drafter_on, ids, keep, kept, knows, log_on, output
 
 SMALL = Limits(generations_tokens=1024)
 
@@ -98,6 +98,36 @@ def test_a_deleted_tenant_is_gone_and_the_others_are_not(tmp_path: Path, in_memo
     with drafter_on(tmp_path) as drafter:
         assert [number for number in range(5) if knows(drafter, number, "gone")] == [4]
         assert knows(drafter, 1, "other")
+
+
+def test_nothing_of_a_deleted_tenant_stays_in_the_files(tmp_path: Path) -> None:
+    planted = [output(number, 20).astype("<u2").tobytes() for number in range(100)]
+    with drafter_on(tmp_path) as drafter:
+        for number in range(100):
+            tenant = "gone" if number % 2 else "other"
+            drafter.remember(output(number), tenant=tenant)
+        data = tmp_path / "generations.mdb"
+        assert all(data.read_bytes().count(tokens) for tokens in planted)
+        drafter.delete_tenant("gone")
+        content = data.read_bytes()
+        assert data.stat().st_mode & 0o777 == 0o600
+        found = [number for number in range(100) if planted[number] in content]
+        assert found == list(range(0, 100, 2))
+        drafter.remember(output(200), tenant="other")
+        assert drafter.log_failures == 0
+    with log_on(tmp_path) as log:
+        assert kept(log, "other") == [output(n).tolist() for n in [*range(0, 100, 2), 200]]
+        assert kept(log, "gone") == []
+
+
+def test_a_tenant_can_be_deleted_where_the_log_is_full(tmp_path: Path) -> None:
+    with log_on(tmp_path, LogOptions(max_bytes=1 << 18)) as log:
+        while log.failures == 0:
+            keep(log, output(1, 1000), "gone")
+        log.delete("gone")
+        assert kept(log, "gone") == []
+        keep(log, output(1, 1000), "other")
+        assert (log.failures, kept(log, "other")) == (1, [output(1, 1000).tolist()])
 
 
 def test_a_tenant_can_be_deleted_without_a_log() -> None:
