@@ -3,9 +3,10 @@
     python benchmarks/durability.py --kills 1000 --json
 
 A child remembers outputs and acknowledges each in a pipe. It is killed (SIGKILL) at a random
-moment: while it opens the log, mends it, writes, or closes it. Then the log is opened again. It
-must hold every output that was acknowledged, whole and in order, up to the log's capacity, and at
-most one that was not acknowledged: the one that was being written. The next child goes on from it.
+moment: while it opens the log, mends it, writes, deletes a tenant, or closes it. Then the log is
+opened again. It must hold every output that was acknowledged, whole and in order, up to the log's
+capacity, and at most one that was not acknowledged: the one that was being written. The next child
+goes on from it.
 """
 
 import json
@@ -35,6 +36,7 @@ CAPACITY: Final = 1 << 13
 
 _ACKNOWLEDGEMENT: Final = struct.Struct("<Q")
 _MAX_OUTPUT_TOKENS: Final = 400
+_NEIGHBOUR: Final = "neighbour"
 _WORDS: Final = 1 << 10
 _MAX_LIFE_S: Final = 0.04
 
@@ -125,6 +127,9 @@ def live(state: Path, number: int, pipe: int, durability: Durability, seed: int)
             drafter.close("s", output[-1:])
         os.write(pipe, _ACKNOWLEDGEMENT.pack(number))
         number += 1
+        if rng.random() < 0.02:  # noqa: PLR2004
+            drafter.remember(output, tenant=_NEIGHBOUR)
+            drafter.delete_tenant(_NEIGHBOUR)
         if rng.random() < 0.02:  # noqa: PLR2004
             drafter.shut_down()
             drafter = EmbeddedDrafter(limits=limits, state=state, durability=durability)

@@ -17,7 +17,6 @@ from retriever.errors import (
     OutOfSequenceError,
     VocabularyMismatchError,
 )
-from retriever.generations_log import GenerationsLog
 from retriever.kernels.layout import MAX_MATCH
 from retriever.limits import (
     Limits,
@@ -28,7 +27,7 @@ from retriever.limits import (
     check_tenant_name,
     checked_tokens,
 )
-from retriever.log_store import Durability, LogOptions
+from retriever.log_store import Durability
 from retriever.pools import Pool, Pools
 from retriever.predictor import Predictor
 from retriever.sessions import Session, Sessions
@@ -84,8 +83,8 @@ class EmbeddedDrafter:
         self._corpus = Corpus(segments, tables_of(self.indexes))
         self._predictor = Predictor(limits.max_budget_nodes)
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
-        self._log = self._open_log(state, durability)
-        self._pools = Pools(limits, self._log)
+        self._pools = Pools.open(limits, state, self._fingerprint, durability)
+        self._fingerprint = self._fingerprint or self._pools.fingerprint
         self._pools.get("")  # whoever names no tenant does not wait for the log
         self._sessions = Sessions(limits)
         self._lock = Lock()
@@ -126,7 +125,7 @@ class EmbeddedDrafter:
     @property
     def log_failures(self) -> int:
         """Outputs that could not be written to the state directory."""
-        return self._log.failures if self._log else 0
+        return self._pools.log_failures
 
     def open(
         self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
@@ -226,8 +225,7 @@ class EmbeddedDrafter:
             if pool is not None:
                 pool.clear()
                 self._sessions.forget(pool)
-            if self._log is not None:
-                self._log.delete(tenant)
+            self._pools.delete_logged(tenant)
 
     def warm(self) -> None:
         """Compile or load all kernels now, so that no draft waits for it."""
@@ -246,8 +244,7 @@ class EmbeddedDrafter:
         with self._lock:
             if fingerprint and not self._fingerprint:
                 self._fingerprint = fingerprint
-                if self._log is not None:
-                    self._log.name_vocabulary(fingerprint)
+                self._pools.name_vocabulary(fingerprint)
         if fingerprint and fingerprint != self._fingerprint:
             raise VocabularyMismatchError(
                 f"drafts are for the tokenizer with the fingerprint {self._fingerprint[:12]}\u2026 "
@@ -257,23 +254,12 @@ class EmbeddedDrafter:
 
     def shut_down(self) -> None:
         """Close the indexes and the state directory."""
-        if self._log is not None:
-            self._log.close()
+        self._pools.close()
         for index in self.indexes:
             index.close()
 
     def _checked(self, tokens: ArrayLike) -> TokenIds:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
-
-    def _open_log(self, state: Path | None, durability: Durability) -> GenerationsLog | None:
-        if state is None:
-            return None
-        options = LogOptions(
-            self.limits.generations_tokens, self.limits.generations_age_s, durability
-        )
-        log = GenerationsLog(state, self._fingerprint, options)
-        self._fingerprint = log.fingerprint
-        return log
 
     def _pool(self, tenant: str) -> Pool:
         check_tenant_name(tenant)

@@ -20,7 +20,7 @@ from retriever import log_records as records
 from retriever.errors import StateError
 from retriever.log_files import LogFiles
 from retriever.log_opening import REFUSALS, open_store
-from retriever.log_store import Entry, LogOptions, Remembered
+from retriever.log_store import Entry, LogOptions, LogStore, Remembered
 
 _LOGGER: Final = logging.getLogger(__name__)
 _SYNC_EVERY_S: Final = 1.0
@@ -58,17 +58,17 @@ class GenerationsLog:
     ) -> None:
         self.failures = 0
         self._directory = directory
+        self._options = options or LogOptions()
         self._clock = clock
         self._pending: deque[Entry] = deque()
         self._lock = Lock()
+        self._sync_lock = Lock()  # taken after the other
         self._refused = False
         self._unsynced = False
         self._process = os.getpid()
         self._files = LogFiles(directory)
         try:
-            self._store, self.fingerprint = open_store(
-                self._files, fingerprint, options or LogOptions()
-            )
+            self._store, self.fingerprint = open_store(self._files, fingerprint, self._options)
         except BaseException:
             self._files.release()
             raise
@@ -115,21 +115,36 @@ class GenerationsLog:
         return self.load(tenant).statistics
 
     def delete(self, tenant: str) -> None:
-        """Remove all that is kept of a tenant, in one transaction.
+        """Remove all that is kept of a tenant, and write the file anew without it.
 
         Raises:
-            StateError: the disk refuses; then all of it is still there.
+            StateError: the disk refuses; then all of it is still there, or its records are gone
+                and its bytes are still in the file.
         """
         self.commit()
-        with self._lock:
+        with self._lock, self._sync_lock:
             try:
                 self._check_usable()
-                self._unsynced = True
                 self._store.delete(tenant)
+                self._rewrite()
             except REFUSALS as error:
                 raise StateError(
-                    f"cannot delete the tenant {tenant!r} from {self._directory}: {error}"
+                    f"cannot delete the tenant {tenant!r} from {self._directory}: {error}; free "
+                    "space and delete it again"
                 ) from error
+
+    def _rewrite(self) -> None:
+        """Replace the file by a copy without free pages, for these hold what was removed."""
+        copy = self._files.new_copy()
+        try:
+            self._store.copy(copy)
+            self._store.close()
+            try:
+                self._files.replace(copy)
+            finally:
+                self._store = LogStore(self._files.data, self._options)
+        finally:
+            copy.unlink(missing_ok=True)
 
     def let_go(self, tenant: str) -> None:
         """Keep nothing of a tenant in memory until it is loaded again."""
@@ -144,13 +159,14 @@ class GenerationsLog:
 
     def sync(self) -> None:
         """Wait until what was committed is on disk."""
-        if not self._unsynced:
-            return
-        self._unsynced = False
-        try:
-            self._store.sync()
-        except REFUSALS as error:
-            self._refuse(error, 0)
+        with self._sync_lock:
+            if not self._unsynced:
+                return
+            self._unsynced = False
+            try:
+                self._store.sync()
+            except REFUSALS as error:
+                self._refuse(error, 0)
 
     def remove_expired(self) -> None:
         """Remove what is too old, of all tenants."""

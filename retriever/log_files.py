@@ -1,5 +1,6 @@
 """The files of a log of generations: who may open them, and whether they are whole."""
 
+import errno
 import fcntl
 import json
 import logging
@@ -25,7 +26,7 @@ _SALVAGE_S: Final = 60.0
 _SALVAGE_BYTES_PER_S: Final = 5e6
 
 # A lock of a process is not seen by that process itself.
-_LOCKED: Final[set[tuple[int, int]]] = set()
+_LOCKED: Final[set[tuple[int, ...]]] = set()
 _LOCKED_GUARD: Final = threading.Lock()
 
 
@@ -78,6 +79,23 @@ class LogFiles:
             self.data.rename(aside)
         return aside
 
+    def replace(self, copy: Path) -> None:
+        """Put a synced copy in the place of the data; raises OSError where the disk refuses."""
+        copy.replace(self.data)
+        self.sync_names()
+
+    def new_copy(self) -> Path:
+        """Return a name for a copy of the data, which nobody else uses."""
+        return self._salvaged.with_name(f"{self._salvaged.name}-{secrets.token_hex(4)}")
+
+    def sync_names(self) -> None:
+        """Wait until the names of the files are on disk; raises OSError where it refuses."""
+        descriptor = os.open(self.data.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def seal(self) -> None:
         """State the checksum of the data, which nobody writes any more, so that it is trusted."""
         with suppress(OSError):
@@ -107,7 +125,7 @@ class LogFiles:
     def _mend(self) -> None:
         """Put a copy of all that can be read of the data in its place."""
         # Should this process be killed, its salvage goes on for a while: nobody else uses its file.
-        copy = self._salvaged.with_name(f"{self._salvaged.name}-{secrets.token_hex(4)}")
+        copy = self.new_copy()
         verdict = _salvage(self.data, copy)
         if verdict is Verdict.WHOLE:
             copy.replace(self.data)
@@ -138,7 +156,9 @@ def _lock(path: Path) -> tuple[int, bool]:
         fcntl.lockf(descriptor, (fcntl.LOCK_EX if writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
-        raise _in_use(path.parent) from error
+        if error.errno in {errno.EACCES, errno.EAGAIN}:
+            raise _in_use(path.parent) from error
+        raise
     return descriptor, writable
 
 
@@ -151,8 +171,8 @@ def _open_lock(path: Path) -> tuple[int, bool]:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return os.getpid(), status.st_dev, status.st_ino
 
 
 def _in_use(directory: Path) -> StateError:

@@ -42,6 +42,8 @@ def open_store(files: LogFiles, fingerprint: str, options: LogOptions) -> tuple[
         store = _open_whole(files, options)
         try:
             _check_format(store, files)
+            if files.writable:
+                files.sync_names()
             return store, _checked_fingerprint(store, files, fingerprint)
         except BaseException:
             store.close()

@@ -1,6 +1,7 @@
 """What a log of generations holds, in an LMDB environment: outputs and statistics by tenant."""
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ Durability = Literal["process", "disk"]
 """What an acknowledged output survives: the end of the process, or that of the machine too."""
 
 _INITIAL_MAP_BYTES: Final = 1 << 24
+_MODE: Final = 0o600  # what users were told is nobody else's
 _AFTER_NUMBERS: Final = b"\xff" * 9
 
 
@@ -90,7 +92,7 @@ class LogStore:
             create=writable,
             sync=options.durability == "disk",
             map_size=min(_INITIAL_MAP_BYTES, options.max_bytes),
-            mode=0o600,
+            mode=_MODE,
         )
 
     def record(self, key: bytes) -> bytes | None:
@@ -155,7 +157,8 @@ class LogStore:
                     pass
             transaction.delete(records.statistics_key(tenant))
 
-        self._write(delete_all)
+        # To remove something takes some pages too, even where no more may be added.
+        self._write(delete_all, 2 * self._options.max_bytes)
         self.let_go(tenant)
 
     def let_go(self, tenant: str) -> None:
@@ -175,8 +178,15 @@ class LogStore:
                     self._trim(cursor, prefix, 0, now_s)
                     found = cursor.set_range(prefix + _AFTER_NUMBERS)
 
-        self._write(remove)
+        self._write(remove, 2 * self._options.max_bytes)
         self._extents.clear()
+
+    def copy(self, path: Path) -> None:
+        """Write all records, and nothing that was removed, to a new file and sync it."""
+        self._environment.copy(str(path), compact=True)
+        with path.open("rb+") as file:
+            os.fchmod(file.fileno(), _MODE)
+            os.fsync(file.fileno())
 
     def sync(self) -> None:
         """Wait until all that was written is on disk."""
@@ -215,17 +225,18 @@ class LogStore:
             found = bool(cursor.key())
         return num_tokens
 
-    def _write(self, action: Callable[[Any], None]) -> None:
+    def _write(self, action: Callable[[Any], None], max_bytes: int | None = None) -> None:
         """Do something in one transaction, in a larger map where this one is full."""
+        max_bytes = max_bytes or self._options.max_bytes
         while True:
             try:
                 with self._environment.begin(write=True) as transaction:
                     action(transaction)
             except lmdb.MapFullError:
                 size = int(self._environment.info()["map_size"])
-                if size >= self._options.max_bytes:
+                if size >= max_bytes:
                     raise
-                self._environment.set_mapsize(min(2 * size, self._options.max_bytes))
+                self._environment.set_mapsize(min(2 * size, max_bytes))
             else:
                 return
 

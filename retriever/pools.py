@@ -5,14 +5,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock
+from typing import Self
 from weakref import WeakValueDictionary
 
 from retriever.drafter import TokenIds
 from retriever.generations import Generations, Output
 from retriever.generations_log import GenerationsLog
 from retriever.limits import Limits
-from retriever.log_store import Entry
+from retriever.log_store import Durability, Entry, LogOptions
 from retriever.mixer import Weights, prior_weights
 
 
@@ -73,6 +75,31 @@ class Pools:
         self._in_use: WeakValueDictionary[str, Pool] = WeakValueDictionary()
         self._lock = Lock()
 
+    @classmethod
+    def open(
+        cls, limits: Limits, state: Path | None, fingerprint: str, durability: Durability
+    ) -> Self:
+        """Return the pools of a state directory, or pools in memory alone where there is none.
+
+        Raises:
+            StateError: the directory cannot be used.
+            VocabularyMismatchError: it holds outputs of another tokenizer than `fingerprint`'s.
+        """
+        if state is None:
+            return cls(limits, None)
+        options = LogOptions(limits.generations_tokens, limits.generations_age_s, durability)
+        return cls(limits, GenerationsLog(state, fingerprint, options))
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokenizer that the log is for; empty if it is not known, or there is no log."""
+        return self._log.fingerprint if self._log is not None else ""
+
+    @property
+    def log_failures(self) -> int:
+        """Outputs that the log could not keep."""
+        return self._log.failures if self._log is not None else 0
+
     def __len__(self) -> int:
         """Tenants in memory that no session needs to keep there."""
         return len(self._recent)
@@ -85,9 +112,7 @@ class Pools:
             self._recent[tenant] = pool
             self._recent.move_to_end(tenant)
             if len(self._recent) > self._limits.max_tenants:
-                idle, _ = self._recent.popitem(last=False)
-                if self._log is not None:
-                    self._log.let_go(idle)
+                self._let_go(*self._recent.popitem(last=False))
             return pool
 
     def remember(self, pool: Pool, output: TokenIds) -> None:
@@ -111,6 +136,36 @@ class Pools:
         with self._lock:
             self._recent.pop(tenant, None)
             yield self._in_use.get(tenant)
+
+    def delete_logged(self, tenant: str) -> None:
+        """Remove all that the log has of a tenant.
+
+        Raises:
+            StateError: the disk refuses.
+        """
+        if self._log is not None:
+            self._log.delete(tenant)
+
+    def name_vocabulary(self, fingerprint: str) -> None:
+        """State of which tokenizer the tokens are, where that was not known."""
+        if self._log is not None:
+            self._log.name_vocabulary(fingerprint)
+
+    def close(self) -> None:
+        """Write the statistics that the log does not have yet, and close it."""
+        with self._lock:
+            for tenant, pool in self._recent.items():
+                self._let_go(tenant, pool)
+        if self._log is not None:
+            self._log.close()
+
+    def _let_go(self, tenant: str, pool: Pool) -> None:
+        if self._log is None:
+            return
+        if pool.statistics is not None and pool.statistics is not pool.logged_statistics:
+            self._log.put_statistics(tenant, pool.statistics)
+            pool.logged_statistics = pool.statistics
+        self._log.let_go(tenant)
 
     def _load(self, tenant: str) -> Pool:
         limits = self._limits

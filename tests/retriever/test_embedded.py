@@ -21,7 +21,6 @@ from retriever import (
     VocabularyMismatchError,
 )
 from retriever.embedded import EmbeddedDrafter
-from retriever.generations import Generations
 from retriever.limits import Limits
 from retriever.sessions import Sessions
 
@@ -295,11 +294,6 @@ def test_threads_draft_as_one_would(index: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         together = threads.map(lambda context: drafter.draft_context(context, 16), contexts)
         assert [tree.token_ids.tolist() for tree in together] == alone
-
-
-def test_memory_of_generations_is_as_stated() -> None:
-    """`serve --generations-tokens` states bytes per token."""
-    assert Generations(1 << 16).num_bytes == 22 << 10
 
 
 @pytest.mark.parametrize("min_probability", [-0.1, 1.1, float("nan")])

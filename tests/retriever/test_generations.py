@@ -1,0 +1,125 @@
+"""Recent outputs in memory: bounded, oldest out first, and small while they are few."""
+
+import numpy as np
+import pytest
+
+from retriever.drafter import TokenIds
+from retriever.generations import Generations, Output
+from retriever.kernels.chains import SEPARATOR
+from retriever.kernels.layout import MAX_MATCH, Scratch
+from retriever.stores import GENERATIONS_LIMITS
+from tests.retriever import twins
+
+DEPTH = 12
+
+
+def rows_of(generations: Generations, query: TokenIds) -> list[twins.Row]:
+    scratch = Scratch(DEPTH)
+    num_rows = generations.collect(query[-MAX_MATCH:], DEPTH, scratch, 0)
+    return [
+        twins.Row(
+            tuple(scratch.continuations[i, : scratch.rows[i]["length"]].tolist()),
+            int(scratch.rows[i]["match"]),
+        )
+        for i in range(num_rows)
+    ]
+
+
+def random_outputs(rng: np.random.Generator, num_outputs: int, longest: int) -> list[TokenIds]:
+    lengths = rng.integers(1, longest, num_outputs)
+    return [rng.integers(0, 6, int(length)).astype(np.int32) for length in lengths]
+
+
+@pytest.mark.parametrize("capacity", [1024, 4096])
+def test_what_is_read_is_what_brute_force_reads_of_the_last_outputs(capacity: int) -> None:
+    """While the ring grows, and after it has begun to overwrite."""
+    rng = np.random.default_rng(31)
+    generations, tokens, found = Generations(capacity), list[int](), 0
+    for output in random_outputs(rng, 60, 200):
+        generations.add(output)
+        tokens += [*output.tolist(), SEPARATOR]
+        size = min(capacity, max(1024, 1 << (len(tokens) - 1).bit_length()))
+        query = rng.integers(0, 6, 12).astype(np.int32)
+        expected = twins.chain_rows(
+            tokens,
+            query.tolist(),
+            oldest=max(0, len(tokens) - capacity),
+            num_buckets=size // 2,
+            orders=GENERATIONS_LIMITS.orders,
+            max_rows=GENERATIONS_LIMITS.max_rows,
+            wrap=False,
+            depth=DEPTH,
+        )
+        assert rows_of(generations, query) == expected
+        assert generations.num_tokens == min(len(tokens), capacity)
+        found += len(expected)
+    assert len(tokens) > capacity
+    assert found > 1000
+
+
+def test_adding_at_once_equals_adding_one_by_one() -> None:
+    rng = np.random.default_rng(32)
+    for num_outputs in (3, 30, 300):
+        outputs = random_outputs(rng, num_outputs, 60)
+        one_by_one, at_once = Generations(4096), Generations(4096)
+        for output in outputs:
+            one_by_one.add(output)
+        at_once.extend([Output(output, 0.0) for output in outputs])
+        assert one_by_one.num_bytes == at_once.num_bytes
+        for _ in range(50):
+            query = rng.integers(0, 6, 12).astype(np.int32)
+            assert rows_of(one_by_one, query) == rows_of(at_once, query)
+
+
+def test_memory_is_bounded_by_the_capacity_and_small_for_a_small_tenant() -> None:
+    """`serve --generations-tokens` states the bytes of a token."""
+    generations = Generations(1 << 16)
+    assert generations.num_bytes <= 24 * 1024
+    generations.add(np.arange(3000, dtype=np.int32))
+    assert generations.num_bytes <= 24 * 4096
+    for _ in range(100):
+        generations.add(np.arange(3000, dtype=np.int32))
+    assert generations.num_bytes == 22 << 16
+
+
+def test_an_output_longer_than_the_ring_leaves_its_end() -> None:
+    generations = Generations(1024)
+    generations.add(np.arange(5000, dtype=np.int32))
+    assert rows_of(generations, np.array([1000, 1001], np.int32)) == []
+    assert rows_of(generations, np.array([4990, 4991], np.int32))[0].continuation[0] == 4992
+
+
+def test_what_is_too_old_is_not_read() -> None:
+    now = 1000.0
+    generations = Generations(4096, max_age_s=60, clock=lambda: now)
+    generations.add(np.array([1, 2, 3], np.int32))
+    now += 50
+    generations.add(np.array([1, 2, 4], np.int32))
+    query = np.array([1, 2], np.int32)
+    assert [row.continuation for row in rows_of(generations, query)] == [(4,), (3,)]
+    now += 20
+    assert [row.continuation for row in rows_of(generations, query)] == [(4,)]
+    assert generations.num_tokens == 4
+    now += 60
+    assert rows_of(generations, query) == []
+    generations.add(np.array([1, 2, 5], np.int32))
+    assert [row.continuation for row in rows_of(generations, query)] == [(5,)]
+
+
+def test_a_ring_grows_with_what_is_young_enough_and_not_with_what_was() -> None:
+    now = 0.0
+    generations = Generations(1 << 16, max_age_s=10, clock=lambda: now)
+    for now in range(1000):  # noqa: B007  the clock
+        generations.add(np.arange(40, dtype=np.int32))
+    assert generations.num_bytes == 22 * 1024
+    assert rows_of(generations, np.arange(8, dtype=np.int32))
+
+
+def test_cleared_generations_are_empty_and_usable() -> None:
+    generations = Generations(1024)
+    generations.add(np.array([1, 2, 3], np.int32))
+    generations.clear()
+    query = np.array([1, 2], np.int32)
+    assert rows_of(generations, query) == []
+    generations.add(np.array([1, 2, 4], np.int32))
+    assert [row.continuation for row in rows_of(generations, query)] == [(4,)]
