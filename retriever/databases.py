@@ -15,6 +15,7 @@ from retriever.drafter import TokenIds
 from retriever.kernels.chains import SEPARATOR, append_tokens, collect_chains
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.kernels.suffixes import collect_suffixes
+from retriever.phrases import PhraseCursor
 from retriever.tree import Source
 
 _MIN_CAPACITY: Final = 1024
@@ -202,17 +203,21 @@ class Databases:
         generations: shared with other sequences.
         corpus: shared with other sequences.
         longest_match: no match in the corpus is longer than this many tokens.
+        phrases: where the sequence stands in the listed phrases; None where none are listed.
     """
 
     context: Context
     generations: Generations
     corpus: Corpus
     longest_match: int = MAX_MATCH
+    phrases: PhraseCursor | None = None
 
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n] to the sequence."""
         if len(tokens):
             self.context.append(tokens)
+            if self.phrases is not None:
+                self.phrases.commit(tokens)
             self.longest_match = min(MAX_MATCH, self.longest_match + len(tokens))
 
     def collect(self, depth: int, scratch: Scratch) -> int:
@@ -220,6 +225,8 @@ class Databases:
         query = self.context.last(MAX_MATCH)
         row = self.context.collect(query, depth, scratch, 0)
         row = self.generations.collect(query, depth, scratch, row)
+        if self.phrases is not None:
+            row = self.phrases.collect(depth, scratch, row)
         row, self.longest_match = self.corpus.collect(
             query, depth, scratch, row, self.longest_match
         )

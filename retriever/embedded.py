@@ -26,6 +26,7 @@ from retriever.limits import (
     check_session_name,
     checked_tokens,
 )
+from retriever.phrases import ListedPhrases
 from retriever.predictor import Predictor
 from retriever.sessions import Session, Sessions
 from retriever.tree import DraftTree
@@ -52,9 +53,10 @@ class EmbeddedDrafter:
         indexes: open indexes, all of one vocabulary; closed with the drafter.
         vocabulary: of the tokenizer whose tokens will come; an index of another is refused.
         limits: what is accepted at most.
+        phrases: what is listed to be written verbatim.
 
     Raises:
-        InvalidRequestError: the indexes are of different vocabularies.
+        InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
     """
 
     def __init__(
@@ -63,10 +65,13 @@ class EmbeddedDrafter:
         *,
         vocabulary: Vocabulary | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        phrases: ListedPhrases | None = None,
     ) -> None:
         self.indexes = tuple(indexes)
         self.limits = limits
         self.vocabulary = _shared_vocabulary(self.indexes, vocabulary)
+        self._phrases = phrases if phrases is not None else ListedPhrases(())
+        _check_phrases(self._phrases, self.vocabulary)
         segments = [segment for index in self.indexes for segment in index.segments]
         self._corpus = Corpus(segments)
         self._generations = Generations(limits.generations_tokens)
@@ -82,6 +87,7 @@ class EmbeddedDrafter:
         *,
         vocabulary: Vocabulary | None = None,
         limits: Limits = DEFAULT_LIMITS,
+        phrases: ListedPhrases | None = None,
     ) -> Self:
         """Open the indexes at `paths` and draft from them.
 
@@ -91,7 +97,7 @@ class EmbeddedDrafter:
         indexes: list[Index] = []
         try:
             indexes.extend(Index.open(path, vocabulary=vocabulary) for path in paths)
-            return cls(indexes, vocabulary=vocabulary, limits=limits)
+            return cls(indexes, vocabulary=vocabulary, limits=limits, phrases=phrases)
         except BaseException:
             for index in indexes:
                 index.close()
@@ -163,6 +169,7 @@ class EmbeddedDrafter:
         """Compile or load all kernels now, so that no draft waits for it."""
         context = np.zeros(2 * MAX_MATCH, np.int32)
         self.draft_context(context, budget_nodes=1)
+        self._phrases.warm()
 
     def check_vocabulary(self, fingerprint: str) -> None:
         """Refuse the tokens of another tokenizer.
@@ -191,7 +198,12 @@ class EmbeddedDrafter:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
 
     def _databases(self, prompt: TokenIds) -> Databases:
-        return Databases(Context(prompt), self._generations, self._corpus)
+        return Databases(
+            Context(prompt),
+            self._generations,
+            self._corpus,
+            phrases=self._phrases.cursor(prompt) if self._phrases else None,
+        )
 
     def _step(self, request: DraftRequest) -> _Step:
         session = self._sessions.get(request.session)
@@ -225,3 +237,11 @@ def _shared_vocabulary(
                 "build both with the same --tokenizer"
             )
     return vocabulary
+
+
+def _check_phrases(phrases: ListedPhrases, vocabulary: Vocabulary | None) -> None:
+    if vocabulary is not None and phrases.highest_token >= vocabulary.size:
+        raise InvalidRequestError(
+            f"a listed phrase holds the token id {phrases.highest_token}, which is outside the "
+            f"vocabulary of {vocabulary.size}: list it as text, or with the index's tokenizer"
+        )

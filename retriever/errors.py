@@ -43,3 +43,7 @@ class AddressInUseError(RetrieverError):
 
 class TraceError(RetrieverError):
     """A file of recorded outputs cannot be read."""
+
+
+class PhrasesError(RetrieverError):
+    """A file of listed phrases cannot be read."""

@@ -18,6 +18,7 @@ class Prior:
     Attributes:
         context: what an occurrence in the sequence itself counts.
         generations: what an occurrence in recent outputs counts.
+        phrases: what the beginning of a listed phrase counts.
         corpus: what an occurrence in the corpus counts.
         escape: count at which a match of one token takes half of the probability that longer
             matches left; a match of k tokens needs a k-th of it.
@@ -26,6 +27,7 @@ class Prior:
 
     context: float = 6.0
     generations: float = 0.6
+    phrases: float = 12.0
     corpus: float = 0.35
     escape: float = 32.0
     doubt: float = 0.03
@@ -35,6 +37,7 @@ class Prior:
         trust = np.zeros(len(Source))
         trust[Source.CONTEXT] = self.context
         trust[Source.GENERATIONS] = self.generations
+        trust[Source.PHRASES] = self.phrases
         trust[Source.CORPUS] = self.corpus
         return trust
 
