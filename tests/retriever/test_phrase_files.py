@@ -30,7 +30,8 @@ def characters(text: str) -> list[int]:
 def continuations(phrases: ListedPhrases, context: Sequence[int]) -> list[int]:
     """The most probable continuation of a context, from listed phrases alone."""
     tree = EmbeddedDrafter(phrases=phrases).draft_context(np.array(context), 64)
-    return tree.best_chain(64).token_ids.tolist()
+    tokens: list[int] = tree.best_chain(64).token_ids.tolist()
+    return tokens
 
 
 def write(path: Path, content: bytes) -> Path:
