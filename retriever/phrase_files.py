@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -52,7 +53,7 @@ class Problem(NamedTuple):
         return f"{self.path}, line {self.line}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PhraseReader:
     """Reads phrases.
 
@@ -97,10 +98,14 @@ class PhraseReader:
         _encodable(text)
         yield self.encode(text)
         yield self.encode(f" {text}")
-        line_break = list(self.encode(_LINE_BREAK))
         after_break = list(self.encode(_LINE_BREAK + text))
-        if after_break[: len(line_break)] == line_break:
-            yield after_break[len(line_break) :]
+        if after_break[: len(self._line_break)] == self._line_break:
+            yield after_break[len(self._line_break) :]
+
+    @cached_property
+    def _line_break(self) -> list[int]:
+        """Encoded when the first text comes: tokenizers take seconds to load."""
+        return list(self.encode(_LINE_BREAK)) if self.encode is not None else []
 
     def _checked(self, ids: ArrayLike) -> Phrase:
         phrase = tuple(checked_tokens(ids, self.vocabulary_size).tolist())

@@ -61,11 +61,10 @@ class ListedPhrases:
         self._first_phrases = np.array(first_phrases, np.int32)
         self._last_phrases = np.array(last_phrases, np.int32)
         self._lengths = np.array(lengths, np.int32)
-        self._shorter = np.full(len(lengths), NO_BEGINNING, np.int32)
         self.longest_beginning = max(lengths, default=0)
-        if lengths:
-            self._automaton.make_automaton()
-            self._link_shorter(track(listed, "linking"))
+        self._automaton.make_automaton()
+        shorter = self._shorter_beginnings(track(listed, "linking") if lengths else ())
+        self._shorter = np.array(shorter, np.int32)
 
     @classmethod
     def load(
@@ -180,7 +179,7 @@ class ListedPhrases:
             del open_numbers[_num_common(before, phrase) :]
             for beginning in open_numbers:
                 last_phrases[beginning] = number
-            symbols = tuple(symbol for token in phrase for symbol in _symbols(token))
+            symbols = _symbols(phrase)
             for length in range(len(open_numbers) + 1, len(phrase)):
                 open_numbers.append(len(lengths))
                 self._automaton.add_word(symbols[: 2 * length], len(lengths))
@@ -190,15 +189,18 @@ class ListedPhrases:
             before = phrase
         return first_phrases, last_phrases, lengths
 
-    def _link_shorter(self, listed: Iterable[Phrase]) -> None:
-        """Note of each beginning the longest shorter one that it ends with."""
-        search = self.search()
+    def _shorter_beginnings(self, listed: Iterable[Phrase]) -> list[int]:
+        """Return of each beginning the longest shorter one that it ends with."""
+        shorter = [NO_BEGINNING] * len(self._lengths)
         for phrase in listed:
-            search.set((), True)
-            for token in phrase[:-1]:
-                search.set(_symbols(token))
-                beginning, *shorter = [number for _, number in search]
-                self._shorter[beginning] = shorter[0] if shorter else NO_BEGINNING
+            at, beginning = -1, NO_BEGINNING
+            # At each end the longest comes first, which is the phrase's own.
+            for end, number in self._automaton.iter(_symbols(phrase[:-1])):
+                if end != at:
+                    at, beginning = end, number
+                elif shorter[beginning] == NO_BEGINNING:
+                    shorter[beginning] = number
+        return shorter
 
 
 class PhraseCursor:
@@ -218,7 +220,7 @@ class PhraseCursor:
         if self._search is None:
             return
         for token in tokens[-self._phrases.longest_beginning :].tolist():
-            self._search.set(_symbols(token))
+            self._search.set((_HIGH + (token >> _SYMBOL_BITS), token & _LOW))
             found = list(self._search)  # to the end: what is left over would come with the next
             self._longest = found[0][1] if found else NO_BEGINNING
 
@@ -229,8 +231,10 @@ class PhraseCursor:
         return self._phrases.collect(self._longest, depth, scratch, row)
 
 
-def _symbols(token: int) -> tuple[int, int]:
-    return _HIGH + (token >> _SYMBOL_BITS), token & _LOW
+def _symbols(tokens: Phrase) -> tuple[int, ...]:
+    return tuple(
+        symbol for token in tokens for symbol in (_HIGH + (token >> _SYMBOL_BITS), token & _LOW)
+    )
 
 
 def _num_common(one: Phrase, other: Phrase) -> int:
