@@ -139,6 +139,8 @@ def test_sampling_is_repeatable_by_seed(
         (["--prompt", ""], "prompt is empty"),
         (["--prompt", "x" * 128], "limit is 128"),
         (["--prompt", PROMPT, "--index", "a", "--server", "b"], "exclude each other"),
+        (["--prompt", PROMPT, "--phrases", "a", "--server", "b"], "exclude each other"),
+        (["--prompt", PROMPT, "--phrases", "no-such-file"], "no-such-file"),
         (["--prompt", PROMPT, "--index", "no-such-index"], "no-such-index"),
         (["--prompt", PROMPT, "--device", "nowhere"], "nowhere"),
     ],
