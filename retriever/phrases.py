@@ -121,7 +121,7 @@ class ListedPhrases:
         if len(self.problems) > _MAX_SHOWN:
             yield f"warning: {len(self.problems) - _MAX_SHOWN} more lines were left out"
         size = f"{self.num_tokens} tokens, {self.num_bytes / _MIB:.1f} MiB"
-        yield f"{len(self)} phrases listed ({size})"
+        yield f"listed phrases: {len(self)} ({size})"
 
     def cursor(self, prompt: TokenIds) -> "PhraseCursor":
         """Return a cursor at the end of int32[n], a sequence's first tokens."""

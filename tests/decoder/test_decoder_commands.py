@@ -122,6 +122,23 @@ def test_help_names_the_commands_and_says_what_each_option_does(
         assert ("no effect at temperature 0" in described) == (name == "generate")
 
 
+def test_listed_phrases_change_no_output(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "20", "--json")
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    plain = json.loads(capsys.readouterr().out)["token_ids"]
+    listed = tmp_path / "phrases.jsonl"
+    listed.write_text(json.dumps({"ids": plain}) + "\n" + json.dumps({"text": "a b c"}))
+    assert generate(monkeypatch, model_directory, *arguments, "--phrases", str(listed)) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["token_ids"] == plain
+    assert "listed phrases: " in captured.err
+
+
 def test_sampling_is_repeatable_by_seed(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

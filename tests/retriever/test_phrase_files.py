@@ -113,7 +113,7 @@ def test_bad_lines_are_reported_by_number_and_the_rest_is_loaded(tmp_path: Path)
     summary = list(phrases.summary())
     assert summary[0] == f"warning: {path}, line 1: empty"
     assert summary[-2] == f"warning: {len(BAD_LINES) - 10} more lines were left out"
-    assert summary[-1].startswith("2 phrases listed (6 tokens, ")
+    assert summary[-1].startswith("listed phrases: 2 (6 tokens, ")
 
 
 def test_bad_lines_of_text_are_reported_too(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_replay_takes_phrases(tmp_path: Path, index: Path) -> None:
     assert result.exit_code == 0
     assert json.loads(result.stdout)["accepted_by_source"]["phrases"] > 0
     assert f"warning: {listed}, line 2: token id 50 is outside" in result.stderr
-    assert "1 phrases listed" in result.stderr
+    assert "listed phrases: 1 (6 tokens" in result.stderr
     assert json.loads(replay(traces, "--phrases", listed).stdout)["steps"] == 2
     missing = replay(traces, "--phrases", tmp_path / "none")
     assert missing.exit_code == 1
