@@ -1,6 +1,7 @@
 """From names and options to a decoder that is ready to run."""
 
 import secrets
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from indexer.tokenizer import vocabulary_of
 from retriever.client import RemoteDrafter
 from retriever.drafter import Drafter
 from retriever.embedded import EmbeddedDrafter
+from retriever.phrase_files import read_lines
+from retriever.phrases import ListedPhrases
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +31,36 @@ class DrafterOptions:
 
     Attributes:
         indexes: directories of indexes to draft from in this process.
-        server: address of a drafting service; excludes `indexes`.
+        server: address of a drafting service; excludes the others.
+        phrases: files of listed phrases to draft from in this process.
 
     Raises:
-        ContradictoryOptionsError: both are given.
+        ContradictoryOptionsError: a server and others are given.
     """
 
     indexes: Sequence[Path] = field(default=())
     server: str | None = None
+    phrases: Sequence[Path] = field(default=())
 
     def __post_init__(self) -> None:
         if self.indexes and self.server is not None:
             raise ContradictoryOptionsError(
                 "--index and --server exclude each other: a server drafts from its own indexes"
             )
+        if self.phrases and self.server is not None:
+            raise ContradictoryOptionsError(
+                "--phrases and --server exclude each other: list them where the server starts"
+            )
 
     def check(self) -> None:
-        """Open the indexes for a moment: a wrong path need not wait for a model to load.
+        """Open the files for a moment: a wrong path need not wait for a model to load.
 
         Raises:
             IndexerError: an index cannot be opened.
+            PhrasesError: a file of phrases cannot be read.
         """
+        for path in self.phrases:
+            read_lines(path)
         for path in self.indexes:
             Index.open(path).close()
 
@@ -56,7 +68,7 @@ class DrafterOptions:
         """Return a few words for reports."""
         if self.server is not None:
             return f"server {self.server}"
-        return ", ".join(["context", "generations", *map(str, self.indexes)])
+        return ", ".join(["context", "generations", *map(str, [*self.phrases, *self.indexes])])
 
     @contextmanager
     def connect(self, language_model: LanguageModel) -> Iterator[Drafter]:
@@ -70,12 +82,25 @@ class DrafterOptions:
         if self.server is not None:
             drafter = RemoteDrafter(self.server, vocabulary_fingerprint=vocabulary.fingerprint)
         else:
-            drafter = EmbeddedDrafter.open_indexes(self.indexes, vocabulary=vocabulary)
+            phrases = self._listed(language_model, vocabulary.size)
+            drafter = EmbeddedDrafter.open_indexes(
+                self.indexes, vocabulary=vocabulary, phrases=phrases
+            )
             drafter.warm()
         try:
             yield drafter
         finally:
             drafter.shut_down()
+
+    def _listed(self, language_model: LanguageModel, vocabulary_size: int) -> ListedPhrases | None:
+        """Load the listed phrases and say on standard error what was loaded."""
+        if not self.phrases:
+            return None
+        encode = partial(language_model.tokenizer.encode, add_special_tokens=False)
+        phrases = ListedPhrases.load(self.phrases, encode, vocabulary_size)
+        for line in phrases.summary():
+            print(line, file=sys.stderr)  # noqa: T201  (for whoever starts the command)
+        return phrases
 
 
 def assemble(

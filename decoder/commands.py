@@ -34,6 +34,14 @@ Indexes = Annotated[
 Server = Annotated[
     str | None, typer.Option("--server", help="Address of a draft service, instead of --index.")
 ]
+Phrases = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--phrases",
+        help="Phrases to draft once they have begun: one a line, or (.jsonl) each line "
+        '{"text": "..."} or {"ids": [...]}; may be repeated.',
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
 Dtype = Annotated[Precision, typer.Option(help="What the model computes in.")]
 Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu or cuda:0.")]
@@ -53,6 +61,7 @@ def generate(
     model: ModelName = DEFAULT_MODEL,
     index: Indexes = None,
     server: Server = None,
+    phrases: Phrases = None,
     prompt: Annotated[
         str | None, typer.Option(help="The prompt; read from standard input if not given.")
     ] = None,
@@ -74,7 +83,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt; the text streams to standard output, figures go to standard error."""
-    drafter_options = DrafterOptions(index or (), server)
+    drafter_options = DrafterOptions(index or (), server, phrases or ())
     drafter_options.check()
     text = read_text(sys.stdin.buffer) if prompt is None else prompt
     language_model = load_model(_model_options(model, device, dtype, attention, no_chat_template))
@@ -99,6 +108,7 @@ def bench(
     model: ModelName = DEFAULT_MODEL,
     index: Indexes = None,
     server: Server = None,
+    phrases: Phrases = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Most prompts, spread evenly over categories.")
     ] = None,
@@ -110,7 +120,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure against plain generation and prompt lookup, on the same prompts in one run."""
-    drafter_options = DrafterOptions(index or (), server)
+    drafter_options = DrafterOptions(index or (), server, phrases or ())
     drafter_options.check()
     selected = read_prompts(prompts, limit)
     language_model = load_model(_model_options(model, device, dtype, attention, no_chat_template))

@@ -4,10 +4,10 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,13 +15,15 @@ from rich.progress import track
 from rich.table import Table
 
 from indexer.errors import IndexerError
+from indexer.reader import Index
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
 from retriever.encoding import ChatEncoder
 from retriever.errors import RetrieverError
 from retriever.log_store import Durability
+from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
 from retriever.server import serve as serve_forever
-from retriever.traces import Trace, read_outputs, read_traces
+from retriever.traces import read_outputs, read_traces
 
 app = typer.Typer(
     help="Serve draft trees from indexes, or replay recorded outputs through a drafter.",
@@ -35,11 +37,27 @@ Indexes = Annotated[
         "--index", help="An index to draft from, as `python -m indexer build` made it. Repeatable."
     ),
 ]
+Phrases = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--phrases",
+        help="Phrases to draft once they have begun: one a line, or (.jsonl) each line "
+        '{"text": "..."} or {"ids": [...]}. Repeatable.',
+    ),
+]
 
 
 @app.command()
 def serve(
     index: Indexes = None,
+    phrases: Phrases = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokenizer of phrases in text: hub id, directory or .gguf file. "
+            "Default: SmolLM2's."
+        ),
+    ] = None,
     address: Annotated[
         str, typer.Option(help="Where to listen: HOST:PORT (port 0: a free one) or unix:/PATH.")
     ] = "127.0.0.1:50051",
@@ -79,8 +97,14 @@ def serve(
         DEFAULT_LIMITS, generations_tokens=generations_tokens, generations_age_s=generations_age_s
     )
     with _clear_errors():
+        encoder = ChatEncoder(tokenizer)
         drafter = EmbeddedDrafter.open_indexes(
-            index or [], limits=limits, state=state, durability=durability
+            index or [],
+            vocabulary=encoder.vocabulary,
+            limits=limits,
+            state=state,
+            durability=durability,
+            phrases=_listed(phrases, encoder, index),
         )
         try:
             asyncio.run(serve_forever(drafter, address))
@@ -103,6 +127,7 @@ def replay_traces(
         ),
     ] = None,
     index: Indexes = None,
+    phrases: Phrases = None,
     warm: Annotated[
         list[Path] | None,
         typer.Option(help="Outputs that count as recent generations: files as TRACES. Repeatable."),
@@ -119,12 +144,32 @@ def replay_traces(
         encoder = ChatEncoder(tokenizer)
         recorded = list(_progress(read_traces(traces, encoder, limit), "reading"))
         outputs = [output for path in warm or [] for output in read_outputs(path, encoder)]
-        drafter = EmbeddedDrafter.open_indexes(index or [], vocabulary=encoder.vocabulary)
+        listed = _listed(phrases, encoder, index)
+        drafter = EmbeddedDrafter.open_indexes(
+            index or [], vocabulary=encoder.vocabulary, phrases=listed
+        )
         drafter.warm()
         for output in outputs:
             drafter.remember(output)
         report = replay(drafter, _progress(recorded, "replaying"), budget)
         _print(report, as_json=as_json)
+
+
+def _listed(
+    paths: list[Path] | None, encoder: ChatEncoder, index: list[Path] | None
+) -> ListedPhrases | None:
+    """Load listed phrases and say on standard error what was loaded."""
+    if not paths:
+        return None
+    vocabulary = encoder.vocabulary
+    if vocabulary is None and index:
+        with closing(Index.open(index[0])) as opened:
+            vocabulary = opened.vocabulary
+    size = vocabulary.size if vocabulary is not None else None
+    listed = ListedPhrases.load(paths, encoder.encode_output, size, track=_progress)
+    for line in listed.summary():
+        print(line, file=sys.stderr)
+    return listed
 
 
 def _print(report: ReplayReport, *, as_json: bool) -> None:
@@ -141,10 +186,10 @@ def _print(report: ReplayReport, *, as_json: bool) -> None:
     Console().print(table)
 
 
-def _progress(traces: Iterable[Trace], doing: str) -> Iterator[Trace]:
+def _progress(items: Iterable[Any], doing: str) -> Iterator[Any]:
     """Show progress on a terminal's standard error."""
     console = Console(stderr=True)
-    yield from track(traces, doing, console=console, disable=not console.is_terminal)
+    yield from track(items, doing, console=console, disable=not console.is_terminal)
 
 
 @contextmanager

@@ -10,12 +10,12 @@ from typing import Final
 
 from indexer.reader import Segment
 from retriever.drafter import TokenIds
-from retriever.generations import Generations
 from retriever.kernels.chains import mark_recent
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch, Tables
 from retriever.kernels.suffixes import collect_suffixes
-from retriever.mixer import Weights
 from retriever.stores import CONTEXT_LIMITS, ChainStore
+from retriever.phrases import PhraseCursor
+from retriever.pools import Pool
 from retriever.tree import Source
 
 SHORTEST_MATCH: Final = 4
@@ -79,7 +79,7 @@ class Corpus:
     def collect(
         self, query: TokenIds, depth: int, scratch: Scratch, row: int, longest: int
     ) -> tuple[int, int]:
-        """Write rows of evidence; return the first free row and the longest match.
+        """Write rows of evidence; return the first free row and how long a match can be.
 
         Args:
             query: int32[q], the last tokens of the context.
@@ -88,7 +88,7 @@ class Corpus:
             row: first free row.
             longest: a length beyond which nothing can match, from the last draft's.
         """
-        found = 0
+        found = 0  # shorter matches than `shortest` are not looked for
         for segment in self.segments:
             row, match = collect_suffixes(
                 segment.tokens,
@@ -107,7 +107,7 @@ class Corpus:
                 row,
             )
             found = max(found, match)
-        return int(row), int(found)
+        return int(row), max(int(found), self.shortest - 1)
 
 
 @dataclass(slots=True)
@@ -116,22 +116,26 @@ class Databases:
 
     Attributes:
         context: the sequence.
-        generations: shared with other sequences.
-        corpus: shared with other sequences.
-        weights: how the evidence is mixed; learned, and shared with the tenant's other sequences.
+        pool: recent outputs and what was learned, shared with the tenant's other sequences.
+        corpus: shared with all other sequences.
+        learns: whether what comes next may change the pool's weights.
         longest_match: no match in the corpus is longer than this many tokens.
+        phrases: where the sequence stands in the listed phrases; None where none are listed.
     """
 
     context: Context
-    generations: Generations
+    pool: Pool
     corpus: Corpus
-    weights: Weights
+    learns: bool = True
     longest_match: int = MAX_MATCH
+    phrases: PhraseCursor | None = None
 
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n] to the sequence."""
         if len(tokens):
             self.context.append(tokens)
+            if self.phrases is not None:
+                self.phrases.commit(tokens)
             self.longest_match = min(MAX_MATCH, self.longest_match + len(tokens))
 
     def collect(self, depth: int, scratch: Scratch) -> int:
@@ -139,7 +143,9 @@ class Databases:
         query = self.context.last(MAX_MATCH)
         mark_recent(query, self.corpus.tables.rarity, scratch.recent, scratch.marked)
         row = self.context.collect(query, depth, scratch, 0)
-        row = self.generations.collect(query, depth, scratch, row)
+        row = self.pool.generations.collect(query, depth, scratch, row)
+        if self.phrases is not None:
+            row = self.phrases.collect(depth, scratch, row)
         row, self.longest_match = self.corpus.collect(
             query, depth, scratch, row, self.longest_match
         )

@@ -29,6 +29,7 @@ from retriever.limits import (
 )
 from retriever.log_store import Durability
 from retriever.pools import Pool, Pools
+from retriever.phrases import ListedPhrases
 from retriever.predictor import Predictor
 from retriever.sessions import Session, Sessions
 from retriever.tables import tables_of
@@ -60,9 +61,10 @@ class EmbeddedDrafter:
             as warm as this one was; None to keep them in memory alone. One drafter at a time.
         durability: with "process", outputs survive the end of this process, however it comes;
             with "disk" that of the machine too, at the price of waiting for it in every `close`.
+        phrases: what is listed to be written verbatim.
 
     Raises:
-        InvalidRequestError: the indexes are of different vocabularies.
+        InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
         StateError: `state` cannot be used.
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
     """
@@ -75,10 +77,13 @@ class EmbeddedDrafter:
         limits: Limits = DEFAULT_LIMITS,
         state: Path | None = None,
         durability: Durability = "process",
+        phrases: ListedPhrases | None = None,
     ) -> None:
         self.indexes = tuple(indexes)
         self.limits = limits
         self.vocabulary = _shared_vocabulary(self.indexes, vocabulary)
+        self._phrases = phrases if phrases is not None else ListedPhrases(())
+        _check_phrases(self._phrases, self.vocabulary)
         segments = [segment for index in self.indexes for segment in index.segments]
         self._corpus = Corpus(segments, tables_of(self.indexes))
         self._predictor = Predictor(limits.max_budget_nodes)
@@ -98,6 +103,7 @@ class EmbeddedDrafter:
         limits: Limits = DEFAULT_LIMITS,
         state: Path | None = None,
         durability: Durability = "process",
+        phrases: ListedPhrases | None = None,
     ) -> Self:
         """Open the indexes at `paths` and draft from them; the rest is as for the constructor.
 
@@ -110,7 +116,12 @@ class EmbeddedDrafter:
         try:
             indexes.extend(Index.open(path, vocabulary=vocabulary) for path in paths)
             return cls(
-                indexes, vocabulary=vocabulary, limits=limits, state=state, durability=durability
+                indexes,
+                vocabulary=vocabulary,
+                limits=limits,
+                state=state,
+                durability=durability,
+                phrases=phrases,
             )
         except BaseException:
             for index in indexes:
@@ -142,7 +153,9 @@ class EmbeddedDrafter:
         tokens = self._checked(prompt)
         check_length(len(tokens), self.limits)
         pool = self._pool(tenant)
-        opened = Session(self._databases(tokens, pool), pool, len(tokens), remember)
+        opened = Session(
+            self._databases(tokens, pool, remember=remember), len(tokens), remember
+        )
         with self._lock:
             self._sessions.add(session, opened)
 
@@ -172,7 +185,7 @@ class EmbeddedDrafter:
             if ended.remember:
                 context = ended.databases.context
                 output = context.last(len(context) - ended.prompt_length)
-                self._pools.remember(ended.pool, output)
+                self._pools.remember(ended.databases.pool, output)
         self._pools.commit()
 
     def draft_context(
@@ -231,6 +244,7 @@ class EmbeddedDrafter:
         """Compile or load all kernels now, so that no draft waits for it."""
         context = np.zeros(2 * MAX_MATCH, np.int32)
         self.draft_context(context, budget_nodes=1)
+        self._phrases.warm()
 
     def check_vocabulary(self, fingerprint: str) -> None:
         """Refuse the tokens of another tokenizer.
@@ -265,8 +279,14 @@ class EmbeddedDrafter:
         check_tenant_name(tenant)
         return self._pools.get(tenant)
 
-    def _databases(self, prompt: TokenIds, pool: Pool) -> Databases:
-        return Databases(Context(prompt), pool.generations, self._corpus, pool.weights)
+    def _databases(self, prompt: TokenIds, pool: Pool, *, remember: bool = False) -> Databases:
+        return Databases(
+            Context(prompt),
+            pool,
+            self._corpus,
+            learns=remember,
+            phrases=self._phrases.cursor(prompt) if self._phrases else None,
+        )
 
     def _step(self, request: DraftRequest) -> _Step:
         session = self._sessions.get(request.session)
@@ -299,3 +319,11 @@ def _shared_vocabulary(
                 "build both with the same --tokenizer"
             )
     return vocabulary
+
+
+def _check_phrases(phrases: ListedPhrases, vocabulary: Vocabulary | None) -> None:
+    if vocabulary is not None and phrases.highest_token >= vocabulary.size:
+        raise InvalidRequestError(
+            f"a listed phrase holds the token id {phrases.highest_token}, which is outside the "
+            f"vocabulary of {vocabulary.size}: list it as text, or with the index's tokenizer"
+        )

@@ -47,3 +47,7 @@ class StateError(RetrieverError):
 
 class TraceError(RetrieverError):
     """A file of recorded outputs cannot be read."""
+
+
+class PhrasesError(RetrieverError):
+    """A file of listed phrases cannot be read."""

@@ -1,4 +1,4 @@
-"""The weights by which evidence is mixed: what all drafters begin with, and what each has learned."""
+"""The weights by which evidence is mixed: what all begin with, and what each has learned."""
 
 from importlib import resources
 from typing import Any, Final
@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 from retriever.kernels.layout import WEIGHTS
 
 _PRIOR_FILE: Final = "prior.npy"
+
+_MARK: Final = b"weights1"
+"""Begins kept weights; its number changes with what they mean."""
 
 Weights = NDArray[Any]
 """WEIGHTS[1]."""
@@ -30,6 +33,18 @@ def from_values(values: NDArray[np.float32]) -> Weights:
     if values.nbytes != WEIGHTS.itemsize:
         raise ValueError(f"{values.size} weights instead of {WEIGHTS.itemsize // 4}")
     return np.ascontiguousarray(values, "<f4").view(WEIGHTS).copy()
+
+
+def to_bytes(weights: Weights) -> bytes:
+    """Return weights as they are kept in a log."""
+    return _MARK + weights.tobytes()
+
+
+def from_bytes(kept: bytes | None) -> Weights:
+    """Return weights that were kept; those that all begin with, if they are of another layout."""
+    if kept is None or not kept.startswith(_MARK) or len(kept) != len(_MARK) + WEIGHTS.itemsize:
+        return prior_weights()
+    return from_values(np.frombuffer(kept, "<f4", offset=len(_MARK)))
 
 
 def blank_weights() -> Weights:

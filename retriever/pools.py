@@ -15,7 +15,7 @@ from retriever.generations import Generations, Output
 from retriever.generations_log import GenerationsLog
 from retriever.limits import Limits
 from retriever.log_store import Durability, Entry, LogOptions
-from retriever.mixer import Weights, prior_weights
+from retriever.mixer import Weights, from_bytes, prior_weights, to_bytes
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -25,28 +25,29 @@ class Pool:
     Attributes:
         tenant: its name.
         generations: its recent outputs.
-        statistics: what was learned from them, opaque; whoever sets other bytes has them kept in
-            the log with the next output.
-        logged_statistics: what the log has of them.
+        weights: how evidence is mixed, learned from its outputs; the log keeps them.
+        learned: steps that they learned from.
+        logged: how many of these the log has.
     """
 
     tenant: str
     generations: Generations
     weights: Weights = field(default_factory=prior_weights)
-    statistics: bytes | None = None
-    logged_statistics: bytes | None = None
+    learned: int = 0
+    logged: int = 0
 
     def add(self, output: TokenIds, time_s: float) -> Entry:
         """Remember int32[n], an output, and return what the log must keep of it."""
         self.generations.add(output, time_s)
-        statistics = None if self.statistics is self.logged_statistics else self.statistics
-        self.logged_statistics = self.statistics
+        statistics = to_bytes(self.weights) if self.learned != self.logged else None
+        self.logged = self.learned
         return Entry(self.tenant, Output(output, time_s), statistics)
 
     def clear(self) -> None:
         """Forget everything."""
         self.generations.clear()
-        self.statistics = self.logged_statistics = None
+        self.weights[:] = prior_weights()
+        self.learned = self.logged = 0
 
 
 class Pools:
@@ -162,9 +163,9 @@ class Pools:
     def _let_go(self, tenant: str, pool: Pool) -> None:
         if self._log is None:
             return
-        if pool.statistics is not None and pool.statistics is not pool.logged_statistics:
-            self._log.put_statistics(tenant, pool.statistics)
-            pool.logged_statistics = pool.statistics
+        if pool.learned != pool.logged:
+            self._log.put_statistics(tenant, to_bytes(pool.weights))
+            pool.logged = pool.learned
         self._log.let_go(tenant)
 
     def _load(self, tenant: str) -> Pool:
@@ -174,5 +175,5 @@ class Pools:
         if self._log is not None:
             kept = self._log.load(tenant)
             generations.extend(kept.outputs)
-            pool.statistics = pool.logged_statistics = kept.statistics
+            pool.weights = from_bytes(kept.statistics)
         return pool

@@ -20,6 +20,7 @@ class Prior:
     Attributes:
         context: what an occurrence in the sequence itself counts.
         generations: what an occurrence in recent outputs counts.
+        phrases: what the beginning of a listed phrase counts.
         corpus: what an occurrence in the corpus counts.
         escape: count at which a match of one token takes half of the probability that longer
             matches left; a match of k tokens needs a k-th of it.
@@ -29,6 +30,7 @@ class Prior:
 
     context: float = 6.0
     generations: float = 0.6
+    phrases: float = 12.0
     corpus: float = 0.35
     escape: float = 32.0
     doubt: float = 0.03
@@ -39,6 +41,7 @@ class Prior:
         trust = np.zeros(len(Source))
         trust[Source.CONTEXT] = self.context
         trust[Source.GENERATIONS] = self.generations
+        trust[Source.PHRASES] = self.phrases
         trust[Source.CORPUS] = self.corpus
         return trust
 
@@ -62,8 +65,9 @@ class Predictor:
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and learn from it if its draft was the last one."""
-        if len(tokens) and databases is self._last:
-            learn(databases.weights, self._scratch.work, tokens, self._prior.rate)
+        if len(tokens) and databases.learns and databases is self._last:
+            pool = databases.pool
+            pool.learned += learn(pool.weights, self._scratch.work, tokens, self._prior.rate)
         if len(tokens):
             self._last = None
         databases.commit(tokens)
@@ -94,9 +98,9 @@ class Predictor:
             num_rows,
             databases.context.last(MAX_MATCH),
             databases.corpus.tables,
-            databases.generations.live,
+            databases.pool.generations.live,
             databases.context.chains,
-            databases.weights,
+            databases.pool.weights,
             self._prior.doubt,
             budget,
             min_probability,

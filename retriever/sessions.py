@@ -16,14 +16,12 @@ class Session:
 
     Attributes:
         databases: what it is drafted from.
-        pool: of its tenant.
         prompt_length: tokens that it was opened with.
         remember: whether its output may serve later sequences.
         last_used_s: when it was last asked for.
     """
 
     databases: Databases
-    pool: Pool
     prompt_length: int
     remember: bool
     last_used_s: float = 0.0
@@ -86,7 +84,7 @@ class Sessions:
     def forget(self, pool: Pool) -> None:
         """Let no open session of a tenant be remembered when it ends."""
         for session in self._by_name.values():
-            if session.pool is pool:
+            if session.databases.pool is pool:
                 session.remember = False
 
     def _end_idle(self) -> bool:

@@ -124,6 +124,23 @@ def test_help_names_the_commands_and_says_what_each_option_does(
         assert ("no effect at temperature 0" in described) == (name == "generate")
 
 
+def test_listed_phrases_change_no_output(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "20", "--json")
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    plain = json.loads(capsys.readouterr().out)["token_ids"]
+    listed = tmp_path / "phrases.jsonl"
+    listed.write_text(json.dumps({"ids": plain}) + "\n" + json.dumps({"text": "a b c"}))
+    assert generate(monkeypatch, model_directory, *arguments, "--phrases", str(listed)) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["token_ids"] == plain
+    assert "listed phrases: " in captured.err
+
+
 def test_sampling_is_repeatable_by_seed(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +158,8 @@ def test_sampling_is_repeatable_by_seed(
         (["--prompt", ""], "prompt is empty"),
         (["--prompt", "x" * 128], "limit is 128"),
         (["--prompt", PROMPT, "--index", "a", "--server", "b"], "exclude each other"),
+        (["--prompt", PROMPT, "--phrases", "a", "--server", "b"], "exclude each other"),
+        (["--prompt", PROMPT, "--phrases", "no-such-file"], "no-such-file"),
         (["--prompt", PROMPT, "--index", "no-such-index"], "no-such-index"),
         (["--prompt", PROMPT, "--device", "nowhere"], "nowhere"),
     ],

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from retriever.kernels.chains import SEPARATOR, _bucket
+from retriever.kernels.layout import MAX_MATCH
+from retriever.kernels.phrases import MAX_BEGINNINGS
+from retriever.tree import Source
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,28 @@ def suffix_rows(  # noqa: PLR0913
         if len(hits) >= enough:
             break
     return rows, found
+
+
+def phrase_rows(
+    phrases: Sequence[tuple[int, ...]], context: Sequence[int], *, max_rows: int, depth: int
+) -> list[Row]:
+    """What `collect_phrases` finds: every phrase is asked whether the context ends with it."""
+    listed = sorted(set(phrases))
+    rows: list[Row] = []
+    known: set[int] = set()
+    num_beginnings = 0
+    for length in range(len(context), 0, -1):
+        end = tuple(context[-length:])
+        going_on = [i for i, p in enumerate(listed) if len(p) > length and p[:length] == end]
+        if going_on and num_beginnings < MAX_BEGINNINGS and len(rows) < max_rows:
+            num_read = min(len(going_on), max_rows - len(rows))
+            for phrase in [going_on[len(going_on) * n // num_read] for n in range(num_read)]:
+                if phrase not in known:
+                    rest = listed[phrase][length : length + depth]
+                    rows.append(Row(rest, min(length, MAX_MATCH), 1 / num_read, Source.PHRASES))
+            known.update(going_on)
+            num_beginnings += 1
+    return rows
 
 
 def weights(rows: Sequence[Row], trust: Sequence[float], escape: float) -> list[float]:

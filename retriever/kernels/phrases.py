@@ -1,0 +1,102 @@
+"""Listed phrases: which of them go on from the end of the context, and how.
+
+The phrases stand one after the other in `tokens`, in lexicographic order, so that those with a
+common beginning are neighbours. A *beginning* is a proper prefix of a phrase, of at least one
+token. It has a number, and of every beginning are known: the phrases that go on from it, its
+length, and the longest shorter beginning that it ends with (`shorter`, `NO_BEGINNING` for none).
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retriever.kernels.layout import MAX_MATCH
+
+NO_BEGINNING: Final = -1
+"""The number that no beginning has."""
+
+MAX_BEGINNINGS: Final = 32
+"""Beginnings that one draft looks at, the longest first."""
+
+
+@njit(cache=True, nogil=True)
+def collect_phrases(
+    tokens: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    first_phrases: NDArray[np.int32],
+    last_phrases: NDArray[np.int32],
+    lengths: NDArray[np.int32],
+    shorter: NDArray[np.int32],
+    longest: int,
+    max_rows: int,
+    source: int,
+    depth: int,
+    rows: NDArray[Any],
+    continuations: NDArray[np.int32],
+    row: int,
+) -> int:
+    """Write how the phrases go on whose beginnings end the context, longest beginnings first.
+
+    Every phrase is written once, for its longest beginning. A beginning counts as one occurrence
+    however many phrases share it: they divide the count. Where more go on than there is room for,
+    an even sample of them is read.
+
+    Args:
+        tokens: int32[tokens of all phrases].
+        starts: int64[phrases + 1], where in `tokens` each phrase begins.
+        first_phrases: int32[beginnings], the first phrase that goes on from each.
+        last_phrases: int32[beginnings], the last one that does.
+        lengths: int32[beginnings], in tokens.
+        shorter: int32[beginnings].
+        longest: the longest beginning that the context ends with, or `NO_BEGINNING`.
+        max_rows: most rows to write.
+        source: database that the rows are marked with.
+        depth: most tokens to copy of each phrase.
+        rows: ROW[max_rows], written from `row` on.
+        continuations: int32[max_rows, max_depth], likewise.
+        row: first free row.
+
+    Returns:
+        The first free row afterwards.
+    """
+    end_row = min(row + max_rows, rows.shape[0])
+    beginning = longest
+    for _ in range(MAX_BEGINNINGS):
+        if beginning == NO_BEGINNING or row == end_row:
+            break
+        num_phrases = last_phrases[beginning] + 1 - first_phrases[beginning]
+        num_read = min(num_phrases, end_row - row)
+        length = lengths[beginning]
+        for sample in range(num_read):
+            phrase = first_phrases[beginning] + num_phrases * sample // num_read
+            if _is_known(first_phrases, last_phrases, shorter, longest, beginning, phrase):
+                continue
+            begin = starts[phrase] + length
+            num_tokens = min(depth, starts[phrase + 1] - begin)
+            continuations[row, :num_tokens] = tokens[begin : begin + num_tokens]
+            rows[row].length = num_tokens
+            rows[row].match = min(length, MAX_MATCH)
+            rows[row].source = source
+            rows[row].count = 1.0 / num_read
+            row += 1
+        beginning = shorter[beginning]
+    return row
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _is_known(
+    first_phrases: NDArray[np.int32],
+    last_phrases: NDArray[np.int32],
+    shorter: NDArray[np.int32],
+    longest: int,
+    beginning: int,
+    phrase: int,
+) -> bool:
+    """Tell whether a phrase goes on from one of the beginnings before this one."""
+    while longest != beginning:
+        if first_phrases[longest] <= phrase <= last_phrases[longest]:
+            return True
+        longest = shorter[longest]
+    return False
