@@ -1,0 +1,63 @@
+"""Prompt lookup, as transformers has it.
+
+The rule of `PromptLookupCandidateGenerator` (transformers, `generation/candidate_generator.py`;
+Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding): take the last n tokens of the
+sequence, n falling from `max_matching_ngram_size` to 1, find their first occurrence in the sequence
+from the left that is followed by anything, and draft what followed.
+"""
+
+from typing import Any, Final
+
+from numba import njit
+from numpy.typing import NDArray
+
+from benchmarks.peers.sequences import SequenceDrafter, TokenSequence, chain
+from retriever.drafter import TokenIds
+from retriever.tree import DraftTree, Source
+
+MAX_MATCHING_NGRAM_SIZE: Final = 2
+"""The default of transformers."""
+
+
+class PromptLookup(SequenceDrafter[TokenSequence]):
+    """Drafts one path from the sequence itself, as long as the budget allows.
+
+    Args:
+        max_matching_ngram_size: longest end of the sequence to look for, in tokens.
+    """
+
+    def __init__(self, max_matching_ngram_size: int = MAX_MATCHING_NGRAM_SIZE) -> None:
+        super().__init__()
+        self._max_size = max_matching_ngram_size
+
+    def _begin(self, prompt: TokenIds, *, remember: bool) -> TokenSequence:
+        return TokenSequence(prompt, remember=remember)
+
+    def _commit(self, state: TokenSequence, tokens: TokenIds) -> None:
+        state.append(tokens)
+
+    def _propose(self, state: TokenSequence, budget: int) -> DraftTree:
+        start = first_match(state.tokens, self._max_size)
+        return chain(state.tokens[start : start + budget], Source.CONTEXT)
+
+    def _end(self, state: TokenSequence) -> None:
+        """Remember nothing: each sequence is drafted from itself."""
+
+
+@njit(cache=True, nogil=True)
+def first_match(tokens: NDArray[Any], max_size: int) -> int:
+    """Return the position after the first match of the longest end; `len(tokens)` for none.
+
+    Args:
+        tokens: int32[n], the sequence.
+        max_size: longest end to look for.
+    """
+    total = len(tokens)
+    for size in range(min(max_size, total - 1), 0, -1):
+        for begin in range(total - size):
+            matched = 0
+            while matched < size and tokens[begin + matched] == tokens[total - size + matched]:
+                matched += 1
+            if matched == size:
+                return begin + size
+    return total
