@@ -15,9 +15,11 @@ from rich.progress import track
 from rich.table import Table
 
 from indexer.errors import IndexerError
+from indexer.reader import Index
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
 from retriever.encoding import ChatEncoder
 from retriever.errors import RetrieverError
+from retriever.factories import OWN, find_factory
 from retriever.replay import ReplayReport, replay
 from retriever.server import serve as serve_forever
 from retriever.traces import Trace, read_outputs, read_traces
@@ -76,6 +78,12 @@ def replay_traces(
         list[Path] | None,
         typer.Option(help="Outputs that count as recent generations: files as TRACES. Repeatable."),
     ] = None,
+    drafter: Annotated[
+        str, typer.Option(help="Whose rule drafts: our own, or a name that --drafters knows.")
+    ] = OWN,
+    drafters: Annotated[
+        str, typer.Option(help="Module with a mapping DRAFTERS of names to factories.")
+    ] = "benchmarks.peers",
     budget: Annotated[int, typer.Option(min=0, help="Nodes in each draft tree.")] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Replay only the first traces.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -85,14 +93,13 @@ def replay_traces(
     No model is run: a draft changes no output, so what would have been accepted is known.
     """
     with _clear_errors():
+        make_drafter = find_factory(drafter, drafters)
         encoder = ChatEncoder(tokenizer)
         recorded = list(_progress(read_traces(traces, encoder, limit), "reading"))
         outputs = [output for path in warm or [] for output in read_outputs(path, encoder)]
-        drafter = EmbeddedDrafter.open_indexes(index or [], vocabulary=encoder.vocabulary)
-        drafter.warm()
-        for output in outputs:
-            drafter.remember(output)
-        report = replay(drafter, _progress(recorded, "replaying"), budget)
+        indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in index or []]
+        made = make_drafter(indexes, outputs, budget)
+        report = replay(made, _progress(recorded, "replaying"), budget)
         _print(report, as_json=as_json)
 
 

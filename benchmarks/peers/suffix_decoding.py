@@ -42,6 +42,10 @@ class Settings:
     use_tree_spec: bool = False
 
 
+BEST_TREE: Final = Settings(0.0, float(1 << 20), 0.01, use_tree_spec=True)
+BEST_PATH: Final = Settings(0.0, float(1 << 20), 0.01, use_tree_spec=False)
+
+
 class SuffixSequence(TokenSequence):
     """A sequence with its own tree, and its places in both trees.
 
