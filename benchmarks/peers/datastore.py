@@ -31,6 +31,25 @@ class SortedText:
     suffixes: NDArray[np.uint32]
 
 
+class Datastore:
+    """Indexes and outputs in one; the outputs of finished sequences may join.
+
+    Args:
+        indexes: open indexes.
+        outputs: int32[n] each.
+    """
+
+    def __init__(self, indexes: Sequence[Index], outputs: Sequence[TokenIds]) -> None:
+        self._fixed = [sorted_text(outputs), *texts_of(indexes)]
+        self._finished: list[TokenIds] = []
+        self.texts = self._fixed
+
+    def remember(self, output: TokenIds) -> None:
+        """Add int32[n]; all that was added since the beginning is sorted anew."""
+        self._finished.append(output.copy())
+        self.texts = [sorted_text(self._finished), *self._fixed]
+
+
 def texts_of(indexes: Sequence[Index]) -> list[SortedText]:
     """Return the segments of indexes."""
     return [SortedText(part.tokens, part.suffixes) for index in indexes for part in index.segments]
@@ -52,6 +71,19 @@ def occurrences(text: SortedText, pattern: TokenIds) -> tuple[int, int]:
     """Return the half-open range of `suffixes` that begin with the pattern, int32[k]."""
     begin, end = find_range(text.tokens, text.suffixes, pattern)
     return int(begin), int(end)
+
+
+def first_occurrence(text: SortedText, pattern: TokenIds) -> int:
+    """Return where a pattern that occurs, int32[k], occurs first."""
+    begin, end = occurrences(text, pattern)
+    return int(text.suffixes[begin:end].min())
+
+
+def continuation(text: SortedText, begin: int, length: int) -> TokenIds:
+    """Return int32[n], the tokens from a position on, at most `length`, to their document's end."""
+    tokens = text.tokens[begin : begin + length]
+    ends = np.flatnonzero(tokens == np.iinfo(tokens.dtype).max)
+    return tokens[: ends[0] if len(ends) else len(tokens)].astype(np.int32)
 
 
 def continuations(
@@ -129,7 +161,12 @@ def _compare(tokens: NDArray[Any], position: int, pattern: NDArray[Any]) -> int:
 
 @njit(cache=True, nogil=True)
 def _read(
-    tokens: NDArray[Any], suffixes: NDArray[Any], begin: int, end: int, skip: int, rows: NDArray[Any]
+    tokens: NDArray[Any],
+    suffixes: NDArray[Any],
+    begin: int,
+    end: int,
+    skip: int,
+    rows: NDArray[Any],
 ) -> None:
     separator = np.int64(np.iinfo(tokens.dtype).max)
     rows[:] = -1

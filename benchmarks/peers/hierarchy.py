@@ -33,7 +33,7 @@ from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source
 
 DRAFT_TOKENS: Final = 4
-"""Tokens of a draft."""
+"""Tokens of a draft, as published."""
 
 MAX_OCCURRENCES: Final = 5000
 """Occurrences read in each segment of the corpus."""
@@ -46,20 +46,24 @@ class ContextSequence(TokenSequence):
 
     Args:
         prompt: int32[n], what the sequence begins with.
+        draft_tokens: tokens of a draft.
         max_drafts: drafts that each token keeps.
         remember: whether its output may serve later sequences.
     """
 
-    def __init__(self, prompt: TokenIds, max_drafts: int, *, remember: bool) -> None:
+    def __init__(
+        self, prompt: TokenIds, draft_tokens: int, max_drafts: int, *, remember: bool
+    ) -> None:
+        self._draft_tokens = draft_tokens
         self._max_drafts = max_drafts
         self._drafts: dict[int, dict[Draft, None]] = {}
         super().__init__(prompt, remember=remember)
 
     def append(self, tokens: TokenIds) -> None:
         """Append int32[n]; the n-grams that they end enter the database."""
-        begin = max(0, len(self) - DRAFT_TOKENS)
+        begin = max(0, len(self) - self._draft_tokens)
         super().append(tokens)
-        for key, draft in ngrams(self.tokens[begin:]):
+        for key, draft in ngrams(self.tokens[begin:], self._draft_tokens):
             self._enter(key, draft)
 
     def drafts(self) -> Iterator[Draft]:
@@ -75,15 +79,20 @@ class ContextSequence(TokenSequence):
 
 
 class ModelDatabase:
-    """Drafts from outputs, by the token before them; a draft counts once for each output."""
+    """Drafts from outputs, by the token before them; a draft counts once for each output.
 
-    def __init__(self) -> None:
+    Args:
+        draft_tokens: tokens of a draft.
+    """
+
+    def __init__(self, draft_tokens: int) -> None:
+        self._draft_tokens = draft_tokens
         self._counts: dict[int, Counter[Draft]] = {}
         self._ranked: dict[int, list[Draft]] = {}
 
     def add(self, output: TokenIds) -> None:
         """Add int32[n], one output."""
-        for key, draft in dict.fromkeys(ngrams(output)):
+        for key, draft in dict.fromkeys(ngrams(output, self._draft_tokens)):
             self._counts.setdefault(key, Counter())[draft] += 1
             self._ranked.pop(key, None)
 
@@ -100,11 +109,13 @@ class StatisticsDatabase:
 
     Args:
         texts: the corpus.
+        draft_tokens: tokens of a draft.
         max_drafts: drafts that each key keeps.
     """
 
-    def __init__(self, texts: Sequence[SortedText], max_drafts: int) -> None:
+    def __init__(self, texts: Sequence[SortedText], draft_tokens: int, max_drafts: int) -> None:
         self._texts = texts
+        self._draft_tokens = draft_tokens
         self._max_drafts = max_drafts
         self._found: dict[Draft, list[Draft]] = {}
 
@@ -119,7 +130,7 @@ class StatisticsDatabase:
     def _look_up(self, pattern: TokenIds) -> list[Draft]:
         counts: Counter[Draft] = Counter()
         for text in self._texts:
-            for draft, count in _counted(text, pattern):
+            for draft, count in _counted(text, pattern, self._draft_tokens):
                 counts[draft] += count
         return [draft for draft, _ in counts.most_common(self._max_drafts)]
 
@@ -131,20 +142,26 @@ class HierarchyDrafting(SequenceDrafter[ContextSequence]):
         indexes: of the statistics-dependent database.
         outputs: int32[n] each, of the model-dependent database.
         max_budget: most nodes of any tree.
+        draft_tokens: tokens of a draft.
     """
 
     def __init__(
-        self, indexes: Sequence[Index], outputs: Sequence[TokenIds], max_budget: int
+        self,
+        indexes: Sequence[Index],
+        outputs: Sequence[TokenIds],
+        max_budget: int,
+        draft_tokens: int = DRAFT_TOKENS,
     ) -> None:
         super().__init__()
+        self._draft_tokens = draft_tokens
         self._max_budget = max_budget
-        self._model = ModelDatabase()
+        self._model = ModelDatabase(draft_tokens)
         for output in outputs:
             self._model.add(output)
-        self._statistics = StatisticsDatabase(texts_of(indexes), max_budget)
+        self._statistics = StatisticsDatabase(texts_of(indexes), draft_tokens, max_budget)
 
     def _begin(self, prompt: TokenIds, *, remember: bool) -> ContextSequence:
-        return ContextSequence(prompt, self._max_budget, remember=remember)
+        return ContextSequence(prompt, self._draft_tokens, self._max_budget, remember=remember)
 
     def _commit(self, state: ContextSequence, tokens: TokenIds) -> None:
         state.append(tokens)
@@ -194,18 +211,18 @@ class _Tree:
         return DraftTree(pairs[:, 1], pairs[:, 0], ones, np.array(self._sources, np.uint8))
 
 
-def ngrams(tokens: TokenIds) -> Iterator[tuple[int, Draft]]:
-    """Yield each token of int32[n] with the `DRAFT_TOKENS` that follow it, where so many do."""
+def ngrams(tokens: TokenIds, draft_tokens: int) -> Iterator[tuple[int, Draft]]:
+    """Yield each token of int32[n] with the `draft_tokens` that follow it, where so many do."""
     listed = tokens.tolist()
-    for begin in range(len(listed) - DRAFT_TOKENS):
-        yield listed[begin], tuple(listed[begin + 1 : begin + 1 + DRAFT_TOKENS])
+    for begin in range(len(listed) - draft_tokens):
+        yield listed[begin], tuple(listed[begin + 1 : begin + 1 + draft_tokens])
 
 
-def _counted(text: SortedText, pattern: TokenIds) -> Iterator[tuple[Draft, int]]:
+def _counted(text: SortedText, pattern: TokenIds, draft_tokens: int) -> Iterator[tuple[Draft, int]]:
     """Yield what followed a pattern, and how often; rows stand sorted, so that equal ones meet."""
     begin, end = occurrences(text, pattern)
     rows: NDArray[np.int32] = continuations(
-        text, begin, end, len(pattern), DRAFT_TOKENS, MAX_OCCURRENCES
+        text, begin, end, len(pattern), draft_tokens, MAX_OCCURRENCES
     )
     if len(rows) == 0:
         return

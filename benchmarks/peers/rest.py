@@ -17,12 +17,11 @@ import numpy as np
 
 from benchmarks.peers.counting import most_frequent
 from benchmarks.peers.datastore import (
+    Datastore,
     SortedText,
     continuations,
     longest_match,
     occurrences,
-    sorted_text,
-    texts_of,
 )
 from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
 from indexer.reader import Index
@@ -53,9 +52,7 @@ class Rest(SequenceDrafter[TokenSequence]):
     ) -> None:
         super().__init__()
         self._depth = depth
-        self._texts = [*texts_of(indexes), sorted_text(outputs)]
-        self._finished: list[TokenIds] = []
-        self._finished_text = sorted_text([])
+        self._datastore = Datastore(indexes, outputs)
 
     def _begin(self, prompt: TokenIds, *, remember: bool) -> TokenSequence:
         return TokenSequence(prompt, remember=remember)
@@ -64,7 +61,7 @@ class Rest(SequenceDrafter[TokenSequence]):
         state.append(tokens)
 
     def _propose(self, state: TokenSequence, budget: int) -> DraftTree:
-        texts = [*self._texts, self._finished_text]
+        texts = self._datastore.texts
         query = state.tokens[-MAX_SPAN:]
         length = max(longest_match(text, query) for text in texts)
         if length == 0:
@@ -73,11 +70,12 @@ class Rest(SequenceDrafter[TokenSequence]):
         rows = np.concatenate([self._read(text, pattern) for text in texts])
         return most_frequent(rows, budget, Source.CORPUS)
 
-    def _read(self, text: SortedText, pattern: TokenIds) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    def _read(
+        self, text: SortedText, pattern: TokenIds
+    ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
         begin, end = occurrences(text, pattern)
         return continuations(text, begin, end, len(pattern), self._depth, MAX_OCCURRENCES)
 
     def _end(self, state: TokenSequence) -> None:
         if state.remember:
-            self._finished.append(state.output.copy())
-            self._finished_text = sorted_text(self._finished)
+            self._datastore.remember(state.output)

@@ -43,7 +43,10 @@ class Settings:
 
 
 BEST_TREE: Final = Settings(0.0, float(1 << 20), 0.01, use_tree_spec=True)
+"""The best of a search on chat and code edits: as many nodes as the budget allows after any match."""
+
 BEST_PATH: Final = Settings(0.0, float(1 << 20), 0.01, use_tree_spec=False)
+"""Likewise, for paths."""
 
 
 class SuffixSequence(TokenSequence):

@@ -191,7 +191,10 @@ def _split(
     state[NUM_NODES] += 1
     upper, lower = nodes[node], nodes[child]
     upper.count, upper.start, upper.length, upper.parent = (
-        lower.count, lower.start, length, lower.parent,
+        lower.count,
+        lower.start,
+        length,
+        lower.parent,
     )
     upper.next, upper.previous, upper.group = lower.next, lower.previous, lower.group
     upper.first, upper.last = child, child
@@ -232,9 +235,7 @@ def insert_document(
         while position < limit:
             child = find_child(keys, children, node, text[position])
             if child == NONE:
-                _new_leaf(
-                    nodes, state, text, keys, children, node, position, limit - position
-                )
+                _new_leaf(nodes, state, text, keys, children, node, position, limit - position)
                 break
             matched, most = 1, min(nodes[child].length, limit - position)
             start = nodes[child].start
