@@ -1,4 +1,4 @@
-"""Which drafter a replay is made with: our own, or one that a module outside of the package names."""
+"""Which drafter a replay is made with: our own, or one that another module names."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,8 @@ from retriever.embedded import EmbeddedDrafter
 from retriever.errors import RetrieverError
 
 DrafterFactory = Callable[[Sequence[Index], Sequence[TokenIds], int], Drafter]
-"""Makes a drafter of open indexes, outputs (int32[n] each) that count as recent generations, and the
-most nodes that it will be asked for."""
+"""Makes a drafter of open indexes, outputs (int32[n] each) that count as recent generations, and
+the most nodes that it will be asked for."""
 
 OWN: Final = "foredraft"
 """The name of our own drafter."""

@@ -1,9 +1,9 @@
 """Our own readings of drafting rules that others ship or publish, behind our `Drafter` protocol.
 
-They are here to be replayed on the same recordings at the same budget of nodes. They are readings of
-rules and not the programs of their authors: what a draft costs in microseconds is what our reading of
-it costs. Each module says where its rule stands, and where ours is kinder to it. Nodes of rules that
-give no probabilities bear 1.
+They are here to be replayed on the same recordings at the same budget of nodes. They are readings
+of rules and not the programs of their authors: what a draft costs in microseconds is what our
+reading of it costs. Each module says where its rule stands, and where ours is kinder to it. Nodes
+of rules that give no probabilities bear 1.
 """
 
 from collections.abc import Mapping, Sequence

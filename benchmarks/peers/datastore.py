@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from benchmarks.peers.kernels.suffixes import find_range, longest_end, read_rows
 from indexer.reader import Index
 from indexer.suffixes import sort_suffixes
 from retriever.drafter import TokenIds
@@ -64,7 +64,7 @@ def sorted_text(outputs: Iterable[TokenIds]) -> SortedText:
 
 def longest_match(text: SortedText, query: TokenIds) -> int:
     """Return how many of the last tokens of the query, int32[q], occur together."""
-    return int(_longest(text.tokens, text.suffixes, query))
+    return int(longest_end(text.tokens, text.suffixes, query))
 
 
 def occurrences(text: SortedText, pattern: TokenIds) -> tuple[int, int]:
@@ -86,93 +86,16 @@ def continuation(text: SortedText, begin: int, length: int) -> TokenIds:
     return tokens[: ends[0] if len(ends) else len(tokens)].astype(np.int32)
 
 
-def continuations(
-    text: SortedText, begin: int, end: int, skip: int, depth: int, limit: int
-) -> NDArray[np.int32]:
-    """Return int32[rows, depth], what follows a match, in lexicographic order, `END` after an end.
+def continuations(text: SortedText, pattern: TokenIds, depth: int, limit: int) -> NDArray[np.int32]:
+    """Return int32[rows, depth], what follows a pattern, in lexicographic order.
 
     Args:
-        text: where the match is.
-        begin: first suffix of the match.
-        end: after its last.
-        skip: length of the match.
-        depth: tokens of each row.
+        text: where to look.
+        pattern: int32[k].
+        depth: tokens of each row; `END` stands where the document has ended.
         limit: most rows; of more occurrences an even sample is read.
     """
+    begin, end = occurrences(text, pattern)
     rows = np.empty((min(end - begin, limit), depth), np.int32)
-    _read(text.tokens, text.suffixes, begin, end, skip, rows)
+    read_rows(text.tokens, text.suffixes, begin, end, len(pattern), rows)
     return rows
-
-
-@njit(cache=True, nogil=True)
-def _longest(tokens: NDArray[Any], suffixes: NDArray[Any], query: NDArray[Any]) -> int:
-    """Bisect on the length: where an end occurs, every shorter one does."""
-    low, high = 0, len(query)
-    while low < high:
-        middle = (low + high + 1) >> 1
-        begin, end = find_range(tokens, suffixes, query[len(query) - middle :])
-        if begin < end:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@njit(cache=True, nogil=True)
-def find_range(
-    tokens: NDArray[Any], suffixes: NDArray[Any], pattern: NDArray[Any]
-) -> tuple[int, int]:
-    """Return the half-open range of suffixes that begin with the pattern."""
-    begin = _bisect(tokens, suffixes, pattern, 0, len(suffixes), 0)
-    end = _bisect(tokens, suffixes, pattern, begin, len(suffixes), 1)
-    return begin, end
-
-
-@njit(cache=True, nogil=True)
-def _bisect(
-    tokens: NDArray[Any],
-    suffixes: NDArray[Any],
-    pattern: NDArray[Any],
-    low: int,
-    high: int,
-    bound: int,
-) -> int:
-    """Return the first suffix that compares to the pattern as `bound` or greater."""
-    while low < high:
-        middle = (low + high) >> 1
-        if _compare(tokens, np.int64(suffixes[middle]), pattern) < bound:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@njit(cache=True, nogil=True)
-def _compare(tokens: NDArray[Any], position: int, pattern: NDArray[Any]) -> int:
-    """Order a suffix against a pattern: -1, 0 where it begins so, or 1."""
-    for offset in range(len(pattern)):
-        if position + offset >= len(tokens):
-            return -1
-        token, wanted = np.int64(tokens[position + offset]), np.int64(pattern[offset])
-        if token != wanted:
-            return -1 if token < wanted else 1
-    return 0
-
-
-@njit(cache=True, nogil=True)
-def _read(
-    tokens: NDArray[Any],
-    suffixes: NDArray[Any],
-    begin: int,
-    end: int,
-    skip: int,
-    rows: NDArray[Any],
-) -> None:
-    separator = np.int64(np.iinfo(tokens.dtype).max)
-    rows[:] = -1
-    for row in range(len(rows)):
-        position = np.int64(suffixes[begin + (end - begin) * row // len(rows)]) + skip
-        for offset in range(rows.shape[1]):
-            if position + offset >= len(tokens) or np.int64(tokens[position + offset]) == separator:
-                break
-            rows[row, offset] = tokens[position + offset]

@@ -24,9 +24,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from benchmarks.peers.datastore import SortedText, continuations, occurrences, texts_of
+from benchmarks.peers.datastore import SortedText, continuations, texts_of
 from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
 from indexer.reader import Index
 from retriever.drafter import TokenIds
@@ -220,10 +219,7 @@ def ngrams(tokens: TokenIds, draft_tokens: int) -> Iterator[tuple[int, Draft]]:
 
 def _counted(text: SortedText, pattern: TokenIds, draft_tokens: int) -> Iterator[tuple[Draft, int]]:
     """Yield what followed a pattern, and how often; rows stand sorted, so that equal ones meet."""
-    begin, end = occurrences(text, pattern)
-    rows: NDArray[np.int32] = continuations(
-        text, begin, end, len(pattern), draft_tokens, MAX_OCCURRENCES
-    )
+    rows = continuations(text, pattern, draft_tokens, MAX_OCCURRENCES)
     if len(rows) == 0:
         return
     changes = np.flatnonzero(np.any(rows[1:] != rows[:-1], axis=1)) + 1

@@ -6,11 +6,9 @@ sequence, n falling from `max_matching_ngram_size` to 1, find their first occurr
 from the left that is followed by anything, and draft what followed.
 """
 
-from typing import Any, Final
+from typing import Final
 
-from numba import njit
-from numpy.typing import NDArray
-
+from benchmarks.peers.kernels.scanning import first_match
 from benchmarks.peers.sequences import SequenceDrafter, TokenSequence, chain
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree, Source
@@ -42,22 +40,3 @@ class PromptLookup(SequenceDrafter[TokenSequence]):
 
     def _end(self, state: TokenSequence) -> None:
         """Remember nothing: each sequence is drafted from itself."""
-
-
-@njit(cache=True, nogil=True)
-def first_match(tokens: NDArray[Any], max_size: int) -> int:
-    """Return the position after the first match of the longest end; `len(tokens)` for none.
-
-    Args:
-        tokens: int32[n], the sequence.
-        max_size: longest end to look for.
-    """
-    total = len(tokens)
-    for size in range(min(max_size, total - 1), 0, -1):
-        for begin in range(total - size):
-            matched = 0
-            while matched < size and tokens[begin + matched] == tokens[total - size + matched]:
-                matched += 1
-            if matched == size:
-                return begin + size
-    return total

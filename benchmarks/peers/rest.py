@@ -18,10 +18,8 @@ import numpy as np
 from benchmarks.peers.counting import most_frequent
 from benchmarks.peers.datastore import (
     Datastore,
-    SortedText,
     continuations,
     longest_match,
-    occurrences,
 )
 from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
 from indexer.reader import Index
@@ -67,14 +65,10 @@ class Rest(SequenceDrafter[TokenSequence]):
         if length == 0:
             return DraftTree.empty()
         pattern = query[len(query) - length :]
-        rows = np.concatenate([self._read(text, pattern) for text in texts])
+        rows = np.concatenate(
+            [continuations(text, pattern, self._depth, MAX_OCCURRENCES) for text in texts]
+        )
         return most_frequent(rows, budget, Source.CORPUS)
-
-    def _read(
-        self, text: SortedText, pattern: TokenIds
-    ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-        begin, end = occurrences(text, pattern)
-        return continuations(text, begin, end, len(pattern), self._depth, MAX_OCCURRENCES)
 
     def _end(self, state: TokenSequence) -> None:
         if state.remember:

@@ -2,8 +2,8 @@
 
 The rule (https://github.com/hyx1999/SAM-Decoding): a suffix automaton of this sequence gives the
 longest end of it that occurred before, and one of earlier texts the longest end that occurs there.
-The sequence speaks unless the other match is more than `LENGTH_BIAS` tokens longer. The draft is what
-followed the first occurrence.
+The sequence speaks unless the other match is more than `LENGTH_BIAS` tokens longer. The draft is
+what followed the first occurrence.
 
 Instead of automata we scan the sequence and search the texts by suffix array: slower, and the
 answers are the same. Where we are kinder than the reference: its drafts have a fixed length, ours
@@ -12,20 +12,18 @@ short is left out, as for all peers.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
-
-from numba import njit
-from numpy.typing import NDArray
+from typing import Final
 
 from benchmarks.peers.datastore import Datastore, continuation, first_occurrence, longest_match
+from benchmarks.peers.kernels.scanning import longest_repeat
 from benchmarks.peers.sequences import SequenceDrafter, TokenSequence, chain
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree, Source
 
 LENGTH_BIAS: Final = 0
-"""By how much a match elsewhere must be longer than one in the sequence, in tokens, to be preferred.
-The reference has 5 beside a draft model; without one 0 drafts better, on chat and on code edits."""
+"""By how many tokens a match elsewhere must be longer than one in the sequence to be preferred; the
+reference has 5 beside a draft model, but without one 0 drafts better, on chat and on code edits."""
 
 MAX_MATCH: Final = 512
 """Longest match that is told from longer ones, in tokens."""
@@ -70,25 +68,3 @@ class SamDecoding(SequenceDrafter[TokenSequence]):
     def _end(self, state: TokenSequence) -> None:
         if state.remember:
             self._datastore.remember(state.output)
-
-
-@njit(cache=True, nogil=True)
-def longest_repeat(tokens: NDArray[Any], max_length: int) -> tuple[int, int]:
-    """Return the length of the longest end that occurred before, and where it first ended.
-
-    Args:
-        tokens: int32[n], the sequence.
-        max_length: longest end to look for.
-
-    Returns:
-        Its length, and the position after its first occurrence; 0 and n where the last token is new.
-    """
-    total = len(tokens)
-    best, best_end = 0, total
-    for end in range(1, total):
-        length, most = 0, min(end, max_length)
-        while length < most and tokens[end - 1 - length] == tokens[total - 1 - length]:
-            length += 1
-        if length > best:
-            best, best_end = length, end
-    return best, best_end

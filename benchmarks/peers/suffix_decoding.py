@@ -1,8 +1,8 @@
-"""SuffixDecoding (Oliaro et al. 2025, https://arxiv.org/abs/2411.04975), as arctic-inference has it.
+"""SuffixDecoding (Oliaro et al. 2025, https://arxiv.org/abs/2411.04975), as Snowflake ships it.
 
-The rule of `SuffixDecodingCache` (https://github.com/snowflakedb/ArcticInference): two suffix trees of
-depth 64 count occurrences, one of the prompt and output of this sequence, one of all outputs, this
-one included. For every length of match, from 1 to the longest, each tree is asked for a draft of up
+The rule of `SuffixDecodingCache` (https://github.com/snowflakedb/ArcticInference): two suffix trees
+of depth 64 count occurrences, one of the prompt and output of this sequence, one of all outputs,
+this one included. For every length of match, from 1 to the longest, each tree is asked for a draft of up
 to `max_spec_factor * length + max_spec_offset` tokens: a tree, the most probable node first, or the
 path of the most frequent children; a node's probability is its count by that of the node where the
 match ends. The draft with the highest sum of probabilities is made.
@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.peers.kernels.speculation import speculate
 from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
-from benchmarks.peers.speculation import speculate
 from benchmarks.peers.suffix_tree import OpenSequence, SuffixTree
 from indexer.reader import Index
 from retriever.drafter import TokenIds
@@ -43,7 +43,7 @@ class Settings:
 
 
 BEST_TREE: Final = Settings(0.0, float(1 << 20), 0.01, use_tree_spec=True)
-"""The best of a search on chat and code edits: as many nodes as the budget allows after any match."""
+"""The best of a search on chat and code edits: drafts fill the budget after any match."""
 
 BEST_PATH: Final = Settings(0.0, float(1 << 20), 0.01, use_tree_spec=False)
 """Likewise, for paths."""

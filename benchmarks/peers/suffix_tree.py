@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.tree_kernels import (
+from benchmarks.peers.kernels.tree import (
     NODE,
     NONE,
     NUM_NODES,

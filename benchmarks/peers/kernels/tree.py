@@ -1,9 +1,9 @@
 """A compressed suffix tree of bounded depth that counts occurrences, in plain arrays.
 
 Nodes stand in `NODE[capacity]`, the root first. The edge into a node is `length` tokens of the text
-from `start` on; `count` suffixes pass through its end. The children of a node form a list by falling
-count. Those of equal count form a group, whose first member is known, so that counting a node once
-more moves it in constant time. A hash table finds children by their first token.
+from `start` on; `count` suffixes pass through its end. The children of a node form a list by
+falling count. Those of equal count form a group, whose first member is known, so that counting a
+node once more moves it in constant time. A hash table finds children by their first token.
 """
 
 from typing import Any, Final

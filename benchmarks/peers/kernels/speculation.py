@@ -1,4 +1,4 @@
-"""Speculating from a suffix tree: what SuffixDecoding drafts after a match, and how it scores it."""
+"""Speculating from a suffix tree: what SuffixDecoding drafts after a match, and its score."""
 
 from heapq import heappop, heappush
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from benchmarks.peers.tree_kernels import NONE, ROOT_NODE, find_child
+from benchmarks.peers.kernels.tree import NONE, ROOT_NODE, find_child
 
 
 @njit(cache=True, nogil=True)
@@ -126,7 +126,7 @@ def _tree(
     """Take the most probable node again and again; return nodes written and their sum."""
     token_ids, parents, probabilities = draft
     size, score, pushed = 0, 0.0, 0
-    heap = [(-1.0, pushed, np.int64(node), np.int64(used), np.int64(-1))]
+    heap: list[Any] = [(-1.0, pushed, np.int64(node), np.int64(used), np.int64(-1))]
     while size < len(token_ids) and len(heap) > 0:
         negative, _, node, used, parent = heappop(heap)
         if used < nodes[node].length:
