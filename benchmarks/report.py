@@ -86,6 +86,8 @@ class Comparison:
             _draw(axes[0, column], rows, "tokens_per_step", workload)
             _draw(axes[1, column], rows, "draft_us_p50", "")
             axes[1, column].set(yscale="log", xlabel="nodes")
+            axes[1, column].yaxis.set_major_formatter("{x:.0f}")
+            axes[1, column].yaxis.set_minor_formatter("{x:.0f}")
         axes[0, 0].set_ylabel("tokens per step")
         axes[1, 0].set_ylabel("microseconds per draft, median")
         lines, names = axes[0, 0].get_legend_handles_labels()

@@ -8,7 +8,7 @@ from the left that is followed by anything, and draft what followed.
 
 from typing import Final
 
-from benchmarks.peers.kernels.scanning import first_match
+from benchmarks.peers.kernels.scanning import longest_repeat
 from benchmarks.peers.sequences import SequenceDrafter, TokenSequence, chain
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree, Source
@@ -35,7 +35,7 @@ class PromptLookup(SequenceDrafter[TokenSequence]):
         state.append(tokens)
 
     def _propose(self, state: TokenSequence, budget: int) -> DraftTree:
-        start = first_match(state.tokens, self._max_size)
+        _, start = longest_repeat(state.tokens, self._max_size)
         return chain(state.tokens[start : start + budget], Source.CONTEXT)
 
     def _end(self, state: TokenSequence) -> None:

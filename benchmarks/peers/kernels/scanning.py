@@ -7,25 +7,6 @@ from numpy.typing import NDArray
 
 
 @njit(cache=True, nogil=True)
-def first_match(tokens: NDArray[Any], max_size: int) -> int:
-    """Return the position after the first match of the longest end; `len(tokens)` for none.
-
-    Args:
-        tokens: int32[n], the sequence.
-        max_size: longest end to look for.
-    """
-    total = len(tokens)
-    for size in range(min(max_size, total - 1), 0, -1):
-        for begin in range(total - size):
-            matched = 0
-            while matched < size and tokens[begin + matched] == tokens[total - size + matched]:
-                matched += 1
-            if matched == size:
-                return begin + size
-    return total
-
-
-@njit(cache=True, nogil=True)
 def longest_repeat(tokens: NDArray[Any], max_length: int) -> tuple[int, int]:
     """Return the length of the longest end that occurred before, and where it first ended.
 
