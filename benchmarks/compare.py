@@ -7,7 +7,7 @@ once. Without a workload, a small one is made from the standard library of this 
 import datetime as dt
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Final
@@ -22,7 +22,7 @@ from benchmarks.workloads import Workload, WorkloadFiles, stdlib_workload
 from indexer.errors import IndexerError
 from retriever.encoding import ChatEncoder
 from retriever.errors import RetrieverError
-from retriever.factories import OWN, find_factory
+from retriever.factories import OWN, DrafterFactory, find_factory
 from retriever.replay import replay
 
 BUDGETS: Final = (8, 16, 32, 64)
@@ -58,9 +58,10 @@ def main(
     stem = output or RESULTS / f"{dt.datetime.now(dt.UTC).date()}-peers"
     try:
         with ExitStack() as opened:
+            factories = {name: find_factory(name, "benchmarks.peers") for name in names}
             workloads = _workloads(workload or [], ChatEncoder(tokenizer), limit, opened)
             before = circumstances()
-            rows = list(_measure(workloads, names, sorted(budget or BUDGETS)))
+            rows = list(_measure(workloads, factories, sorted(budget or BUDGETS)))
             comparison = Comparison(before, [describe(each) for each in workloads], rows)
         paths = comparison.write(stem)
     except (RetrieverError, IndexerError) as error:
@@ -77,14 +78,14 @@ def _workloads(
     if not files:
         console.print("tokenising the standard library")
         return [opened.enter_context(stdlib_workload(encoder, limit))]
-    return [each.load(encoder, limit) for each in track(files, "tokenising", console=console)]
+    console.print("tokenising", *(each.name for each in files))
+    return [each.load(encoder, limit) for each in files]
 
 
 def _measure(
-    workloads: list[Workload], names: list[str], budgets: list[int]
+    workloads: list[Workload], factories: Mapping[str, DrafterFactory], budgets: list[int]
 ) -> Iterator[Measurement]:
-    factories = {name: find_factory(name, "benchmarks.peers") for name in names}
-    cells = [(each, name, budget) for each in workloads for name in names for budget in budgets]
+    cells = [(each, name, budget) for each in workloads for name in factories for budget in budgets]
     for workload, name, budget in track(cells, "replaying", console=console):
         made = factories[name](workload.indexes, workload.outputs, budget)
         figures = replay(made, workload.traces, budget).as_json()

@@ -62,7 +62,7 @@ def _factories(module: str) -> Mapping[str, DrafterFactory]:
     sys.path.append(str(Path.cwd()))
     try:
         factories: Mapping[str, DrafterFactory] = import_module(module).DRAFTERS
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UnknownDrafterError(
             f"{module} names no drafters ({error}): run from the root of a checkout, or give a "
             "module with a mapping DRAFTERS by --drafters"
