@@ -1,46 +1,23 @@
 """A compressed suffix tree of bounded depth that counts occurrences, in plain arrays.
 
 Nodes stand in `NODE[capacity]`, the root first. The edge into a node is `length` tokens of the text
-from `start` on; `count` suffixes pass through its end. The children of a node form a list by
-falling count. Those of equal count form a group, whose first member is known, so that counting a
-node once more moves it in constant time. A hash table finds children by their first token.
+from `start` on; `count` suffixes pass through its end. A hash table finds children by their first
+token.
 """
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-NODE: Final = np.dtype(
-    [
-        ("count", np.int32),
-        ("start", np.int32),
-        ("length", np.int32),
-        ("parent", np.int32),
-        ("first", np.int32),  # child of the highest count, or NONE
-        ("last", np.int32),  # child of the lowest count, or NONE
-        ("next", np.int32),
-        ("previous", np.int32),
-        ("group", np.int32),  # of the siblings of equal count
-        ("head", np.int32),  # first member of the group that has this node's number
-    ]
+from benchmarks.peers.kernels.siblings import (
+    NONE,
+    NUM_NODES,
+    ROOT_NODE,
+    count_once_more,
+    new_group,
 )
-NONE: Final = -1
-ROOT_NODE: Final = 0
-
-NUM_NODES: Final = 0
-NUM_GROUPS: Final = 1
-FREE_GROUP: Final = 2
-
-
-@njit(cache=True, nogil=True)
-def make_root(nodes: NDArray[Any], state: NDArray[np.int64]) -> None:
-    """Make the tree of the empty text."""
-    root = nodes[ROOT_NODE]
-    root.count, root.start, root.length, root.parent = 0, 0, 0, NONE
-    root.first, root.last, root.next, root.previous, root.group = NONE, NONE, NONE, NONE, NONE
-    state[NUM_NODES], state[NUM_GROUPS], state[FREE_GROUP] = 1, 0, NONE
 
 
 @njit(cache=True, nogil=True)
@@ -86,68 +63,6 @@ def enter_all(
 
 
 @njit(cache=True, nogil=True)
-def _new_group(nodes: NDArray[Any], state: NDArray[np.int64], head: int) -> int:
-    group = state[FREE_GROUP]
-    if group == NONE:
-        group = state[NUM_GROUPS]
-        state[NUM_GROUPS] += 1
-    else:
-        state[FREE_GROUP] = nodes[group].head
-    nodes[group].head = head
-    return group
-
-
-@njit(cache=True, nogil=True)
-def _leave_group(nodes: NDArray[Any], state: NDArray[np.int64], node: int) -> None:
-    group, after = nodes[node].group, nodes[node].next
-    if nodes[group].head != node:
-        return
-    if after != NONE and nodes[after].group == group:
-        nodes[group].head = after
-    else:
-        nodes[group].head = state[FREE_GROUP]
-        state[FREE_GROUP] = group
-
-
-@njit(cache=True, nogil=True)
-def _move_before(nodes: NDArray[Any], node: int, other: int) -> None:
-    """Move a node before an earlier sibling."""
-    parent, before, after = nodes[node].parent, nodes[node].previous, nodes[node].next
-    nodes[before].next = after
-    if after != NONE:
-        nodes[after].previous = before
-    else:
-        nodes[parent].last = before
-    ahead = nodes[other].previous
-    nodes[node].previous, nodes[node].next = ahead, other
-    nodes[other].previous = node
-    if ahead != NONE:
-        nodes[ahead].next = node
-    else:
-        nodes[parent].first = node
-
-
-@njit(cache=True, nogil=True)
-def _count_once_more(nodes: NDArray[Any], state: NDArray[np.int64], node: int) -> None:
-    """Add one to a node's count and move it before those that it overtakes or draws level with."""
-    count = nodes[node].count + 1
-    _leave_group(nodes, state, node)
-    before = nodes[node].previous
-    if before != NONE and nodes[before].count <= count:
-        group = nodes[before].group
-        _move_before(nodes, node, nodes[group].head)
-    nodes[node].count = count
-    before, after = nodes[node].previous, nodes[node].next
-    if before != NONE and nodes[before].count == count:
-        nodes[node].group = nodes[before].group
-    elif after != NONE and nodes[after].count == count:
-        nodes[node].group = nodes[after].group
-        nodes[nodes[node].group].head = node
-    else:
-        nodes[node].group = _new_group(nodes, state, node)
-
-
-@njit(cache=True, nogil=True)
 def _new_leaf(
     nodes: NDArray[Any],
     state: NDArray[np.int64],
@@ -171,7 +86,7 @@ def _new_leaf(
     if last != NONE and nodes[last].count == 1:
         new.group = nodes[last].group
     else:
-        new.group = _new_group(nodes, state, node)
+        new.group = new_group(nodes, state, node)
     _enter(keys, children, parent, text[start], node)
     return node
 
@@ -211,7 +126,7 @@ def _split(
     _enter(keys, children, upper.parent, text[upper.start], node)
     lower.start, lower.length, lower.parent = lower.start + length, lower.length - length, node
     lower.next, lower.previous = NONE, NONE
-    lower.group = _new_group(nodes, state, child)
+    lower.group = new_group(nodes, state, child)
     _enter(keys, children, node, text[lower.start], child)
     return node
 
@@ -243,7 +158,7 @@ def insert_document(
                 matched += 1
             if matched < nodes[child].length:
                 child = _split(nodes, state, text, keys, children, child, matched)
-            _count_once_more(nodes, state, child)
+            count_once_more(nodes, state, child)
             node, position = child, position + matched
 
 
@@ -309,5 +224,5 @@ def _step(
         return _new_leaf(nodes, state, text, keys, children, node, position, 1)
     if nodes[child].length > 1:
         child = _split(nodes, state, text, keys, children, child, 1)
-    _count_once_more(nodes, state, child)
+    count_once_more(nodes, state, child)
     return child
