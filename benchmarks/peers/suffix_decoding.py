@@ -9,6 +9,9 @@ where the match ends. The draft with the highest sum of probabilities is made.
 
 Where we are kinder than the reference: of equally probable nodes those nearer to the root come
 first, which drafts better than its order; documents of an index join the outputs.
+
+The reference keeps its trees minimal, ours does not merge nodes as a sequence grows: counts are the
+same, but after long matches its drafts take a fraction of our time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
