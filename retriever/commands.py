@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,8 @@ from indexer.errors import IndexerError
 from indexer.reader import Index
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
 from retriever.encoding import ChatEncoder
-from retriever.errors import RetrieverError
+from retriever.errors import InvalidRequestError, RetrieverError
+from retriever.factories import OWN, find_factory, own_drafter
 from retriever.log_store import Durability
 from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
@@ -132,6 +134,12 @@ def replay_traces(
         list[Path] | None,
         typer.Option(help="Outputs that count as recent generations: files as TRACES. Repeatable."),
     ] = None,
+    drafter: Annotated[
+        str, typer.Option(help="Whose rule drafts: our own, or a name that --drafters knows.")
+    ] = OWN,
+    drafters: Annotated[
+        str, typer.Option(help="Module with a mapping DRAFTERS of names to factories.")
+    ] = "benchmarks.peers",
     budget: Annotated[int, typer.Option(min=0, help="Nodes in each draft tree.")] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Replay only the first traces.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -141,17 +149,18 @@ def replay_traces(
     No model is run: a draft changes no output, so what would have been accepted is known.
     """
     with _clear_errors():
+        make_drafter = find_factory(drafter, drafters)
+        if phrases and drafter != OWN:
+            raise InvalidRequestError("--phrases are for our own drafter: leave out --drafter")
         encoder = ChatEncoder(tokenizer)
         recorded = list(_progress(read_traces(traces, encoder, limit), "reading"))
         outputs = [output for path in warm or [] for output in read_outputs(path, encoder)]
-        listed = _listed(phrases, encoder, index)
-        drafter = EmbeddedDrafter.open_indexes(
-            index or [], vocabulary=encoder.vocabulary, phrases=listed
-        )
-        drafter.warm()
-        for output in outputs:
-            drafter.remember(output)
-        report = replay(drafter, _progress(recorded, "replaying"), budget)
+        if drafter == OWN:
+            listed = _listed(phrases, encoder, index)
+            make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
+        indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in index or []]
+        made = make_drafter(indexes, outputs, budget)
+        report = replay(made, _progress(recorded, "replaying"), budget)
         _print(report, as_json=as_json)
 
 

@@ -1,0 +1,111 @@
+"""Our drafter beside its peers, on the same recordings at the same budgets, in one run.
+
+Every drafter begins each replay anew with the same outputs and indexes. Recordings are tokenised
+once. Without a workload, a small one is made from the standard library of this interpreter.
+"""
+
+import datetime as dt
+import gc
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.peers import DRAFTERS
+from benchmarks.report import Comparison, Measurement, circumstances, describe
+from benchmarks.workloads import Workload, WorkloadFiles, stdlib_workload
+from indexer.errors import IndexerError
+from retriever.encoding import ChatEncoder
+from retriever.errors import RetrieverError
+from retriever.factories import OWN, DrafterFactory, find_factory
+from retriever.replay import replay
+
+BUDGETS: Final = (8, 16, 32, 64)
+RESULTS: Final = Path(__file__).parent / "results"
+
+console = Console(stderr=True)
+
+
+def main(
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=TRACES[,warm=FILE]...[,index=DIRECTORY]... Repeatable."),
+    ] = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="A drafter to measure. Repeatable; default: all.")
+    ] = None,
+    budget: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Nodes in each tree. Repeatable; default: 8, 16, 32 and 64."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer for text. Default: SmolLM2's.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Replay only the first traces of each workload.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write, without suffix. Default: by date.")
+    ] = None,
+) -> None:
+    """Compare drafters; write JSON, a table and a plot."""
+    names = drafter or [OWN, *DRAFTERS]
+    stem = output or RESULTS / f"{dt.datetime.now(dt.UTC).date()}-peers"
+    try:
+        with ExitStack() as opened:
+            factories = {name: find_factory(name, "benchmarks.peers") for name in names}
+            workloads = _workloads(workload or [], ChatEncoder(tokenizer), limit, opened)
+            before = circumstances()
+            rows = list(_measure(workloads, factories, sorted(budget or BUDGETS)))
+            comparison = Comparison(before, [describe(each) for each in workloads], rows)
+        paths = comparison.write(stem)
+    except (RetrieverError, IndexerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    print(comparison.as_markdown())
+    print(*paths, sep="\n")
+
+
+def _workloads(
+    stated: list[str], encoder: ChatEncoder, limit: int | None, opened: ExitStack
+) -> list[Workload]:
+    files = [WorkloadFiles.parse(text) for text in stated]
+    if not files:
+        console.print("tokenising the standard library")
+        return [opened.enter_context(stdlib_workload(encoder, limit))]
+    console.print("tokenising", *(each.name for each in files))
+    return [each.load(encoder, limit) for each in files]
+
+
+def _measure(
+    workloads: list[Workload], factories: Mapping[str, DrafterFactory], budgets: list[int]
+) -> Iterator[Measurement]:
+    cells = [(each, name, budget) for each in workloads for name in factories for budget in budgets]
+    for workload, name, budget in track(cells, "replaying", console=console):
+        made = factories[name](workload.indexes, workload.outputs, budget)
+        figures = replay(made, workload.traces, budget).as_json()
+        row = Measurement(
+            workload=workload.name,
+            drafter=name,
+            budget=budget,
+            tokens_per_step=figures["mean_accepted_tokens"],
+            nodes_per_step=figures["mean_nodes"],
+            draft_us_p50=figures["draft_us"]["p50"],
+            draft_us_p99=figures["draft_us"]["p99"],
+        )
+        console.print(
+            f"{row.workload}, {row.drafter}, {row.budget} nodes: {row.tokens_per_step:.3f} tokens "
+            f"per step, {row.draft_us_p50:.0f} \u00b5s"
+        )
+        yield row
+        del made
+        gc.collect()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""The peers' compiled inner loops: plain arrays in, plain arrays out."""

@@ -1,0 +1,125 @@
+"""What drafters are compared on: recordings with the outputs and indexes that go with them."""
+
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from indexer.build import build_from_texts
+from indexer.reader import Index
+from retriever.drafter import TokenIds
+from retriever.encoding import ChatEncoder
+from retriever.errors import RetrieverError
+from retriever.limits import checked_tokens
+from retriever.traces import Trace, read_outputs, read_traces
+
+STDLIB: Final = Path(sysconfig.get_paths()["stdlib"])
+STDLIB_OUTPUT_TOKENS: Final = 400
+EVERY: Final = 8
+"""Of so many modules of the standard library one is a recording and one a recent output."""
+
+
+class WorkloadError(RetrieverError):
+    """A workload is not written as it must be."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Recordings, tokenised, and what drafters may draw on.
+
+    Attributes:
+        name: what it is called in tables.
+        traces: what is replayed.
+        outputs: int32[n] each, outputs that count as recent generations.
+        indexes: open indexes.
+    """
+
+    name: str
+    traces: list[Trace]
+    outputs: list[TokenIds]
+    indexes: list[Index]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadFiles:
+    """Where a workload is read from.
+
+    Attributes:
+        name: what it is called in tables.
+        traces: recordings, as `python -m retriever replay` takes them.
+        warm: files of outputs that count as recent generations.
+        indexes: directories of indexes.
+    """
+
+    name: str
+    traces: Path
+    warm: tuple[Path, ...]
+    indexes: tuple[Path, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `NAME=TRACES[,warm=FILE]...[,index=DIRECTORY]...`.
+
+        Raises:
+            WorkloadError: the text is written otherwise.
+        """
+        pairs = [part.partition("=") for part in text.split(",")]
+        if any(not key or not path for key, _, path in pairs) or any(
+            key not in {"warm", "index"} for key, _, _ in pairs[1:]
+        ):
+            raise WorkloadError(
+                f"a workload is NAME=TRACES[,warm=FILE]...[,index=DIRECTORY]..., not {text!r}"
+            )
+        return cls(
+            pairs[0][0],
+            Path(pairs[0][2]),
+            tuple(Path(path) for key, _, path in pairs[1:] if key == "warm"),
+            tuple(Path(path) for key, _, path in pairs[1:] if key == "index"),
+        )
+
+    def load(self, encoder: ChatEncoder, limit: int | None) -> Workload:
+        """Read and tokenise everything, once for all drafters.
+
+        Raises:
+            TraceError: a file cannot be read.
+            indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer.
+        """
+        traces = list(read_traces(self.traces, encoder, limit))
+        outputs = [output for path in self.warm for output in read_outputs(path, encoder)]
+        vocabulary = encoder.vocabulary
+        indexes = [Index.open(path, vocabulary=vocabulary) for path in self.indexes]
+        return Workload(self.name, traces, outputs, indexes)
+
+
+@contextmanager
+def stdlib_workload(encoder: ChatEncoder, limit: int | None) -> Iterator[Workload]:
+    """Give a small workload that needs no files: modules of the standard library to go on with.
+
+    Of every eighth module the first half is a prompt and the rest, cut to 400 tokens, the recorded
+    output; the modules after these are recent outputs; all others are indexed.
+    """
+    modules = sorted(STDLIB.glob("*.py"))
+    recorded, recent = modules[::EVERY], modules[1::EVERY]
+    others = sorted(set(modules) - set(recorded) - set(recent))
+    outputs = [_ids(encoder, path.read_text()) for path in recent]
+    traces = [_halved(encoder, path) for path in recorded[:limit]]
+    with tempfile.TemporaryDirectory() as folder:
+        texts = ((path.name, path.read_text()) for path in others)
+        build_from_texts(texts, Path(folder) / "index", encoder.tokenizer)
+        with Index.open(Path(folder) / "index") as index:
+            version = f"{sys.version_info.major}.{sys.version_info.minor}"
+            yield Workload(f"stdlib {version}", traces, outputs, [index])
+
+
+def _halved(encoder: ChatEncoder, path: Path) -> Trace:
+    lines = path.read_text().splitlines(keepends=True)
+    prompt, output = "".join(lines[: len(lines) // 2]), "".join(lines[len(lines) // 2 :])
+    return Trace(_ids(encoder, prompt), _ids(encoder, output)[:STDLIB_OUTPUT_TOKENS])
+
+
+def _ids(encoder: ChatEncoder, text: str) -> TokenIds:
+    return checked_tokens(encoder.encode_output(text), None)

@@ -1,0 +1,29 @@
+"""Asking a drafter once, and reading what it answers."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from indexer.reader import Index
+from retriever.drafter import Drafter, DraftRequest
+from retriever.tree import DraftTree
+
+IndexMaker = Callable[..., Index]
+
+
+def ids(*tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(tokens, np.int32)
+
+
+def draft_for(drafter: Drafter, context: list[int], budget: int) -> DraftTree:
+    """The draft of a sequence that begins with the context."""
+    drafter.open("asked once", ids(*context), remember=False)
+    request = DraftRequest("asked once", ids(), len(context), budget)
+    tree = drafter.draft([request])[0]
+    drafter.close("asked once")
+    return tree
+
+
+def paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    """Every node as the tokens that lead to it, in the tree's order."""
+    return [tuple(tree.token_ids[tree.path_to(node)].tolist()) for node in range(len(tree))]
