@@ -13,9 +13,9 @@ from retriever.drafter import TokenIds
 from retriever.kernels.chains import mark_recent
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch, Tables
 from retriever.kernels.suffixes import collect_suffixes
-from retriever.stores import CONTEXT_LIMITS, ChainStore
 from retriever.phrases import PhraseCursor
 from retriever.pools import Pool
+from retriever.stores import CONTEXT_LIMITS, ChainStore
 from retriever.tree import Source
 
 SHORTEST_MATCH: Final = 4

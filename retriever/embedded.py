@@ -28,8 +28,8 @@ from retriever.limits import (
     checked_tokens,
 )
 from retriever.log_store import Durability
-from retriever.pools import Pool, Pools
 from retriever.phrases import ListedPhrases
+from retriever.pools import Pool, Pools
 from retriever.predictor import Predictor
 from retriever.sessions import Session, Sessions
 from retriever.tables import tables_of

@@ -13,6 +13,9 @@ from retriever.tree import Source
 MIN_CAPACITY: Final = 1024
 """Tokens in the smallest ring."""
 
+_MIN_LAST: Final = 4096
+"""Entries in the table of a sequence's last tokens, at least."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChainLimits:
@@ -55,6 +58,7 @@ class ChainStore:
             np.full((len(limits.orders), size // 2), -1, np.int32),
             np.zeros((len(limits.orders), size), np.int32),
             np.array([start, start, start], np.int64),
+            np.full(max(size, _MIN_LAST) if source == Source.CONTEXT else 1, -1, np.int32),
         )
 
     def __len__(self) -> int:

@@ -41,10 +41,11 @@ def append_tokens(
         new_tokens: int32[n], token ids and separators.
     """
     tokens, heads, links, state = chains.tokens, chains.heads, chains.links, chains.state
-    mask = tokens.shape[0] - 1
+    mask, last = tokens.shape[0] - 1, chains.last
     for token in new_tokens:
         position = state[0]
         tokens[position & mask] = token
+        last[token & (last.shape[0] - 1)] = position & mask
         state[0] = position + 1
         if token == SEPARATOR:
             state[1] = position + 1
@@ -123,14 +124,6 @@ def collect_chains(
             probes -= 1
         too_long = order
     return row
-
-
-@njit(cache=True, nogil=True)
-def bucket_of_token(token: int, num_buckets: int) -> int:
-    """Return the bucket of an n-gram of one token."""
-    key = (np.uint64(1) ^ np.uint64(token)) * _MULTIPLIER
-    key ^= key >> _SHIFT
-    return np.int64(key & np.uint64(num_buckets - 1))
 
 
 @njit(cache=True, nogil=True)

@@ -7,9 +7,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.evidence import gather, plant
-from retriever.kernels.layout import Chains, Tables, Work
+from retriever.kernels.arithmetic import fast_exp2, fast_log2
+from retriever.kernels.layout import NUM_RANKS, Chains, Tables, Work
 from retriever.kernels.mixing import mix
 
+_HOPE: Final = 0.4  # children are seldom more probable than this, where it matters
 _LEAST: Final = 1e-6  # candidates below it are never worth their place
 
 
@@ -95,44 +97,104 @@ def grow_tree(
     Returns:
         The number of nodes taken.
     """
-    nodes, heap = work.nodes, work.heap
+    nodes, evidence, shares, traits, heap, ranks, slots, tail, followers = work
+    starts1, starts2, starts3, tokens2, tokens3, tokens4 = tables[:6]
+    counts1, counts2, counts3, counts4, values, unigrams, _ = tables[6:]
+    sequence, heads, links, state, last = context
+    length = state[0]
     plant(rows, num_rows, query, nodes)
+    ranks[:] = 0
     num_nodes, heap_size, size, current = 1, 0, 0, 0
-    while size < budget:
-        num_nodes = gather(
-            rows, continuations, tables, live, context, doubt, work, current, num_nodes
-        )
-        mix(weights[0], work, current)
-        heap_size = _offer_children(work, current, heap_size, min_probability)
+    while True:
+        highest = _rank(nodes[current].probability)  # no candidate is above it
+        lowest = _last_rank(ranks, highest, budget - size)
+        if _rank(nodes[current].probability * _HOPE) <= lowest:
+            own_traits = traits[nodes[current].place + 1]
+            num_nodes = gather(
+                rows, continuations,
+                starts1, starts2, starts3, tokens2, tokens3, tokens4,
+                counts1, counts2, counts3, counts4, values, unigrams,
+                live, sequence, heads, links, last, length,
+                doubt, nodes, evidence, own_traits, slots, tail, followers, current, num_nodes,
+            )  # fmt: skip
+            mix(weights[0], nodes[current], own_traits, evidence, shares)
+            heap_size = _offer_children(
+                nodes, shares, heap, ranks, current, heap_size, lowest, min_probability
+            )
         if heap_size == 0:
             break
         current = _pop(heap, heap_size, nodes)
         heap_size -= 1
         node = nodes[current]
+        ranks[_rank(node.probability)] -= 1
         node.place = size
         token_ids[size] = node.token
         parents[size] = nodes[node.parent].place
         probabilities[size] = node.probability
         sources[size] = node.source
         size += 1
+        if size == budget:
+            break
     return size
 
 
 @njit(cache=True, nogil=True)
-def _offer_children(work: Work, current: int, heap_size: int, min_probability: float) -> int:
-    """Put a node's candidates on the heap; return its size."""
-    nodes = work.nodes
+def _offer_children(
+    nodes: NDArray[Any],
+    shares: NDArray[np.float32],
+    heap: NDArray[np.int32],
+    ranks: NDArray[np.int32],
+    current: int,
+    heap_size: int,
+    lowest: int,
+    min_probability: float,
+) -> int:
+    """Put those candidates of a node on the heap that may yet be taken; return its size.
+
+    Those of ranks after `lowest` are not: there are others enough.
+    """
     parent = nodes[current]
+    least = max(min_probability, _LEAST, _probability_at(lowest))
     for child in range(parent.first_child, parent.end_child):
+        probability = parent.probability * shares[child]
         node = nodes[child]
-        node.probability = parent.probability * work.shares[child]
         node.place, node.end_child = -1, 0
-        if node.probability >= min_probability and node.probability >= _LEAST:
+        if probability >= least:
+            node.probability = probability
             node.depth = parent.depth + 1
             node.before, node.earlier = parent.token, parent.before
-            _push(work.heap, heap_size, nodes, child)
+            ranks[_rank(probability)] += 1
+            _push(heap, heap_size, nodes, child)
             heap_size += 1
     return heap_size
+
+
+@njit(cache=True, nogil=True)
+def _rank(probability: float) -> int:
+    """Return which sixteenth of an octave below 1 a probability is in."""
+    return min(NUM_RANKS - 1, max(0, np.int64(np.float32(-16.0) * fast_log2(probability))))
+
+
+@njit(cache=True, nogil=True)
+def _probability_at(rank: int) -> float:
+    """Return the least probability of a rank."""
+    if rank == NUM_RANKS - 1:
+        return np.float32(0.0)
+    octaves = np.float32(rank + 1) / np.float32(16.0)
+    whole = np.ceil(octaves)
+    # As `fast_log2` has it: straight between powers of two.
+    return fast_exp2(-whole) * (np.float32(1.0) + whole - octaves)
+
+
+@njit(cache=True, nogil=True)
+def _last_rank(ranks: NDArray[np.int32], first: int, wanted: int) -> int:
+    """Return the last rank of which anything may be taken: `wanted` others are not below it."""
+    above = 0
+    for rank in range(first, NUM_RANKS - 1):
+        above += ranks[rank]
+        if above >= wanted:
+            return rank
+    return NUM_RANKS - 1
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -15,6 +15,9 @@ RECENT_SIZE: Final = 1 << 16
 MAX_FOLLOWERS: Final = 16
 """Most occurrences in the sequence that are read for one node."""
 
+NUM_RANKS: Final = 256
+"""Ranks that probabilities are sorted into, a sixteenth of an octave each."""
+
 NUM_TABLE_ORDERS: Final = 3
 """Phrase tables know contexts of up to this many tokens."""
 
@@ -27,7 +30,8 @@ ROW: Final = np.dtype(
         ("count", np.float64),  # occurrences that the row stands for
         ("weight", np.float64),  # its share in the prediction
         ("affinity", np.float64),  # 1 and more, the more words before it are those of the context
-    ]
+    ],
+    align=True,
 )
 """One occurrence of the context's end; what followed it stands in `continuations`."""
 
@@ -36,7 +40,8 @@ NODE: Final = np.dtype(
         ("token", np.int32),
         ("before", np.int32),  # the token before it in the sequence, -1 for none
         ("earlier", np.int32),  # the one before that
-        ("pair", np.int32),  # entry of (before, token) in the phrase tables, -1 for none
+        ("pair", np.int32),  # entry of (before, token) in the phrase tables; -1: none, -2: unknown
+        ("triple", np.int32),  # entry of (earlier, before, token)
         ("parent", np.int32),  # candidate above, 0 for the root
         ("depth", np.int32),
         ("first_row", np.int32),
@@ -49,7 +54,8 @@ NODE: Final = np.dtype(
         ("end_child", np.int32),  # 0 while none were considered
         ("heaviest", np.float64),  # weight of its heaviest row, whose source it has
         ("probability", np.float64),
-    ]
+    ],
+    align=True,
 )
 """One candidate for the tree; candidate 0 is the root."""
 
@@ -138,12 +144,15 @@ class Chains(NamedTuple):
         links: int32[orders, capacity], distance to the previous position, 0 for none.
         state: int64[3], the next position, where the current document began, and the oldest
             position that may be read.
+        last: int32[power of two], position of the last token whose id is this modulo the size, -1
+            for none; kept for a sequence only, whose ring never wraps.
     """
 
     tokens: NDArray[np.int32]
     heads: NDArray[np.int32]
     links: NDArray[np.int32]
     state: NDArray[np.int64]
+    last: NDArray[np.int32]
 
 
 class Work(NamedTuple):
@@ -154,6 +163,7 @@ class Work(NamedTuple):
     shares: NDArray[np.float32]  # float32[max_nodes], probability given the parent
     traits: NDArray[np.float32]  # float32[max_depth + 1, Traits.SIZE], by place in the tree + 1
     heap: NDArray[np.int32]  # int32[max_nodes], candidates that are not in the tree yet
+    ranks: NDArray[np.int32]  # int32[NUM_RANKS], candidates on the heap by their probability
     slots: NDArray[np.int32]  # int32[power of two], table of siblings, all -1 between calls
     tail: NDArray[np.int32]  # int32[3], the last tokens before a candidate
     followers: NDArray[np.int32]  # int32[16], what followed them in the sequence
@@ -194,6 +204,7 @@ class Scratch:
             np.zeros(self.max_nodes, np.float32),
             np.zeros((self.max_depth + 1, Traits.SIZE), np.float32),
             np.zeros(self.max_nodes, np.int32),
+            np.zeros(NUM_RANKS, np.int32),
             np.full(num_slots, -1, np.int32),
             np.zeros(NUM_TABLE_ORDERS, np.int32),
             np.zeros(MAX_FOLLOWERS, np.int32),

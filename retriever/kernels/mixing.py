@@ -62,34 +62,45 @@ def to_traits(traits: NDArray[np.float32]) -> None:
 
 
 @njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
-def score(weights: Any, traits: NDArray[np.float32], work: Work, first: int, end: int) -> None:
-    """Write the scores of candidates `first` to `end` to `work.shares`."""
-    scores = work.shares[first:end]
+def score(
+    weights: Any,
+    traits: NDArray[np.float32],
+    evidence: NDArray[np.float32],
+    scores: NDArray[np.float32],
+    first: int,
+    end: int,
+) -> None:
+    """Write the scores of candidates `first` to `end`, float32[end - first]."""
+    rows, live = evidence[Evidence.ROWS, first:end], evidence[Evidence.LIVE, first:end]
+    corpus, affine = evidence[Evidence.CORPUS, first:end], evidence[Evidence.AFFINE, first:end]
+    recency = evidence[Evidence.RECENCY, first:end]
+    unigram = evidence[Evidence.UNIGRAM, first:end]
+    bias, output = weights.bias, weights.output
+    of_traits, of_evidence = weights.traits, weights.evidence
     scores[:] = np.float32(0.0)
-    features = work.evidence[:, first:end]
-    rows, live, corpus = features[0], features[1], features[2]
-    affine, recency, unigram = features[3], features[4], features[5]
     for unit in range(HIDDEN):
-        base = weights.bias[unit]
+        base = bias[unit]
         for trait in range(Traits.SIZE):
-            base += weights.traits[unit, trait] * traits[trait]
-        w, output = weights.evidence[unit], weights.output[unit]
-        w0, w1, w2, w3, w4, w5 = w[0], w[1], w[2], w[3], w[4], w[5]
+            base += of_traits[unit, trait] * traits[trait]
+        w0, w1, w2 = of_evidence[unit, 0], of_evidence[unit, 1], of_evidence[unit, 2]
+        w3, w4, w5 = of_evidence[unit, 3], of_evidence[unit, 4], of_evidence[unit, 5]
+        out = output[unit]
         for index in range(end - first):
             sum_ = base + w0 * rows[index] + w1 * live[index] + w2 * corpus[index]
             sum_ += w3 * affine[index] + w4 * recency[index] + w5 * unigram[index]
-            scores[index] += output * max(sum_, np.float32(0.0))
+            scores[index] += out * max(sum_, np.float32(0.0))
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
 def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float:
     """Return the score of "none of the candidates"."""
+    bias, output, of_traits = weights.doubt_bias, weights.doubt_output, weights.doubt_traits
     total = weights.doubt[source, _match_bucket(traits), _depth_bucket(traits)]
     for unit in range(HIDDEN):
-        sum_ = weights.doubt_bias[unit]
+        sum_ = bias[unit]
         for trait in range(Traits.SIZE):
-            sum_ += weights.doubt_traits[unit, trait] * traits[trait]
-        total += weights.doubt_output[unit] * max(sum_, np.float32(0.0))
+            sum_ += of_traits[unit, trait] * traits[trait]
+        total += output[unit] * max(sum_, np.float32(0.0))
     return total
 
 
@@ -121,21 +132,28 @@ def to_shares(shares: NDArray[np.float32], doubt: float) -> None:
 
 
 @njit(cache=True, nogil=True)
-def mix(weights: Any, work: Work, current: int) -> None:
-    """Write the probabilities of a node's candidates, given the node, to `work.shares`.
+def mix(
+    weights: Any,
+    node: Any,
+    traits: NDArray[np.float32],
+    evidence: NDArray[np.float32],
+    shares: NDArray[np.float32],
+) -> None:
+    """Write the probabilities of a node's candidates, given the node.
 
     Args:
         weights: one record of WEIGHTS.
-        work: evidence and traits as `gather` left them; become features.
-        current: the node.
+        node: one record of NODE.
+        traits: float32[Traits.SIZE], of the node as `gather` left it; becomes features.
+        evidence: float32[Evidence.SIZE, max_nodes], likewise.
+        shares: float32[max_nodes], written.
     """
-    node = work.nodes[current]
     first, end = node.first_child, node.end_child
-    traits = work.traits[node.place + 1]
-    to_features(work.evidence, first, end)
+    to_features(evidence, first, end)
     to_traits(traits)
-    score(weights, traits, work, first, end)
-    to_shares(work.shares[first:end], score_doubt(weights, traits, node.voice))
+    scores = shares[first:end]
+    score(weights, traits, evidence, scores, first, end)
+    to_shares(scores, score_doubt(weights, traits, node.voice))
 
 
 @njit(cache=True, nogil=True)
