@@ -17,11 +17,8 @@ from indexer.ngrams import Level, count_batches, merge_levels
 from indexer.opening import Segment
 from indexer.phrases import PhraseTables
 
-MIN_COUNT: Final = 2
-"""Of n-grams of several tokens that have an entry."""
-
-MAX_SUCCESSORS: Final = 32
-"""Of one context."""
+MIN_COUNTS: Final = (1, 2, 2)
+"""Least occurrences of n-grams of 2, 3 and 4 tokens that have an entry; never fewer of longer."""
 
 MAX_BYTES_PER_TOKEN: Final = 2
 """Of levels 2 to 4, for every token of the corpus."""
@@ -55,7 +52,7 @@ def build_tables(segments: Sequence[Segment], vocabulary_size: int) -> PhraseTab
 
 
 def merge_tables(tables: Sequence[PhraseTables]) -> PhraseTables:
-    """Return one set of tables for several corpora: counts summed, at most 32 successors each.
+    """Return one set of tables for several corpora: of all n-grams in any, counts summed.
 
     N-grams that one of the tables left out count as if they were not in its corpus. No larger
     than the tables together, whose sizes bound the memory that it takes.
@@ -72,7 +69,7 @@ def merge_tables(tables: Sequence[PhraseTables]) -> PhraseTables:
     if len(tables) == 1:
         return tables[0]
     counts = np.sum([COUNT_SCALE[each.counts[0]] for each in tables], axis=0)
-    return _packed(counts, prune(merge_levels([_levels_of(each) for each in tables])))
+    return _packed(counts, in_order(merge_levels([_levels_of(each) for each in tables])))
 
 
 def size_limit(num_tokens: int) -> int:
@@ -81,26 +78,39 @@ def size_limit(num_tokens: int) -> int:
 
 
 def prune(levels: Sequence[Level]) -> list[Level]:
-    """Return the n-grams that are frequent, in the order of the format, with codes for counts.
-
-    Kept are those of at least `MIN_COUNT` occurrences whose first tokens are kept, and of these
-    for each context the `MAX_SUCCESSORS` with the largest codes, smaller tokens first.
+    """Return the n-grams of at least `MIN_COUNTS` occurrences, sorted as they were.
 
     Args:
-        levels: 2 to 4, counted, each sorted by parent and token.
+        levels: 2 to 4, counted: no n-gram occurs more often than its first tokens.
     """
     pruned = []
     places = None
+    for level, min_count in zip(levels, MIN_COUNTS, strict=True):
+        is_kept = level.counts >= min_count
+        entries = level[is_kept]
+        if places is not None:
+            entries = Level(places[entries.parents], entries.tokens, entries.counts)
+        pruned.append(entries)
+        places = np.cumsum(is_kept) - 1
+    return pruned
+
+
+def in_order(levels: Sequence[Level]) -> list[Level]:
+    """Return the same n-grams in the order of the format, with codes for counts.
+
+    Args:
+        levels: 2 to 4, each sorted by parent and token.
+    """
+    ordered = []
+    places = None
     for level in levels:
         parents = level.parents if places is None else places[level.parents]
-        kept = np.flatnonzero((level.counts >= MIN_COUNT) & (parents >= 0))
-        entries = Level(parents, level.tokens, level.counts)[kept]
-        codes = encode_counts(entries.counts)
-        order = _most_frequent(entries.parents, codes)
-        pruned.append(Level(entries.parents[order], entries.tokens[order], codes[order]))
-        places = np.full(len(level), -1)
-        places[kept[order]] = np.arange(len(order))
-    return pruned
+        codes = encode_counts(level.counts)
+        order = np.argsort(parents << 8 | (_NUM_CODES - 1 - codes), kind="stable")
+        ordered.append(Level(parents[order], level.tokens[order], codes[order]))
+        places = np.empty(len(order), np.int64)
+        places[order] = np.arange(len(order))
+    return ordered
 
 
 def least_codes(levels: Sequence[Level], max_bytes: int) -> list[int]:
@@ -148,7 +158,7 @@ class _Gathered:
 
     def add(self, batch: Sequence[Level]) -> None:
         """Append the n-grams that begin with the next larger tokens, having pruned them."""
-        self._batches.append(_with_codes_from(self._least, prune(batch)))
+        self._batches.append(_with_codes_from(self._least, in_order(prune(batch))))
         if sum(map(num_bytes, self._batches)) > 2 * self._max_bytes:
             self._batches = [self.levels()]
 
@@ -173,14 +183,6 @@ class _Gathered:
 def _with_codes_from(least: Sequence[int], levels: Sequence[Level]) -> list[Level]:
     """Drop what has smaller codes; where a level loses entries, those above it have none left."""
     return [level[level.counts >= code] for level, code in zip(levels, least, strict=True)]
-
-
-def _most_frequent(parents: NDArray[np.int64], codes: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return which entries are kept, in order: by parent, falling code, and where they stood."""
-    order = np.argsort(parents << 8 | (_NUM_CODES - 1 - codes), kind="stable")
-    in_order = parents[order]
-    ranks = np.arange(len(order)) - np.searchsorted(in_order, in_order)
-    return order[ranks < MAX_SUCCESSORS]
 
 
 def _entry_bytes(number: int, dtype: np.dtype[Any]) -> int:
