@@ -9,6 +9,7 @@ from indexer.phrases import PhraseTables
 
 Ngram = tuple[int, ...]
 Levels = list[list[tuple[Ngram, int]]]
+LEAST = {2: 1, 3: 2, 4: 2}
 
 
 def count_all(documents: Sequence[Sequence[int]]) -> Counter[Ngram]:
@@ -37,13 +38,11 @@ def slow_levels(
     for order in (2, 3, 4):
         children: dict[Ngram, list[tuple[Ngram, int]]] = defaultdict(list)
         for ngram, count in counts.items():
-            if len(ngram) == order and count >= 2:
+            if len(ngram) == order and count >= LEAST[order]:
                 children[ngram[:-1]].append((ngram, rounded(count)))
         level = []
         for parent, _ in levels[-1]:
-            level += sorted(children.get(parent, []), key=lambda child: (-child[1], child[0][-1]))[
-                :32
-            ]
+            level += sorted(children.get(parent, []), key=lambda child: (-child[1], child[0][-1]))
         levels.append(level)
     while slow_num_bytes(levels, token_bytes) > max_bytes and any(levels[1:]):
         longest = max(number for number in (1, 2, 3) if levels[number])

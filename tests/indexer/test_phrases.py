@@ -17,7 +17,7 @@ from indexer.opening import Segment
 from indexer.phrases import PhraseTables
 from indexer.reader import Index, Vocabulary
 from indexer.suffixes import first_token_starts, sort_suffixes
-from indexer.tables import MAX_SUCCESSORS, build_tables, merge_tables, size_limit
+from indexer.tables import build_tables, merge_tables, size_limit
 from tests.indexer.phrase_twins import count_all, levels_in, rounded, slow_levels, slow_num_bytes
 
 Documents = list[list[int]]
@@ -84,21 +84,39 @@ def test_ngrams_end_with_their_document(segments: list[Documents]) -> None:
     assert levels_in(built) == slow_levels(count_all(list(itertools.chain(*segments))), 4)
 
 
-def test_a_context_keeps_its_most_frequent_successors_and_what_followed_these() -> None:
-    # 40 tokens follow 50: token t does t + 2 times, always before 51 and 52; ties are in 53's.
-    often = [[50, token, 51, 52] for token in range(40) for _ in range(token + 2)]
-    ties = [[53, token] for token in range(40) for _ in range(2)]
+def test_a_context_keeps_all_its_successors_and_what_followed_these() -> None:
+    # Token t follows 50 t + 1 times, always before 51 and 52; ties are in 53's.
+    often = [[50, token, 51, 52] for token in range(40) for _ in range(token + 1)]
+    ties = [[53, token] for token in reversed(range(40))]
     built = tables_of(54, often, ties)
     assert levels_in(built) == slow_levels(count_all(often + ties), 54)
-    seen = [(token, rounded(token + 2)) for token in range(40)]
-    expected = sorted(seen, key=lambda each: (-each[1], each[0]))
-    assert built.successors([50]) == expected[:MAX_SUCCESSORS]
-    assert [token for token, _ in built.successors([53])] == list(range(32))
+    seen = [(token, rounded(token + 1)) for token in range(40)]
+    assert built.successors([50]) == sorted(seen, key=lambda each: (-each[1], each[0]))
+    assert built.successors([53]) == [(token, 1) for token in range(40)]
     assert built.successors([50, 39]) == [(51, 41)]
     assert built.successors([50, 39, 51]) == [(52, 41)]
-    assert built.find([50, 7]) is None
-    assert built.successors([50, 7]) == []
-    assert built.successors([7]) == [(51, 9)]
+    assert built.successors([50, 1]) == [(51, 2)]
+
+
+def test_pairs_that_occur_once_have_an_entry_and_longer_ngrams_do_not() -> None:
+    once, twice = [0, 1, 2, 3], [4, 5, 6, 7]
+    built = tables_of(8, [once], [twice, twice])
+    assert built.num_entries == (8, 6, 2, 1)
+    assert [built.successors(once[:length]) for length in (1, 2, 3)] == [[(1, 1)], [], []]
+    assert [built.successors(twice[:length]) for length in (1, 2, 3)] == [
+        [(5, 2)],
+        [(6, 2)],
+        [(7, 2)],
+    ]
+    assert built.count_of(once[2:]) == 1
+
+
+def test_one_context_may_have_the_whole_vocabulary_for_successors() -> None:
+    built = tables_of(70_000, [[69_999, token] for token in range(70_000)])
+    assert built.successors([69_999]) == [(token, 1) for token in range(70_000)]
+    assert merge_tables([built, built]).successors([69_999]) == [
+        (token, 2) for token in range(70_000)
+    ]
 
 
 @pytest.mark.parametrize("vocabulary_size", [40, 70_000])
