@@ -18,7 +18,7 @@ from indexer.opening import Segment
 from indexer.phrases import PhraseTables
 
 MIN_COUNTS: Final = (1, 2, 2)
-"""Least occurrences of n-grams of 2, 3 and 4 tokens that have an entry; never fewer of longer."""
+"""Of n-grams of 2, 3 and 4 tokens that have an entry, where all fit; their own codes."""
 
 MAX_BYTES_PER_TOKEN: Final = 2
 """Of levels 2 to 4, for every token of the corpus."""
@@ -30,6 +30,9 @@ _MAX_BYTES: Final = 2**32 - 1
 """Levels 2 to 4 may ever have: entries are numbered in four bytes."""
 
 _NUM_CODES: Final = 256
+
+_STARTS_BYTES: Final = POSITION_DTYPE.itemsize * (MAX_ORDER - 2)
+"""Of levels without entries."""
 
 
 def build_tables(segments: Sequence[Segment], vocabulary_size: int) -> PhraseTables:
@@ -77,16 +80,17 @@ def size_limit(num_tokens: int) -> int:
     return min(max(MAX_BYTES_PER_TOKEN * num_tokens, MIN_BYTES), _MAX_BYTES)
 
 
-def prune(levels: Sequence[Level]) -> list[Level]:
-    """Return the n-grams of at least `MIN_COUNTS` occurrences, sorted as they were.
+def prune(levels: Sequence[Level], least: Sequence[int]) -> list[Level]:
+    """Return the n-grams whose counts, or codes, are at least those given; sorted as they were.
 
     Args:
-        levels: 2 to 4, counted: no n-gram occurs more often than its first tokens.
+        levels: 2 to 4: no n-gram has more than its first tokens.
+        least: for each level, never less for longer n-grams.
     """
     pruned = []
     places = None
-    for level, min_count in zip(levels, MIN_COUNTS, strict=True):
-        is_kept = level.counts >= min_count
+    for level, least_count in zip(levels, least, strict=True):
+        is_kept = level.counts >= least_count
         entries = level[is_kept]
         if places is not None:
             entries = Level(places[entries.parents], entries.tokens, entries.counts)
@@ -116,30 +120,29 @@ def in_order(levels: Sequence[Level]) -> list[Level]:
 def least_codes(levels: Sequence[Level], max_bytes: int) -> list[int]:
     """Return the least code for each of levels 2 to 4 with which all of them fit.
 
-    For the longest n-grams the least code is raised until all fit, or none of these is left; then
-    for the next shorter ones.
+    From `MIN_COUNTS` on they are raised by one in turn, that of the longest n-grams first, until
+    all fit or none are left.
 
     Args:
-        levels: 2 to 4, pruned.
+        levels: 2 to 4, in order.
         max_bytes: of tokens, codes and starts of all three.
     """
-    least = [0] * len(levels)
-    excess = num_bytes(levels) - max_bytes
-    for number in reversed(range(MAX_ORDER - 1)):
-        if excess <= 0:
-            break
-        level = levels[number]
-        entry_bytes = _entry_bytes(number, level.tokens.dtype)
-        freed = entry_bytes * np.cumsum(np.bincount(level.counts, minlength=_NUM_CODES))
-        least[number] = int(np.searchsorted(freed, excess)) + 1
-        excess -= int(freed[-1])
-    return least
+    steps = np.arange(len(levels) * _NUM_CODES)
+    least = [
+        np.minimum(min_count + (steps + number) // len(levels), _NUM_CODES)
+        for number, min_count in enumerate(MIN_COUNTS)
+    ]
+    sizes = _STARTS_BYTES + sum(
+        _entry_bytes(number, level.tokens.dtype) * _num_from(level.counts)[codes]
+        for number, (level, codes) in enumerate(zip(levels, least, strict=True))
+    )
+    step = min(int(np.searchsorted(-sizes, -max_bytes)), len(steps) - 1)
+    return [int(codes[step]) for codes in least]
 
 
 def num_bytes(levels: Sequence[Level]) -> int:
     """Return the size of levels 2 to 4 on disk."""
-    ends = POSITION_DTYPE.itemsize * (MAX_ORDER - 2)
-    return ends + sum(
+    return _STARTS_BYTES + sum(
         len(level) * _entry_bytes(number, level.tokens.dtype) for number, level in enumerate(levels)
     )
 
@@ -153,12 +156,12 @@ class _Gathered:
     def __init__(self, dtype: np.dtype[Any], max_bytes: int) -> None:
         empty = Level(np.empty(0, np.int64), np.empty(0, dtype), np.empty(0, COUNT_DTYPE))
         self._batches = [[empty] * (MAX_ORDER - 1)]
-        self._least = [0] * (MAX_ORDER - 1)
+        self._least = list(MIN_COUNTS)
         self._max_bytes = max_bytes
 
     def add(self, batch: Sequence[Level]) -> None:
         """Append the n-grams that begin with the next larger tokens, having pruned them."""
-        self._batches.append(_with_codes_from(self._least, in_order(prune(batch))))
+        self._batches.append(prune(in_order(prune(batch, MIN_COUNTS)), self._least))
         if sum(map(num_bytes, self._batches)) > 2 * self._max_bytes:
             self._batches = [self.levels()]
 
@@ -167,7 +170,7 @@ class _Gathered:
         joined = [self._joined(number) for number in range(MAX_ORDER - 1)]
         least = least_codes(joined, self._max_bytes)
         self._least = [max(each) for each in zip(self._least, least, strict=True)]
-        return _with_codes_from(least, joined)
+        return prune(joined, self._least)
 
     def _joined(self, number: int) -> Level:
         levels = [batch[number] for batch in self._batches]
@@ -180,9 +183,9 @@ class _Gathered:
         )
 
 
-def _with_codes_from(least: Sequence[int], levels: Sequence[Level]) -> list[Level]:
-    """Drop what has smaller codes; where a level loses entries, those above it have none left."""
-    return [level[level.counts >= code] for level, code in zip(levels, least, strict=True)]
+def _num_from(codes: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return for 0 to 256 how many codes are that large or larger."""
+    return np.cumsum(np.bincount(codes, minlength=_NUM_CODES + 1)[::-1])[::-1]
 
 
 def _entry_bytes(number: int, dtype: np.dtype[Any]) -> int:

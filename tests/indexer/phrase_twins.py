@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache
+from itertools import cycle
 
 from indexer.counts import COUNT_SCALE
 from indexer.phrases import PhraseTables
@@ -26,6 +27,10 @@ def rounded(count: int) -> int:
     return min(map(int, COUNT_SCALE), key=lambda value: (abs(value - count), value))
 
 
+def code_of(rounded_count: int) -> int:
+    return list(map(int, COUNT_SCALE)).index(rounded_count)
+
+
 def slow_levels(
     counts: Counter[Ngram],
     vocabulary_size: int,
@@ -44,10 +49,12 @@ def slow_levels(
         for parent, _ in levels[-1]:
             level += sorted(children.get(parent, []), key=lambda child: (-child[1], child[0][-1]))
         levels.append(level)
-    while slow_num_bytes(levels, token_bytes) > max_bytes and any(levels[1:]):
-        longest = max(number for number in (1, 2, 3) if levels[number])
-        least = min(count for _, count in levels[longest])
-        levels[longest] = [entry for entry in levels[longest] if entry[1] > least]
+    least = dict(LEAST)
+    for order in cycle((4, 3, 2)):
+        if slow_num_bytes(levels, token_bytes) <= max_bytes or not any(levels[1:]):
+            break
+        least[order] += 1
+        levels[order - 1] = [each for each in levels[order - 1] if code_of(each[1]) >= least[order]]
     return levels
 
 

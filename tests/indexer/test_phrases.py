@@ -121,7 +121,7 @@ def test_one_context_may_have_the_whole_vocabulary_for_successors() -> None:
 
 @pytest.mark.parametrize("vocabulary_size", [40, 70_000])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_rarest_of_the_longest_ngrams_go_until_the_rest_fits(
+def test_the_rarest_ngrams_go_longest_first_until_the_rest_fits(
     vocabulary_size: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
@@ -130,7 +130,7 @@ def test_the_rarest_of_the_longest_ngrams_go_until_the_rest_fits(
     token_bytes = token_dtype(vocabulary_size).itemsize
     kept = slow_levels(counts, vocabulary_size)
     whole = slow_num_bytes(kept, token_bytes)
-    numbers = set()
+    sizes = set()
     for max_bytes in [0, 8, 9, *rng.sample(range(whole), 12), whole - 1, whole]:
         monkeypatch.setattr(tables, "size_limit", lambda _, limit=max_bytes: limit)
         monkeypatch.setattr(ngrams, "_STRIDE", rng.choice([1, 50, 1 << 20]))
@@ -142,8 +142,24 @@ def test_the_rarest_of_the_longest_ngrams_go_until_the_rest_fits(
         assert tables.num_bytes(tables._levels_of(built)) == slow_num_bytes(expected, token_bytes)
         beyond = built.num_bytes - built.counts[0].nbytes - built.starts[0].nbytes
         assert beyond <= max(max_bytes, 8)
-        numbers.add(sum(size > 0 for size in built.num_entries))
-    assert numbers == {1, 2, 3, 4}
+        sizes.add(built.num_entries[1:])
+    assert len(sizes) > 5
+    assert {(0, 0, 0), tuple(map(len, kept[1:]))} < sizes
+
+
+def test_a_size_limit_that_is_a_little_too_small_costs_only_the_rarest_ngrams_of_four(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    documents = [
+        [times, times + 4, times + 8, times + 12] for times in (1, 2, 3) for _ in range(times)
+    ]
+    counts = count_all(documents)
+    whole = slow_num_bytes(slow_levels(counts, 30), 2)
+    entries = []
+    for missing_bytes in (0, 1, 6, 7):
+        monkeypatch.setattr(tables, "size_limit", lambda _, less=missing_bytes: whole - less)
+        entries.append(tables_of(30, documents).num_entries[1:])
+    assert entries == [(9, 4, 2), (9, 4, 1), (9, 2, 1), (9, 2, 1)]
 
 
 def test_the_size_limit_follows_the_corpus_between_a_floor_and_what_can_be_numbered() -> None:
