@@ -23,8 +23,8 @@ MIN_COUNTS: Final = (1, 2, 2)
 MAX_BYTES_PER_TOKEN: Final = 2
 """Of levels 2 to 4, for every token of the corpus."""
 
-MIN_BYTES: Final = 1 << 16
-"""Levels 2 to 4 may always have, so that a small corpus has tables too."""
+MIN_BYTES: Final = 1 << 23
+"""Levels 2 to 4 may always have: small corpora repeat less, and their tables cost little."""
 
 _MAX_BYTES: Final = 2**32 - 1
 """Levels 2 to 4 may ever have: entries are numbered in four bytes."""

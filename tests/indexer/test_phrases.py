@@ -163,8 +163,8 @@ def test_a_size_limit_that_is_a_little_too_small_costs_only_the_rarest_ngrams_of
 
 
 def test_the_size_limit_follows_the_corpus_between_a_floor_and_what_can_be_numbered() -> None:
-    assert [size_limit(n) for n in (0, 1, 2**15)] == [2**16] * 3
-    assert size_limit(2**15 + 1) == 2**16 + 2
+    assert [size_limit(n) for n in (0, 1, 2**22)] == [2**23] * 3
+    assert size_limit(2**22 + 1) == 2**23 + 2
     assert size_limit(10**10) == 2**32 - 1
 
 
