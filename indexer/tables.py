@@ -20,6 +20,9 @@ from indexer.phrases import PhraseTables
 MIN_COUNTS: Final = (1, 2, 2)
 """Of n-grams of 2, 3 and 4 tokens that have an entry, where all fit; their own codes."""
 
+_TURNS: Final = (1, 2, 0)
+"""In which these are raised where not all fit."""
+
 MAX_BYTES_PER_TOKEN: Final = 2
 """Of levels 2 to 4, for every token of the corpus."""
 
@@ -120,8 +123,8 @@ def in_order(levels: Sequence[Level]) -> list[Level]:
 def least_codes(levels: Sequence[Level], max_bytes: int) -> list[int]:
     """Return the least code for each of levels 2 to 4 with which all of them fit.
 
-    From `MIN_COUNTS` on they are raised by one in turn, that of the longest n-grams first, until
-    all fit or none are left.
+    From `MIN_COUNTS` on they are raised by one in turn, those of n-grams of 4, 2 and 3 tokens,
+    until all fit or none are left.
 
     Args:
         levels: 2 to 4, in order.
@@ -129,8 +132,8 @@ def least_codes(levels: Sequence[Level], max_bytes: int) -> list[int]:
     """
     steps = np.arange(len(levels) * _NUM_CODES)
     least = [
-        np.minimum(min_count + (steps + number) // len(levels), _NUM_CODES)
-        for number, min_count in enumerate(MIN_COUNTS)
+        np.minimum(min_count + (steps + len(levels) - 1 - turn) // len(levels), _NUM_CODES)
+        for min_count, turn in zip(MIN_COUNTS, _TURNS, strict=True)
     ]
     sizes = _STARTS_BYTES + sum(
         _entry_bytes(number, level.tokens.dtype) * _num_from(level.counts)[codes]

@@ -50,7 +50,7 @@ def slow_levels(
             level += sorted(children.get(parent, []), key=lambda child: (-child[1], child[0][-1]))
         levels.append(level)
     least = dict(LEAST)
-    for order in cycle((4, 3, 2)):
+    for order in cycle((4, 2, 3)):
         if slow_num_bytes(levels, token_bytes) <= max_bytes or not any(levels[1:]):
             break
         least[order] += 1

@@ -121,7 +121,7 @@ def test_one_context_may_have_the_whole_vocabulary_for_successors() -> None:
 
 @pytest.mark.parametrize("vocabulary_size", [40, 70_000])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_rarest_ngrams_go_longest_first_until_the_rest_fits(
+def test_the_rarest_ngrams_of_each_length_go_in_turn_until_the_rest_fits(
     vocabulary_size: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
@@ -147,7 +147,7 @@ def test_the_rarest_ngrams_go_longest_first_until_the_rest_fits(
     assert {(0, 0, 0), tuple(map(len, kept[1:]))} < sizes
 
 
-def test_a_size_limit_that_is_a_little_too_small_costs_only_the_rarest_ngrams_of_four(
+def test_a_size_limit_costs_first_ngrams_of_four_tokens_then_of_two_then_of_three(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     documents = [
@@ -156,10 +156,10 @@ def test_a_size_limit_that_is_a_little_too_small_costs_only_the_rarest_ngrams_of
     counts = count_all(documents)
     whole = slow_num_bytes(slow_levels(counts, 30), 2)
     entries = []
-    for missing_bytes in (0, 1, 6, 7):
+    for missing_bytes in (0, 1, 3, 4, 25):
         monkeypatch.setattr(tables, "size_limit", lambda _, less=missing_bytes: whole - less)
         entries.append(tables_of(30, documents).num_entries[1:])
-    assert entries == [(9, 4, 2), (9, 4, 1), (9, 2, 1), (9, 2, 1)]
+    assert entries == [(9, 4, 2), (9, 4, 1), (9, 4, 1), (6, 4, 1), (6, 2, 1)]
 
 
 def test_the_size_limit_follows_the_corpus_between_a_floor_and_what_can_be_numbered() -> None:
