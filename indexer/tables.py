@@ -17,22 +17,25 @@ from indexer.ngrams import Level, count_batches, merge_levels
 from indexer.opening import Segment
 from indexer.phrases import PhraseTables
 
-MIN_COUNT: Final = 2
-"""Of n-grams of several tokens that have an entry."""
+MIN_COUNTS: Final = (1, 2, 2)
+"""Of n-grams of 2, 3 and 4 tokens that have an entry, where all fit; their own codes."""
 
-MAX_SUCCESSORS: Final = 32
-"""Of one context."""
+_TURNS: Final = (1, 2, 0)
+"""In which these are raised where not all fit."""
 
 MAX_BYTES_PER_TOKEN: Final = 2
 """Of levels 2 to 4, for every token of the corpus."""
 
-MIN_BYTES: Final = 1 << 16
-"""Levels 2 to 4 may always have, so that a small corpus has tables too."""
+MIN_BYTES: Final = 1 << 23
+"""Levels 2 to 4 may always have: small corpora repeat less, and their tables cost little."""
 
 _MAX_BYTES: Final = 2**32 - 1
 """Levels 2 to 4 may ever have: entries are numbered in four bytes."""
 
 _NUM_CODES: Final = 256
+
+_STARTS_BYTES: Final = POSITION_DTYPE.itemsize * (MAX_ORDER - 2)
+"""Of levels without entries."""
 
 
 def build_tables(segments: Sequence[Segment], vocabulary_size: int) -> PhraseTables:
@@ -55,7 +58,7 @@ def build_tables(segments: Sequence[Segment], vocabulary_size: int) -> PhraseTab
 
 
 def merge_tables(tables: Sequence[PhraseTables]) -> PhraseTables:
-    """Return one set of tables for several corpora: counts summed, at most 32 successors each.
+    """Return one set of tables for several corpora: of all n-grams in any, counts summed.
 
     N-grams that one of the tables left out count as if they were not in its corpus. No larger
     than the tables together, whose sizes bound the memory that it takes.
@@ -72,7 +75,7 @@ def merge_tables(tables: Sequence[PhraseTables]) -> PhraseTables:
     if len(tables) == 1:
         return tables[0]
     counts = np.sum([COUNT_SCALE[each.counts[0]] for each in tables], axis=0)
-    return _packed(counts, prune(merge_levels([_levels_of(each) for each in tables])))
+    return _packed(counts, in_order(merge_levels([_levels_of(each) for each in tables])))
 
 
 def size_limit(num_tokens: int) -> int:
@@ -80,56 +83,69 @@ def size_limit(num_tokens: int) -> int:
     return min(max(MAX_BYTES_PER_TOKEN * num_tokens, MIN_BYTES), _MAX_BYTES)
 
 
-def prune(levels: Sequence[Level]) -> list[Level]:
-    """Return the n-grams that are frequent, in the order of the format, with codes for counts.
-
-    Kept are those of at least `MIN_COUNT` occurrences whose first tokens are kept, and of these
-    for each context the `MAX_SUCCESSORS` with the largest codes, smaller tokens first.
+def prune(levels: Sequence[Level], least: Sequence[int]) -> list[Level]:
+    """Return the n-grams whose counts, or codes, are at least those given; sorted as they were.
 
     Args:
-        levels: 2 to 4, counted, each sorted by parent and token.
+        levels: 2 to 4: no n-gram has more than its first tokens.
+        least: for each level, never less for longer n-grams.
     """
     pruned = []
     places = None
+    for level, least_count in zip(levels, least, strict=True):
+        is_kept = level.counts >= least_count
+        entries = level[is_kept]
+        if places is not None:
+            entries = Level(places[entries.parents], entries.tokens, entries.counts)
+        pruned.append(entries)
+        places = np.cumsum(is_kept) - 1
+    return pruned
+
+
+def in_order(levels: Sequence[Level]) -> list[Level]:
+    """Return the same n-grams in the order of the format, with codes for counts.
+
+    Args:
+        levels: 2 to 4, each sorted by parent and token.
+    """
+    ordered = []
+    places = None
     for level in levels:
         parents = level.parents if places is None else places[level.parents]
-        kept = np.flatnonzero((level.counts >= MIN_COUNT) & (parents >= 0))
-        entries = Level(parents, level.tokens, level.counts)[kept]
-        codes = encode_counts(entries.counts)
-        order = _most_frequent(entries.parents, codes)
-        pruned.append(Level(entries.parents[order], entries.tokens[order], codes[order]))
-        places = np.full(len(level), -1)
-        places[kept[order]] = np.arange(len(order))
-    return pruned
+        codes = encode_counts(level.counts)
+        order = np.argsort(parents << 8 | (_NUM_CODES - 1 - codes), kind="stable")
+        ordered.append(Level(parents[order], level.tokens[order], codes[order]))
+        places = np.empty(len(order), np.int64)
+        places[order] = np.arange(len(order))
+    return ordered
 
 
 def least_codes(levels: Sequence[Level], max_bytes: int) -> list[int]:
     """Return the least code for each of levels 2 to 4 with which all of them fit.
 
-    For the longest n-grams the least code is raised until all fit, or none of these is left; then
-    for the next shorter ones.
+    From `MIN_COUNTS` on they are raised by one in turn, those of n-grams of 4, 2 and 3 tokens,
+    until all fit or none are left.
 
     Args:
-        levels: 2 to 4, pruned.
+        levels: 2 to 4, in order.
         max_bytes: of tokens, codes and starts of all three.
     """
-    least = [0] * len(levels)
-    excess = num_bytes(levels) - max_bytes
-    for number in reversed(range(MAX_ORDER - 1)):
-        if excess <= 0:
-            break
-        level = levels[number]
-        entry_bytes = _entry_bytes(number, level.tokens.dtype)
-        freed = entry_bytes * np.cumsum(np.bincount(level.counts, minlength=_NUM_CODES))
-        least[number] = int(np.searchsorted(freed, excess)) + 1
-        excess -= int(freed[-1])
-    return least
+    steps = np.arange(len(levels) * _NUM_CODES)
+    least = [
+        np.minimum(min_count + (steps + len(levels) - 1 - turn) // len(levels), _NUM_CODES)
+        for min_count, turn in zip(MIN_COUNTS, _TURNS, strict=True)
+    ]
+    sizes = _STARTS_BYTES + sum(
+        _entry_bytes(number, level.tokens.dtype) * _num_from(level.counts)[codes]
+        for number, (level, codes) in enumerate(zip(levels, least, strict=True))
+    )
+    step = min(int(np.searchsorted(-sizes, -max_bytes)), len(steps) - 1)
+    return [int(codes[step]) for codes in least]
 
 
 def num_bytes(levels: Sequence[Level]) -> int:
     """Return the size of levels 2 to 4 on disk."""
-    ends = POSITION_DTYPE.itemsize * (MAX_ORDER - 2)
-    return ends + sum(
+    return _STARTS_BYTES + sum(
         len(level) * _entry_bytes(number, level.tokens.dtype) for number, level in enumerate(levels)
     )
 
@@ -143,12 +159,12 @@ class _Gathered:
     def __init__(self, dtype: np.dtype[Any], max_bytes: int) -> None:
         empty = Level(np.empty(0, np.int64), np.empty(0, dtype), np.empty(0, COUNT_DTYPE))
         self._batches = [[empty] * (MAX_ORDER - 1)]
-        self._least = [0] * (MAX_ORDER - 1)
+        self._least = list(MIN_COUNTS)
         self._max_bytes = max_bytes
 
     def add(self, batch: Sequence[Level]) -> None:
         """Append the n-grams that begin with the next larger tokens, having pruned them."""
-        self._batches.append(_with_codes_from(self._least, prune(batch)))
+        self._batches.append(prune(in_order(prune(batch, MIN_COUNTS)), self._least))
         if sum(map(num_bytes, self._batches)) > 2 * self._max_bytes:
             self._batches = [self.levels()]
 
@@ -157,7 +173,7 @@ class _Gathered:
         joined = [self._joined(number) for number in range(MAX_ORDER - 1)]
         least = least_codes(joined, self._max_bytes)
         self._least = [max(each) for each in zip(self._least, least, strict=True)]
-        return _with_codes_from(least, joined)
+        return prune(joined, self._least)
 
     def _joined(self, number: int) -> Level:
         levels = [batch[number] for batch in self._batches]
@@ -170,17 +186,9 @@ class _Gathered:
         )
 
 
-def _with_codes_from(least: Sequence[int], levels: Sequence[Level]) -> list[Level]:
-    """Drop what has smaller codes; where a level loses entries, those above it have none left."""
-    return [level[level.counts >= code] for level, code in zip(levels, least, strict=True)]
-
-
-def _most_frequent(parents: NDArray[np.int64], codes: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return which entries are kept, in order: by parent, falling code, and where they stood."""
-    order = np.argsort(parents << 8 | (_NUM_CODES - 1 - codes), kind="stable")
-    in_order = parents[order]
-    ranks = np.arange(len(order)) - np.searchsorted(in_order, in_order)
-    return order[ranks < MAX_SUCCESSORS]
+def _num_from(codes: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return for 0 to 256 how many codes are that large or larger."""
+    return np.cumsum(np.bincount(codes, minlength=_NUM_CODES + 1)[::-1])[::-1]
 
 
 def _entry_bytes(number: int, dtype: np.dtype[Any]) -> int:

@@ -3,12 +3,14 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cache
+from itertools import cycle
 
 from indexer.counts import COUNT_SCALE
 from indexer.phrases import PhraseTables
 
 Ngram = tuple[int, ...]
 Levels = list[list[tuple[Ngram, int]]]
+LEAST = {2: 1, 3: 2, 4: 2}
 
 
 def count_all(documents: Sequence[Sequence[int]]) -> Counter[Ngram]:
@@ -25,6 +27,10 @@ def rounded(count: int) -> int:
     return min(map(int, COUNT_SCALE), key=lambda value: (abs(value - count), value))
 
 
+def code_of(rounded_count: int) -> int:
+    return list(map(int, COUNT_SCALE)).index(rounded_count)
+
+
 def slow_levels(
     counts: Counter[Ngram],
     vocabulary_size: int,
@@ -37,18 +43,18 @@ def slow_levels(
     for order in (2, 3, 4):
         children: dict[Ngram, list[tuple[Ngram, int]]] = defaultdict(list)
         for ngram, count in counts.items():
-            if len(ngram) == order and count >= 2:
+            if len(ngram) == order and count >= LEAST[order]:
                 children[ngram[:-1]].append((ngram, rounded(count)))
         level = []
         for parent, _ in levels[-1]:
-            level += sorted(children.get(parent, []), key=lambda child: (-child[1], child[0][-1]))[
-                :32
-            ]
+            level += sorted(children.get(parent, []), key=lambda child: (-child[1], child[0][-1]))
         levels.append(level)
-    while slow_num_bytes(levels, token_bytes) > max_bytes and any(levels[1:]):
-        longest = max(number for number in (1, 2, 3) if levels[number])
-        least = min(count for _, count in levels[longest])
-        levels[longest] = [entry for entry in levels[longest] if entry[1] > least]
+    least = dict(LEAST)
+    for order in cycle((4, 2, 3)):
+        if slow_num_bytes(levels, token_bytes) <= max_bytes or not any(levels[1:]):
+            break
+        least[order] += 1
+        levels[order - 1] = [each for each in levels[order - 1] if code_of(each[1]) >= least[order]]
     return levels
 
 

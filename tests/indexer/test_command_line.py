@@ -78,7 +78,7 @@ def test_inspect_tells_what_an_index_holds(cli: Cli, built: Path) -> None:
     status, out, err = cli("inspect", built)
     assert (status, err) == (0, "")
     assert re.search(r"tokens\s+11 in 1 segment", out)
-    assert re.search(r"4 of 2 .*, 3 of 3 .*, 2 of 4 .* 2, 2, 2 times\n\s+1,352 bytes, 122.91", out)
+    assert re.search(r"6 of 2 .*, 3 of 3 .*, 2 of 4 .* 1, 2, 2 times\n\s+1,366 bytes, 124.18", out)
 
     status, out, _ = cli("inspect", built, "--json")
     summary = json.loads(out)
@@ -88,10 +88,10 @@ def test_inspect_tells_what_an_index_holds(cli: Cli, built: Path) -> None:
     assert summary.pop("bytes") == sum(files) - sum(folders)
     assert len(summary.pop("fingerprint")) == 64
     assert summary.pop("phrases") == {
-        "ngrams": [4, 3, 2],
-        "min_counts": [2, 2, 2],
-        "bytes": 257 + 4 * (258 + 5 + 4) + 3 * (4 + 3 + 2),
-        "bytes_per_token": 122.909,
+        "ngrams": [6, 3, 2],
+        "min_counts": [1, 2, 2],
+        "bytes": 257 + 4 * (258 + 7 + 4) + 3 * (6 + 3 + 2),
+        "bytes_per_token": 124.182,
     }
     assert summary == {
         "path": str(built),

@@ -60,12 +60,14 @@ def test_suffixes_of_the_golden_index_are_readable_by_hand(tmp_path: Path) -> No
 
 def test_phrases_of_the_golden_index_are_readable_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "hand.index"
-    build_from_tokens([("a", [1, 0, 1, 0, 1]), ("b", [1, 1, 1])], path, Vocabulary(2, "00"))
+    documents = [("a", [1, 0, 1, 0, 1]), ("b", [1, 1, 1]), ("c", [0, 0])]
+    build_from_tokens(documents, path, Vocabulary(2, "00"))
     with Index.open(path) as index:
         tables = index.phrases
-    assert [counts.tolist() for counts in tables.counts] == [[2, 6], [2, 2, 2], [2], []]
-    # 0 1 twice, 1 0 and 1 1 twice; 0 1 0 and 1 1 1 once, 1 0 1 twice
-    assert [tokens.tolist() for tokens in tables.tokens] == [[], [1, 0, 1], [1], []]
-    assert [starts.tolist() for starts in tables.starts] == [[0, 1, 3], [0, 0, 1, 1], [0, 0]]
+    assert [counts.tolist() for counts in tables.counts] == [[4, 6], [2, 1, 2, 2], [2], []]
+    # 0 1 twice, 0 0 once, 1 0 and 1 1 twice; 0 1 0 and 1 1 1 once, 1 0 1 twice
+    assert [tokens.tolist() for tokens in tables.tokens] == [[], [1, 0, 0, 1], [1], []]
+    assert [starts.tolist() for starts in tables.starts] == [[0, 2, 4], [0, 0, 0, 1, 1], [0, 0]]
+    assert tables.successors([0]) == [(1, 2), (0, 1)]
     assert tables.successors([1]) == [(0, 2), (1, 2)]
     assert tables.successors([1, 0]) == [(1, 2)]

@@ -17,7 +17,7 @@ from indexer.opening import Segment
 from indexer.phrases import PhraseTables
 from indexer.reader import Index, Vocabulary
 from indexer.suffixes import first_token_starts, sort_suffixes
-from indexer.tables import MAX_SUCCESSORS, build_tables, merge_tables, size_limit
+from indexer.tables import build_tables, merge_tables, size_limit
 from tests.indexer.phrase_twins import count_all, levels_in, rounded, slow_levels, slow_num_bytes
 
 Documents = list[list[int]]
@@ -84,26 +84,44 @@ def test_ngrams_end_with_their_document(segments: list[Documents]) -> None:
     assert levels_in(built) == slow_levels(count_all(list(itertools.chain(*segments))), 4)
 
 
-def test_a_context_keeps_its_most_frequent_successors_and_what_followed_these() -> None:
-    # 40 tokens follow 50: token t does t + 2 times, always before 51 and 52; ties are in 53's.
-    often = [[50, token, 51, 52] for token in range(40) for _ in range(token + 2)]
-    ties = [[53, token] for token in range(40) for _ in range(2)]
+def test_a_context_keeps_all_its_successors_and_what_followed_these() -> None:
+    # Token t follows 50 t + 1 times, always before 51 and 52; ties are in 53's.
+    often = [[50, token, 51, 52] for token in range(40) for _ in range(token + 1)]
+    ties = [[53, token] for token in reversed(range(40))]
     built = tables_of(54, often, ties)
     assert levels_in(built) == slow_levels(count_all(often + ties), 54)
-    seen = [(token, rounded(token + 2)) for token in range(40)]
-    expected = sorted(seen, key=lambda each: (-each[1], each[0]))
-    assert built.successors([50]) == expected[:MAX_SUCCESSORS]
-    assert [token for token, _ in built.successors([53])] == list(range(32))
+    seen = [(token, rounded(token + 1)) for token in range(40)]
+    assert built.successors([50]) == sorted(seen, key=lambda each: (-each[1], each[0]))
+    assert built.successors([53]) == [(token, 1) for token in range(40)]
     assert built.successors([50, 39]) == [(51, 41)]
     assert built.successors([50, 39, 51]) == [(52, 41)]
-    assert built.find([50, 7]) is None
-    assert built.successors([50, 7]) == []
-    assert built.successors([7]) == [(51, 9)]
+    assert built.successors([50, 1]) == [(51, 2)]
+
+
+def test_pairs_that_occur_once_have_an_entry_and_longer_ngrams_do_not() -> None:
+    once, twice = [0, 1, 2, 3], [4, 5, 6, 7]
+    built = tables_of(8, [once], [twice, twice])
+    assert built.num_entries == (8, 6, 2, 1)
+    assert [built.successors(once[:length]) for length in (1, 2, 3)] == [[(1, 1)], [], []]
+    assert [built.successors(twice[:length]) for length in (1, 2, 3)] == [
+        [(5, 2)],
+        [(6, 2)],
+        [(7, 2)],
+    ]
+    assert built.count_of(once[2:]) == 1
+
+
+def test_one_context_may_have_the_whole_vocabulary_for_successors() -> None:
+    built = tables_of(70_000, [[69_999, token] for token in range(70_000)])
+    assert built.successors([69_999]) == [(token, 1) for token in range(70_000)]
+    assert merge_tables([built, built]).successors([69_999]) == [
+        (token, 2) for token in range(70_000)
+    ]
 
 
 @pytest.mark.parametrize("vocabulary_size", [40, 70_000])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_rarest_of_the_longest_ngrams_go_until_the_rest_fits(
+def test_the_rarest_ngrams_of_each_length_go_in_turn_until_the_rest_fits(
     vocabulary_size: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
@@ -112,7 +130,7 @@ def test_the_rarest_of_the_longest_ngrams_go_until_the_rest_fits(
     token_bytes = token_dtype(vocabulary_size).itemsize
     kept = slow_levels(counts, vocabulary_size)
     whole = slow_num_bytes(kept, token_bytes)
-    numbers = set()
+    sizes = set()
     for max_bytes in [0, 8, 9, *rng.sample(range(whole), 12), whole - 1, whole]:
         monkeypatch.setattr(tables, "size_limit", lambda _, limit=max_bytes: limit)
         monkeypatch.setattr(ngrams, "_STRIDE", rng.choice([1, 50, 1 << 20]))
@@ -124,13 +142,29 @@ def test_the_rarest_of_the_longest_ngrams_go_until_the_rest_fits(
         assert tables.num_bytes(tables._levels_of(built)) == slow_num_bytes(expected, token_bytes)
         beyond = built.num_bytes - built.counts[0].nbytes - built.starts[0].nbytes
         assert beyond <= max(max_bytes, 8)
-        numbers.add(sum(size > 0 for size in built.num_entries))
-    assert numbers == {1, 2, 3, 4}
+        sizes.add(built.num_entries[1:])
+    assert len(sizes) > 5
+    assert {(0, 0, 0), tuple(map(len, kept[1:]))} < sizes
+
+
+def test_a_size_limit_costs_first_ngrams_of_four_tokens_then_of_two_then_of_three(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    documents = [
+        [times, times + 4, times + 8, times + 12] for times in (1, 2, 3) for _ in range(times)
+    ]
+    counts = count_all(documents)
+    whole = slow_num_bytes(slow_levels(counts, 30), 2)
+    entries = []
+    for missing_bytes in (0, 1, 3, 4, 25):
+        monkeypatch.setattr(tables, "size_limit", lambda _, less=missing_bytes: whole - less)
+        entries.append(tables_of(30, documents).num_entries[1:])
+    assert entries == [(9, 4, 2), (9, 4, 1), (9, 4, 1), (6, 4, 1), (6, 2, 1)]
 
 
 def test_the_size_limit_follows_the_corpus_between_a_floor_and_what_can_be_numbered() -> None:
-    assert [size_limit(n) for n in (0, 1, 2**15)] == [2**16] * 3
-    assert size_limit(2**15 + 1) == 2**16 + 2
+    assert [size_limit(n) for n in (0, 1, 2**22)] == [2**23] * 3
+    assert size_limit(2**22 + 1) == 2**23 + 2
     assert size_limit(10**10) == 2**32 - 1
 
 
