@@ -18,7 +18,7 @@ from retriever.pools import Pool
 from retriever.stores import CONTEXT_LIMITS, ChainStore
 from retriever.tree import Source
 
-SHORTEST_MATCH: Final = 4
+SHORTEST_MATCH: Final = 3
 """Shorter matches in the corpus are left to the phrase tables."""
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.borrowing import borrow
 from retriever.kernels.layout import RECENT_SIZE, Chains
 
 SEPARATOR: Final = -1
@@ -40,8 +41,8 @@ def append_tokens(
         orders: int64[orders], the indexed n-gram orders, longest first.
         new_tokens: int32[n], token ids and separators.
     """
-    tokens, heads, links, state = chains.tokens, chains.heads, chains.links, chains.state
-    mask, last = tokens.shape[0] - 1, chains.last
+    tokens, heads, links = borrow(chains.tokens), borrow(chains.heads), borrow(chains.links)
+    mask, state, last = tokens.shape[0] - 1, borrow(chains.state), borrow(chains.last)
     for token in new_tokens:
         position = state[0]
         tokens[position & mask] = token
@@ -93,7 +94,9 @@ def collect_chains(
     Returns:
         The first free row afterwards.
     """
-    tokens, heads, links, state = chains.tokens, chains.heads, chains.links, chains.state
+    tokens, heads, links = borrow(chains.tokens), borrow(chains.heads), borrow(chains.links)
+    rows, continuations, query = borrow(rows), borrow(continuations), borrow(query)
+    recent, state = borrow(recent), borrow(chains.state)
     total = state[0]
     mask = tokens.shape[0] - 1
     oldest = max(state[2], total - tokens.shape[0])
