@@ -112,11 +112,12 @@ def collect_chains(
         while position >= oldest and row < last_row and probes > 0:
             match = 0
             if position + 1 < total:
-                match = _match_length(tokens, position, oldest, query)
+                match = match_length(tokens, position, oldest, query)
             if order <= match < too_long:
-                length = _copy(tokens, position + 1, total, wrap, depth, continuations[row])
+                length = copy_tokens(tokens, position + 1, total, wrap, depth, continuations[row])
                 if length > 0:
                     _write(rows[row], length, match, source)
+                    rows[row].position = position + 1
                     end = position + 1 - match
                     rows[row].affinity = affinity_of(tokens, mask, end, oldest, SEPARATOR, recent)
                     row += 1
@@ -200,7 +201,7 @@ def bucket_of(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_bu
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _match_length(
+def match_length(
     tokens: NDArray[np.int32], position: int, oldest: int, query: NDArray[np.int32]
 ) -> int:
     """Count equal tokens backwards from `position` and from the query's end."""
@@ -213,7 +214,7 @@ def _match_length(
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _copy(
+def copy_tokens(
     tokens: NDArray[np.int32], begin: int, end: int, wrap: bool, depth: int, out: NDArray[np.int32]
 ) -> int:
     """Copy tokens up to a separator; with `wrap`, start over at the end."""
