@@ -30,6 +30,7 @@ from retriever.traces import read_outputs, read_traces
 app = typer.Typer(
     help="Serve draft trees from indexes, or replay recorded outputs through a drafter.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -162,6 +163,11 @@ def replay_traces(
         made = make_drafter(indexes, outputs, budget)
         report = replay(made, _progress(recorded, "replaying"), budget)
         _print(report, as_json=as_json)
+
+
+def main() -> None:
+    """Run the command line; an error of ours ends it with one line on stderr and status 1."""
+    app(prog_name="python -m retriever")
 
 
 def _listed(
