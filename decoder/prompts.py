@@ -9,7 +9,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from decoder.errors import PromptFileError
+from decoder.errors import InvalidPromptError, PromptFileError
 
 DEFAULT_CATEGORY = "prompts"
 
@@ -60,6 +60,17 @@ def read_text(stream: BinaryIO) -> str:
         return stream.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise PromptFileError(f"standard input is not UTF-8: {error}") from error
+
+
+def checked_text(text: str) -> str:
+    """Return a prompt as it is.
+
+    Raises:
+        InvalidPromptError: it is empty.
+    """
+    if not text.strip():
+        raise InvalidPromptError("the prompt is empty: say what to go on from")
+    return text
 
 
 def _opened(path: Path) -> TextIO:

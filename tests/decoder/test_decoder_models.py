@@ -24,7 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from decoder.errors import ModelLoadError, UncroppableCacheError, UnsupportedModelError
+from decoder.errors import DeviceError, ModelLoadError, UncroppableCacheError, UnsupportedModelError
 from decoder.models import LanguageModel, ModelOptions, Precision, load_model
 from decoder.target import Target
 from indexer.errors import TokenizerError
@@ -183,7 +183,8 @@ def test_models_load_from_a_directory(model_directory: Path, precision: Precisio
     ("options", "error", "message"),
     [
         ({"name": "./no-such-model"}, TokenizerError, "no such model"),
-        ({"device": "nowhere"}, ModelLoadError, "nowhere"),
+        ({"device": "nowhere"}, DeviceError, "nowhere"),
+        ({"device": "meta"}, DeviceError, "meta"),
         ({"attention": "imaginary"}, ModelLoadError, "imaginary"),
     ],
 )
@@ -211,7 +212,7 @@ def test_chat_templates_are_applied_if_wanted(model_directory: Path) -> None:
     plain = load_model(ModelOptions(str(model_directory)))
     tokenizer = plain.tokenizer
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    options = (plain.name, plain.model, tokenizer, plain.stop_ids)
+    options = (plain.name, plain.model, tokenizer, plain.vocabulary, plain.stop_ids)
     assert LanguageModel(*options).encode("ab") == tokenizer.encode("<user>ab")
     unadorned = LanguageModel(*options, use_chat_template=False)
     assert unadorned.encode("ab") == tokenizer.encode("ab")
