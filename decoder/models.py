@@ -6,6 +6,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from enum import StrEnum
 from logging import ERROR, getLogger
+from typing import Any
 
 import torch
 from transformers import (
@@ -23,7 +24,6 @@ from decoder.gguf_reading import SharedReading
 from decoder.target import check_prompt_length
 from indexer.errors import TokenizerError, reason_of
 from indexer.tokenizer import (
-    ModelFiles,
     Vocabulary,
     encode_prompt,
     load_tokenizer,
@@ -117,7 +117,8 @@ class PreparedModel:
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     vocabulary: Vocabulary
-    _files: ModelFiles = field(repr=False)
+    _location: str = field(repr=False)
+    _arguments: dict[str, Any] = field(repr=False)
     _reading: SharedReading = field(repr=False)
 
     def check_prompt(self, prompt: str) -> None:
@@ -139,11 +140,11 @@ class PreparedModel:
         name = self.options.name
         with _loading(name), self._reading.used():
             model = AutoModelForCausalLM.from_pretrained(
-                self._files.location,
+                self._location,
                 config=self.config,
                 dtype=self.options.precision.dtype,
                 attn_implementation=self.options.attention,
-                **self._files.options(),
+                **self._arguments,
             )
             model = model.to(self.options.device).eval()  # type: ignore[arg-type]  # wrapped without its types
         return LanguageModel(
@@ -170,8 +171,10 @@ def prepare_model(options: ModelOptions) -> PreparedModel:
     _log.info("loading %s", options.name)
     with _loading(options.name), reading.used():
         tokenizer = load_tokenizer(options.name)
-        config = AutoConfig.from_pretrained(files.location, **files.options())
-        return PreparedModel(options, config, tokenizer, vocabulary_of(tokenizer), files, reading)
+        vocabulary = vocabulary_of(tokenizer)
+        arguments = files.options()
+        config = AutoConfig.from_pretrained(files.location, **arguments)
+    return PreparedModel(options, config, tokenizer, vocabulary, files.location, arguments, reading)
 
 
 def load_model(options: ModelOptions) -> LanguageModel:
