@@ -16,11 +16,11 @@ from decoder.models import LanguageModel
 from decoder.settings import unapplied_settings
 from decoder.target import Target
 from decoder.verification import AcceptRule, accept_greedy, accept_sampled
-from indexer.reader import Index, Vocabulary
+from indexer.reader import Vocabulary
 from retriever.client import RemoteDrafter
 from retriever.drafter import Drafter
 from retriever.embedded import EmbeddedDrafter
-from retriever.phrase_files import read_lines
+from retriever.files import check_files
 from retriever.phrases import ListedPhrases
 
 
@@ -61,10 +61,7 @@ class DrafterOptions:
             IndexerError: an index cannot be opened or was built for another tokenizer.
             PhrasesError: a file of phrases cannot be read.
         """
-        for path in self.phrases:
-            read_lines(path)
-        for path in self.indexes:
-            Index.open(path, vocabulary=vocabulary).close()
+        check_files(self.indexes, self.phrases, vocabulary)
 
     def describe(self) -> str:
         """Return a few words for reports."""
