@@ -7,8 +7,9 @@ _MAX_REASON_CHARACTERS: Final = 500
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error of a library says, in one line."""
-    text = shorten(str(error), _MAX_REASON_CHARACTERS, placeholder=" \u2026")
+    """Return what an error of a library says, in one line; of a system's, without the path."""
+    said = getattr(error, "strerror", None) or str(error)
+    text = shorten(said, _MAX_REASON_CHARACTERS, placeholder=" \u2026")
     return text or type(error).__name__
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from numpy.typing import ArrayLike
 
+from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 from retriever.errors import TraceError
 from retriever.limits import checked_tokens
@@ -118,8 +119,7 @@ def _rows(path: Path) -> Iterator[tuple[Any, str]]:
                     yield _parsed(text, f"{path}, line {line}"), f"{path}, line {line}"
     except _CANNOT_BE_READ as error:
         where = f" after line {line}" if line else ""
-        reason = getattr(error, "strerror", None) or str(error)
-        raise TraceError(f"{path} cannot be read{where}: {reason}") from error
+        raise TraceError(f"{path} cannot be read{where}: {reason_of(error)}") from error
 
 
 def _parsed(text: str, place: str) -> Any:

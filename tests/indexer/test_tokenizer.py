@@ -106,6 +106,7 @@ def test_models_on_disk_are_loaded_without_asking_the_hub(
 def test_reasons_are_one_line_and_not_cut_where_they_begin() -> None:
     error = OSError("Error(s) in loading:\n\tsize mismatch for\n\n  lm_head")
     assert reason_of(error) == "Error(s) in loading: size mismatch for lm_head"
+    assert reason_of(FileNotFoundError(2, "No such file", "path")) == "No such file"
     assert reason_of(KeyError()) == "KeyError"
     assert len(reason_of(OSError("word " * 1000))) <= 500
 
