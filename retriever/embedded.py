@@ -129,11 +129,6 @@ class EmbeddedDrafter:
             raise
 
     @property
-    def num_sessions(self) -> int:
-        """Sessions that are open."""
-        return len(self._sessions)
-
-    @property
     def log_failures(self) -> int:
         """Outputs that could not be written to the state directory."""
         return self._pools.log_failures
