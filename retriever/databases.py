@@ -59,7 +59,6 @@ class Context:
                 self._cursor,
                 self._store.chains,
                 query,
-                scratch.recent,
                 depth,
                 scratch.rows,
                 scratch.continuations,

@@ -69,7 +69,7 @@ class EmbeddedDrafter:
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all settings by name
         self,
         indexes: Sequence[Index] = (),
         *,
@@ -95,7 +95,7 @@ class EmbeddedDrafter:
         self._lock = Lock()
 
     @classmethod
-    def open_indexes(
+    def open_indexes(  # noqa: PLR0913 - all settings by name
         cls,
         paths: Iterable[Path | str],
         *,
@@ -148,9 +148,7 @@ class EmbeddedDrafter:
         tokens = self._checked(prompt)
         check_length(len(tokens), self.limits)
         pool = self._pool(tenant)
-        opened = Session(
-            self._databases(tokens, pool, remember=remember), len(tokens), remember
-        )
+        opened = Session(self._databases(tokens, pool, remember=remember), len(tokens), remember)
         with self._lock:
             self._sessions.add(session, opened)
 

@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.borrowing import borrow
-from retriever.kernels.chains import affinity_of, copy_tokens, match_length
+from retriever.kernels.chains import copy_tokens, match_length
 from retriever.kernels.layout import Chains
 from retriever.tree import Source
 
@@ -53,9 +53,7 @@ def move_cursor(cursor: NDArray[np.int64], chains: Chains, begin: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def set_cursor(
-    cursor: NDArray[np.int64], rows: NDArray[Any], num_rows: int
-) -> None:
+def set_cursor(cursor: NDArray[np.int64], rows: NDArray[Any], num_rows: int) -> None:
     """Move a cursor that is lost to the longest match, if that is long.
 
     Args:
@@ -78,7 +76,6 @@ def collect_cursor(
     cursor: NDArray[np.int64],
     chains: Chains,
     query: NDArray[np.int32],
-    recent: NDArray[np.float32],
     depth: int,
     rows: NDArray[Any],
     continuations: NDArray[np.int32],
@@ -90,7 +87,6 @@ def collect_cursor(
         cursor: int64[2].
         chains: of the sequence.
         query: int32[q], its last tokens.
-        recent: float32[RECENT_SIZE], rarity of the last tokens by id.
         depth: most tokens to copy for each place.
         rows: ROW[max_rows], written from `row` on.
         continuations: int32[max_rows, max_depth], likewise.

@@ -6,9 +6,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.arithmetic import fast_exp2, fast_log2
 from retriever.kernels.borrowing import borrow
 from retriever.kernels.evidence import gather, plant
-from retriever.kernels.arithmetic import fast_exp2, fast_log2
 from retriever.kernels.layout import NUM_RANKS, Chains, Tables, Work
 from retriever.kernels.mixing import mix
 

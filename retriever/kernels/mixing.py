@@ -3,9 +3,9 @@
 A candidate's score is a hidden layer over the logarithms of its evidence and of how much evidence
 its node has; "none of these" has a score as well, from the latter alone. A softmax (to the base 2)
 makes probabilities of them. That is the log-linear mixing of context-mixing compressors (Mahoney
-2005) with one hidden layer, which sees how kinds of evidence bear on one another. Each outcome moves the weights by
-one step down the gradient of its surprise, so that the probabilities come to mean what they say for
-the text at hand.
+2005) with one hidden layer, which sees how kinds of evidence bear on one another. Each outcome
+moves the weights by one step down the gradient of its surprise, so that the probabilities come to
+mean what they say for the text at hand.
 """
 
 from typing import Any, Final
@@ -158,9 +158,7 @@ def mix(
 
 
 @njit(cache=True, nogil=True)
-def learn(
-    weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float
-) -> int:
+def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float) -> int:
     """Move the weights by what came next; return for how many nodes.
 
     Follows the tokens down the tree of the last draft, as far as it was considered.
