@@ -159,7 +159,12 @@ def mark_recent(
 
 @njit(cache=True, nogil=True)
 def affinity_of(
-    tokens: NDArray[Any], mask: int, end: int, oldest: int, separator: int, recent: NDArray[np.float32]
+    tokens: NDArray[Any],
+    mask: int,
+    end: int,
+    oldest: int,
+    separator: int,
+    recent: NDArray[np.float32],
 ) -> float:
     """Return how much the text before an occurrence has to do with the recent context.
 

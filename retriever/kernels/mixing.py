@@ -3,9 +3,9 @@
 A candidate's score is a hidden layer over the logarithms of its evidence and of how much evidence
 its node has; "none of these" has a score as well, from the latter alone. A softmax (to the base 2)
 makes probabilities of them. That is the log-linear mixing of context-mixing compressors (Mahoney
-2005) with one hidden layer, which sees how kinds of evidence bear on one another. Each outcome moves the weights by
-one step down the gradient of its surprise, so that the probabilities come to mean what they say for
-the text at hand.
+2005) with one hidden layer, which sees how kinds of evidence bear on one another. Each outcome
+moves the weights by one step down the gradient of its surprise, so that the probabilities come to
+mean what they say for the text at hand.
 """
 
 from typing import Any, Final
@@ -106,7 +106,7 @@ def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float
 
 @njit(cache=True, nogil=True)
 def _match_bucket(traits: NDArray[np.float32]) -> int:
-    """Return the bucket of a match length: 0, 1 to 2, 3 to 4, to 8, to 16, to 32, more."""
+    """Return the bucket of a match length: 0, 1, 2 to 3, 4 to 7, to 15, to 31, more."""
     return min(MATCH_BUCKETS - 1, np.int64(np.ceil(traits[Traits.MATCH] * np.float32(2))))
 
 
@@ -157,9 +157,7 @@ def mix(
 
 
 @njit(cache=True, nogil=True)
-def learn(
-    weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float
-) -> int:
+def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float) -> int:
     """Move the weights by what came next; return for how many nodes.
 
     Follows the tokens down the tree of the last draft, as far as it was considered.
