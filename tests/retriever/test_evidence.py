@@ -5,17 +5,10 @@ import pytest
 
 from indexer.reader import PhraseTables
 from retriever.kernels.evidence import find_successor
-from tests.retriever.evidence_twin import EvidenceTwin, Known
+from tests.retriever.evidence_twin import Known
 from tests.retriever.worlds import DEPTH, DOUBT, World, evidence_of, random_world, tables_of_tokens
 
 NUM_WORLDS = 250
-
-
-def twin_of(world: World) -> EvidenceTwin:
-    chains = world.context.chains
-    num_buckets, num_last = chains.heads.shape[1], len(chains.last)
-    sequence = world.sequence
-    return EvidenceTwin(world.phrases, world.generations, sequence, num_buckets, num_last)
 
 
 def check_states(world: World, current: int, path: tuple[int, ...]) -> None:
@@ -59,7 +52,7 @@ def test_evidence_equals_the_twins() -> None:
     nodes_seen = deep = 0
     for _ in range(NUM_WORLDS):
         world = random_world(rng)
-        twin = twin_of(world)
+        twin = world.twin()
         world.plant()
         frontier: list[tuple[int, tuple[int, ...]]] = [(0, ())]
         num_nodes = 1
@@ -115,7 +108,7 @@ def test_candidates_beyond_the_room_for_them_are_left_out() -> None:
         world.plant()
         end = world.gather(0, 1)
         assert end <= max_nodes
-        known = twin_of(world).gather(world.rows, (), DOUBT)
+        known = world.twin().gather(world.rows, (), DOUBT)
         found = evidence_of(world, 1, end)
         assert len(found) == min(max_nodes - 1, len(known.candidates))
         for token, values in found.items():

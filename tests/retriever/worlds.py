@@ -1,5 +1,6 @@
 """Small random corpora, outputs and sequences, as kernels take them and as twins do."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,12 +13,20 @@ from indexer.tables import build_tables
 from retriever.databases import Context
 from retriever.generations import Generations
 from retriever.kernels.evidence import gather, plant
-from retriever.kernels.layout import MAX_MATCH, Evidence, Scratch, Tables, Traits
+from retriever.kernels.growth import grow_tree
+from retriever.kernels.layout import MAX_MATCH, Scratch, Tables
+from retriever.mixer import Weights
 from retriever.tables import to_kernel
+from retriever.tree import DraftTree
 from tests.retriever import twins
+from tests.retriever.evidence_twin import EvidenceTwin
 
 DEPTH = 8
+MAX_BUDGET = 24
 DOUBT = 0.03
+
+Grow = Callable[..., int]
+"""`grow_tree`, however compiled."""
 
 
 @dataclass
@@ -77,6 +86,28 @@ class World:
             )
         )  # fmt: skip
 
+    def grow(
+        self, weights: Weights, budget: int, min_probability: float, by: Grow = grow_tree
+    ) -> DraftTree:
+        """Return the tree that a kernel grows, having checked that it is one."""
+        self.fill_rows()
+        ids, parents = np.empty(budget, np.int32), np.empty(budget, np.int32)
+        probabilities, sources = np.empty(budget, np.float32), np.empty(budget, np.uint8)
+        size = by(
+            self.scratch.rows, self.scratch.continuations, len(self.rows), self.query, self.tables,
+            self.generations.live, self.context.chains, weights, DOUBT, budget, min_probability,
+            self.scratch.work, ids, parents, probabilities, sources,
+        )  # fmt: skip
+        assert (self.scratch.work.slots == -1).all()
+        arrays = ids[:size], parents[:size], probabilities[:size], sources[:size]
+        return DraftTree.checked(*arrays, vocabulary_size=self.phrases.vocabulary_size)
+
+    def twin(self) -> EvidenceTwin:
+        """The twin that gathers from the same."""
+        chains = self.context.chains
+        num_buckets, num_last = chains.heads.shape[1], len(chains.last)
+        return EvidenceTwin(self.phrases, self.generations, self.sequence, num_buckets, num_last)
+
 
 def tables_of_tokens(tokens: list[int], vocabulary_size: int) -> PhraseTables:
     """The indexer's tables of one document."""
@@ -100,7 +131,7 @@ def random_world(rng: np.random.Generator, *, max_nodes: int = 1 << 12) -> World
     return World(
         alphabet, phrases, to_kernel(phrases), generations, sequence,
         Context(np.array(sequence, np.int32)), random_rows(rng, alphabet),
-        Scratch(DEPTH, max_rows=64, max_nodes=max_nodes),
+        Scratch(MAX_BUDGET, max_rows=64, max_nodes=max_nodes),
     )  # fmt: skip
 
 
@@ -130,6 +161,3 @@ def evidence_of(world: World, first: int, end: int) -> dict[int, list[float]]:
     tokens = work.nodes["token"][first:end].tolist()
     assert len(set(tokens)) == len(tokens)
     return dict(zip(tokens, work.evidence[:, first:end].T.tolist(), strict=True))
-
-
-assert (Evidence.SIZE, Traits.SIZE) == (6, 10)
