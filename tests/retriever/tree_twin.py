@@ -54,9 +54,9 @@ class TreeTwin:
         while frontier and len(taken) <= budget:
             highest = max(frontier)
             frontier.remove(highest)
-            taken.append(highest[0])
-            children = [
-                (highest[0] * p, (*highest[1], t)) for t, p in self.shares(highest[1]).items()
-            ]
-            frontier += [child for child in children if child[0] >= max(min_probability, LEAST)]
+            probability, path = highest
+            taken.append(probability)
+            for token, share in self.shares(path).items():
+                if probability * share >= max(min_probability, LEAST):
+                    frontier.append((probability * share, (*path, token)))
         return taken[1:]  # without the root
