@@ -80,7 +80,7 @@ def serve(
         typer.Option(
             min=1024,
             max=1 << 30,
-            help="Recent outputs to keep, in tokens of 22 bytes; rounded up to a power of two.",
+            help="Recent outputs to keep, in tokens of 24 bytes; rounded up to a power of two.",
         ),
     ] = DEFAULT_LIMITS.generations_tokens,
     generations_age_s: Annotated[

@@ -17,6 +17,7 @@ from retriever.errors import (
     OutOfSequenceError,
     VocabularyMismatchError,
 )
+from retriever.generations import Generations
 from retriever.kernels.layout import MAX_MATCH
 from retriever.limits import (
     Limits,
@@ -69,7 +70,7 @@ class EmbeddedDrafter:
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
     """
 
-    def __init__(  # noqa: PLR0913 - all settings by name
+    def __init__(  # noqa: PLR0913  (all but the indexes are given by name)
         self,
         indexes: Sequence[Index] = (),
         *,
@@ -95,7 +96,7 @@ class EmbeddedDrafter:
         self._lock = Lock()
 
     @classmethod
-    def open_indexes(  # noqa: PLR0913 - all settings by name
+    def open_indexes(  # noqa: PLR0913  (likewise)
         cls,
         paths: Iterable[Path | str],
         *,
@@ -236,7 +237,11 @@ class EmbeddedDrafter:
     def warm(self) -> None:
         """Compile or load all kernels now, so that no draft waits for it."""
         context = np.zeros(2 * MAX_MATCH, np.int32)
-        self.draft_context(context, budget_nodes=1)
+        nobody = Databases(Context(context), Pool("", Generations(0)), self._corpus)
+        nobody.pool.generations.add(context)
+        with self._lock:
+            self._predictor.draft(nobody, 1, 0.0)
+            self._predictor.commit(nobody, context[:1])
         self._phrases.warm()
 
     def check_vocabulary(self, fingerprint: str) -> None:

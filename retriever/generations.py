@@ -122,6 +122,9 @@ class Generations:
             return
         size = min(self._capacity, ring_capacity(held + num_tokens))
         self._store = ChainStore(size, GENERATIONS_LIMITS, Source.GENERATIONS, start=store.oldest)
+        self._store.chains.tokens[(store.oldest - 1) & (size - 1)] = (
+            SEPARATOR  # nothing precedes the first token
+        )
         self.live = live_table(size)
         self._counted_from = store.oldest
         self._append(store.live())

@@ -41,10 +41,11 @@ def to_bytes(weights: Weights) -> bytes:
 
 
 def from_bytes(kept: bytes | None) -> Weights:
-    """Return weights that were kept; those that all begin with, if they are of another layout."""
+    """Return weights that were kept; those that all begin with, if they cannot be these."""
     if kept is None or not kept.startswith(_MARK) or len(kept) != len(_MARK) + WEIGHTS.itemsize:
         return prior_weights()
-    return from_values(np.frombuffer(kept, "<f4", offset=len(_MARK)))
+    values = np.frombuffer(kept, "<f4", offset=len(_MARK))
+    return from_values(values) if np.isfinite(values).all() else prior_weights()
 
 
 def blank_weights() -> Weights:

@@ -65,11 +65,11 @@ class Predictor:
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and learn from it if its draft was the last one."""
-        if len(tokens) and databases.learns and databases is self._last:
-            pool = databases.pool
-            pool.learned += learn(pool.weights, self._scratch.work, tokens, self._prior.rate)
-        if len(tokens):
+        if len(tokens) and databases is self._last:
             self._last = None
+            if databases.learns:
+                pool = databases.pool
+                pool.learned += learn(pool.weights, self._scratch.work, tokens, self._prior.rate)
         databases.commit(tokens)
 
     def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:

@@ -82,10 +82,10 @@ class Sessions:
         return session
 
     def forget(self, pool: Pool) -> None:
-        """Let no open session of a tenant be remembered when it ends."""
+        """Let no open session of a tenant be learned from, or remembered when it ends."""
         for session in self._by_name.values():
             if session.databases.pool is pool:
-                session.remember = False
+                session.remember = session.databases.learns = False
 
     def _end_idle(self) -> bool:
         """End the session that has been idle longest, if that is long enough."""

@@ -1,43 +1,14 @@
 """Fast logarithms and powers of two, near enough for scores; loops over them become vector code."""
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
 _MANTISSA_BITS: Final = 23
 _BIAS: Final = 127
 _ONE: Final = np.float32(1 / (1 << _MANTISSA_BITS))
 _LOWEST: Final = np.float32(-126.0)
-
-
-if TYPE_CHECKING:
-
-    def _bits_of(value: np.float32) -> int: ...
-
-    def _float_of(bits: np.int32) -> np.float32: ...
-
-else:
-
-    @intrinsic
-    def _bits_of(_context: Any, value: types.Float) -> Any:
-        """Reinterpret a float32 as an int32."""
-
-        def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            return builder.bitcast(arguments[0], ir.IntType(32))
-
-        return types.int32(value), generate
-
-    @intrinsic
-    def _float_of(_context: Any, bits: types.Integer) -> Any:
-        """Reinterpret an int32 as a float32."""
-
-        def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            return builder.bitcast(arguments[0], ir.FloatType())
-
-        return types.float32(bits), generate
 
 
 @njit(cache=True, nogil=True)
@@ -47,7 +18,7 @@ def fast_log2(value: float) -> float:
     The error is at most 0.09. It is a feature of a learned score: what counts is that it rises
     and costs two instructions.
     """
-    bits = _bits_of(np.float32(value))
+    bits = np.float32(value).view(np.int32)
     return np.float32(bits) * _ONE - np.float32(_BIAS)
 
 
@@ -61,5 +32,5 @@ def fast_exp2(value: float) -> float:
     fitted = np.float32(1.0) + part * (
         np.float32(0.6954) + part * (np.float32(0.2264) + part * np.float32(0.0782))
     )
-    scale = _float_of(np.int32((np.int32(whole) + _BIAS) << _MANTISSA_BITS))
+    scale = np.int32((np.int32(whole) + _BIAS) << _MANTISSA_BITS).view(np.float32)
     return np.float32(fitted * scale)

@@ -98,10 +98,10 @@ def gather(
     Args:
         rows: ROW[max_rows], weighed evidence; those of the node are divided among its children.
         continuations: int32[max_rows, max_depth].
-        starts1: of the phrase tables, as all arrays down to `shares`; see `Tables`.
+        starts1: of the phrase tables; see `Tables`.
         starts2: likewise.
         starts3: likewise.
-        tokens2: likewise.
+        tokens2: likewise; what is beyond the vocabulary is left out.
         tokens3: likewise.
         tokens4: likewise.
         counts1: likewise.
@@ -111,10 +111,10 @@ def gather(
         values: likewise.
         shares: likewise.
         live: int64[sets, WAYS], of recent outputs.
-        sequence: the tokens of the sequence's chains; see `Chains`.
-        heads: of the chains.
-        links: of the chains.
-        last: of the chains.
+        sequence: tokens of the sequence; see `Chains`.
+        heads: likewise.
+        links: likewise.
+        last: likewise.
         length: tokens in the sequence.
         doubt: weight that stands for whatever no row predicts.
         nodes: NODE[max_nodes]; children are written from `num_nodes` on.
@@ -133,19 +133,19 @@ def gather(
         rows, continuations, nodes, evidence, slots, current, num_nodes, traits
     )
     _set_states(starts1, starts2, tokens2, tokens3, nodes, current)
-    left = np.float32(1.0)
+    left: Any = np.float32(1.0)
     end, left = _add_successors(
-        starts3, tokens4, counts3, counts4, values, 4, node.triple, left,
+        starts3, tokens4, counts3, counts4, values, 4, node.triple, left, shares.shape[0],
         nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
     end, left = _add_successors(
-        starts2, tokens3, counts2, counts3, values, 3, node.pair, left,
+        starts2, tokens3, counts2, counts3, values, 3, node.pair, left, shares.shape[0],
         nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
     known = 0 <= node.token < counts1.shape[0]
     end, corpus_left = _add_successors(
         starts1, tokens2, counts1, counts2, values, 2, node.token if known else -1, left,
-        nodes, evidence, slots, current, end, traits,
+        shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
     left = np.float32(1.0)
     for order in (2, 1):
@@ -302,6 +302,7 @@ def _add_successors(
     level: int,
     entry: int,
     left: np.float32,
+    vocabulary_size: int,
     nodes: NDArray[Any],
     evidence: NDArray[np.float32],
     slots: NDArray[np.int32],
@@ -324,9 +325,10 @@ def _add_successors(
     begin = np.int64(starts[entry])
     end = min(np.int64(starts[entry + 1]), begin + _MOST[level - 2], tokens.shape[0])
     for successor in range(begin, end):
-        child, num_nodes = _child_with(
-            np.int64(tokens[successor]), nodes, evidence, slots, current, num_nodes, _PHRASES
-        )
+        token = np.int64(tokens[successor])
+        if token >= vocabulary_size:
+            continue  # damaged
+        child, num_nodes = _child_with(token, nodes, evidence, slots, current, num_nodes, _PHRASES)
         if child >= 0:
             evidence[Evidence.CORPUS, child] += share * values[counts[successor]]
             if level == 2:  # noqa: PLR2004

@@ -18,6 +18,10 @@ MAX_FOLLOWERS: Final = 16
 NUM_RANKS: Final = 256
 """Ranks that probabilities are sorted into, a sixteenth of an octave each."""
 
+MAX_SUCCESSORS: Final = 72
+"""Most candidates for a node that no row predicts: 32 from the phrase tables, 24 from the sequence
+and 16 from recent outputs."""
+
 NUM_TABLE_ORDERS: Final = 3
 """Phrase tables know contexts of up to this many tokens."""
 
@@ -165,7 +169,7 @@ class Work(NamedTuple):
     traits: NDArray[np.float32]  # float32[max_depth + 1, Traits.SIZE], by place in the tree + 1
     heap: NDArray[np.int32]  # int32[max_nodes], candidates that are not in the tree yet
     ranks: NDArray[np.int32]  # int32[NUM_RANKS], candidates on the heap by their probability
-    slots: NDArray[np.int32]  # int32[power of two], table of siblings, all -1 between calls
+    slots: NDArray[np.int32]  # int32[power of two], never full, all -1 between calls
     tail: NDArray[np.int32]  # int32[3], the last tokens before a candidate
     followers: NDArray[np.int32]  # int32[16], what followed them in the sequence
 
@@ -195,7 +199,7 @@ class Scratch:
     marked: NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
-        num_slots = 4 * (1 << (self.max_rows - 1).bit_length())
+        num_slots = 2 << (self.max_rows + MAX_SUCCESSORS - 1).bit_length()
         object.__setattr__(self, "rows", np.zeros(self.max_rows, ROW))
         continuations = np.zeros((self.max_rows, self.max_depth), np.int32)
         object.__setattr__(self, "continuations", continuations)

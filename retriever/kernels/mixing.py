@@ -107,7 +107,7 @@ def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float
 
 @njit(cache=True, nogil=True)
 def _match_bucket(traits: NDArray[np.float32]) -> int:
-    """Return the bucket of a match length: 0, 1 to 2, 3 to 4, to 8, to 16, to 32, more."""
+    """Return the bucket of a match length: 0, 1, 2 to 3, 4 to 7, to 15, to 31, more."""
     return min(MATCH_BUCKETS - 1, np.int64(np.ceil(traits[Traits.MATCH] * np.float32(2))))
 
 

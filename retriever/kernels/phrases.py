@@ -80,6 +80,7 @@ def collect_phrases(
             rows[row].match = min(length, MAX_MATCH)
             rows[row].source = source
             rows[row].count = 1.0 / num_read
+            rows[row].affinity = 1.0
             row += 1
         beginning = shorter[beginning]
     return row

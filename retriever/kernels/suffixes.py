@@ -72,7 +72,9 @@ def collect_suffixes(
             position = np.int64(suffixes[begin + (end - begin) * sample // read])
             if _goes_on(tokens, position, query, length):
                 continue  # it is among the occurrences of the longer end
-            copied = _copy(tokens, position + length, depth, continuations[row])
+            copied = _copy(
+                tokens, position + length, starts.shape[0] - 1, depth, continuations[row]
+            )
             if copied > 0:
                 _write(rows[row], copied, length, source, (end - begin) / read)
                 rows[row].affinity = affinity_of(tokens, -1, position, 0, separator, recent)
@@ -140,13 +142,14 @@ def _goes_on(tokens: NDArray[Any], position: int, query: NDArray[np.int32], leng
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _copy(tokens: NDArray[Any], begin: int, depth: int, out: NDArray[np.int32]) -> int:
-    """Copy tokens up to the end of the document."""
-    separator = np.int64(np.iinfo(tokens.dtype).max)
+def _copy(
+    tokens: NDArray[Any], begin: int, vocabulary_size: int, depth: int, out: NDArray[np.int32]
+) -> int:
+    """Copy tokens up to the end of the document, or to what is damaged."""
     length = 0
     while length < depth and begin + length < tokens.shape[0]:
         token = np.int64(tokens[begin + length])
-        if token == separator:
+        if token >= vocabulary_size:  # separators are as well
             break
         out[length] = token
         length += 1

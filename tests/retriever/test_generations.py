@@ -27,7 +27,7 @@ def rows_of(generations: Generations, query: TokenIds) -> list[twins.Row]:
 
 def random_outputs(rng: np.random.Generator, num_outputs: int, longest: int) -> list[TokenIds]:
     lengths = rng.integers(1, longest, num_outputs)
-    return [rng.integers(0, 6, int(length)).astype(np.int32) for length in lengths]
+    return [rng.integers(0, 3, int(length)).astype(np.int32) for length in lengths]
 
 
 @pytest.mark.parametrize("capacity", [1024, 4096])
@@ -39,7 +39,7 @@ def test_what_is_read_is_what_brute_force_reads_of_the_last_outputs(capacity: in
         generations.add(output)
         tokens += [*output.tolist(), SEPARATOR]
         size = min(capacity, max(1024, 1 << (len(tokens) - 1).bit_length()))
-        query = rng.integers(0, 6, 12).astype(np.int32)
+        query = rng.integers(0, 3, 12).astype(np.int32)
         expected = twins.chain_rows(
             tokens,
             query.tolist(),
@@ -54,7 +54,7 @@ def test_what_is_read_is_what_brute_force_reads_of_the_last_outputs(capacity: in
         assert generations.num_tokens == min(len(tokens), capacity)
         found += len(expected)
     assert len(tokens) > capacity
-    assert found > 1000
+    assert found > 500
 
 
 def test_adding_at_once_equals_adding_one_by_one() -> None:
@@ -67,42 +67,42 @@ def test_adding_at_once_equals_adding_one_by_one() -> None:
         at_once.extend([Output(output, 0.0) for output in outputs])
         assert one_by_one.num_bytes == at_once.num_bytes
         for _ in range(50):
-            query = rng.integers(0, 6, 12).astype(np.int32)
+            query = rng.integers(0, 3, 12).astype(np.int32)
             assert rows_of(one_by_one, query) == rows_of(at_once, query)
 
 
 def test_memory_is_bounded_by_the_capacity_and_small_for_a_small_tenant() -> None:
-    """`serve --generations-tokens` states the bytes of a token."""
+    """`serve --generations-tokens` states the bytes of a token; some 30 more are for a ring."""
     generations = Generations(1 << 16)
-    assert generations.num_bytes <= 24 * 1024
+    assert generations.num_bytes < 25 * 1024
     generations.add(np.arange(3000, dtype=np.int32))
-    assert generations.num_bytes <= 24 * 4096
+    assert generations.num_bytes < 25 * 4096
     for _ in range(100):
         generations.add(np.arange(3000, dtype=np.int32))
-    assert generations.num_bytes == 22 << 16
+    assert generations.num_bytes >> 16 == 24
 
 
 def test_an_output_longer_than_the_ring_leaves_its_end() -> None:
     generations = Generations(1024)
     generations.add(np.arange(5000, dtype=np.int32))
-    assert rows_of(generations, np.array([1000, 1001], np.int32)) == []
-    assert rows_of(generations, np.array([4990, 4991], np.int32))[0].continuation[0] == 4992
+    assert rows_of(generations, np.arange(1000, 1004, dtype=np.int32)) == []
+    assert rows_of(generations, np.arange(4990, 4994, dtype=np.int32))[0].continuation[0] == 4994
 
 
 def test_what_is_too_old_is_not_read() -> None:
     now = 1000.0
     generations = Generations(4096, max_age_s=60, clock=lambda: now)
-    generations.add(np.array([1, 2, 3], np.int32))
+    generations.add(np.array([1, 2, 1, 2, 3], np.int32))
     now += 50
-    generations.add(np.array([1, 2, 4], np.int32))
-    query = np.array([1, 2], np.int32)
+    generations.add(np.array([1, 2, 1, 2, 4], np.int32))
+    query = np.array([1, 2, 1, 2], np.int32)
     assert [row.continuation for row in rows_of(generations, query)] == [(4,), (3,)]
     now += 20
     assert [row.continuation for row in rows_of(generations, query)] == [(4,)]
-    assert generations.num_tokens == 4
+    assert generations.num_tokens == 6
     now += 60
     assert rows_of(generations, query) == []
-    generations.add(np.array([1, 2, 5], np.int32))
+    generations.add(np.array([1, 2, 1, 2, 5], np.int32))
     assert [row.continuation for row in rows_of(generations, query)] == [(5,)]
 
 
@@ -111,15 +111,15 @@ def test_a_ring_grows_with_what_is_young_enough_and_not_with_what_was() -> None:
     generations = Generations(1 << 16, max_age_s=10, clock=lambda: now)
     for now in range(1000):  # noqa: B007  the clock
         generations.add(np.arange(40, dtype=np.int32))
-    assert generations.num_bytes == 22 * 1024
+    assert generations.num_bytes // 1024 == 24
     assert rows_of(generations, np.arange(8, dtype=np.int32))
 
 
 def test_cleared_generations_are_empty_and_usable() -> None:
     generations = Generations(1024)
-    generations.add(np.array([1, 2, 3], np.int32))
+    generations.add(np.array([1, 2, 1, 2, 3], np.int32))
     generations.clear()
-    query = np.array([1, 2], np.int32)
+    query = np.array([1, 2, 1, 2], np.int32)
     assert rows_of(generations, query) == []
-    generations.add(np.array([1, 2, 4], np.int32))
+    generations.add(np.array([1, 2, 1, 2, 4], np.int32))
     assert [row.continuation for row in rows_of(generations, query)] == [(4,)]

@@ -1,18 +1,20 @@
-"""Compiled kernels equal their slow twins on thousands of seeded cases."""
+"""Rows of evidence are collected and weighed as their slow twins do it, in thousands of cases."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from retriever.kernels.chains import SEPARATOR, append_tokens, collect_chains
-from retriever.kernels.growth import grow_tree, weigh_rows
-from retriever.kernels.layout import MAX_MATCH, Scratch
+from retriever.drafter import TokenIds
+from retriever.kernels.chains import SEPARATOR, append_tokens, collect_chains, mark_recent
+from retriever.kernels.growth import weigh_rows
+from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
 from retriever.kernels.suffixes import collect_suffixes, find_interval
 from tests.retriever import twins
 
 NUM_SEEDS = 3000
 CAPACITY = 64
+NUM_BUCKETS = 32
 
 
 def rows_in(scratch: Scratch, first: int, num_rows: int) -> list[twins.Row]:
@@ -22,14 +24,35 @@ def rows_in(scratch: Scratch, first: int, num_rows: int) -> list[twins.Row]:
             int(scratch.rows[i]["match"]),
             float(scratch.rows[i]["count"]),
             int(scratch.rows[i]["source"]),
+            affinity=float(scratch.rows[i]["affinity"]),
         )
         for i in range(first, num_rows)
     ]
 
 
+def store(
+    num_orders: int, start: int = 0, *, capacity: int = CAPACITY, num_last: int = 1
+) -> Chains:
+    return Chains(
+        np.zeros(capacity, np.int32),
+        np.full((num_orders, NUM_BUCKETS), -1, np.int32),
+        np.zeros((num_orders, capacity), np.int32),
+        np.full(3, start),
+        np.full(num_last, -1, np.int32),
+    )
+
+
+def mark(rng: np.random.Generator, scratch: Scratch, query: TokenIds) -> dict[int, float]:
+    """Note the query as the recent context, with rarities whose sums are exact."""
+    rarity = (rng.integers(0, 65, int(rng.integers(1, 5))) / 64).astype(np.float32)
+    mark_recent(query, rarity, scratch.recent, scratch.marked)
+    return twins.recent_tokens(query.tolist(), rarity.tolist())
+
+
 def test_chains_find_what_brute_force_finds() -> None:
     rng = np.random.default_rng(1)
     found = 0
+    scratch = Scratch(16, max_rows=64, max_nodes=64)
     for _ in range(NUM_SEEDS):
         wrap = bool(rng.integers(2))
         alphabet = int(rng.integers(2, 6))
@@ -39,30 +62,29 @@ def test_chains_find_what_brute_force_finds() -> None:
         query = tokens[-MAX_MATCH:] if wrap else rng.integers(0, alphabet, 9).astype(np.int32)
         orders = np.array([[8, 4, 2, 1], [4, 2], [3, 1]][int(rng.integers(3))], np.int64)
         max_rows = rng.integers(1, 6, len(orders))
-        depth, num_buckets = int(rng.integers(1, 12)), 32
-        ring = np.zeros(CAPACITY, np.int32)
-        heads = np.full((len(orders), num_buckets), -1, np.int32)
-        links = np.zeros((len(orders), CAPACITY), np.int32)
+        depth = int(rng.integers(1, 12))
         start = int(rng.choice([0, (1 << 31) - 70, 3 << 31]))  # heads keep 31 bits of a position
         forgotten = 0 if wrap else int(rng.integers(num_tokens + 1))
-        state, scratch = np.full(3, start), Scratch(16, max_rows=64, max_nodes=64)
-        state[2] += forgotten
+        chains = store(len(orders), start)
+        chains.state[2] += forgotten
         for part in np.array_split(tokens, 3):
-            append_tokens(ring, heads, links, orders, state, part)
+            append_tokens(chains, orders, part)
+        recent = mark(rng, scratch, query)
         first = int(rng.integers(0, 3))  # rows of another database come first
         num_rows = collect_chains(
-            ring, heads, links, orders, max_rows, state, query, 2, wrap, depth,
+            chains, orders, max_rows, query, scratch.recent, 2, wrap, depth,
             scratch.rows, scratch.continuations, first,
         )  # fmt: skip
         expected = twins.chain_rows(
             tokens.tolist(),
             query.tolist(),
             oldest=max(forgotten, num_tokens - CAPACITY),
-            num_buckets=num_buckets,
+            num_buckets=NUM_BUCKETS,
             orders=orders.tolist(),
             max_rows=max_rows.tolist(),
             wrap=wrap,
             depth=depth,
+            recent=recent,
         )
         assert rows_in(scratch, first, num_rows) == [replace(row, source=2) for row in expected]
         found += len(expected)
@@ -84,6 +106,7 @@ def test_suffixes_find_what_brute_force_finds(dtype: type[np.unsignedinteger]) -
         query = rng.integers(0, alphabet, int(rng.integers(1, 8))).astype(np.int32)
         limits = {
             "longest": int(rng.integers(1, 9)),
+            "shortest": int(rng.integers(1, 4)),
             "samples": int(rng.integers(1, 9)),
             "enough": int(rng.integers(1, 9)),
             "depth": int(rng.integers(1, 7)),
@@ -92,11 +115,15 @@ def test_suffixes_find_what_brute_force_finds(dtype: type[np.unsignedinteger]) -
         scratch = Scratch(8, max_rows=max_rows, max_nodes=8)
         for array in (tokens, suffixes, starts):
             array.flags.writeable = False  # as a mapped file is
+        recent = mark(rng, scratch, query)
         num_rows, longest = collect_suffixes(
-            tokens, suffixes, starts, query, limits["longest"], limits["samples"],
-            limits["enough"], 4, limits["depth"], scratch.rows, scratch.continuations, first,
+            tokens, suffixes, starts, query, scratch.recent, limits["longest"], limits["shortest"],
+            limits["samples"], limits["enough"], 4, limits["depth"],
+            scratch.rows, scratch.continuations, first,
         )  # fmt: skip
-        expected = twins.suffix_rows(tokens.tolist(), separator, query.tolist(), **limits)
+        expected = twins.suffix_rows(
+            tokens.tolist(), separator, query.tolist(), recent=recent, **limits
+        )
         rows = [replace(row, source=4) for row in expected[0]]
         room = max_rows - first
         assert rows_in(scratch, first, num_rows) == rows[:room]
@@ -143,6 +170,7 @@ def fill(scratch: Scratch, rows: list[twins.Row]) -> None:
             0,
             row.count,
             row.weight,
+            row.affinity,
         )
 
 
@@ -159,45 +187,6 @@ def test_weights_are_interpolated_from_the_longest_match_down() -> None:
         assert sum(expected) <= 1 + 1e-9
 
 
-def test_tree_grows_as_by_brute_force() -> None:
-    rng = np.random.default_rng(5)
-    scratch = Scratch(8, max_rows=32, max_nodes=512)
-    nodes_seen = 0
-    for _ in range(NUM_SEEDS):
-        rows = random_rows(rng)
-        fill(scratch, rows)
-        budget = int(rng.integers(1, 20))
-        min_probability = float(rng.choice([0.0, 0.05, 0.3]))
-        ids, parents = np.empty(budget, np.int32), np.empty(budget, np.int32)
-        probabilities, sources = np.empty(budget, np.float32), np.empty(budget, np.uint8)
-        size = grow_tree(
-            scratch.rows, scratch.continuations, len(rows), 0.03125, budget, min_probability,
-            scratch.nodes, scratch.heap, scratch.slots, ids, parents, probabilities, sources,
-        )  # fmt: skip
-        expected = twins.grow(rows, 0.03125, budget, min_probability)
-        columns = zip(*expected, strict=True) if expected else ([], [], [], [])
-        tokens, above, chances, databases = map(list, columns)
-        assert ids[:size].tolist() == tokens
-        assert parents[:size].tolist() == above
-        np.testing.assert_allclose(probabilities[:size], chances, rtol=1e-6)
-        assert sources[:size].tolist() == databases
-        assert (scratch.slots == -1).all()
-        nodes_seen += size
-    assert nodes_seen > NUM_SEEDS
-
-
-def test_a_full_table_of_candidates_ends_growth_without_harm() -> None:
-    scratch = Scratch(8, max_rows=32, max_nodes=4)
-    rows = [twins.Row((token, token, token), 1, 1.0, 1, 0.25) for token in range(4)]
-    fill(scratch, rows)
-    arrays = np.empty(8, np.int32), np.empty(8, np.int32), np.empty(8, np.float32)
-    size = grow_tree(
-        scratch.rows, scratch.continuations, 4, 0.03125, 8, 0.0, scratch.nodes, scratch.heap,
-        scratch.slots, *arrays, np.empty(8, np.uint8),
-    )  # fmt: skip
-    assert size == 3
-
-
 def test_damaged_suffixes_are_read_without_harm() -> None:
     """Positions outside a segment find nothing, or something; nothing is read out there."""
     rng = np.random.default_rng(6)
@@ -208,6 +197,46 @@ def test_damaged_suffixes_are_read_without_harm() -> None:
         query = rng.integers(0, 3, 6).astype(np.int32)
         scratch = Scratch(8, max_rows=16, max_nodes=8)
         num_rows, _ = collect_suffixes(
-            tokens, suffixes, starts, query, 6, 8, 4, 4, 8, scratch.rows, scratch.continuations, 0
-        )
+            tokens, suffixes, starts, query, scratch.recent, 6, 1, 8, 4, 4, 8,
+            scratch.rows, scratch.continuations, 0,
+        )  # fmt: skip
         assert 0 <= num_rows <= 16
+
+
+def test_damaged_tokens_are_not_copied() -> None:
+    tokens = np.array([1, 2, 0, 60000, 1, 65535], np.uint16)
+    suffixes = np.array([2, 0, 4, 1], np.uint32)
+    starts = np.array([0, 1, 3, 4], np.uint32)
+    scratch = Scratch(8, max_rows=16, max_nodes=8)
+    num_rows, _ = collect_suffixes(
+        tokens, suffixes, starts, np.array([1], np.int32), scratch.recent, 1, 1, 8, 4, 4, 8,
+        scratch.rows, scratch.continuations, 0,
+    )  # fmt: skip
+    assert [row.continuation for row in rows_in(scratch, 0, num_rows)] == [(2, 0)]
+
+
+def test_the_last_position_of_every_token_is_known() -> None:
+    """Of tokens whose ids are equal modulo the size of the table, the newest one's."""
+    rng = np.random.default_rng(7)
+    orders = np.array([2], np.int64)
+    for _ in range(NUM_SEEDS // 10):
+        tokens = rng.integers(0, 30, int(rng.integers(1, CAPACITY))).astype(np.int32)
+        chains = store(1, num_last=16)
+        for part in np.array_split(tokens, 3):
+            append_tokens(chains, orders, part)
+        expected = [-1] * 16
+        for position, token in enumerate(tokens.tolist()):
+            expected[token % 16] = position
+        assert chains.last.tolist() == expected
+
+
+def test_only_the_last_tokens_are_marked() -> None:
+    rng = np.random.default_rng(8)
+    scratch = Scratch(8)
+    rarity = rng.uniform(0, 1, 1 << 16).astype(np.float32)
+    for _ in range(NUM_SEEDS // 100):
+        query = rng.integers(0, 1 << 18, int(rng.integers(1, MAX_MATCH + 1))).astype(np.int32)
+        mark_recent(query, rarity, scratch.recent, scratch.marked)
+        expected = twins.recent_tokens(query.tolist(), rarity.tolist())
+        marked = np.flatnonzero(scratch.recent)
+        assert dict(zip(marked.tolist(), scratch.recent[marked].tolist(), strict=True)) == expected

@@ -1,12 +1,13 @@
-"""Slow and obvious twins of the compiled kernels."""
+"""Slow and obvious twins of the compiled kernels that collect and weigh rows of evidence."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from retriever.kernels.chains import SEPARATOR, _bucket
-from retriever.kernels.layout import MAX_MATCH
+from retriever.kernels.chains import SEPARATOR
+from retriever.kernels.chains import bucket_of as hash_ngram
+from retriever.kernels.layout import MAX_MATCH, RECENT_SIZE
 from retriever.kernels.phrases import MAX_BEGINNINGS
 from retriever.tree import Source
 
@@ -18,6 +19,7 @@ class Row:
     count: float = 1.0
     source: int = 0
     weight: float = 0.0
+    affinity: float = 1.0
 
 
 def match_length(tokens: Sequence[int], position: int, oldest: int, query: Sequence[int]) -> int:
@@ -44,6 +46,20 @@ def copy_from(tokens: Sequence[int], begin: int, *, wrap: bool, depth: int) -> t
     return tuple(copied)
 
 
+def affinity_of(before: Sequence[int], separator: int, recent: Mapping[int, float]) -> float:
+    """The square of one plus the rarity of the recent tokens among the last 16 of a document."""
+    document = list(before[-16:])
+    while separator in document:
+        document = document[document.index(separator) + 1 :]
+    return float((1 + sum(recent.get(token % RECENT_SIZE, 0.0) for token in document)) ** 2)
+
+
+def recent_tokens(query: Sequence[int], rarity: Sequence[float]) -> dict[int, float]:
+    """What `mark_recent` notes: the last of those that share a place stays."""
+    known = dict(enumerate(rarity))
+    return {token % RECENT_SIZE: known.get(token, 0.5) for token in query}
+
+
 def chain_rows(  # noqa: PLR0913
     tokens: Sequence[int],
     query: Sequence[int],
@@ -54,6 +70,7 @@ def chain_rows(  # noqa: PLR0913
     max_rows: Sequence[int],
     wrap: bool,
     depth: int,
+    recent: Mapping[int, float] | None = None,
 ) -> list[Row]:
     """What `collect_chains` finds after `tokens` were appended to an empty store."""
     rows: list[Row] = []
@@ -75,7 +92,9 @@ def chain_rows(  # noqa: PLR0913
                 continue
             continuation = copy_from(tokens, position + 1, wrap=wrap, depth=depth)
             if continuation:
-                rows.append(Row(continuation, match))
+                before = tokens[oldest : position + 1 - match]
+                affinity = affinity_of(before, SEPARATOR, recent or {})
+                rows.append(Row(continuation, match, affinity=affinity))
                 found += 1
         too_long = order
     return rows
@@ -83,7 +102,7 @@ def chain_rows(  # noqa: PLR0913
 
 def bucket_of(ngram: Sequence[int], num_buckets: int) -> int:
     """The hash itself is taken as given; what chains make of it is not."""
-    return int(_bucket(np.array(ngram, np.int32), 0, -1, len(ngram), num_buckets))
+    return int(hash_ngram(np.array(ngram, np.int32), 0, -1, len(ngram), num_buckets))
 
 
 def sort_suffixes(tokens: Sequence[int], separator: int) -> list[int]:
@@ -96,7 +115,9 @@ def suffix_rows(  # noqa: PLR0913
     separator: int,
     query: Sequence[int],
     *,
+    recent: Mapping[int, float],
     longest: int,
+    shortest: int,
     samples: int,
     enough: int,
     depth: int,
@@ -105,7 +126,7 @@ def suffix_rows(  # noqa: PLR0913
     suffixes = sort_suffixes(tokens, separator)
     rows: list[Row] = []
     found = 0
-    for length in range(min(longest, len(query)), 0, -1):
+    for length in range(min(longest, len(query)), shortest - 1, -1):
         pattern = list(query[-length:])
         hits = [p for p in suffixes if list(tokens[p : p + length]) == pattern]
         if not hits:
@@ -120,7 +141,8 @@ def suffix_rows(  # noqa: PLR0913
             end = document.index(separator) if separator in document else len(document)
             continuation = tuple(document[: min(end, depth)])
             if continuation:
-                rows.append(Row(continuation, length, len(hits) / read))
+                affinity = affinity_of(tokens[:position], separator, recent)
+                rows.append(Row(continuation, length, len(hits) / read, affinity=affinity))
         if len(hits) >= enough:
             break
     return rows, found
@@ -160,46 +182,3 @@ def weights(rows: Sequence[Row], trust: Sequence[float], escape: float) -> list[
             result[index] = share * rows[index].count * trust[rows[index].source] / count
         left -= share
     return result
-
-
-@dataclass
-class Candidate:
-    path: tuple[int, ...]
-    probability: float
-    order: int
-    place: int = -1
-
-
-def grow(
-    rows: Sequence[Row], doubt: float, budget: int, min_probability: float
-) -> list[tuple[int, int, float, int]]:
-    """What `grow_tree` grows: (token, parent, probability, source) of each node."""
-    frontier: list[Candidate] = []
-    taken: list[tuple[int, int, float, int]] = []
-    current = Candidate((), 1.0, 0)
-    considered = 1
-    while len(taken) < budget:
-        depth = len(current.path)
-        here = [row for row in rows if row.continuation[:depth] == current.path]
-        total = sum(row.weight for row in here) + doubt
-        children: dict[int, float] = {}
-        for row in here:
-            if len(row.continuation) > depth:
-                token = row.continuation[depth]
-                children[token] = children.get(token, 0.0) + row.weight
-        for token, weight in children.items():
-            probability = current.probability / total * weight
-            child = Candidate((*current.path, token), probability, considered, current.place)
-            considered += 1
-            if probability >= min_probability:
-                frontier.append(child)
-        if not frontier:
-            break
-        current = min(frontier, key=lambda c: (-c.probability, c.order))
-        frontier.remove(current)
-        path = current.path
-        own = [row for row in rows if row.continuation[: len(path)] == path]
-        heaviest = max(own, key=lambda row: row.weight)
-        taken.append((path[-1], current.place, current.probability, heaviest.source))
-        current.place = len(taken) - 1
-    return taken
