@@ -17,6 +17,7 @@ from rich.table import Table
 
 from indexer.errors import IndexerError
 from indexer.reader import Index
+from retriever.calibration import Bin, Calibration, Group
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
 from retriever.encoding import ChatEncoder
 from retriever.errors import InvalidRequestError, RetrieverError
@@ -142,6 +143,12 @@ def replay_traces(
     ] = "benchmarks.peers",
     budget: Annotated[int, typer.Option(min=0, help="Nodes in each draft tree.")] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Replay only the first traces.")] = None,
+    calibration: Annotated[
+        bool, typer.Option(help="Report too how often nodes of each probability were accepted.")
+    ] = False,
+    calibration_after: Annotated[
+        int, typer.Option(min=0, help="With --calibration: leave out the first so many traces.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay recorded outputs and report how many tokens each decoding step would have committed.
@@ -160,7 +167,8 @@ def replay_traces(
             make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
         indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in index or []]
         made = make_drafter(indexes, outputs, budget)
-        report = replay(made, _progress(recorded, "replaying"), budget)
+        after = calibration_after if calibration else None
+        report = replay(made, _progress(recorded, "replaying"), budget, after)
         _print(report, as_json=as_json)
 
 
@@ -186,6 +194,7 @@ def _print(report: ReplayReport, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(figures))
         return
+    figures.pop("calibration", None)
     table = Table("figure", "value", title=f"{report.traces} traces replayed")
     for name, value in figures.items():
         parts = value.items() if isinstance(value, dict) else [("", value)]
@@ -193,6 +202,24 @@ def _print(report: ReplayReport, *, as_json: bool) -> None:
             text = f"{number:.3f}" if isinstance(number, float) else str(number)
             table.add_row(f"{name} {part}".strip(), text)
     Console().print(table)
+    if report.calibration is not None:
+        _print_calibration(report.calibration)
+
+
+def _print_calibration(calibration: Calibration) -> None:
+    table = Table("nodes", "number", "mean probability", "accepted", "error")
+    table.title = f"expected calibration error {calibration.ece():.4f}"
+    for each in calibration.bins():
+        table.add_row(f"given {each.start:g} to {each.end:g}", *_cells(each))
+    for what, groups in (("source", calibration.by_source()), ("depth", calibration.by_depth())):
+        table.add_section()
+        for name, group in groups.items():
+            table.add_row(f"{what} {name}", *_cells(group), f"{group.ece:.4f}")
+    Console().print(table)
+
+
+def _cells(counted: Bin | Group) -> tuple[str, str, str]:
+    return str(counted.nodes), f"{counted.probability:.4f}", f"{counted.accepted:.4f}"
 
 
 def _progress(items: Iterable[Any], doing: str) -> Iterator[Any]:
