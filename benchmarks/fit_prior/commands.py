@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -69,7 +70,7 @@ def main(
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     print(output)
-    for line in _held_out(recorded, before, weights, schedule):
+    for line in _held_out(recorded, before, weights, replace(schedule, epochs=epochs * rounds)):
         print(line)
 
 
