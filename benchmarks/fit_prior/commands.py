@@ -43,7 +43,7 @@ def main(
     rounds: Annotated[
         int, typer.Option(min=1, help="Record and fit so often: weights decide what is recorded.")
     ] = 2,
-    epochs: Annotated[int, typer.Option(min=1, help="Times that each node is seen.")] = 6,
+    epochs: Annotated[int, typer.Option(min=1, help="Times that each node is seen.")] = 20,
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer for text. Default: SmolLM2's.")
     ] = None,

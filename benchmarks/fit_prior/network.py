@@ -31,7 +31,7 @@ class Schedule:
         seed: of random weights and of the order of the outcomes.
     """
 
-    epochs: int = 6
+    epochs: int = 20
     rate: float = 0.01
     batch: int = 512
     decay: float = 1e-5
