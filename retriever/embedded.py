@@ -70,7 +70,7 @@ class EmbeddedDrafter:
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all settings by name
         self,
         indexes: Sequence[Index] = (),
         *,
@@ -97,7 +97,7 @@ class EmbeddedDrafter:
         self._lock = Lock()
 
     @classmethod
-    def open_indexes(
+    def open_indexes(  # noqa: PLR0913 - all settings by name
         cls,
         paths: Iterable[Path | str],
         *,
@@ -129,11 +129,6 @@ class EmbeddedDrafter:
             for index in indexes:
                 index.close()
             raise
-
-    @property
-    def num_sessions(self) -> int:
-        """Sessions that are open."""
-        return len(self._sessions)
 
     @property
     def log_failures(self) -> int:

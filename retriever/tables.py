@@ -5,8 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from indexer.format import token_dtype
-from indexer.reader import COUNT_VALUES, Index, PhraseTables, merge_tables
+from indexer.reader import COUNT_VALUES, Index, PhraseTables, merge_tables, token_dtype
 from retriever.kernels.layout import Tables
 
 _FREQUENT: Final = 4.0  # natural logarithm of how rare a token is that counts as not rare at all
@@ -30,11 +29,21 @@ def to_kernel(tables: PhraseTables) -> Tables:
     occurrences = COUNT_VALUES[tables.counts[0]].astype(np.float64) + 1.0
     shares = occurrences / max(occurrences.sum(), 1.0)
     rarity = (-np.log(shares) - _FREQUENT) / (_RARE - _FREQUENT)
+    starts1, starts2, starts3 = tables.starts
+    _, tokens2, tokens3, tokens4 = tables.tokens
+    counts1, counts2, counts3, counts4 = tables.counts
     return Tables(
-        *tables.starts,
-        *tables.tokens[1:],
-        *tables.counts,
-        COUNT_VALUES,
-        shares.astype(np.float32),
-        np.clip(rarity, 0.0, 1.0).astype(np.float32),
+        starts1=starts1,
+        starts2=starts2,
+        starts3=starts3,
+        tokens2=tokens2,
+        tokens3=tokens3,
+        tokens4=tokens4,
+        counts1=counts1,
+        counts2=counts2,
+        counts3=counts3,
+        counts4=counts4,
+        values=COUNT_VALUES,
+        shares=shares.astype(np.float32),
+        rarity=np.clip(rarity, 0.0, 1.0).astype(np.float32),
     )

@@ -1,6 +1,6 @@
 """Fast logarithms and powers of two, near enough for scores; loops over them become vector code."""
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from llvmlite import ir
@@ -13,24 +13,31 @@ _ONE: Final = np.float32(1 / (1 << _MANTISSA_BITS))
 _LOWEST: Final = np.float32(-126.0)
 
 
-@intrinsic
-def _bits_of(_context: Any, value: types.Float) -> Any:
-    """Reinterpret a float32 as an int32."""
+if TYPE_CHECKING:
 
-    def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(32))
+    def _bits_of(value: np.float32) -> int: ...
 
-    return types.int32(value), generate
+    def _float_of(bits: np.int32) -> np.float32: ...
 
+else:
 
-@intrinsic
-def _float_of(_context: Any, bits: types.Integer) -> Any:
-    """Reinterpret an int32 as a float32."""
+    @intrinsic
+    def _bits_of(_context: Any, value: types.Float) -> Any:
+        """Reinterpret a float32 as an int32."""
 
-    def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
+        def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], ir.IntType(32))
 
-    return types.float32(bits), generate
+        return types.int32(value), generate
+
+    @intrinsic
+    def _float_of(_context: Any, bits: types.Integer) -> Any:
+        """Reinterpret an int32 as a float32."""
+
+        def generate(_codegen: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], ir.FloatType())
+
+        return types.float32(bits), generate
 
 
 @njit(cache=True, nogil=True)

@@ -98,10 +98,23 @@ def gather(
     Args:
         rows: ROW[max_rows], weighed evidence; those of the node are divided among its children.
         continuations: int32[max_rows, max_depth].
-        starts1, starts2, starts3, tokens2, tokens3, tokens4: phrase tables; see `Tables`.
-        counts1, counts2, counts3, counts4, values, shares: likewise.
+        starts1: of the phrase tables, as all arrays down to `shares`; see `Tables`.
+        starts2: likewise.
+        starts3: likewise.
+        tokens2: likewise.
+        tokens3: likewise.
+        tokens4: likewise.
+        counts1: likewise.
+        counts2: likewise.
+        counts3: likewise.
+        counts4: likewise.
+        values: likewise.
+        shares: likewise.
         live: int64[sets, WAYS], of recent outputs.
-        sequence, heads, links, last: of the sequence; see `Chains`.
+        sequence: the tokens of the sequence's chains; see `Chains`.
+        heads: of the chains.
+        links: of the chains.
+        last: of the chains.
         length: tokens in the sequence.
         doubt: weight that stands for whatever no row predicts.
         nodes: NODE[max_nodes]; children are written from `num_nodes` on.
@@ -141,9 +154,7 @@ def gather(
             nodes, evidence, slots, tail, followers, current, end, traits,
         )  # fmt: skip
     for order in (3, 2):
-        end, left = _add_live(
-            live, order, left, nodes, evidence, slots, tail, current, end, traits
-        )
+        end, left = _add_live(live, order, left, nodes, evidence, slots, tail, current, end, traits)
     node.end_child = end
     traits[Traits.ROWS] = total + doubt
     _estimate(shares, doubt, corpus_left, left, total, kindred, nodes, evidence, num_nodes, end)
@@ -259,9 +270,7 @@ def _set_states(
 
 
 @njit(cache=True, nogil=True)
-def find_successor(
-    starts: NDArray[np.uint32], tokens: NDArray[Any], entry: int, token: int
-) -> int:
+def find_successor(starts: NDArray[np.uint32], tokens: NDArray[Any], entry: int, token: int) -> int:
     """Return the entry of a token among an entry's successors, one level further, or -1.
 
     Frequent tokens have thousands of successors: whole blocks are compared at once.
@@ -292,14 +301,14 @@ def _add_successors(
     values: NDArray[np.float32],
     level: int,
     entry: int,
-    left: float,
+    left: np.float32,
     nodes: NDArray[Any],
     evidence: NDArray[np.float32],
     slots: NDArray[np.int32],
     current: int,
     num_nodes: int,
     traits: NDArray[np.float32],
-) -> tuple[int, float]:
+) -> tuple[int, np.float32]:
     """Add the most frequent successors of an entry, which stand in `level`.
 
     Returns the node count and the coefficient of the next shorter context.
@@ -334,7 +343,7 @@ def _add_followers(
     links: NDArray[np.int32],
     length: int,
     order: int,
-    left: float,
+    left: np.float32,
     nodes: NDArray[Any],
     evidence: NDArray[np.float32],
     slots: NDArray[np.int32],
@@ -343,7 +352,7 @@ def _add_followers(
     current: int,
     num_nodes: int,
     traits: NDArray[np.float32],
-) -> tuple[int, float]:
+) -> tuple[int, np.float32]:
     """Add what followed the last one or two tokens in the sequence itself.
 
     Returns the node count and the coefficient of the next shorter context.
@@ -395,7 +404,7 @@ def _follow(
 def _add_live(
     live: NDArray[np.int64],
     order: int,
-    left: float,
+    left: np.float32,
     nodes: NDArray[Any],
     evidence: NDArray[np.float32],
     slots: NDArray[np.int32],
@@ -403,7 +412,7 @@ def _add_live(
     current: int,
     num_nodes: int,
     traits: NDArray[np.float32],
-) -> tuple[int, float]:
+) -> tuple[int, np.float32]:
     """Add what followed the last `order` tokens in recent outputs."""
     trait = Traits.LIVE_3 if order == 3 else Traits.LIVE_2  # noqa: PLR2004
     traits[trait] = 0.0
@@ -432,8 +441,8 @@ def _add_live(
 def _estimate(
     shares: NDArray[np.float32],
     doubt: float,
-    corpus_left: float,
-    left: float,
+    corpus_left: np.float32,
+    left: np.float32,
     total: float,
     kindred: float,
     nodes: NDArray[Any],

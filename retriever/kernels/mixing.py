@@ -3,9 +3,9 @@
 A candidate's score is a hidden layer over the logarithms of its evidence and of how much evidence
 its node has; "none of these" has a score as well, from the latter alone. A softmax (to the base 2)
 makes probabilities of them. That is the log-linear mixing of context-mixing compressors (Mahoney
-2005) with one hidden layer, which sees how kinds of evidence bear on one another. Each outcome moves the weights by
-one step down the gradient of its surprise, so that the probabilities come to mean what they say for
-the text at hand.
+2005) with one hidden layer, which sees how kinds of evidence bear on one another. Each outcome
+moves the weights by one step down the gradient of its surprise, so that the probabilities come to
+mean what they say for the text at hand.
 """
 
 from typing import Any, Final
@@ -15,6 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.arithmetic import fast_exp2, fast_log2
+from retriever.kernels.borrowing import borrow
 from retriever.kernels.layout import (
     DEPTH_BUCKETS,
     HIDDEN,
@@ -157,9 +158,7 @@ def mix(
 
 
 @njit(cache=True, nogil=True)
-def learn(
-    weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float
-) -> int:
+def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float) -> int:
     """Move the weights by what came next; return for how many nodes.
 
     Follows the tokens down the tree of the last draft, as far as it was considered.
@@ -170,34 +169,44 @@ def learn(
         tokens: int32[n], what came next.
         rate: size of a step.
     """
+    weights, nodes, shares = borrow(weights), borrow(work.nodes), borrow(work.shares)
+    evidence, traits = borrow(work.evidence), borrow(work.traits)
     current = 0
     for depth in range(tokens.shape[0]):
-        node = work.nodes[current]
+        node = nodes[current]
         if node.end_child == 0:
             return depth
         outcome = -1
         for child in range(node.first_child, node.end_child):
-            if work.nodes[child].token == tokens[depth]:
+            if nodes[child].token == tokens[depth]:
                 outcome = child
-        _descend(weights[0], work, current, outcome, np.float32(rate))
-        if outcome < 0 or work.nodes[outcome].place < 0:
+        _descend(
+            weights[0], node, traits[node.place + 1], evidence, shares, outcome, np.float32(rate)
+        )
+        if outcome < 0 or nodes[outcome].place < 0:
             return depth + 1
         current = outcome
     return tokens.shape[0]
 
 
 @njit(cache=True, nogil=True)
-def _descend(weights: Any, work: Work, current: int, outcome: int, rate: float) -> None:
+def _descend(
+    weights: Any,
+    node: Any,
+    traits: NDArray[np.float32],
+    evidence: NDArray[np.float32],
+    shares: NDArray[np.float32],
+    outcome: int,
+    rate: float,
+) -> None:
     """Take one step down the gradient of the surprise at a node."""
-    node = work.nodes[current]
     first, end = node.first_child, node.end_child
-    traits = work.traits[node.place + 1]
     left = np.float32(1.0)
     for child in range(first, end):
-        left -= work.shares[child]
-        blame = work.shares[child] - np.float32(1.0 if child == outcome else 0.0)
+        left -= shares[child]
+        blame = shares[child] - np.float32(1.0 if child == outcome else 0.0)
         if abs(blame) > np.float32(0.002):
-            _blame_candidate(weights, work.evidence[:, child], traits, rate * blame)
+            _blame_candidate(weights, evidence[:, child], traits, rate * blame)
     blame = rate * (max(left, np.float32(0.0)) - np.float32(1.0 if outcome < 0 else 0.0))
     weights.doubt[node.voice, match_bucket(traits), depth_bucket(traits)] -= blame
     _blame_doubt(weights, traits, blame)

@@ -180,7 +180,7 @@ def test_command_writes_weights_that_load(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said_in_one_line(
     tmp_path: Path, workload: str, folder: str, reason: str
 ) -> None:
-    empty = write(tmp_path / "empty.jsonl", [])
+    empty = write(tmp_path / "empty.jsonl", [Trace(ids(1), ids())])
     stated = workload.format(empty=empty)
     done = fit_prior("--workload", stated, "--output", tmp_path / folder / "weights.npy")
     assert done.returncode == 1
