@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from indexer.errors import IndexerError
 from indexer.reader import Index
@@ -27,6 +26,7 @@ from retriever.files import check_files
 from retriever.log_store import Durability
 from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
+from retriever.report_tables import tables
 from retriever.server import serve as serve_forever
 from retriever.traces import read_outputs, read_traces
 
@@ -175,6 +175,12 @@ def replay_traces(
         ),
     ] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Replay only the first traces.")] = None,
+    calibration: Annotated[
+        bool, typer.Option(help="Report too how often nodes of each probability were accepted.")
+    ] = False,
+    calibration_after: Annotated[
+        int, typer.Option(min=0, help="With --calibration: leave out the first so many traces.")
+    ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
     ] = False,
@@ -198,7 +204,8 @@ def replay_traces(
             make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
         indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in index or []]
         made = make_drafter(indexes, outputs, budget)
-        report = replay(made, _progress(recorded, "replaying"), budget)
+        after = calibration_after if calibration else None
+        report = replay(made, _progress(recorded, "replaying"), budget, after)
         _print(report, as_json=as_json)
 
 
@@ -225,17 +232,10 @@ def _listed(
 
 
 def _print(report: ReplayReport, *, as_json: bool) -> None:
-    figures = report.as_json()
     if as_json:
-        print(json.dumps(figures))
-        return
-    table = Table("figure", "value", title=f"{report.traces} traces replayed")
-    for name, value in figures.items():
-        parts = value.items() if isinstance(value, dict) else [("", value)]
-        for part, number in parts:
-            text = f"{number:.3f}" if isinstance(number, float) else str(number)
-            table.add_row(f"{name} {part}".strip(), text)
-    Console().print(table)
+        print(json.dumps(report.as_json()))
+    else:
+        Console().print(*tables(report))
 
 
 def _progress(items: Iterable[Any], doing: str) -> Iterator[Any]:

@@ -96,7 +96,7 @@ def score(
 def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float:
     """Return the score of "none of the candidates"."""
     bias, output, of_traits = weights.doubt_bias, weights.doubt_output, weights.doubt_traits
-    total = weights.doubt[source, _match_bucket(traits), _depth_bucket(traits)]
+    total = weights.doubt[source, match_bucket(traits), depth_bucket(traits)]
     for unit in range(HIDDEN):
         sum_ = bias[unit]
         for trait in range(Traits.SIZE):
@@ -106,13 +106,13 @@ def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float
 
 
 @njit(cache=True, nogil=True)
-def _match_bucket(traits: NDArray[np.float32]) -> int:
+def match_bucket(traits: NDArray[np.float32]) -> int:
     """Return the bucket of a match length: 0, 1, 2 to 3, 4 to 7, to 15, to 31, more."""
     return min(MATCH_BUCKETS - 1, np.int64(np.ceil(traits[Traits.MATCH] * np.float32(2))))
 
 
 @njit(cache=True, nogil=True)
-def _depth_bucket(traits: NDArray[np.float32]) -> int:
+def depth_bucket(traits: NDArray[np.float32]) -> int:
     """Return the bucket of a depth: 0, 1, 2 to 3, 4 to 7, more."""
     return min(DEPTH_BUCKETS - 1, np.int64(np.ceil(traits[Traits.DEPTH] * np.float32(2) - 0.01)))
 
@@ -208,7 +208,7 @@ def _descend(
         if abs(blame) > np.float32(0.002):
             _blame_candidate(weights, evidence[:, child], traits, rate * blame)
     blame = rate * (max(left, np.float32(0.0)) - np.float32(1.0 if outcome < 0 else 0.0))
-    weights.doubt[node.voice, _match_bucket(traits), _depth_bucket(traits)] -= blame
+    weights.doubt[node.voice, match_bucket(traits), depth_bucket(traits)] -= blame
     _blame_doubt(weights, traits, blame)
 
 
