@@ -10,7 +10,7 @@ from retriever.kernels.arithmetic import fast_exp2, fast_log2
 from tests.retriever import mixing_twin
 
 
-@njit
+@njit(nogil=True)
 def logarithms(values: NDArray[np.float32]) -> NDArray[np.float32]:
     result = np.empty_like(values)
     for index, value in enumerate(values):
@@ -18,7 +18,7 @@ def logarithms(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return result
 
 
-@njit
+@njit(nogil=True)
 def powers(values: NDArray[np.float32]) -> NDArray[np.float32]:
     result = np.empty_like(values)
     for index, value in enumerate(values):
@@ -28,7 +28,8 @@ def powers(values: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def all_magnitudes(step: int) -> NDArray[np.float32]:
     """Normal floats from the least to the largest, evenly by their bits."""
-    return np.arange(0x00800000, 0x7F800000, step, np.int32).view(np.float32)
+    bits = np.arange(0x00800000, 0x7F800000, step).astype(np.int32)
+    return bits.view(np.float32)
 
 
 def test_logarithm_is_as_near_as_it_says_and_rises() -> None:

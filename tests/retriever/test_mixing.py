@@ -136,7 +136,7 @@ def test_learning_goes_down_the_gradient_of_the_surprise() -> None:
         scale = max(float(np.abs(gradient).max()), 1e-2)
         single = np.eye(len(gradient))[rng.choice(len(gradient), 25, replace=False)]
         every = rng.normal(0, 1, (5, len(gradient))) / math.sqrt(len(gradient))
-        for direction in (*single, *every, gradient / max(np.linalg.norm(gradient), 1e-9)):
+        for direction in (*single, *every, gradient / max(float(np.linalg.norm(gradient)), 1e-9)):
             ahead, behind = (
                 surprise(node, shaped(flat(before) + way * direction, before), fixed, outcome)
                 for way in (step, -step)
