@@ -35,7 +35,7 @@ class Prior:
     corpus: float = 0.35
     escape: float = 32.0
     doubt: float = 0.03
-    rate: float = 0.005
+    rate: float = 0.001
 
     def trust(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Return float64[sources], what one occurrence counts by source."""
@@ -69,13 +69,10 @@ class Predictor:
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and learn from it if its draft was the last one."""
-        if len(tokens) and databases.learns and databases is self._last:
-            self.learn(databases.pool, tokens)
-        if len(tokens):
+        if len(tokens) and databases is self._last:
             self._last = None
             if databases.learns:
-                pool = databases.pool
-                pool.learned += learn(pool.weights, self._scratch.work, tokens, self._prior.rate)
+                self.learn(databases.pool, tokens)
         databases.commit(tokens)
 
     def learn(self, pool: Pool, tokens: TokenIds) -> None:
