@@ -168,6 +168,7 @@ def fill(scratch: Scratch, rows: list[twins.Row]) -> None:
             row.match,
             row.source,
             0,
+            0,
             row.count,
             row.weight,
             row.affinity,

@@ -62,7 +62,7 @@ class World:
         """Write the rows where kernels read them."""
         for index, row in enumerate(self.rows):
             self.scratch.continuations[index, : len(row.continuation)] = row.continuation
-            columns = (row.match, row.source, -7, row.count, row.weight, row.affinity)
+            columns = (row.match, row.source, -7, 0, row.count, row.weight, row.affinity)
             self.scratch.rows[index] = (len(row.continuation), *columns)
 
     def plant(self) -> None:
