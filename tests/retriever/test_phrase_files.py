@@ -28,7 +28,7 @@ def characters(text: str) -> list[int]:
 
 
 def continuations(phrases: ListedPhrases, context: Sequence[int]) -> list[int]:
-    """The most probable continuation of a context, from listed phrases alone."""
+    """The most probable continuation of a context, from listed phrases and the context alone."""
     tree = EmbeddedDrafter(phrases=phrases).draft_context(np.array(context), 64)
     tokens: list[int] = tree.best_chain(64).token_ids.tolist()
     return tokens
@@ -57,7 +57,7 @@ def test_text_that_is_encoded_apart_after_a_line_break_is_found_there(tmp_path: 
 
     path = write(tmp_path / "phrases.txt", b"Dear customer")
     phrases = ListedPhrases.load([path], spaced, 256)
-    assert bytes(continuations(phrases, spaced("Hello.\nDear c"))) == b"ustomer"
+    assert bytes(continuations(phrases, spaced("Hello.\nDear c"))).startswith(b"ustomer")
 
 
 def test_equal_phrases_are_listed_once(tmp_path: Path) -> None:
