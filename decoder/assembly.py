@@ -16,12 +16,11 @@ from decoder.models import LanguageModel
 from decoder.settings import unapplied_settings
 from decoder.target import Target
 from decoder.verification import AcceptRule, accept_greedy, accept_sampled
-from indexer.reader import Index
-from indexer.tokenizer import vocabulary_of
+from indexer.reader import Vocabulary
 from retriever.client import RemoteDrafter
 from retriever.drafter import Drafter
 from retriever.embedded import EmbeddedDrafter
-from retriever.phrase_files import read_lines
+from retriever.files import check_files
 from retriever.phrases import ListedPhrases
 
 
@@ -52,17 +51,17 @@ class DrafterOptions:
                 "--phrases and --server exclude each other: list them where the server starts"
             )
 
-    def check(self) -> None:
-        """Open the files for a moment: a wrong path need not wait for a model to load.
+    def check(self, vocabulary: Vocabulary | None = None) -> None:
+        """Open the files for a moment: what is wrong with them need not wait for a model to load.
+
+        Args:
+            vocabulary: of the model's tokenizer, once that is known.
 
         Raises:
-            IndexerError: an index cannot be opened.
+            IndexerError: an index cannot be opened or was built for another tokenizer.
             PhrasesError: a file of phrases cannot be read.
         """
-        for path in self.phrases:
-            read_lines(path)
-        for path in self.indexes:
-            Index.open(path).close()
+        check_files(self.indexes, self.phrases, vocabulary)
 
     def describe(self) -> str:
         """Return a few words for reports."""
@@ -77,7 +76,7 @@ class DrafterOptions:
         Raises:
             IndexerError: an index cannot be opened or was built for another tokenizer.
         """
-        vocabulary = vocabulary_of(language_model.tokenizer)
+        vocabulary = language_model.vocabulary
         drafter: EmbeddedDrafter | RemoteDrafter
         if self.server is not None:
             drafter = RemoteDrafter(self.server, vocabulary_fingerprint=vocabulary.fingerprint)
@@ -128,7 +127,7 @@ def assemble(
         MeasuredBudget(measure_costs(target)),
         accept,
         language_model.stop_ids,
-        drafter_vocabulary=vocabulary_of(language_model.tokenizer).size,
+        drafter_vocabulary=language_model.vocabulary.size,
     )
 
 

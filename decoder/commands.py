@@ -17,34 +17,53 @@ from decoder.bench import run_benchmark
 from decoder.errors import DecoderError
 from decoder.generate import answer
 from decoder.loop import DEFAULT_MAX_NEW_TOKENS
-from decoder.models import Attention, ModelOptions, Precision, load_model
-from decoder.prompts import read_prompts, read_text
+from decoder.models import Attention, ModelOptions, Precision, prepare_model
+from decoder.prompts import checked_text, read_prompts, read_text
 from indexer.errors import IndexerError
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.errors import RetrieverError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Decode with a model and drafts, or measure against transformers' own decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 ModelName = Annotated[
-    str, typer.Option("--model", help="Hub id, directory, .gguf file, or the default's name.")
+    str,
+    typer.Option("--model", metavar="MODEL", help="The model: a hub id, a folder or a .gguf file."),
 ]
 Indexes = Annotated[
-    list[Path] | None, typer.Option("--index", help="Index to draft from; may be repeated.")
+    list[Path] | None,
+    typer.Option(
+        "--index",
+        metavar="DIR",
+        help="An index to draft from, as `python -m indexer build` made it. Repeatable.",
+    ),
 ]
 Server = Annotated[
-    str | None, typer.Option("--server", help="Address of a draft service, instead of --index.")
+    str | None,
+    typer.Option(
+        "--server",
+        metavar="ADDRESS",
+        help="A draft service, HOST:PORT or unix:PATH, instead of --index and --phrases.",
+    ),
 ]
 Phrases = Annotated[
     list[Path] | None,
     typer.Option(
         "--phrases",
+        metavar="FILE",
         help="Phrases to draft once they have begun: one a line, or (.jsonl) each line "
-        '{"text": "..."} or {"ids": [...]}; may be repeated.',
+        '{"text": "..."} or {"ids": [...]}. Repeatable.',
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
 Dtype = Annotated[Precision, typer.Option(help="What the model computes in.")]
-Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu or cuda:0.")]
+Device = Annotated[
+    str, typer.Option(metavar="DEVICE", help="Where the model runs, such as cpu or cuda:0.")
+]
 AttentionKind = Annotated[
     Attention, typer.Option("--attention", help="Implementation of attention.")
 ]
@@ -52,7 +71,9 @@ NoChatTemplate = Annotated[
     bool, typer.Option("--no-chat-template", help="Take prompts as plain text to go on from.")
 ]
 _HEADINGS = ("prompts", "tokens/s", "x plain", "x lookup", "tokens", "lookup", "equal")
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
+]
 
 
 @app.command()
@@ -63,7 +84,8 @@ def generate(
     server: Server = None,
     phrases: Phrases = None,
     prompt: Annotated[
-        str | None, typer.Option(help="The prompt; read from standard input if not given.")
+        str | None,
+        typer.Option(metavar="TEXT", help="The prompt. Default: standard input, to its end."),
     ] = None,
     max_new_tokens: MaxNewTokens = DEFAULT_MAX_NEW_TOKENS,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
@@ -74,7 +96,12 @@ def generate(
         ),
     ] = None,
     forget: Annotated[
-        bool, typer.Option("--forget", help="Keep the answer out of later drafts.")
+        bool,
+        typer.Option(
+            "--forget",
+            help="With --server: keep the answer out of the service's later drafts. Without it, "
+            "nothing outlives this command anyway.",
+        ),
     ] = False,
     dtype: Dtype = Precision.FLOAT32,
     device: Device = "cpu",
@@ -85,8 +112,11 @@ def generate(
     """Answer one prompt; the text streams to standard output, figures go to standard error."""
     drafter_options = DrafterOptions(index or (), server, phrases or ())
     drafter_options.check()
-    text = read_text(sys.stdin.buffer) if prompt is None else prompt
-    language_model = load_model(_model_options(model, device, dtype, attention, no_chat_template))
+    text = checked_text(read_text(sys.stdin.buffer) if prompt is None else prompt)
+    prepared = prepare_model(_model_options(model, device, dtype, attention, no_chat_template))
+    drafter_options.check(prepared.vocabulary)
+    prepared.check_prompt(text)
+    language_model = prepared.load()
     rule = accept_rule(temperature, seed)
     with drafter_options.connect(language_model) as drafter:
         result = answer(
@@ -104,7 +134,10 @@ def generate(
 @app.command()
 def bench(
     *,
-    prompts: Annotated[Path, typer.Option(help="Spec-Bench questions, or one prompt a line.")],
+    prompts: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Spec-Bench's questions (.gz too), or a prompt a line."),
+    ],
     model: ModelName = DEFAULT_MODEL,
     index: Indexes = None,
     server: Server = None,
@@ -123,7 +156,9 @@ def bench(
     drafter_options = DrafterOptions(index or (), server, phrases or ())
     drafter_options.check()
     selected = read_prompts(prompts, limit)
-    language_model = load_model(_model_options(model, device, dtype, attention, no_chat_template))
+    prepared = prepare_model(_model_options(model, device, dtype, attention, no_chat_template))
+    drafter_options.check(prepared.vocabulary)
+    language_model = prepared.load()
     progress = Progress(console=Console(stderr=True))
     with drafter_options.connect(language_model) as drafter, progress:
         report = run_benchmark(

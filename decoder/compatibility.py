@@ -33,8 +33,8 @@ def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
     return windows
 
 
-def position_limit(model: PreTrainedModel) -> int | None:
-    """Return the most tokens of a sequence, `None` where the model states no limit.
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """Return the most tokens of a sequence, `None` where a configuration states no limit.
 
     Where rotations depend on the longest position of a pass, a drafted token far ahead would
     change those of the tokens before it. Such models are limited to the length that they were
@@ -43,7 +43,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     Raises:
         UnsupportedModelError: that length is not known.
     """
-    config = model.config.get_text_config(decoder=True)
+    config = config.get_text_config(decoder=True)
     stated: int | None = getattr(config, "max_position_embeddings", None)
     limits = [] if stated is None else [stated]
     for rope in _ropes(config):
@@ -52,8 +52,8 @@ def position_limit(model: PreTrainedModel) -> int | None:
         original = rope.get("original_max_position_embeddings") or stated
         if original is None:
             raise UnsupportedModelError(
-                f"{_name(model)} has {rope['rope_type']} positions, which depend on the length "
-                "of the sequence, and states no original_max_position_embeddings"
+                f"{config.model_type} has {rope['rope_type']} positions, which depend on the "
+                "length of the sequence, and states no original_max_position_embeddings"
             )
         limits.append(int(original))
     return min(limits, default=None)

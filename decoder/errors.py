@@ -9,6 +9,10 @@ class ModelLoadError(DecoderError):
     """A model or its tokenizer cannot be loaded; the message says from where and why."""
 
 
+class DeviceError(DecoderError):
+    """Nothing can be computed on the device that was asked for."""
+
+
 class UnsupportedModelError(DecoderError):
     """The model has no way to verify a draft tree; the message says what stands in the way."""
 

@@ -3,17 +3,35 @@
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from logging import ERROR
+from logging import ERROR, getLogger
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
-from decoder.errors import ModelLoadError
-from indexer.errors import TokenizerError
-from indexer.tokenizer import encode_prompt, load_tokenizer, locate_model
+from decoder.compatibility import position_limit
+from decoder.errors import DeviceError, ModelLoadError
+from decoder.gguf_reading import SharedReading
+from decoder.target import check_prompt_length
+from indexer.errors import TokenizerError, reason_of
+from indexer.tokenizer import (
+    Vocabulary,
+    encode_prompt,
+    load_tokenizer,
+    locate_model,
+    vocabulary_of,
+)
+
+_log = getLogger(__name__)
 
 
 class Precision(StrEnum):
@@ -46,6 +64,7 @@ class LanguageModel:
         name: what it was loaded as.
         model: on its device, in evaluation mode.
         tokenizer: its tokenizer.
+        vocabulary: the tokenizer's.
         stop_ids: tokens that end a sequence.
         use_chat_template: whether prompts are users' messages, where the tokenizer knows how
             to put them.
@@ -54,14 +73,13 @@ class LanguageModel:
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    vocabulary: Vocabulary
     stop_ids: tuple[int, ...]
     use_chat_template: bool = True
 
     def encode(self, prompt: str) -> list[int]:
         """Return a prompt's tokens; none for an empty prompt."""
-        if not prompt.strip():
-            return []
-        return encode_prompt(self.tokenizer, prompt, is_chat=self.use_chat_template)
+        return _encode(self.tokenizer, prompt, is_chat=self.use_chat_template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,33 +102,120 @@ class ModelOptions:
     use_chat_template: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model of which everything but the weights is loaded: those take longest.
+
+    Attributes:
+        options: which model it is.
+        config: its configuration.
+        tokenizer: its tokenizer.
+        vocabulary: the tokenizer's.
+    """
+
+    options: ModelOptions
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: Vocabulary
+    _location: str = field(repr=False)
+    _arguments: dict[str, Any] = field(repr=False)
+    _reading: SharedReading = field(repr=False)
+
+    def check_prompt(self, prompt: str) -> None:
+        """Refuse a prompt that the model has no room for.
+
+        Raises:
+            InvalidPromptError: it is empty or too long.
+            UnsupportedModelError: the model's limit is not known.
+        """
+        tokens = _encode(self.tokenizer, prompt, is_chat=self.options.use_chat_template)
+        check_prompt_length(len(tokens), position_limit(self.config))
+
+    def load(self) -> LanguageModel:
+        """Load the weights.
+
+        Raises:
+            ModelLoadError: they cannot be found or read.
+        """
+        name = self.options.name
+        with _loading(name), self._reading.used():
+            model = AutoModelForCausalLM.from_pretrained(
+                self._location,
+                config=self.config,
+                dtype=self.options.precision.dtype,
+                attn_implementation=self.options.attention,
+                **self._arguments,
+            )
+            model = model.to(self.options.device).eval()  # type: ignore[arg-type]  # wrapped without its types
+        return LanguageModel(
+            name,
+            model,
+            self.tokenizer,
+            self.vocabulary,
+            _stop_ids(model, self.tokenizer),
+            self.options.use_chat_template,
+        )
+
+
+def prepare_model(options: ModelOptions) -> PreparedModel:
+    """Load a model's configuration and tokenizer, and log that it is being loaded.
+
+    Raises:
+        DeviceError: the device is not there.
+        ModelLoadError: the files cannot be found or read.
+        TokenizerError: the tokenizer cannot be loaded.
+    """
+    check_device(options.device)
+    files = locate_model(options.name)
+    reading = SharedReading()
+    _log.info("loading %s", options.name)
+    with _loading(options.name), reading.used():
+        tokenizer = load_tokenizer(options.name)
+        vocabulary = vocabulary_of(tokenizer)
+        arguments = files.options()
+        config = AutoConfig.from_pretrained(files.location, **arguments)
+    return PreparedModel(options, config, tokenizer, vocabulary, files.location, arguments, reading)
+
+
 def load_model(options: ModelOptions) -> LanguageModel:
     """Load a model and its tokenizer.
 
     Raises:
-        ModelLoadError: the files cannot be found or read, or the device is not there.
+        DeviceError: the device is not there.
+        ModelLoadError: the files cannot be found or read.
         TokenizerError: the tokenizer cannot be loaded.
     """
-    files = locate_model(options.name)
-    gguf = {"gguf_file": files.gguf_file} if files.gguf_file else {}
+    return prepare_model(options).load()
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that nothing can be computed on.
+
+    Raises:
+        DeviceError: torch does not know it, or the machine has none.
+    """
+    try:
+        torch.zeros(1, device=name).item()
+    # torch says so in as many ways as it has kinds of devices, by a failed assertion for one.
+    except Exception as error:
+        raise DeviceError(f"cannot compute on the device {name!r}: {reason_of(error)}") from error
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, is_chat: bool) -> list[int]:
+    return encode_prompt(tokenizer, prompt, is_chat=is_chat) if prompt.strip() else []
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Keep loaders quiet during the block, and translate what they raise."""
     try:
         with _quiet():
-            tokenizer = load_tokenizer(options.name)
-            model = AutoModelForCausalLM.from_pretrained(
-                files.location,
-                dtype=options.precision.dtype,
-                attn_implementation=options.attention,
-                **gguf,
-            )
-            model = model.to(options.device).eval()  # type: ignore[arg-type]  # wrapped without its types
+            yield
     except TokenizerError:
         raise
     # Loaders fail in as many ways as there are formats.
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelLoadError(f"cannot load the model {options.name!r}: {reason}") from error
-    stop_ids = _stop_ids(model, tokenizer)
-    return LanguageModel(options.name, model, tokenizer, stop_ids, options.use_chat_template)
+        raise ModelLoadError(f"cannot load the model {name!r}: {reason_of(error)}") from error
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

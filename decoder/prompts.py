@@ -9,7 +9,8 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from decoder.errors import PromptFileError
+from decoder.errors import InvalidPromptError, PromptFileError
+from indexer.errors import reason_of
 
 DEFAULT_CATEGORY = "prompts"
 
@@ -43,7 +44,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
         with _opened(path) as lines:
             numbered = list(enumerate(map(str.strip, lines), start=1))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-        raise PromptFileError(f"cannot read {path}: {error}") from error
+        raise PromptFileError(f"cannot read {path}: {reason_of(error)}") from error
     prompts = [_parsed(line, f"{path}:{number}") for number, line in numbered if line]
     if not prompts:
         raise PromptFileError(f"{path} holds no prompt")
@@ -60,6 +61,17 @@ def read_text(stream: BinaryIO) -> str:
         return stream.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise PromptFileError(f"standard input is not UTF-8: {error}") from error
+
+
+def checked_text(text: str) -> str:
+    """Return a prompt as it is.
+
+    Raises:
+        InvalidPromptError: it is empty.
+    """
+    if not text.strip():
+        raise InvalidPromptError("the prompt is empty: say what to go on from")
+    return text
 
 
 def _opened(path: Path) -> TextIO:
@@ -82,11 +94,12 @@ def _parsed(line: str, place: str) -> Prompt:
         return Prompt(DEFAULT_CATEGORY, line)
     try:
         question = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PromptFileError(f"{place} is not JSON: {reason_of(error)}") from error
+    try:
         category, text = question["category"], question["turns"][0]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise PromptFileError(
-            f'{place}: expected {{"category": …, "turns": [TEXT, …]}}: {error!r}'
-        ) from error
+    except (KeyError, IndexError, TypeError) as error:
+        raise PromptFileError(f'{place}: expected {{"category": …, "turns": [TEXT, …]}}') from error
     if not all(isinstance(value, str) and value.strip() for value in (category, text)):
         raise PromptFileError(f"{place}: the category and the first turn must be texts")
     return Prompt(category, text)

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from logging import getLogger
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,8 @@ from retriever.errors import (
     UnknownSessionError,
 )
 from retriever.tree import DraftTree
+
+_log = getLogger(__name__)
 
 _RETRY_AFTER = 19
 """A failing drafter is left alone for so many times as long as its failure took."""
@@ -53,14 +56,18 @@ class Backoff:
 
     def __init__(self) -> None:
         self._until = 0.0
+        self._is_known = False
 
     def is_over(self) -> bool:
         """Return whether the drafter may be asked."""
         return time.monotonic() >= self._until
 
-    def begin(self, failure_s: float) -> None:
-        """Leave the drafter alone after a failure that took so many seconds."""
+    def begin(self, failure: RetrieverError, failure_s: float) -> None:
+        """Leave the drafter alone after a failure that took so many seconds; log the first."""
         self._until = time.monotonic() + _RETRY_AFTER * failure_s
+        if not self._is_known:
+            self._is_known = True
+            _log.warning("decoding goes on without drafts: %s", failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +171,10 @@ class DraftSession:
         start = time.monotonic()
         try:
             yield
-        except _NO_DRAFT:
+        except _NO_DRAFT as error:
             self._give_up()
             self.num_failures += 1
-            self._backoff.begin(time.monotonic() - start)
+            self._backoff.begin(error, time.monotonic() - start)
 
     def _give_up(self) -> None:
         """End a session that may be gone already; the next request opens another."""

@@ -44,7 +44,7 @@ class Target:
         self._cache = TreeCache()
         self._committed = 0
         self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
-        self.max_length = position_limit(model)
+        self.max_length = position_limit(model.config)
 
     @property
     def device(self) -> torch.device:
@@ -59,16 +59,10 @@ class Target:
                 room below the model's limit.
         """
         tokens = np.asarray(prompt, np.int64)
-        if len(tokens) == 0:
-            raise InvalidPromptError("the prompt is empty: give at least one token")
+        check_prompt_length(len(tokens), self.max_length)
         if tokens.min() < 0 or tokens.max() >= self.vocabulary_size:
             raise InvalidPromptError(
                 f"the prompt holds tokens outside the model's vocabulary of {self.vocabulary_size}"
-            )
-        if self.max_length is not None and len(tokens) >= self.max_length:
-            raise InvalidPromptError(
-                f"the prompt has {len(tokens)} tokens, and the model's limit is "
-                f"{self.max_length} for prompt and output together: shorten it"
             )
         return tokens.astype(np.int32)
 
@@ -155,3 +149,22 @@ class Target:
         )
         logits: torch.Tensor = output.logits[0, -num_logits:]
         return logits
+
+
+def check_prompt_length(num_tokens: int, max_length: int | None) -> None:
+    """Refuse prompts that cannot be gone on from.
+
+    Args:
+        num_tokens: of the prompt.
+        max_length: most tokens of a sequence, `None` where there is no limit.
+
+    Raises:
+        InvalidPromptError: it is empty, or leaves no room below the limit.
+    """
+    if num_tokens == 0:
+        raise InvalidPromptError("the prompt is empty: give at least one token")
+    if max_length is not None and num_tokens >= max_length:
+        raise InvalidPromptError(
+            f"the prompt has {num_tokens} tokens, and the model's limit is "
+            f"{max_length} for prompt and output together: shorten it"
+        )

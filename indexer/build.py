@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +30,7 @@ from indexer.sources import (
     find_files,
     read_documents,
 )
-from indexer.tally import BuildReport, Tally, describe_skipped
+from indexer.tally import BuildReport, Tally
 from indexer.tokenise import EMPTY, tokenise, usable_texts
 from indexer.tokenizer import DEFAULT_MODEL, Vocabulary, load_tokenizer, vocabulary_of
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[Tally], None]
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+_Beginning = tuple[Iterable[TokenisedDocument], Vocabulary]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +99,16 @@ def build_index(
     check_output(Path(output), overwrite=options.overwrite)
     tally = Tally()
     files = find_files(sources, tally)
+    if tally.num_bytes_found == 0:
+        tally.skipped.update({EMPTY: len(files)} if files else {})
+        raise _no_document(tally)
     documents = read_documents(files, options.field, options.max_document_bytes, tally)
-    tokenised, vocabulary = _tokenised(documents, tokenizer, options, tally)
-    return _build(_watched(tokenised, tally, on_progress), Path(output), vocabulary, options, tally)
+
+    def begin() -> _Beginning:
+        tokenised, vocabulary = _tokenised(documents, tokenizer, options, tally)
+        return _watched(tokenised, tally, on_progress), vocabulary
+
+    return _build(begin, Path(output), options, tally)
 
 
 def build_from_texts(
@@ -109,10 +118,9 @@ def build_from_texts(
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
     """Index pairs of name and text; see `build_index`."""
-    check_output(Path(output), overwrite=options.overwrite)
     tally = Tally()
-    tokenised, vocabulary = _tokenised(documents, tokenizer, options, tally)
-    return _build(tokenised, Path(output), vocabulary, options, tally)
+    begin = partial(_tokenised, documents, tokenizer, options, tally)
+    return _build(begin, Path(output), options, tally)
 
 
 def build_from_tokens(
@@ -130,7 +138,8 @@ def build_from_tokens(
         IndexerError: the index cannot be written.
     """
     tally = Tally()
-    return _build(_checked(documents, vocabulary, tally), Path(output), vocabulary, options, tally)
+    checked = _checked(documents, vocabulary, tally)
+    return _build(lambda: (checked, vocabulary), Path(output), options, tally)
 
 
 def _tokenised(
@@ -138,7 +147,7 @@ def _tokenised(
     tokenizer: "str | PreTrainedTokenizerBase",
     options: BuildOptions,
     tally: Tally,
-) -> tuple[Iterator[TokenisedDocument], Vocabulary]:
+) -> _Beginning:
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     vocabulary = vocabulary_of(loaded)
     usable = usable_texts(documents, options.max_document_bytes, tally)
@@ -146,19 +155,16 @@ def _tokenised(
 
 
 def _build(
-    documents: Iterable[TokenisedDocument],
-    output: Path,
-    vocabulary: Vocabulary,
-    options: BuildOptions,
-    tally: Tally,
+    begin: Callable[[], _Beginning], output: Path, options: BuildOptions, tally: Tally
 ) -> BuildReport:
-    started = time.perf_counter()
+    """Build an index of what `begin` returns; it is called once the output can be written."""
     with new_index_folder(output, overwrite=options.overwrite) as folder:
+        documents, vocabulary = begin()
+        started = time.perf_counter()
         blocks = gather_blocks(documents, options.max_segment_tokens)
         records = _write_index(folder, blocks, vocabulary)
         if not records:
-            reasons = describe_skipped(tally.skipped)
-            raise SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))
+            raise _no_document(tally)
     return BuildReport(
         output=str(output),
         num_documents=sum(record.num_documents for record in records),
@@ -167,7 +173,13 @@ def _build(
         num_bytes=tally.num_bytes,
         seconds=time.perf_counter() - started,
         skipped=dict(sorted(tally.skipped.items())),
+        skipped_places=dict(sorted(tally.skipped_places.items())),
     )
+
+
+def _no_document(tally: Tally) -> SourceError:
+    reasons = tally.describe_skipped()
+    return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))
 
 
 def _write_index(

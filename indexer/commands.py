@@ -27,7 +27,9 @@ app = typer.Typer(
 )
 
 _IndexPath = Annotated[Path, typer.Argument(metavar="DIR", help="The index's folder.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, on stdout.")]
+_Json = Annotated[
+    bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
+]
 
 
 @app.command()
@@ -55,11 +57,14 @@ def build(
     tokenizer: Annotated[
         str,
         typer.Option(
+            metavar="MODEL",
             help="The tokenizer of the model that will decode: a hub id, a folder or a .gguf "
             "file. An index serves models of this tokenizer only.",
         ),
     ] = DEFAULT_MODEL,
-    field: Annotated[str, typer.Option(help="In JSON lines, the key of the text.")] = DEFAULT_FIELD,
+    field: Annotated[
+        str, typer.Option(metavar="KEY", help="In JSON lines, the key of the text.")
+    ] = DEFAULT_FIELD,
     max_document_bytes: Annotated[
         int, typer.Option(min=1, help="Skip longer documents; they are counted.")
     ] = DEFAULT_MAX_DOCUMENT_BYTES,

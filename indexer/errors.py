@@ -1,5 +1,17 @@
 """What can go wrong while an index is built, opened or checked, as one tree of errors."""
 
+from textwrap import shorten
+from typing import Final
+
+_MAX_REASON_CHARACTERS: Final = 500
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error of a library says, in one line; of a system's, without the path."""
+    said = getattr(error, "strerror", None) or str(error)
+    text = shorten(said, _MAX_REASON_CHARACTERS, placeholder=" \u2026")
+    return text or type(error).__name__
+
 
 class IndexerError(Exception):
     """Base of every error that this package raises."""

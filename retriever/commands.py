@@ -7,42 +7,49 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from indexer.errors import IndexerError
 from indexer.reader import Index
+from indexer.tokenizer import DEFAULT_MODEL
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
 from retriever.encoding import ChatEncoder
 from retriever.errors import InvalidRequestError, RetrieverError
 from retriever.factories import OWN, find_factory, own_drafter
+from retriever.files import check_files
 from retriever.log_store import Durability
 from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
+from retriever.report_tables import tables
 from retriever.server import serve as serve_forever
 from retriever.traces import read_outputs, read_traces
 
 app = typer.Typer(
     help="Serve draft trees from indexes, or replay recorded outputs through a drafter.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 Indexes = Annotated[
     list[Path] | None,
     typer.Option(
-        "--index", help="An index to draft from, as `python -m indexer build` made it. Repeatable."
+        "--index",
+        metavar="DIR",
+        help="An index to draft from, as `python -m indexer build` made it. Repeatable.",
     ),
 ]
 Phrases = Annotated[
     list[Path] | None,
     typer.Option(
         "--phrases",
+        metavar="FILE",
         help="Phrases to draft once they have begun: one a line, or (.jsonl) each line "
         '{"text": "..."} or {"ids": [...]}. Repeatable.',
     ),
@@ -56,12 +63,17 @@ def serve(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="Tokenizer of phrases in text: hub id, directory or .gguf file. "
-            "Default: SmolLM2's."
+            metavar="MODEL",
+            help="The tokenizer of phrases in text: a hub id, a folder or a .gguf file. "
+            f"Default: {DEFAULT_MODEL}.",
         ),
     ] = None,
     address: Annotated[
-        str, typer.Option(help="Where to listen: HOST:PORT (port 0: a free one) or unix:/PATH.")
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Where to listen: HOST:PORT (port 0: a free one) or unix:PATH.",
+        ),
     ] = "127.0.0.1:50051",
     generations_tokens: Annotated[
         int,
@@ -78,8 +90,9 @@ def serve(
     state: Annotated[
         Path | None,
         typer.Option(
-            help="A directory that keeps recent outputs, so that a restarted service drafts as "
-            "well as before. For one service and one tokenizer. Default: memory only."
+            metavar="DIR",
+            help="A folder that keeps recent outputs, so that a restarted service drafts as "
+            "well as before. For one service and one tokenizer. Default: memory only.",
         ),
     ] = None,
     durability: Annotated[
@@ -99,6 +112,7 @@ def serve(
         DEFAULT_LIMITS, generations_tokens=generations_tokens, generations_age_s=generations_age_s
     )
     with _clear_errors():
+        check_files(index or [], phrases or [])
         encoder = ChatEncoder(tokenizer)
         drafter = EmbeddedDrafter.open_indexes(
             index or [],
@@ -119,30 +133,57 @@ def replay_traces(
     traces: Annotated[
         Path,
         typer.Argument(
-            help="JSON lines (.gz too): `prompt` and `output`, or `prompt_ids` and `output_ids`."
+            metavar="TRACES",
+            help="JSON lines (.gz too): `prompt` and `output`, or `prompt_ids` and `output_ids`.",
         ),
     ],
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="Tokenizer for text: hub id, directory or .gguf file. Default: SmolLM2's."
+            metavar="MODEL",
+            help="The tokenizer of texts: a hub id, a folder or a .gguf file. "
+            f"Default: {DEFAULT_MODEL}.",
         ),
     ] = None,
     index: Indexes = None,
     phrases: Phrases = None,
     warm: Annotated[
         list[Path] | None,
-        typer.Option(help="Outputs that count as recent generations: files as TRACES. Repeatable."),
+        typer.Option(
+            metavar="FILE",
+            help="Outputs that count as recent generations: files as TRACES. Repeatable.",
+        ),
     ] = None,
     drafter: Annotated[
-        str, typer.Option(help="Whose rule drafts: our own, or a name that --drafters knows.")
+        str,
+        typer.Option(
+            metavar="NAME", help="Whose rule drafts: our own, or a name that --drafters knows."
+        ),
     ] = OWN,
     drafters: Annotated[
-        str, typer.Option(help="Module with a mapping DRAFTERS of names to factories.")
+        str,
+        typer.Option(
+            metavar="MODULE", help="Module with a mapping DRAFTERS of names to factories."
+        ),
     ] = "benchmarks.peers",
-    budget: Annotated[int, typer.Option(min=0, help="Nodes in each draft tree.")] = 32,
+    budget: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=DEFAULT_LIMITS.max_budget_nodes,
+            help=f"Nodes in each draft tree, at most {DEFAULT_LIMITS.max_budget_nodes}.",
+        ),
+    ] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Replay only the first traces.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    calibration: Annotated[
+        bool, typer.Option(help="Report too how often nodes of each probability were accepted.")
+    ] = False,
+    calibration_after: Annotated[
+        int, typer.Option(min=0, help="With --calibration: leave out the first so many traces.")
+    ] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
+    ] = False,
 ) -> None:
     """Replay recorded outputs and report how many tokens each decoding step would have committed.
 
@@ -153,15 +194,24 @@ def replay_traces(
         if phrases and drafter != OWN:
             raise InvalidRequestError("--phrases are for our own drafter: leave out --drafter")
         encoder = ChatEncoder(tokenizer)
-        recorded = list(_progress(read_traces(traces, encoder, limit), "reading"))
-        outputs = [output for path in warm or [] for output in read_outputs(path, encoder)]
+        check_files(index or [], phrases or [])
+        read = read_traces(traces, encoder, limit)
+        warming = [read_outputs(path, encoder) for path in warm or []]
+        recorded = list(_progress(read, "tokenising"))
+        outputs = list(chain.from_iterable(warming))
         if drafter == OWN:
             listed = _listed(phrases, encoder, index)
             make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
         indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in index or []]
         made = make_drafter(indexes, outputs, budget)
-        report = replay(made, _progress(recorded, "replaying"), budget)
+        after = calibration_after if calibration else None
+        report = replay(made, _progress(recorded, "replaying"), budget, after)
         _print(report, as_json=as_json)
+
+
+def main() -> None:
+    """Run the command line; an error of ours ends it with one line on stderr and status 1."""
+    app(prog_name="python -m retriever")
 
 
 def _listed(
@@ -182,17 +232,10 @@ def _listed(
 
 
 def _print(report: ReplayReport, *, as_json: bool) -> None:
-    figures = report.as_json()
     if as_json:
-        print(json.dumps(figures))
-        return
-    table = Table("figure", "value", title=f"{report.traces} traces replayed")
-    for name, value in figures.items():
-        parts = value.items() if isinstance(value, dict) else [("", value)]
-        for part, number in parts:
-            text = f"{number:.3f}" if isinstance(number, float) else str(number)
-            table.add_row(f"{name} {part}".strip(), text)
-    Console().print(table)
+        print(json.dumps(report.as_json()))
+    else:
+        Console().print(*tables(report))
 
 
 def _progress(items: Iterable[Any], doing: str) -> Iterator[Any]:

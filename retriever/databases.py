@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from indexer.reader import Segment
 from retriever.drafter import TokenIds
 from retriever.kernels.chains import mark_recent
+from retriever.kernels.cursors import collect_cursor, move_cursor, set_cursor
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch, Tables
 from retriever.kernels.suffixes import collect_suffixes
 from retriever.phrases import PhraseCursor
@@ -18,7 +21,7 @@ from retriever.pools import Pool
 from retriever.stores import CONTEXT_LIMITS, ChainStore
 from retriever.tree import Source
 
-SHORTEST_MATCH: Final = 4
+SHORTEST_MATCH: Final = 3
 """Shorter matches in the corpus are left to the phrase tables."""
 
 
@@ -28,6 +31,7 @@ class Context:
     def __init__(self, prompt: TokenIds) -> None:
         self._store = self._store_for(2 * len(prompt))
         self._store.append(prompt)
+        self._cursor = np.array([-1, 0], np.int64)
 
     def __len__(self) -> int:
         return len(self._store)
@@ -38,15 +42,29 @@ class Context:
             grown = self._store_for(2 * (len(self) + len(tokens)))
             grown.append(self.last(len(self)))
             self._store = grown
+        begin = len(self)
         self._store.append(tokens)
+        move_cursor(self._cursor, self._store.chains, begin)
 
     def last(self, num_tokens: int) -> TokenIds:
         """Return the last tokens, at most `num_tokens`."""
         return self._store.last(num_tokens)
 
     def collect(self, query: TokenIds, depth: int, scratch: Scratch, row: int) -> int:
-        """Write rows of evidence from `row` on; return the first free row."""
-        return self._store.collect(query, depth, scratch, row)
+        """Write rows of evidence; return the first free row. These rows come first."""
+        end = self._store.collect(query, depth, scratch, row)
+        set_cursor(self._cursor, scratch.rows, end)
+        return int(
+            collect_cursor(
+                self._cursor,
+                self._store.chains,
+                query,
+                depth,
+                scratch.rows,
+                scratch.continuations,
+                end,
+            )
+        )
 
     @property
     def chains(self) -> Chains:

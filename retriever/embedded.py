@@ -63,6 +63,7 @@ class EmbeddedDrafter:
         durability: with "process", outputs survive the end of this process, however it comes;
             with "disk" that of the machine too, at the price of waiting for it in every `close`.
         phrases: what is listed to be written verbatim.
+        predictor: what grows the trees, with room for `limits`; made here if None.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
@@ -79,6 +80,7 @@ class EmbeddedDrafter:
         state: Path | None = None,
         durability: Durability = "process",
         phrases: ListedPhrases | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         self.indexes = tuple(indexes)
         self.limits = limits
@@ -87,7 +89,7 @@ class EmbeddedDrafter:
         _check_phrases(self._phrases, self.vocabulary)
         segments = [segment for index in self.indexes for segment in index.segments]
         self._corpus = Corpus(segments, tables_of(self.indexes))
-        self._predictor = Predictor(limits.max_budget_nodes)
+        self._predictor = predictor or Predictor(limits.max_budget_nodes)
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
         self._pools = Pools.open(limits, state, self._fingerprint, durability)
         self._fingerprint = self._fingerprint or self._pools.fingerprint
@@ -128,11 +130,6 @@ class EmbeddedDrafter:
             for index in indexes:
                 index.close()
             raise
-
-    @property
-    def num_sessions(self) -> int:
-        """Sessions that are open."""
-        return len(self._sessions)
 
     @property
     def log_failures(self) -> int:

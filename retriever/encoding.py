@@ -19,18 +19,16 @@ class ChatEncoder:
 
     def __init__(self, name: str | None) -> None:
         self._name = name
-        self._loaded = False
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer of transformers."""
-        self._loaded = True
         return load_tokenizer(self._name or DEFAULT_MODEL)
 
     @property
     def vocabulary(self) -> Vocabulary | None:
         """The vocabulary that ids belong to; None where none was named and none was needed."""
-        if self._name is None and not self._loaded:
+        if self._name is None and "tokenizer" not in vars(self):
             return None
         return vocabulary_of(self.tokenizer)
 

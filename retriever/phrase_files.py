@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from numpy.typing import ArrayLike
 
+from indexer.errors import reason_of
 from retriever.errors import InvalidRequestError, PhrasesError
 from retriever.limits import checked_tokens
 
@@ -126,7 +127,7 @@ def read_lines(path: Path) -> list[bytes]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return [line.rstrip(b"\r\n") for line in file]
     except _CANNOT_BE_READ as error:
-        raise PhrasesError(f"phrases in {path} cannot be read: {error}") from error
+        raise PhrasesError(f"phrases in {path} cannot be read: {reason_of(error)}") from error
 
 
 def _decoded(line: bytes) -> str:

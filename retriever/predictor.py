@@ -10,6 +10,7 @@ from retriever.drafter import TokenIds
 from retriever.kernels.growth import grow_tree, weigh_rows
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.kernels.mixing import learn
+from retriever.pools import Pool
 from retriever.tree import DraftTree, Source
 
 
@@ -34,7 +35,7 @@ class Prior:
     corpus: float = 0.35
     escape: float = 32.0
     doubt: float = 0.03
-    rate: float = 0.005
+    rate: float = 0.001
 
     def trust(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Return float64[sources], what one occurrence counts by source."""
@@ -55,10 +56,13 @@ class Predictor:
     Args:
         max_budget: most nodes of any tree.
         prior: what evidence is worth.
+
+    Attributes:
+        scratch: where the last tree grew; what it considered stands there until the next draft.
     """
 
     def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR) -> None:
-        self._scratch = Scratch(max_depth=max_budget)
+        self.scratch = Scratch(max_depth=max_budget)
         self._trust = prior.trust()
         self._prior = prior
         self._last: Databases | None = None  # whose draft the scratch memory holds
@@ -68,17 +72,20 @@ class Predictor:
         if len(tokens) and databases is self._last:
             self._last = None
             if databases.learns:
-                pool = databases.pool
-                pool.learned += learn(pool.weights, self._scratch.work, tokens, self._prior.rate)
+                self.learn(databases.pool, tokens)
         databases.commit(tokens)
+
+    def learn(self, pool: Pool, tokens: TokenIds) -> None:
+        """Learn from the last draft: int32[n], at least one, came next."""
+        pool.learned += learn(pool.weights, self.scratch.work, tokens, self._prior.rate)
 
     def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         """Return the most probable tree of at most `budget` nodes."""
         if budget == 0 or len(databases.context) == 0:
             return DraftTree.empty()
-        num_rows = databases.collect(budget, self._scratch)
+        num_rows = databases.collect(budget, self.scratch)
         weigh_rows(
-            self._scratch.rows, num_rows, self._trust, self._prior.escape, self._scratch.counts
+            self.scratch.rows, num_rows, self._trust, self._prior.escape, self.scratch.counts
         )
         self._last = databases
         return self._grow(databases, num_rows, budget, float(min_probability))
@@ -93,8 +100,8 @@ class Predictor:
             np.empty(budget, np.uint8),
         )
         size = grow_tree(
-            self._scratch.rows,
-            self._scratch.continuations,
+            self.scratch.rows,
+            self.scratch.continuations,
             num_rows,
             databases.context.last(MAX_MATCH),
             databases.corpus.tables,
@@ -104,7 +111,7 @@ class Predictor:
             self._prior.doubt,
             budget,
             min_probability,
-            self._scratch.work,
+            self.scratch.work,
             tree.token_ids,
             tree.parents,
             tree.probabilities,

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from retriever.calibration import Calibration
 from retriever.drafter import Drafter, DraftRequest
 from retriever.traces import Trace
-from retriever.tree import Source
+from retriever.tree import DraftTree, Source
 
 
 @dataclass(slots=True)
@@ -27,6 +29,8 @@ class ReplayReport:
         nodes: nodes drafted.
         accepted_by_source: drafted tokens that were accepted, by the database they came from.
         draft_us: time of each draft in microseconds.
+        calibration: of the nodes' probabilities; None if it is not asked for.
+        calibrate_after: traces to replay before probabilities are counted.
     """
 
     traces: int = 0
@@ -35,12 +39,22 @@ class ReplayReport:
     nodes: int = 0
     accepted_by_source: Counter[Source] = field(default_factory=Counter)
     draft_us: list[float] = field(default_factory=list)
+    calibration: Calibration | None = None
+    calibrate_after: int = 0
+
+    def add(self, tree: DraftTree, path: NDArray[np.int64]) -> None:
+        """Count a draft, of which the nodes `path` (int64[k]) were accepted."""
+        self.steps += 1
+        self.nodes += len(tree)
+        self.accepted_by_source.update(map(Source, tree.sources[path].tolist()))
+        if self.calibration is not None and self.traces >= self.calibrate_after:
+            self.calibration.add(tree, path)
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures that are reported."""
         times = self.draft_us or [0.0]
         accepted = self.accepted_by_source.total()
-        return {
+        figures = {
             "mean_accepted_tokens": self.tokens / max(1, self.steps),
             "mean_nodes": self.nodes / max(1, self.steps),
             "steps": self.steps,
@@ -55,15 +69,32 @@ class ReplayReport:
                 for source, count in sorted(self.accepted_by_source.items())
             },
         }
+        if self.calibration is not None:
+            figures["calibration"] = self.calibration.as_json()
+        return figures
 
 
-def replay(drafter: Drafter, traces: Iterable[Trace], budget_nodes: int) -> ReplayReport:
+def replay(
+    drafter: Drafter,
+    traces: Iterable[Trace],
+    budget_nodes: int,
+    calibrate_after: int | None = None,
+) -> ReplayReport:
     """Replay traces one after the other; each joins the generations when it ends.
+
+    Args:
+        drafter: whose drafts to count.
+        traces: recorded outputs.
+        budget_nodes: most nodes of each tree.
+        calibrate_after: count how often nodes of each probability are accepted, but for so many
+            traces at the beginning; None not to count it at all.
 
     Raises:
         RetrieverError: the drafter refuses a trace.
     """
     report = ReplayReport()
+    if calibrate_after is not None:
+        report.calibration, report.calibrate_after = Calibration(), calibrate_after
     for trace in traces:
         replay_one(drafter, f"replay-{report.traces}", trace, budget_nodes, report)
         report.traces += 1
@@ -83,9 +114,7 @@ def replay_one(
         tree = drafter.draft([DraftRequest(session, committed, length, budget_nodes)])[0]
         report.draft_us.append((time.perf_counter() - began) * 1e6)
         path = tree.follow(trace.output[done:])
-        report.accepted_by_source.update(map(Source, tree.sources[path].tolist()))
-        report.nodes += len(tree)
-        report.steps += 1
+        report.add(tree, path)
         committed = trace.output[done : done + len(path) + 1]
         done += len(committed)
     report.tokens += done

@@ -5,8 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from indexer.format import token_dtype
-from indexer.reader import COUNT_VALUES, Index, PhraseTables, merge_tables
+from indexer.reader import COUNT_VALUES, Index, PhraseTables, merge_tables, token_dtype
 from retriever.kernels.layout import Tables
 
 _FREQUENT: Final = 4.0  # natural logarithm of how rare a token is that counts as not rare at all

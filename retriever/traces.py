@@ -3,18 +3,21 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from numpy.typing import ArrayLike
 
+from indexer.errors import reason_of
 from retriever.drafter import TokenIds
-from retriever.errors import InvalidRequestError, TraceError
+from retriever.errors import TraceError
 from retriever.limits import checked_tokens
 
-_NOT_A_TRACE: Final = (AttributeError, KeyError, TypeError, ValueError, InvalidRequestError)
+_MAX_TOKEN_ID: Final = (1 << 31) - 1
+_CANNOT_BE_READ: Final = (OSError, EOFError, zlib.error, UnicodeDecodeError)
 
 
 class TextEncoder(Protocol):
@@ -45,53 +48,82 @@ class Trace:
 def read_traces(path: Path, encoder: TextEncoder, limit: int | None = None) -> Iterator[Trace]:
     """Read JSON lines (`.gz` or plain) with `prompt` and `output`, or `prompt_ids`/`output_ids`.
 
+    The file is read and checked at once; texts are encoded as the result is iterated over.
+
     Raises:
-        TraceError: the file cannot be read, or a row is not a trace; the line is named.
+        TraceError: the file cannot be read, holds no trace, or a row is not one; the line is named.
     """
-    for index, (line, row) in enumerate(_rows(path)):
-        if index == limit:
-            return
-        try:
-            prompt = row.get("prompt_ids")
-            output = row.get("output_ids")
-            yield Trace(
-                _ids(encoder.encode_prompt(row["prompt"]) if prompt is None else prompt),
-                _ids(encoder.encode_output(row["output"]) if output is None else output),
-            )
-        except _NOT_A_TRACE as error:
-            raise TraceError(
-                f"{path}, line {line}: a trace needs `prompt` and `output` as text, or "
-                f"`prompt_ids` and `output_ids` as lists of token ids ({error!r})"
-            ) from error
+    rows = [
+        (_field(row, "prompt", place), _field(row, "output", place))
+        for row, place in islice(_rows(path), limit)
+    ]
+    if not rows:
+        raise TraceError(f"{path} holds no trace")
+    return (
+        Trace(_ids(prompt, encoder.encode_prompt), _ids(output, encoder.encode_output))
+        for prompt, output in rows
+    )
 
 
 def read_outputs(path: Path, encoder: TextEncoder) -> Iterator[TokenIds]:
     """Read the outputs alone, for example as recent generations; prompts may be missing.
 
     Raises:
-        TraceError: as `read_traces`.
+        TraceError: the file cannot be read, or a row has no output; the line is named.
     """
-    for line, row in _rows(path):
-        try:
-            output = row.get("output_ids")
-            yield _ids(encoder.encode_output(row["output"]) if output is None else output)
-        except _NOT_A_TRACE as error:
-            raise TraceError(
-                f"{path}, line {line}: needs `output` as text or `output_ids` ({error!r})"
-            ) from error
+    outputs = [_field(row, "output", place) for row, place in _rows(path)]
+    return (_ids(output, encoder.encode_output) for output in outputs)
 
 
-def _ids(values: ArrayLike) -> TokenIds:
-    return checked_tokens(values, None)
+def _ids(field: str | TokenIds, encode: Callable[[str], list[int]]) -> TokenIds:
+    return checked_tokens(encode(field), None) if isinstance(field, str) else field
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _field(row: Any, name: str, place: str) -> str | TokenIds:
+    """Return one side of a trace: its text, or its ids where they are given."""
+    if not isinstance(row, dict):
+        raise TraceError(f"{place}: a trace is a JSON object, this is none")
+    ids = row.get(f"{name}_ids")
+    if ids is not None:
+        return _checked(ids, f"{place}: `{name}_ids`")
+    text = row.get(name)
+    if not isinstance(text, str):
+        problem = "is no text" if name in row else "is missing"
+        raise TraceError(f"{place}: `{name}` {problem}: give it as text, or `{name}_ids` as a list")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TraceError(f"{place}: `{name}` holds half of a surrogate pair") from error
+    return text
+
+
+def _checked(ids: ArrayLike, place: str) -> TokenIds:
+    if not isinstance(ids, list):
+        raise TraceError(f"{place} is no list of token ids")
+    for value in ids:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TraceError(f"{place} holds {value!r}, which is no token id")
+        if not 0 <= value <= _MAX_TOKEN_ID:
+            raise TraceError(f"{place} holds {value}: token ids lie from 0 to {_MAX_TOKEN_ID}")
+    return checked_tokens(ids, None)
+
+
+def _rows(path: Path) -> Iterator[tuple[Any, str]]:
+    """Yield the rows of a file, each with its place."""
     opener = gzip.open if path.suffix == ".gz" else open
     line = 0
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             for line, text in enumerate(file, start=1):
                 if text.strip():
-                    yield line, json.loads(text)
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise TraceError(f"{path} cannot be read after line {line}: {error}") from error
+                    yield _parsed(text, f"{path}, line {line}"), f"{path}, line {line}"
+    except _CANNOT_BE_READ as error:
+        where = f" after line {line}" if line else ""
+        raise TraceError(f"{path} cannot be read{where}: {reason_of(error)}") from error
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{place} is not JSON: {error}") from error

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "decoder": {"indexer", "retriever", "decoder"},
 }
 # Of the indexer, drafting needs to read indexes and tokenizers, never to build.
-READER = {"indexer.reader", "indexer.tokenizer", "indexer.errors"}
+READER = {"indexer.reader", "indexer.tokenizer", "indexer.errors", "indexer.launch"}
 
 
 def imported_modules(path: Path) -> set[str]:

@@ -15,6 +15,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.borrowing import borrow
 from retriever.kernels.layout import RECENT_SIZE, Chains
 
 SEPARATOR: Final = -1
@@ -40,8 +41,8 @@ def append_tokens(
         orders: int64[orders], the indexed n-gram orders, longest first.
         new_tokens: int32[n], token ids and separators.
     """
-    tokens, heads, links, state = chains.tokens, chains.heads, chains.links, chains.state
-    mask, last = tokens.shape[0] - 1, chains.last
+    tokens, heads, links = borrow(chains.tokens), borrow(chains.heads), borrow(chains.links)
+    mask, state, last = tokens.shape[0] - 1, borrow(chains.state), borrow(chains.last)
     for token in new_tokens:
         position = state[0]
         tokens[position & mask] = token
@@ -93,7 +94,9 @@ def collect_chains(
     Returns:
         The first free row afterwards.
     """
-    tokens, heads, links, state = chains.tokens, chains.heads, chains.links, chains.state
+    tokens, heads, links = borrow(chains.tokens), borrow(chains.heads), borrow(chains.links)
+    rows, continuations, query = borrow(rows), borrow(continuations), borrow(query)
+    recent, state = borrow(recent), borrow(chains.state)
     total = state[0]
     mask = tokens.shape[0] - 1
     oldest = max(state[2], total - tokens.shape[0])
@@ -109,11 +112,12 @@ def collect_chains(
         while position >= oldest and row < last_row and probes > 0:
             match = 0
             if position + 1 < total:
-                match = _match_length(tokens, position, oldest, query)
+                match = match_length(tokens, position, oldest, query)
             if order <= match < too_long:
-                length = _copy(tokens, position + 1, total, wrap, depth, continuations[row])
+                length = copy_tokens(tokens, position + 1, total, wrap, depth, continuations[row])
                 if length > 0:
                     _write(rows[row], length, match, source)
+                    rows[row].position = position + 1
                     end = position + 1 - match
                     rows[row].affinity = affinity_of(tokens, mask, end, oldest, SEPARATOR, recent)
                     row += 1
@@ -202,7 +206,7 @@ def bucket_of(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_bu
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _match_length(
+def match_length(
     tokens: NDArray[np.int32], position: int, oldest: int, query: NDArray[np.int32]
 ) -> int:
     """Count equal tokens backwards from `position` and from the query's end."""
@@ -215,7 +219,7 @@ def _match_length(
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _copy(
+def copy_tokens(
     tokens: NDArray[np.int32], begin: int, end: int, wrap: bool, depth: int, out: NDArray[np.int32]
 ) -> int:
     """Copy tokens up to a separator; with `wrap`, start over at the end."""

@@ -301,7 +301,7 @@ def _add_successors(
     values: NDArray[np.float32],
     level: int,
     entry: int,
-    left: float,
+    left: np.float32,
     vocabulary_size: int,
     nodes: NDArray[Any],
     evidence: NDArray[np.float32],
@@ -309,7 +309,7 @@ def _add_successors(
     current: int,
     num_nodes: int,
     traits: NDArray[np.float32],
-) -> tuple[int, float]:
+) -> tuple[int, np.float32]:
     """Add the most frequent successors of an entry, which stand in `level`.
 
     Returns the node count and the coefficient of the next shorter context.
@@ -345,7 +345,7 @@ def _add_followers(
     links: NDArray[np.int32],
     length: int,
     order: int,
-    left: float,
+    left: np.float32,
     nodes: NDArray[Any],
     evidence: NDArray[np.float32],
     slots: NDArray[np.int32],
@@ -354,7 +354,7 @@ def _add_followers(
     current: int,
     num_nodes: int,
     traits: NDArray[np.float32],
-) -> tuple[int, float]:
+) -> tuple[int, np.float32]:
     """Add what followed the last one or two tokens in the sequence itself.
 
     Returns the node count and the coefficient of the next shorter context.
@@ -406,7 +406,7 @@ def _follow(
 def _add_live(
     live: NDArray[np.int64],
     order: int,
-    left: float,
+    left: np.float32,
     nodes: NDArray[Any],
     evidence: NDArray[np.float32],
     slots: NDArray[np.int32],
@@ -414,7 +414,7 @@ def _add_live(
     current: int,
     num_nodes: int,
     traits: NDArray[np.float32],
-) -> tuple[int, float]:
+) -> tuple[int, np.float32]:
     """Add what followed the last `order` tokens in recent outputs."""
     trait = Traits.LIVE_3 if order == 3 else Traits.LIVE_2  # noqa: PLR2004
     traits[trait] = 0.0
@@ -443,8 +443,8 @@ def _add_live(
 def _estimate(
     shares: NDArray[np.float32],
     doubt: float,
-    corpus_left: float,
-    left: float,
+    corpus_left: np.float32,
+    left: np.float32,
     total: float,
     kindred: float,
     nodes: NDArray[Any],

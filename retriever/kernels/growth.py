@@ -7,6 +7,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.arithmetic import fast_exp2, fast_log2
+from retriever.kernels.borrowing import borrow
 from retriever.kernels.evidence import gather, plant
 from retriever.kernels.layout import NUM_RANKS, Chains, Tables, Work
 from retriever.kernels.mixing import mix
@@ -97,11 +98,19 @@ def grow_tree(
     Returns:
         The number of nodes taken.
     """
-    nodes, evidence, shares, traits, heap, ranks, slots, tail, followers = work
-    starts1, starts2, starts3, tokens2, tokens3, tokens4 = tables[:6]
-    counts1, counts2, counts3, counts4, values, unigrams, _ = tables[6:]
-    sequence, heads, links, state, last = context
-    length = state[0]
+    rows, continuations, live = borrow(rows), borrow(continuations), borrow(live)
+    weights = borrow(weights)
+    nodes, evidence, shares = borrow(work.nodes), borrow(work.evidence), borrow(work.shares)
+    traits, heap, ranks = borrow(work.traits), borrow(work.heap), borrow(work.ranks)
+    slots, tail, followers = borrow(work.slots), borrow(work.tail), borrow(work.followers)
+    starts1, starts2 = borrow(tables.starts1), borrow(tables.starts2)
+    starts3, tokens2 = borrow(tables.starts3), borrow(tables.tokens2)
+    tokens3, tokens4 = borrow(tables.tokens3), borrow(tables.tokens4)
+    counts1, counts2 = borrow(tables.counts1), borrow(tables.counts2)
+    counts3, counts4 = borrow(tables.counts3), borrow(tables.counts4)
+    values, unigrams = borrow(tables.values), borrow(tables.shares)
+    sequence, heads = borrow(context.tokens), borrow(context.heads)
+    links, last, length = borrow(context.links), borrow(context.last), context.state[0]
     plant(rows, num_rows, query, nodes)
     ranks[:] = 0
     num_nodes, heap_size, size, current = 1, 0, 0, 0

@@ -31,6 +31,7 @@ ROW: Final = np.dtype(
         ("match", np.int32),  # tokens that matched before it
         ("source", np.int32),  # database that it comes from
         ("next", np.int32),  # next row at the same node of the tree, -1 for none
+        ("position", np.int64),  # of the continuation in its store; set by chains and cursors only
         ("count", np.float64),  # occurrences that the row stands for
         ("weight", np.float64),  # its share in the prediction
         ("affinity", np.float64),  # 1 and more, the more words before it are those of the context

@@ -15,6 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.arithmetic import fast_exp2, fast_log2
+from retriever.kernels.borrowing import borrow
 from retriever.kernels.layout import (
     DEPTH_BUCKETS,
     HIDDEN,
@@ -95,7 +96,7 @@ def score(
 def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float:
     """Return the score of "none of the candidates"."""
     bias, output, of_traits = weights.doubt_bias, weights.doubt_output, weights.doubt_traits
-    total = weights.doubt[source, _match_bucket(traits), _depth_bucket(traits)]
+    total = weights.doubt[source, match_bucket(traits), depth_bucket(traits)]
     for unit in range(HIDDEN):
         sum_ = bias[unit]
         for trait in range(Traits.SIZE):
@@ -105,13 +106,13 @@ def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float
 
 
 @njit(cache=True, nogil=True)
-def _match_bucket(traits: NDArray[np.float32]) -> int:
+def match_bucket(traits: NDArray[np.float32]) -> int:
     """Return the bucket of a match length: 0, 1, 2 to 3, 4 to 7, to 15, to 31, more."""
     return min(MATCH_BUCKETS - 1, np.int64(np.ceil(traits[Traits.MATCH] * np.float32(2))))
 
 
 @njit(cache=True, nogil=True)
-def _depth_bucket(traits: NDArray[np.float32]) -> int:
+def depth_bucket(traits: NDArray[np.float32]) -> int:
     """Return the bucket of a depth: 0, 1, 2 to 3, 4 to 7, more."""
     return min(DEPTH_BUCKETS - 1, np.int64(np.ceil(traits[Traits.DEPTH] * np.float32(2) - 0.01)))
 
@@ -168,36 +169,46 @@ def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: fl
         tokens: int32[n], what came next.
         rate: size of a step.
     """
+    weights, nodes, shares = borrow(weights), borrow(work.nodes), borrow(work.shares)
+    evidence, traits = borrow(work.evidence), borrow(work.traits)
     current = 0
     for depth in range(tokens.shape[0]):
-        node = work.nodes[current]
+        node = nodes[current]
         if node.end_child == 0:
             return depth
         outcome = -1
         for child in range(node.first_child, node.end_child):
-            if work.nodes[child].token == tokens[depth]:
+            if nodes[child].token == tokens[depth]:
                 outcome = child
-        _descend(weights[0], work, current, outcome, np.float32(rate))
-        if outcome < 0 or work.nodes[outcome].place < 0:
+        _descend(
+            weights[0], node, traits[node.place + 1], evidence, shares, outcome, np.float32(rate)
+        )
+        if outcome < 0 or nodes[outcome].place < 0:
             return depth + 1
         current = outcome
     return tokens.shape[0]
 
 
 @njit(cache=True, nogil=True)
-def _descend(weights: Any, work: Work, current: int, outcome: int, rate: float) -> None:
+def _descend(
+    weights: Any,
+    node: Any,
+    traits: NDArray[np.float32],
+    evidence: NDArray[np.float32],
+    shares: NDArray[np.float32],
+    outcome: int,
+    rate: float,
+) -> None:
     """Take one step down the gradient of the surprise at a node."""
-    node = work.nodes[current]
     first, end = node.first_child, node.end_child
-    traits = work.traits[node.place + 1]
     left = np.float32(1.0)
     for child in range(first, end):
-        left -= work.shares[child]
-        blame = work.shares[child] - np.float32(1.0 if child == outcome else 0.0)
+        left -= shares[child]
+        blame = shares[child] - np.float32(1.0 if child == outcome else 0.0)
         if abs(blame) > np.float32(0.002):
-            _blame_candidate(weights, work.evidence[:, child], traits, rate * blame)
+            _blame_candidate(weights, evidence[:, child], traits, rate * blame)
     blame = rate * (max(left, np.float32(0.0)) - np.float32(1.0 if outcome < 0 else 0.0))
-    weights.doubt[node.voice, _match_bucket(traits), _depth_bucket(traits)] -= blame
+    weights.doubt[node.voice, match_bucket(traits), depth_bucket(traits)] -= blame
     _blame_doubt(weights, traits, blame)
 
 

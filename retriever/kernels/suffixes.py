@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.borrowing import borrow
 from retriever.kernels.chains import affinity_of
 
 
@@ -54,7 +55,9 @@ def collect_suffixes(
     Returns:
         The first free row afterwards, and the length of the longest match.
     """
-    found = 0
+    tokens, suffixes, starts = borrow(tokens), borrow(suffixes), borrow(starts)
+    rows, continuations, query = borrow(rows), borrow(continuations), borrow(query)
+    recent, found = borrow(recent), 0
     separator = np.int64(np.iinfo(tokens.dtype).max)
     for length in range(min(longest, query.shape[0]), shortest - 1, -1):
         pattern = query[query.shape[0] - length :]

@@ -14,7 +14,7 @@ from transformers import (
 
 from decoder.models import LanguageModel, ModelOptions, load_model
 from indexer.tokenizer import DEFAULT_MODEL
-from tests.decoder.decoding import prompt_of
+from tests.decoder.decoding import SIZES, prompt_of
 
 STOP = "<end>"
 
@@ -50,14 +50,10 @@ def model_directory(
     """A whole tiny model on disk, as `save_pretrained` leaves it."""
     torch.manual_seed(3)
     config = LlamaConfig(
+        **SIZES,
         vocab_size=len(byte_tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=128,
-        initializer_range=0.4,
         eos_token_id=0,
         bos_token_id=0,
     )

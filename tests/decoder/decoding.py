@@ -23,6 +23,15 @@ from retriever.tree import ROOT, DraftTree, Source
 
 VOCABULARY = 48
 WINDOW = 8
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.4,  # or else all models would repeat a single token
+}
+"""Sizes of a tiny model, as the configurations of most architectures call them."""
+
 Guess = Callable[[list[int], int], DraftTree]
 
 
@@ -36,15 +45,11 @@ def tiny_llama(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> P
     torch.manual_seed(1)
     options: Any = {"attn_implementation": attention}  # taken, though not in the signature
     config = LlamaConfig(
+        **SIZES,
         vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=256,
         eos_token_id=None,
-        initializer_range=0.4,
         dtype=dtype,
         **options,
     )
@@ -55,12 +60,9 @@ def tiny_gemma(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> P
     torch.manual_seed(2)
     options: Any = {"attn_implementation": attention}
     config = Gemma3TextConfig(
+        **SIZES,
         vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=8,
         query_pre_attn_scalar=8,
         tie_word_embeddings=False,
@@ -68,7 +70,6 @@ def tiny_gemma(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> P
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         max_position_embeddings=256,
         eos_token_id=None,
-        initializer_range=0.4,
         dtype=dtype,
         use_cache=True,
         **options,

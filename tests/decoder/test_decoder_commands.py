@@ -3,15 +3,18 @@ import json
 import sys
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from numpy.typing import ArrayLike
 from typer.main import get_command
 
-from decoder import assembly, commands
+from decoder import assembly, commands, models
 from decoder.commands import app, main
-from decoder.models import Attention, LanguageModel, ModelOptions, load_model
+from decoder.loop import Decoder
+from decoder.models import Attention, LanguageModel, ModelOptions, PreparedModel, load_model
+from indexer.build import build_from_tokens
+from indexer.reader import Vocabulary
 from retriever.embedded import EmbeddedDrafter
 from tests.decoder.decoding import plainly
 
@@ -24,6 +27,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     with pytest.raises(SystemExit) as stop:
         main()
     return int(stop.value.code or 0)
+
+
+def never(*_: object) -> NoReturn:
+    raise AssertionError("this is not to be called")
 
 
 def generate(monkeypatch: pytest.MonkeyPatch, model: Path, *arguments: str) -> int:
@@ -94,12 +101,11 @@ def test_attention_is_chosen_by_option(
 ) -> None:
     implementations = []
 
-    def watched(options: ModelOptions) -> LanguageModel:
-        loaded = load_model(options)
-        implementations.append(loaded.model.config._attn_implementation)
-        return loaded
+    def watched(language_model: LanguageModel, *rest: Any) -> Decoder:
+        implementations.append(language_model.model.config._attn_implementation)
+        return assembly.assemble(language_model, *rest)
 
-    monkeypatch.setattr(commands, "load_model", watched)
+    monkeypatch.setattr(commands, "assemble", watched)
     arguments = ("--prompt", PROMPT, "--max-new-tokens", "2", "--attention", attention)
     assert generate(monkeypatch, model_directory, *arguments) == 0
     assert implementations == [attention]
@@ -152,30 +158,68 @@ def test_sampling_is_repeatable_by_seed(
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+@pytest.fixture
+def index_of_another_tokenizer(tmp_path: Path) -> Path:
+    path = tmp_path / "other.index"
+    build_from_tokens([("document", [1, 2, 3])], path, Vocabulary(300, "ab" * 32))
+    return path
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", ""], "prompt is empty"),
-        (["--prompt", "x" * 128], "limit is 128"),
+        (["--prompt", " \n"], "prompt is empty"),
         (["--prompt", PROMPT, "--index", "a", "--server", "b"], "exclude each other"),
         (["--prompt", PROMPT, "--phrases", "a", "--server", "b"], "exclude each other"),
         (["--prompt", PROMPT, "--phrases", "no-such-file"], "no-such-file"),
         (["--prompt", PROMPT, "--index", "no-such-index"], "no-such-index"),
-        (["--prompt", PROMPT, "--device", "nowhere"], "nowhere"),
+        (["--prompt", PROMPT, "--device", "nowhere"], "on the device 'nowhere'"),
+        (["--prompt", PROMPT, "--device", "meta"], "on the device 'meta'"),
     ],
 )
-def test_bad_input_is_answered_in_one_line(
+def test_bad_input_is_answered_in_one_line_before_anything_is_loaded(
     model_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     message: str,
 ) -> None:
+    monkeypatch.setattr(models, "load_tokenizer", never)
     assert generate(monkeypatch, model_directory, *arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_what_the_tokenizer_tells_is_refused_before_the_weights_are_loaded(
+    model_directory: Path,
+    index_of_another_tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(PreparedModel, "load", never)
+    too_long = ("--prompt", "x" * 128)
+    wrong_index = ("--prompt", PROMPT, "--index", str(index_of_another_tokenizer))
+    for arguments, message in ((too_long, "limit is 128"), (wrong_index, "another tokenizer")):
+        assert generate(monkeypatch, model_directory, *arguments) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_loading_is_announced_and_a_failing_drafter_once(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "8", "--server", "127.0.0.1:1")
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    loading = [record for record in caplog.messages if record.startswith("loading /")]
+    failing = [record for record in caplog.messages if "without drafts" in record]
+    assert loading == [f"loading {model_directory}"]
+    assert len(failing) == 1
+    assert "127.0.0.1:1" in failing[0]
 
 
 def test_an_unknown_model_is_answered_in_one_line(

@@ -24,11 +24,12 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from decoder.errors import ModelLoadError, UncroppableCacheError, UnsupportedModelError
+from decoder.errors import DeviceError, ModelLoadError, UncroppableCacheError, UnsupportedModelError
 from decoder.models import LanguageModel, ModelOptions, Precision, load_model
 from decoder.target import Target
 from indexer.errors import TokenizerError
 from tests.decoder.decoding import (
+    SIZES,
     ScriptedDrafter,
     at_random,
     decoded,
@@ -40,14 +41,7 @@ from tests.decoder.decoding import (
     tiny_llama,
 )
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+TWO_LAYERS: dict[str, Any] = {**SIZES, "vocab_size": 48, "num_hidden_layers": 2}
 
 
 def tiny_mamba() -> PreTrainedModel:
@@ -55,11 +49,11 @@ def tiny_mamba() -> PreTrainedModel:
 
 
 def tiny_jamba() -> PreTrainedModel:
-    return JambaForCausalLM(JambaConfig(**SIZES, use_mamba_kernels=False, num_experts=2))
+    return JambaForCausalLM(JambaConfig(**TWO_LAYERS, use_mamba_kernels=False, num_experts=2))
 
 
 def tiny_convolution() -> PreTrainedModel:
-    return Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]))
+    return Lfm2ForCausalLM(Lfm2Config(**TWO_LAYERS, layer_types=["conv", "full_attention"]))
 
 
 def tiny_encoder_decoder() -> PreTrainedModel:
@@ -70,7 +64,11 @@ def tiny_encoder_decoder() -> PreTrainedModel:
 
 def tiny_chunked() -> PreTrainedModel:
     config = Llama4TextConfig(
-        **SIZES, intermediate_size_mlp=64, num_local_experts=2, head_dim=8, attention_chunk_size=8
+        **TWO_LAYERS,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        head_dim=8,
+        attention_chunk_size=8,
     )
     return Llama4ForCausalLM(config)
 
@@ -107,9 +105,7 @@ def test_flash_attention_is_refused_with_a_way_out() -> None:
 
 def test_models_that_slide_in_every_layer_take_one_mask() -> None:
     torch.manual_seed(4)
-    config = MistralConfig(
-        **SIZES, sliding_window=6, initializer_range=0.4, eos_token_id=None, head_dim=8
-    )
+    config = MistralConfig(**TWO_LAYERS, sliding_window=6, eos_token_id=None, head_dim=8)
     model = evaluated(MistralForCausalLM(config))
     prompt = prompt_of(10)
     expected = plainly(model, prompt, 40)
@@ -131,8 +127,7 @@ LONG = {
 def rotating(rope: dict[str, Any], max_positions: int) -> PreTrainedModel:
     torch.manual_seed(6)
     config = LlamaConfig(
-        **SIZES,
-        initializer_range=0.4,
+        **TWO_LAYERS,
         eos_token_id=None,
         max_position_embeddings=max_positions,
         rope_parameters={"rope_theta": 10000.0, **rope},
@@ -183,7 +178,8 @@ def test_models_load_from_a_directory(model_directory: Path, precision: Precisio
     ("options", "error", "message"),
     [
         ({"name": "./no-such-model"}, TokenizerError, "no such model"),
-        ({"device": "nowhere"}, ModelLoadError, "nowhere"),
+        ({"device": "nowhere"}, DeviceError, "nowhere"),
+        ({"device": "meta"}, DeviceError, "meta"),
         ({"attention": "imaginary"}, ModelLoadError, "imaginary"),
     ],
 )
@@ -211,7 +207,7 @@ def test_chat_templates_are_applied_if_wanted(model_directory: Path) -> None:
     plain = load_model(ModelOptions(str(model_directory)))
     tokenizer = plain.tokenizer
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    options = (plain.name, plain.model, tokenizer, plain.stop_ids)
+    options = (plain.name, plain.model, tokenizer, plain.vocabulary, plain.stop_ids)
     assert LanguageModel(*options).encode("ab") == tokenizer.encode("<user>ab")
     unadorned = LanguageModel(*options, use_chat_template=False)
     assert unadorned.encode("ab") == tokenizer.encode("ab")

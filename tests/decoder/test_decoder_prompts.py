@@ -41,7 +41,7 @@ def test_prompts_are_utf8_in_any_locale(tmp_path: Path) -> None:
     [
         (b"", "no prompt"),
         (b"\xff\xfe", "cannot read"),
-        (b'{"category": "x"', ":1: expected"),
+        (b'{"category": "x"', ":1 is not JSON"),
         (b'{"category": "x"}', ":1: expected"),
         (b'fine\n{"category": "x", "turns": []}', ":2: expected"),
         (b'{"category": 3, "turns": ["text"]}', "must be texts"),

@@ -4,8 +4,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from transformers import AutoTokenizer
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -42,6 +44,7 @@ def test_build_reports_what_it_did(
     assert status == 0
     assert report.pop("seconds") >= 0
     assert report.pop("tokens_per_s") > 0
+    assert report.pop("skipped_places") == {"not text": f"{source}/b.txt"}
     assert report == {
         "output": str(tmp_path / "x"),
         "documents": 1,
@@ -114,18 +117,37 @@ def test_verify_ends_with_status_1_when_anything_is_wrong(cli: Cli, built: Path)
     assert len(json.loads(out)["findings"]) == 1
 
 
-def test_errors_are_one_line_on_stderr(cli: Cli, built: Path, source: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line_on_stderr_before_a_tokenizer_is_loaded(
+    cli: Cli, built: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("loading takes seconds")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", never)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "a.txt").touch()
     for arguments in [
         ("build", tmp_path / "nowhere", "-o", tmp_path / "x"),
         ("build", source, "-o", tmp_path / "x", "--tokenizer", tmp_path / "nowhere"),
         ("build", source, "-o", built),
+        ("build", empty, "-o", tmp_path / "x"),
+        ("build", source, "-o", source / "a.txt" / "x"),
+        ("build", source, "-o", tmp_path / "x", "--tokenizer", source / "a.txt"),
         ("inspect", tmp_path / "nowhere"),
+        ("inspect", source / "a.txt"),
         ("verify", source),
     ]:
         status, out, err = cli(*arguments)
         assert (status, out) == (1, "")
         assert re.fullmatch(r"error: [^\n]+\n", err)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_file_is_no_index_and_is_said_to_be_one(cli: Cli, source: Path) -> None:
+    file = source / "a.txt"
+    for command in ("inspect", "verify"):
+        assert cli(command, file) == (1, "", f"error: {file} is a file: an index is a folder\n")
 
 
 def test_the_module_runs_as_a_program(tmp_path: Path) -> None:

@@ -91,6 +91,21 @@ def test_json_lines_are_documents_and_other_lines_are_counted(suffix: str, tmp_p
     assert skipped == {"no text in field 'text'": 3, "not JSON": 2, "too large": 1}
 
 
+def test_of_what_is_left_out_the_first_place_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(lines({"text": "first"}, "{", {"other": 1}, {"other": 1}, {"text": " "}))
+    report = build_index([path], tmp_path / "index", tokenizer)
+    assert report.skipped_places == {
+        "not JSON": f"{path}:2",
+        "no text in field 'text'": f"{path}:3",
+        "empty": f"{path}:5",
+    }
+    described = f"2 no text in field 'text' (first: {path}:3), 1 empty (first: {path}:5)"
+    assert described in report.describe()
+
+
 def test_of_a_damaged_gzip_the_lines_before_the_damage_stay(tmp_path: Path) -> None:
     rows = [{"text": f"row {i} " + os.urandom(200).hex()} for i in range(300)]
     whole = gzip.compress(lines(*rows).encode())
@@ -166,6 +181,6 @@ def test_sources_without_a_document_are_an_error_and_leave_nothing(
     with pytest.raises(SourceError, match=r"no document to index$"):
         build_index([source], tmp_path / "index", tokenizer)
     (source / "a.txt").write_bytes(content)
-    with pytest.raises(SourceError, match=r"skipped 1 (empty|not text)$"):
+    with pytest.raises(SourceError, match=r"skipped 1 (empty|not text)\b"):
         build_index([source], tmp_path / "index", tokenizer)
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]

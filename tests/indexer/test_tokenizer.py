@@ -1,14 +1,19 @@
 import importlib.util
 import subprocess
 import sys
+import time
 from copy import deepcopy
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
+import huggingface_hub
 import pytest
+from huggingface_hub import constants
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from indexer.errors import TokenizerError
+from indexer.errors import TokenizerError, reason_of
 from indexer.tokenizer import (
     DEFAULT_MODEL,
     ModelFiles,
@@ -64,6 +69,46 @@ def test_models_are_located_by_folder_gguf_file_and_hub_id(tmp_path: Path) -> No
 def test_paths_that_do_not_exist_are_named(name: str) -> None:
     with pytest.raises(TokenizerError, match="no such"):
         locate_model(name)
+
+
+def test_a_file_that_is_no_model_is_named_as_a_file(tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text("no model")
+    with pytest.raises(TokenizerError, match=r"plain\.txt is a file: name the model's folder"):
+        locate_model(str(tmp_path / "plain.txt"))
+
+
+def test_without_a_network_a_hub_id_fails_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    start = time.monotonic()
+    with pytest.raises(TokenizerError, match="the hub cannot be reached, and its cache lacks"):
+        load_tokenizer("owner/no-such-model")
+    assert time.monotonic() - start < 10
+
+
+def test_a_hub_in_reach_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        Thread(target=server.serve_forever, daemon=True).start()
+        assert ModelFiles("owner/name", None).options() == {}
+        server.shutdown()
+
+
+def test_models_on_disk_are_loaded_without_asking_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "get_session", None)
+    assert ModelFiles(str(tmp_path), "model.gguf").options() == {"gguf_file": "model.gguf"}
+
+
+def test_reasons_are_one_line_and_not_cut_where_they_begin() -> None:
+    error = OSError("Error(s) in loading:\n\tsize mismatch for\n\n  lm_head")
+    assert reason_of(error) == "Error(s) in loading: size mismatch for lm_head"
+    assert reason_of(FileNotFoundError(2, "No such file", "path")) == "No such file"
+    assert reason_of(KeyError()) == "KeyError"
+    assert len(reason_of(OSError("word " * 1000))) <= 500
 
 
 def test_damaged_tokenizers_are_one_clear_error(tmp_path: Path) -> None:

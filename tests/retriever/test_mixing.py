@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from retriever.kernels.layout import MAX_MATCH, NUM_SOURCES, Scratch, Traits, Work
-from retriever.kernels.mixing import _depth_bucket, _match_bucket, learn, mix, to_traits
+from retriever.kernels.mixing import depth_bucket, learn, match_bucket, mix, to_traits
 from retriever.mixer import Weights, blank_weights, prior_weights
 from retriever.predictor import DEFAULT_PRIOR
 from tests.retriever import mixing_twin
@@ -90,8 +90,8 @@ def test_every_match_and_depth_has_its_bucket() -> None:
         traits = np.ones(Traits.SIZE, np.float32)
         traits[Traits.MATCH] = traits[Traits.DEPTH] = number
         to_traits(traits)
-        assert _match_bucket(traits) == mixing_twin.match_bucket(number)
-        assert _depth_bucket(traits) == mixing_twin.depth_bucket(number)
+        assert match_bucket(traits) == mixing_twin.match_bucket(number)
+        assert depth_bucket(traits) == mixing_twin.depth_bucket(number)
 
 
 def flat(of: Parameters) -> NDArray[np.float64]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from retriever import encoding
 from retriever.commands import app
 
 
@@ -65,19 +66,67 @@ def test_earlier_traces_warm_later_ones_and_limit_stops(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"prompt": "a"}, "line 2"),
-        ([1, 2], "line 2"),
-        ({"prompt_ids": ["x"], "output_ids": []}, "line 2"),
-        ({"prompt_ids": "12", "output_ids": []}, "line 2"),
-        ({"prompt_ids": [1.7], "output_ids": []}, "line 2"),
-        ({"prompt_ids": [1 << 40], "output_ids": []}, "line 2"),
+        ({"prompt": "a"}, "`output` is missing"),
+        ({"prompt": 7, "output": "a"}, "`prompt` is no text"),
+        ({"prompt": "\ud800", "output": "a"}, "surrogate"),
+        ([1, 2], "a trace is a JSON object"),
+        ({"prompt_ids": ["x"], "output_ids": []}, "holds 'x', which is no token id"),
+        ({"prompt_ids": [True], "output_ids": []}, "holds True, which is no token id"),
+        ({"prompt_ids": "12", "output_ids": []}, "is no list"),
+        ({"prompt_ids": [1.7], "output_ids": []}, "holds 1.7"),
+        ({"prompt_ids": [1 << 40], "output_ids": []}, "token ids lie from 0 to 2147483647"),
+        ({"prompt_ids": [1], "output_ids": [-1]}, "`output_ids` holds -1: token ids lie from 0"),
     ],
 )
-def test_row_that_is_no_trace_is_named_by_line(tmp_path: Path, row: Any, reason: str) -> None:
+def test_row_that_is_no_trace_is_named_by_line_and_fault(
+    tmp_path: Path, row: Any, reason: str
+) -> None:
     traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [1], "output_ids": [1]}, row])
-    result = CliRunner().invoke(app, ["replay", str(traces)])
+    error = refused(traces)
+    assert f"{traces}, line 2" in error
+    assert reason in error
+    assert "Error" not in error
+
+
+def refused(*arguments: object) -> str:
+    """Return the one line that a replay is refused with, before any tokenizer is loaded."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(encoding, "load_tokenizer", None)
+        result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
     assert result.exit_code == 1
-    assert reason in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_files_that_cannot_be_used_are_refused_before_a_tokenizer_is_loaded(
+    tmp_path: Path,
+) -> None:
+    traces = write(tmp_path / "t.jsonl", [{"prompt": "a", "output": "b"}])
+    nowhere = tmp_path / "nowhere"
+    assert "there is no index at" in refused(traces, "--index", nowhere)
+    assert "No such file" in refused(traces, "--warm", nowhere)
+    assert "cannot be read" in refused(traces, "--phrases", nowhere)
+    damaged = tmp_path / "damaged.jsonl"
+    damaged.write_text('{"output": "a"}\n{')
+    assert "line 2 is not JSON" in refused(traces, "--warm", damaged)
+
+
+def test_a_budget_beyond_the_limit_is_a_usage_error(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["replay", str(tmp_path), "--budget", "257"])
+    assert result.exit_code == 2
+    assert "256" in result.stderr
+
+
+def test_a_file_without_a_trace_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text("\n\n")
+    assert "holds no trace" in refused(tmp_path / "t.jsonl")
+
+
+def test_a_file_that_cannot_be_opened_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"
+    assert refused(path) == f"error: {path} cannot be read: No such file or directory\n"
+    assert refused(tmp_path) == f"error: {tmp_path} cannot be read: Is a directory\n"
 
 
 def test_unreadable_traces_are_a_clear_error(tmp_path: Path) -> None:

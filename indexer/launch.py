@@ -1,0 +1,55 @@
+"""Starting a command line: what happens before the package that does the work is imported.
+
+Loads the standard library only, so that it can say what to install.
+"""
+
+import logging
+import os
+import signal
+import sys
+from importlib import import_module
+from typing import Final
+
+INTERRUPTED: Final = 130
+"""The status of a command that Ctrl-C ended, as shells give it: 128 plus the signal's number."""
+
+_PACKAGES: Final = ("indexer", "retriever", "decoder")
+
+
+def launch(package: str, extra: str) -> None:
+    """Import a package's commands and run them; Ctrl-C ends that in silence at any time.
+
+    What the packages log at INFO and above goes to standard error, a line each.
+
+    Args:
+        package: has a module `commands` with a function `main`.
+        extra: what to install where a library is missing.
+    """
+    # Not an exception: libraries turn those into errors of their own while they are imported.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        commands = import_module(f"{package}.commands")
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error.name} is missing: run `pip install '.[{extra}]'`")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    show_messages()
+    try:
+        commands.main()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def show_messages() -> None:
+    """Have what the packages log at INFO and above printed to standard error."""
+    for package in _PACKAGES:
+        logger = logging.getLogger(package)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.handlers = [_StandardError()]
+
+
+class _StandardError(logging.Handler):
+    """Prints to what is standard error at that moment: a progress bar takes its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)  # noqa: T201  (for whoever runs a command)

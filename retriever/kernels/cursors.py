@@ -1,0 +1,118 @@
+"""Copying that survives an edit: where in its own sequence a text is being copied from.
+
+A cursor is the position whose token is expected next. While the text agrees it moves along. Where
+the text departs (a token replaced, inserted or left out) it stays, and from there on every place
+shortly after it where the last token occurs may be where the copy resumes: near the cursor one
+equal token says more than elsewhere.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retriever.kernels.borrowing import borrow
+from retriever.kernels.chains import copy_tokens, match_length
+from retriever.kernels.layout import Chains
+from retriever.tree import Source
+
+POSITION, MISSES = 0, 1
+"""What a cursor, int64[2], holds: the expected position (-1 for none), and how many tokens have
+not agreed since the last that did."""
+
+_LONG: Final = 8  # a match that sets the cursor
+_REACH: Final = 96  # tokens after the cursor in which a copy may resume
+_LOST: Final = 64  # tokens without agreement after which the cursor is given up
+_MOST: Final = 4  # places that are offered
+_NEAR: Final = 8.0  # occurrences that one near the cursor counts for
+_BLIND: Final = 0.5  # and those for which no token speaks
+_CONTEXT: Final = int(Source.CONTEXT)
+_NO_TOKEN: Final = -2
+
+
+@njit(cache=True, nogil=True)
+def move_cursor(cursor: NDArray[np.int64], chains: Chains, begin: int) -> None:
+    """Compare tokens that were appended from `begin` on with what was expected.
+
+    Args:
+        cursor: int64[2], updated.
+        chains: of the sequence, which never wraps.
+        begin: position of the first new token.
+    """
+    tokens = chains.tokens
+    for position in range(begin, chains.state[0]):
+        if cursor[POSITION] < 0:
+            return
+        if cursor[MISSES] == 0 and tokens[cursor[POSITION]] == tokens[position]:
+            cursor[POSITION] += 1
+        else:
+            cursor[MISSES] += 1
+        if cursor[MISSES] > _LOST:
+            cursor[POSITION] = -1
+
+
+@njit(cache=True, nogil=True)
+def set_cursor(cursor: NDArray[np.int64], rows: NDArray[Any], num_rows: int) -> None:
+    """Move a cursor that is lost to the longest match, if that is long.
+
+    Args:
+        cursor: int64[2], updated.
+        rows: ROW[max_rows], of which the first `num_rows` are the sequence's, longest first.
+        num_rows: how many.
+    """
+    if num_rows == 0 or rows[0].match < _LONG:
+        return
+    for index in range(num_rows):
+        if rows[index].position == cursor[POSITION] and cursor[MISSES] == 0:
+            return
+        if rows[index].match < rows[0].match:
+            break
+    cursor[POSITION], cursor[MISSES] = rows[0].position, 0
+
+
+@njit(cache=True, nogil=True)
+def collect_cursor(
+    cursor: NDArray[np.int64],
+    chains: Chains,
+    query: NDArray[np.int32],
+    depth: int,
+    rows: NDArray[Any],
+    continuations: NDArray[np.int32],
+    row: int,
+) -> int:
+    """Write rows for the places near the cursor where the copy may resume.
+
+    Args:
+        cursor: int64[2].
+        chains: of the sequence.
+        query: int32[q], its last tokens.
+        depth: most tokens to copy for each place.
+        rows: ROW[max_rows], written from `row` on.
+        continuations: int32[max_rows, max_depth], likewise.
+        row: first free row.
+
+    Returns:
+        The first free row afterwards.
+    """
+    if cursor[POSITION] < 0 or cursor[MISSES] == 0:
+        return row
+    tokens, rows, continuations = borrow(chains.tokens), borrow(rows), borrow(continuations)
+    total, base, found = chains.state[0], cursor[POSITION], 0
+    for place in range(base, min(base + _REACH, total)):
+        blind = place == base or place == base + cursor[MISSES]
+        if found == _MOST or row == rows.shape[0]:
+            break
+        if tokens[place - 1] != query[-1] and not blind:
+            continue
+        match = match_length(tokens, place - 1, 0, query)
+        length = copy_tokens(tokens, place, total, True, depth, continuations[row])
+        if length > 0:
+            out = rows[row]
+            out.length, out.match, out.source = length, max(match, 1), _CONTEXT
+            out.count = _NEAR if match > 0 else _BLIND
+            out.position = place
+            out.affinity = 1.0
+            found += 1 if match > 0 else 0
+            row += 1
+    return row

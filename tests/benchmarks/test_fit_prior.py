@@ -1,0 +1,188 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.fit_prior.network import (
+    Network,
+    Schedule,
+    fit,
+    mean_surprise,
+    random_weights,
+)
+from benchmarks.fit_prior.outcomes import Outcome, Outcomes
+from benchmarks.fit_prior.recording import Recorder, record, variants
+from benchmarks.workloads import Workload
+from retriever.drafter import DraftRequest
+from retriever.embedded import EmbeddedDrafter
+from retriever.kernels.layout import Evidence, Traits
+from retriever.kernels.mixing import depth_bucket, match_bucket, score, score_doubt, to_shares
+from retriever.mixer import blank_weights, from_values, prior_weights
+from retriever.replay import replay
+from retriever.traces import Trace
+from tests.benchmarks.drafting import IndexMaker, ids
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def random_outcome(rng: np.random.Generator) -> Outcome:
+    count = int(rng.integers(0, 6))
+    traits = rng.uniform(0, 2, Traits.SIZE).astype(np.float32)
+    place = (int(rng.integers(0, 6)), int(match_bucket(traits)), int(depth_bucket(traits)))
+    features = rng.normal(size=(count, Evidence.SIZE)).astype(np.float32)
+    return Outcome(features, traits, place, int(rng.integers(-1, count)))
+
+
+def surprise_of(weights: Any, outcome: Outcome) -> float:
+    """What the kernels make of one outcome."""
+    evidence = np.ascontiguousarray(outcome.features.T)
+    shares = np.zeros(len(outcome.features), np.float32)
+    score(weights[0], outcome.traits, evidence, shares, 0, len(shares))
+    to_shares(shares, score_doubt(weights[0], outcome.traits, outcome.place[0]))
+    return float(-np.log2(shares[outcome.chosen] if outcome.chosen >= 0 else 1 - shares.sum()))
+
+
+def test_network_is_that_of_the_kernels() -> None:
+    rng = np.random.default_rng(1)
+    weights = random_weights(rng)
+    weights["doubt"] = rng.normal(size=weights["doubt"].shape)
+    outcomes = [random_outcome(rng) for _ in range(200)]
+    fitted = Network(weights)(Outcomes.of(outcomes)).detach().numpy()
+    expected = [surprise_of(weights, outcome) for outcome in outcomes]
+    np.testing.assert_allclose(fitted, expected, atol=0.01)
+    assert Network(weights).to_weights().tobytes() == weights.tobytes()
+
+
+def test_outcomes_are_taken_in_the_order_that_is_asked_for() -> None:
+    rng = np.random.default_rng(2)
+    each = [random_outcome(rng) for _ in range(50)]
+    nodes = rng.permutation(50)[:20]
+    halves = Outcomes.joined([Outcomes.of(each[:30]), Outcomes.of(each[30:])])
+    taken, expected = halves.take(nodes), Outcomes.of([each[node] for node in nodes])
+    for name in ("features", "counts", "traits", "places", "chosen"):
+        np.testing.assert_array_equal(getattr(taken, name), getattr(expected, name))
+
+
+def test_sample_is_part_of_the_whole() -> None:
+    rng = np.random.default_rng(3)
+    outcomes = Outcomes.of([random_outcome(rng) for _ in range(50)])
+    drawn = {row.tobytes() for row in outcomes.sample(20, rng).traits}
+    assert len(drawn) == 20
+    assert drawn < {row.tobytes() for row in outcomes.traits}
+    assert len(outcomes.sample(99, rng)) == 50
+    assert len(Outcomes.of([])) == len(Outcomes.of([]).take(np.arange(0))) == 0
+
+
+def traces(count: int = 12) -> list[Trace]:
+    """Outputs that go on with the prompt, but for every fourth token."""
+    rng, made = np.random.default_rng(4), []
+    for _ in range(count):
+        prompt = rng.integers(0, 40, 60)
+        output = prompt.copy()
+        output[::4] = rng.integers(0, 40, 15)
+        made.append(Trace(ids(*prompt), ids(*output)))
+    return made
+
+
+def test_all_that_is_learned_from_is_noted() -> None:
+    recorder = Recorder(256, blank_weights())
+    drafter = EmbeddedDrafter(predictor=recorder)
+    replay(drafter, traces(), 8)
+    outcomes = recorder.outcomes()
+    assert len(outcomes) == drafter._pool("").learned > 100
+    assert outcomes.counts.sum() == len(outcomes.features)
+    assert np.all((outcomes.chosen >= -1) & (outcomes.chosen < outcomes.counts))
+    assert np.all(np.isfinite(outcomes.features))
+    assert 0.2 < np.mean(outcomes.chosen >= 0) < 0.9
+
+
+def test_nodes_on_the_path_are_noted_with_what_came_true() -> None:
+    """After 4, 5, 1 the prompt went on with 3 and 6; the output goes on with 3, 6, 9."""
+    recorder = Recorder(256, blank_weights())
+    drafter = EmbeddedDrafter(predictor=recorder)
+    prompt = [1, 2, 4, 5, 1, 3, 6, 1, 2, 4, 5, 1]
+    drafter.open("one", ids(*prompt))
+    drafter.draft([DraftRequest("one", ids(), len(prompt), 16)])
+    work = recorder.scratch.work
+    root = work.nodes[0]
+    children = work.nodes["token"][root["first_child"] : root["end_child"]].tolist()
+    drafter.close("one", ids(3, 6, 9))
+    outcomes = recorder.outcomes()
+    assert {2, 3} <= set(children)
+    assert outcomes.chosen[0] == children.index(3)
+    assert outcomes.counts[0] == len(children)
+    assert outcomes.places[:, 2].tolist() == [0, 1, 2]  # depths
+    assert outcomes.chosen[1] >= 0
+    assert outcomes.chosen[2] == -1
+
+
+def test_pools_begin_with_the_weights_that_are_given() -> None:
+    start = random_weights(np.random.default_rng(5))
+    drafter = EmbeddedDrafter(predictor=Recorder(256, start))
+    drafter.draft_context(ids(1, 2, 1), 4)
+    assert drafter._pool("").weights.tobytes() == start.tobytes()
+
+
+def test_fitting_lowers_the_surprise() -> None:
+    outcomes = record(Workload("copying", traces(), [], []), blank_weights(), 8)
+    nodes = np.random.default_rng(6).permutation(len(outcomes))
+    taught, kept = outcomes.take(nodes[50:]), outcomes.take(nodes[:50])
+    weights = fit(taught, Schedule(epochs=20, batch=64))
+    assert mean_surprise(weights, kept) < 0.9 * mean_surprise(blank_weights(), kept)
+    again = fit(taught, Schedule(epochs=20, batch=64))
+    assert weights.tobytes() == again.tobytes()
+
+
+def test_variants_leave_out_what_there_is(make_index: IndexMaker) -> None:
+    whole = Workload("w", traces(7), [ids(1)], [make_index([1, 2, 3, 4])])
+    shapes = [(len(v.traces), len(v.outputs), len(v.indexes)) for v in variants(whole)]
+    assert shapes == [(7, 1, 1), (3, 1, 0), (3, 0, 1), (3, 0, 0)]
+    assert [len(v.traces) for v in variants(Workload("w", traces(7), [], []))] == [7]
+
+
+def fit_prior(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "benchmarks.fit_prior", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def write(path: Path, made: list[Trace]) -> Path:
+    rows = [{"prompt_ids": t.prompt.tolist(), "output_ids": t.output.tolist()} for t in made]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_command_writes_weights_that_load(tmp_path: Path) -> None:
+    one, other = write(tmp_path / "a.jsonl", traces(4)), write(tmp_path / "b.jsonl", traces(3))
+    stated = ("--workload", f"one={one},warm={other}", "--workload", f"other={other}")
+    small = ("--budget", 8, "--rounds", 2, "--epochs", 2, "--nodes", 100)
+    done = fit_prior(*stated, *small, "--output", tmp_path / "weights.npy")
+    assert done.returncode == 0, done.stderr
+    weights = from_values(np.load(tmp_path / "weights.npy"))
+    assert weights.tobytes() != prior_weights().tobytes()
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == ["round 1", "round 2"]
+    assert [line.split(" | ")[0] for line in lines[-2:]] == ["| one", "| other"]
+    assert "-" not in lines[-1]  # there is another workload to fit to
+
+
+@pytest.mark.parametrize(
+    ("workload", "folder", "reason"),
+    [
+        ("a=missing.jsonl", ".", "cannot be read"),
+        ("a={empty}", ".", "nothing to learn from"),
+        ("a={empty}", "missing", "no directory"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    tmp_path: Path, workload: str, folder: str, reason: str
+) -> None:
+    empty = write(tmp_path / "empty.jsonl", [Trace(ids(1), ids())])
+    stated = workload.format(empty=empty)
+    done = fit_prior("--workload", stated, "--output", tmp_path / folder / "weights.npy")
+    assert done.returncode == 1
+    assert reason in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

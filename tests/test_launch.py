@@ -1,0 +1,71 @@
+"""How command lines start and end: with one line where a library is missing, silently on Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from indexer.launch import INTERRUPTED
+
+ROOT = Path(__file__).parent.parent
+WAITING = "print('waiting', flush=True); import time; time.sleep(60)"
+SWALLOWING = f"""
+try:
+    {WAITING}
+except BaseException as error:
+    raise ImportError("as some libraries do") from error
+"""
+
+
+def started(folder: Path, commands: str) -> "subprocess.Popen[str]":
+    """Launch a package whose `commands` are given."""
+    package = folder / "slow"
+    package.mkdir()
+    (package / "commands.py").write_text(commands)
+    return subprocess.Popen(
+        [sys.executable, "-c", "from indexer.launch import launch; launch('slow', 'none')"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
+    )
+
+
+@pytest.mark.parametrize(
+    "commands", [WAITING, SWALLOWING, f"def main():\n    {WAITING}"], ids=["import", "lost", "main"]
+)
+def test_an_interrupt_ends_in_silence(tmp_path: Path, commands: str) -> None:
+    process = started(tmp_path, commands)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (INTERRUPTED, "", "")
+
+
+def test_what_the_packages_log_is_printed_bare(tmp_path: Path) -> None:
+    logged = "logging.getLogger('decoder.models').info('loading it'); logging.info('noise')"
+    process = started(tmp_path, f"import logging\ndef main():\n    {logged}")
+    assert process.communicate(timeout=30) == ("", "loading it\n")
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"), [("decoder", "decoder"), ("retriever", "server"), ("indexer", "index")]
+)
+def test_a_missing_library_is_answered_with_what_to_install(
+    package: str, extra: str, tmp_path: Path
+) -> None:
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(name='typer')")
+    done = subprocess.run(
+        [sys.executable, "-m", package, "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: typer is missing: run `pip install '.[{extra}]'`\n"
