@@ -27,10 +27,12 @@ def services() -> Iterator[list["subprocess.Popen[str]"]]:
         process.communicate(timeout=30)
 
 
-def run(script: list[str], services: list["subprocess.Popen[str]"]) -> None:
+def run(script: list[str], services: list["subprocess.Popen[str]"], given: str = "") -> None:
     """Run a command to its end, or until it says that it serves."""
     if "serve" not in script:
-        done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            script, cwd=ROOT, capture_output=True, text=True, check=False, input=given
+        )
         assert done.returncode == 0, (script, done.stdout, done.stderr)
         return
     process = subprocess.Popen(script, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -49,6 +51,8 @@ def test_readme_commands_run(tmp_path: Path, services: list["subprocess.Popen[st
             run([sys.executable, "-W", "error", "-c", text], services)
             continue
         for line in text.splitlines():
-            words = re.findall(r'"[^"]*"|\S+', line)
+            source, _, command = line.rpartition(" | ")
+            given = subprocess.check_output(source.split(), cwd=ROOT, text=True) if source else ""
+            words = re.findall(r'"[^"]*"|\S+', command)
             assert words[0] == "python"
-            run([sys.executable, *(word.strip('"') for word in words[1:])], services)
+            run([sys.executable, *(word.strip('"') for word in words[1:])], services, given)

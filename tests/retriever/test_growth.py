@@ -11,6 +11,7 @@ import pytest
 from numba import njit
 from numpy.typing import NDArray
 
+from retriever.embedded import EmbeddedDrafter
 from retriever.kernels import growth
 from retriever.kernels.layout import Tables
 from retriever.kernels.mixing import learn
@@ -101,6 +102,12 @@ def test_growth_ends_without_harm_when_there_is_no_room() -> None:
         world = random_world(rng, max_nodes=max_nodes)
         tree = world.grow(random_weights(rng), MAX_BUDGET, 0.0)
         assert len(tree) <= max_nodes - 1
+
+
+def test_tokens_of_no_known_vocabulary_are_drafted() -> None:
+    most = np.iinfo(np.int32).max - 1
+    tree = EmbeddedDrafter().draft_context([most, 0, most - 1, most, 0], 4)
+    assert int(tree.token_ids[0]) == most - 1
 
 
 def damaged(array: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:

@@ -160,28 +160,13 @@ def random_rows(rng: np.random.Generator) -> list[twins.Row]:
     ]
 
 
-def fill(scratch: Scratch, rows: list[twins.Row]) -> None:
-    for index, row in enumerate(rows):
-        scratch.continuations[index, : len(row.continuation)] = row.continuation
-        scratch.rows[index] = (
-            len(row.continuation),
-            row.match,
-            row.source,
-            0,
-            0,
-            row.count,
-            row.weight,
-            row.affinity,
-        )
-
-
 def test_weights_are_interpolated_from_the_longest_match_down() -> None:
     rng = np.random.default_rng(4)
     scratch = Scratch(8, max_rows=32, max_nodes=32)
     for _ in range(NUM_SEEDS):
         rows = random_rows(rng)
         trust = rng.uniform(0.1, 4, 5)
-        fill(scratch, rows)
+        twins.fill(scratch, rows)
         weigh_rows(scratch.rows, len(rows), trust, 7.0, scratch.counts)
         expected = twins.weights(rows, trust.tolist(), 7.0)
         np.testing.assert_allclose(scratch.rows["weight"][: len(rows)], expected, rtol=1e-9)

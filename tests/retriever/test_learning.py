@@ -7,7 +7,7 @@ import pytest
 
 from retriever import DraftRequest, DraftTree, TokenIds
 from retriever.embedded import EmbeddedDrafter
-from retriever.mixer import Weights, from_bytes, prior_weights, to_bytes
+from retriever.mixer import Weights, blank_weights, from_bytes, prior_weights, to_bytes
 from retriever.pools import Pool
 from tests.retriever.states import drafter_on, ids, log_on, output
 
@@ -118,6 +118,7 @@ def test_sessions_of_a_deleted_tenant_teach_nothing() -> None:
 def test_learning_changes_what_is_drafted() -> None:
     """A copy that never goes on as drafted is trusted less and less."""
     drafter = EmbeddedDrafter()
+    pool_of(drafter).weights[:] = blank_weights()
     first = []
     for number in range(30):
         drafter.open(str(number), PROMPT)

@@ -28,7 +28,7 @@ def characters(text: str) -> list[int]:
 
 
 def continuations(phrases: ListedPhrases, context: Sequence[int]) -> list[int]:
-    """The most probable continuation of a context, from listed phrases alone."""
+    """The most probable continuation of a context, from listed phrases and the context alone."""
     tree = EmbeddedDrafter(phrases=phrases).draft_context(np.array(context), 64)
     tokens: list[int] = tree.best_chain(64).token_ids.tolist()
     return tokens

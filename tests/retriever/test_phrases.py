@@ -34,6 +34,7 @@ def rows_at(
             int(scratch.rows[row]["match"]),
             float(scratch.rows[row]["count"]),
             int(scratch.rows[row]["source"]),
+            affinity=float(scratch.rows[row]["affinity"]),
         )
         for row in range(first, end)
     ]

@@ -7,7 +7,7 @@ import numpy as np
 
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.chains import bucket_of as hash_ngram
-from retriever.kernels.layout import MAX_MATCH, RECENT_SIZE
+from retriever.kernels.layout import MAX_MATCH, RECENT_SIZE, Scratch
 from retriever.kernels.phrases import MAX_BEGINNINGS
 from retriever.tree import Source
 
@@ -20,6 +20,15 @@ class Row:
     source: int = 0
     weight: float = 0.0
     affinity: float = 1.0
+
+
+def fill(scratch: Scratch, rows: Sequence[Row]) -> None:
+    """Write rows where kernels read them."""
+    for index, row in enumerate(rows):
+        scratch.continuations[index, : len(row.continuation)] = row.continuation
+        out = scratch.rows[index]
+        out["length"], out["match"], out["source"] = len(row.continuation), row.match, row.source
+        out["count"], out["weight"], out["affinity"] = row.count, row.weight, row.affinity
 
 
 def match_length(tokens: Sequence[int], position: int, oldest: int, query: Sequence[int]) -> int:

@@ -58,16 +58,9 @@ class World:
         """The last tokens of the sequence."""
         return self.context.last(MAX_MATCH)
 
-    def fill_rows(self) -> None:
-        """Write the rows where kernels read them."""
-        for index, row in enumerate(self.rows):
-            self.scratch.continuations[index, : len(row.continuation)] = row.continuation
-            columns = (row.match, row.source, -7, 0, row.count, row.weight, row.affinity)
-            self.scratch.rows[index] = (len(row.continuation), *columns)
-
     def plant(self) -> None:
         """Make node 0 the root."""
-        self.fill_rows()
+        twins.fill(self.scratch, self.rows)
         plant(self.scratch.rows, len(self.rows), self.query, self.scratch.work.nodes)
 
     def gather(self, current: int, num_nodes: int) -> int:
@@ -90,7 +83,7 @@ class World:
         self, weights: Weights, budget: int, min_probability: float, by: Grow = grow_tree
     ) -> DraftTree:
         """Return the tree that a kernel grows, having checked that it is one."""
-        self.fill_rows()
+        twins.fill(self.scratch, self.rows)
         ids, parents = np.empty(budget, np.int32), np.empty(budget, np.int32)
         probabilities, sources = np.empty(budget, np.float32), np.empty(budget, np.uint8)
         size = by(
