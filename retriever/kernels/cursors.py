@@ -28,7 +28,6 @@ _MOST: Final = 4  # places that are offered
 _NEAR: Final = 8.0  # occurrences that one near the cursor counts for
 _BLIND: Final = 0.5  # and those for which no token speaks
 _CONTEXT: Final = int(Source.CONTEXT)
-_NO_TOKEN: Final = -2
 
 
 @njit(cache=True, nogil=True)
@@ -54,21 +53,22 @@ def move_cursor(cursor: NDArray[np.int64], chains: Chains, begin: int) -> None:
 
 @njit(cache=True, nogil=True)
 def set_cursor(cursor: NDArray[np.int64], rows: NDArray[Any], num_rows: int) -> None:
-    """Move a cursor that is lost to the longest match, if that is long.
+    """Move a cursor to the longest match, if that is long: of equals to where it stands already.
 
     Args:
         cursor: int64[2], updated.
-        rows: ROW[max_rows], of which the first `num_rows` are the sequence's, longest first.
+        rows: ROW[max_rows], of which the first `num_rows` are the sequence's, in any order; of
+            equally long matches the first is taken.
         num_rows: how many.
     """
-    if num_rows == 0 or rows[0].match < _LONG:
-        return
+    longest, place = 0, -1
     for index in range(num_rows):
-        if rows[index].position == cursor[POSITION] and cursor[MISSES] == 0:
-            return
-        if rows[index].match < rows[0].match:
-            break
-    cursor[POSITION], cursor[MISSES] = rows[0].position, 0
+        row = rows[index]
+        expected = cursor[MISSES] == 0 and row.position == cursor[POSITION]
+        if row.match > longest or (row.match == longest and expected):
+            longest, place = row.match, row.position
+    if longest >= _LONG:
+        cursor[POSITION], cursor[MISSES] = place, 0
 
 
 @njit(cache=True, nogil=True)
@@ -103,9 +103,9 @@ def collect_cursor(
         blind = place == base or place == base + cursor[MISSES]
         if found == _MOST or row == rows.shape[0]:
             break
-        if tokens[place - 1] != query[-1] and not blind:
-            continue
         match = match_length(tokens, place - 1, 0, query)
+        if match == 0 and not blind:
+            continue
         length = copy_tokens(tokens, place, total, True, depth, continuations[row])
         if length > 0:
             out = rows[row]
