@@ -124,6 +124,11 @@ class Recordings:
     outputs: list[TokenIds]
     budget: int
 
+    def as_json(self) -> dict[str, int]:
+        """Return what a report says of them."""
+        counts = {"traces": len(self.traces), "warm_outputs": len(self.outputs)}
+        return {**counts, "budget": self.budget}
+
     def replay(self, index: Index) -> ReplayReport:
         """Replay all with a drafter that begins anew."""
         gc.collect()
@@ -167,15 +172,11 @@ def main(
             corpora = Corpora(texts, density, tokenizer, Path(folder), seed)
             built = [corpora.build(size) for size in sorted(set(tokens or SIZES))]
             rows = measure(built, recordings, repeats)
-    except (RetrieverError, IndexerError) as error:
+        settings = {**circumstances(), "machine": machine, "repeats": repeats, "seed": seed}
+        write(stem, {**settings, **recordings.as_json(), "synthetic": SYNTHETIC, "sizes": rows})
+    except (RetrieverError, IndexerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
-    settings = {"budget": budget, "traces": len(recordings.traces), "warm_outputs": len(outputs)}
-    settings |= {"repeats": repeats, "seed": seed, "synthetic": SYNTHETIC}
-    report = {**circumstances(), "machine": machine, **settings, "sizes": rows}
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_name(f"{stem.name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    stem.with_name(f"{stem.name}.md").write_text(as_markdown(rows))
     print(as_markdown(rows))
 
 
@@ -205,23 +206,30 @@ def measure(built: Sequence[Built], recordings: Recordings, repeats: int) -> lis
 
 
 def _median(report: ReplayReport) -> float:
-    return float(np.median(report.draft_us))
+    return float(np.median(report.draft_us or [0.0]))
 
 
 def _row(
     built: Built, index: Index, report: ReplayReport, median_before: float | None
 ) -> dict[str, Any]:
-    p50, p90, p99 = np.percentile(report.draft_us, (50, 90, 99)).tolist()
+    p50, p90, p99 = np.percentile(report.draft_us or [0.0], (50, 90, 99)).tolist()
     return {
         "tokens": index.num_tokens,
         "segments": len(index.segments),
         **asdict(built.corpus),
-        "bytes_per_token": index.num_bytes / index.num_tokens,
+        "bytes_per_token": index.num_bytes / max(1, index.num_tokens),
         "build_seconds": built.seconds,
-        "tokens_per_step": report.tokens / report.steps,
+        "tokens_per_step": report.tokens / max(1, report.steps),
         "draft_us": {"p50": p50, "p90": p90, "p99": p99},
         "p50_to_size_before": p50 / median_before if median_before else None,
     }
+
+
+def write(stem: Path, report: dict[str, Any]) -> None:
+    """Write `stem` with `.json` and `.md`."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_name(f"{stem.name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    stem.with_name(f"{stem.name}.md").write_text(as_markdown(report["sizes"]))
 
 
 def as_markdown(rows: Iterable[dict[str, Any]]) -> str:
