@@ -1,0 +1,124 @@
+"""Corpora of any size: documents as they are, then synthetic ones stitched together from them."""
+
+import gzip
+import json
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from indexer.sources import DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES, find_files, read_documents
+from indexer.tally import Tally
+from retriever.errors import RetrieverError
+
+MIN_SPAN_WORDS: Final = 20
+MAX_SPAN_WORDS: Final = 60
+SPANS: Final = 10
+"""In each synthetic document: some four hundred words."""
+
+_WORD: Final = re.compile(r"\S+\s*")
+
+
+class NoTextError(RetrieverError):
+    """A corpus holds no text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a corpus came to.
+
+    Attributes:
+        documents: in all.
+        synthetic_documents: those that were stitched together.
+        synthetic_share: their share of all characters.
+    """
+
+    documents: int
+    synthetic_documents: int
+    synthetic_share: float
+
+
+def read_texts(path: Path) -> list[str]:
+    """Return the documents of a file that have words in them.
+
+    Raises:
+        SourceError: there is no such file.
+        NoTextError: it holds no text.
+    """
+    tally = Tally()
+    files = find_files([path], tally)
+    read = read_documents(files, DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES, tally)
+    texts = [text for _, text in read if text.strip()]
+    if not texts:
+        raise NoTextError(f"{path} holds no text: give JSON lines with a {DEFAULT_FIELD!r} each")
+    return texts
+
+
+def stitch(documents: Sequence[str], seed: int) -> Iterator[str]:
+    """Yield synthetic documents without end, the same ones for the same seed.
+
+    Each is ten spans of 20 to 60 words, every span of another random document and from a random
+    word on, with the white space that stood between its words. A document of fewer words is taken
+    whole.
+
+    Args:
+        documents: where spans are taken from; at least one, and words in each.
+        seed: of all that is random.
+    """
+    rng = np.random.default_rng(seed)
+    edges = [_edges(document) for document in documents]
+    while True:
+        chosen = rng.integers(0, len(documents), SPANS).tolist()
+        lengths = rng.integers(MIN_SPAN_WORDS, MAX_SPAN_WORDS + 1, SPANS).tolist()
+        places = rng.random(SPANS).tolist()
+        yield " ".join(
+            _span(documents[number], edges[number], length, place)
+            for number, length, place in zip(chosen, lengths, places, strict=True)
+        )
+
+
+def _edges(document: str) -> "array[int]":
+    """Return where words begin, and the end of the last."""
+    return array("L", [*(word.start() for word in _WORD.finditer(document)), len(document)])
+
+
+def _span(document: str, edges: "array[int]", num_words: int, place: float) -> str:
+    """Return words of a document; `place`, in [0, 1), says from which of those that will do."""
+    begin = int(place * max(1, len(edges) - num_words))
+    end = min(begin + num_words, len(edges) - 1)
+    return document[edges[begin] : edges[end]].rstrip()
+
+
+def write_corpus(path: Path, documents: Sequence[str], num_characters: int, seed: int) -> Written:
+    """Write JSON lines (gzip) until there are so many characters of text.
+
+    Args:
+        path: of the file, `.jsonl.gz`.
+        documents: the first ones are written, all if need be, and then synthetic ones.
+        num_characters: the document that reaches this number is the last.
+        seed: of the synthetic documents.
+    """
+    characters = Counter[bool]()
+    num_documents = Counter[bool]()
+    texts = _texts(documents, seed)
+    with gzip.open(path, "wt", compresslevel=1) as file:
+        while characters.total() < num_characters:
+            text, is_synthetic = next(texts)
+            file.write(json.dumps({DEFAULT_FIELD: text}) + "\n")
+            characters[is_synthetic] += len(text)
+            num_documents[is_synthetic] += 1
+    share = characters[True] / max(1, characters.total())
+    return Written(num_documents.total(), num_documents[True], share)
+
+
+def _texts(documents: Sequence[str], seed: int) -> Iterator[tuple[str, bool]]:
+    """Yield texts without end, and of each whether it is synthetic."""
+    for document in documents:
+        yield document, False
+    for document in stitch(documents, seed):
+        yield document, True
