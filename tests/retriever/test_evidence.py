@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from indexer.reader import PhraseTables
-from retriever.kernels.evidence import _CONTEXT_MOST, _MOST, find_successor
 from retriever.kernels.layout import MAX_SUCCESSORS, Scratch
+from retriever.kernels.succession import MOST_FOLLOWERS, MOST_SUCCESSORS, find_successor
 from retriever.kernels.successors import WAYS
 from tests.retriever.evidence_twin import Known
 from tests.retriever.worlds import DEPTH, DOUBT, World, evidence_of, random_world, tables_of_tokens
@@ -122,7 +122,7 @@ def test_candidates_beyond_the_room_for_them_are_left_out() -> None:
 
 def test_the_table_of_siblings_is_never_full() -> None:
     """It has room for the rows and for all that tables, sequence and outputs can add to them."""
-    assert sum(_MOST) + sum(_CONTEXT_MOST) + 2 * WAYS == MAX_SUCCESSORS
+    assert sum(MOST_SUCCESSORS) + sum(MOST_FOLLOWERS) + 2 * WAYS == MAX_SUCCESSORS
     for max_rows in (1, 2, 55, 56, 57, 64, 952, 953, 1024):
         slots = Scratch(1, max_rows=max_rows, max_nodes=1).work.slots
         assert len(slots) > max_rows + MAX_SUCCESSORS

@@ -1,0 +1,99 @@
+"""The candidates for a node's next token: one for each token that any evidence proposes."""
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retriever.kernels.layout import Evidence, Traits
+
+UNKNOWN: Final = -2
+"""Stands for an entry of the phrase tables that was not looked for yet."""
+
+_SLOT_MULTIPLIER: Final = 40503
+
+
+@njit(cache=True, nogil=True)
+def add_rows(
+    rows: NDArray[Any],
+    continuations: NDArray[np.int32],
+    nodes: NDArray[Any],
+    evidence: NDArray[np.float32],
+    slots: NDArray[np.int32],
+    current: int,
+    num_nodes: int,
+    traits: NDArray[np.float32],
+) -> tuple[int, float, float]:
+    """Divide a node's rows among its children; return the node count and the sums of weights."""
+    node = nodes[current]
+    depth = node.depth
+    total, kindred, longest, node.voice = 0.0, 0.0, 0, 0
+    index = node.first_row
+    while index >= 0:
+        row = rows[index]
+        following = row.next
+        affine = row.weight * row.affinity
+        total += row.weight
+        kindred += affine
+        if row.match > longest:
+            longest, node.voice = row.match, row.source
+        if depth < row.length:
+            child, num_nodes = child_with(
+                continuations[index, depth], nodes, evidence, slots, current, num_nodes, row.source
+            )
+            if child >= 0:
+                _join(rows, index, nodes, child)
+                evidence[Evidence.ROWS, child] += row.weight
+                evidence[Evidence.AFFINE, child] += affine
+        index = following
+    traits[Traits.MATCH] = longest + depth if longest > 0 else 0
+    traits[Traits.DEPTH] = depth
+    return num_nodes, total, kindred
+
+
+@njit(cache=True, nogil=True)
+def child_with(
+    token: int,
+    nodes: NDArray[Any],
+    evidence: NDArray[np.float32],
+    slots: NDArray[np.int32],
+    parent: int,
+    num_nodes: int,
+    source: int,
+) -> tuple[int, int]:
+    """Return the parent's child with this token, made if need be, and the node count.
+
+    The child is -1 where there is no room left.
+    """
+    mask = slots.shape[0] - 1
+    slot = (token * _SLOT_MULTIPLIER) & mask
+    while slots[slot] >= 0 and nodes[slots[slot]].token != token:
+        slot = (slot + 1) & mask
+    if slots[slot] >= 0:
+        return slots[slot], num_nodes
+    if num_nodes == nodes.shape[0]:
+        return -1, num_nodes
+    slots[slot] = num_nodes
+    node = nodes[num_nodes]
+    node.token, node.slot, node.parent = token, slot, parent
+    node.first_row, node.heaviest, node.source = -1, -1.0, source
+    node.pair, node.triple = UNKNOWN, UNKNOWN
+    for kind in range(Evidence.SIZE):
+        evidence[kind, num_nodes] = 0.0
+    return num_nodes, num_nodes + 1
+
+
+@njit(cache=True, nogil=True)
+def _join(rows: NDArray[Any], index: int, nodes: NDArray[Any], child: int) -> None:
+    """Append a row to a node."""
+    row, node = rows[index], nodes[child]
+    row.next = -1
+    if node.first_row < 0:
+        node.first_row = index
+    else:
+        rows[node.last_row].next = index
+    node.last_row = index
+    if row.weight > node.heaviest:
+        node.heaviest = row.weight
+        node.source = row.source

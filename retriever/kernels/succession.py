@@ -1,0 +1,224 @@
+"""What followed the last one to three tokens: in the corpus, in the sequence, in recent outputs.
+
+Each function adds the successors of one context to a node's candidates, and returns what share of
+the estimate is left for the next shorter context.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from retriever.kernels.candidates import UNKNOWN, child_with
+from retriever.kernels.chains import bucket_of, head_position
+from retriever.kernels.layout import Evidence, Traits
+from retriever.kernels.successors import WAYS, check_of, entry_count, entry_token, hash_context
+from retriever.tree import Source
+
+MOST_SUCCESSORS: Final = (16, 8, 8)
+"""Successors to read in the phrase tables for contexts of one, two and three tokens."""
+
+MOST_FOLLOWERS: Final = (16, 8)
+"""Occurrences to read in the sequence for contexts of one and two tokens."""
+
+_CORPUS_STRENGTH: Final = (20.0, 4.0, 2.0)  # what the shorter context counts, by order
+_LIVE_STRENGTH: Final = (3.0, 1.5)  # orders 2 and 3
+_CONTEXT_STRENGTH: Final = (4.0, 1.0)  # orders 1 and 2
+_CONTEXT_ROWS: Final = (3, 2)  # where chains of orders 1 and 2 stand in a context's store
+_PROBES: Final = 4
+_BLOCK: Final = 64  # successors that are compared at once
+
+_CONTEXT: Final = int(Source.CONTEXT)
+_GENERATIONS: Final = int(Source.GENERATIONS)
+_PHRASES: Final = int(Source.PHRASES)
+
+
+@njit(cache=True, nogil=True)
+def set_states(
+    starts1: NDArray[np.uint32],
+    starts2: NDArray[np.uint32],
+    tokens2: NDArray[Any],
+    tokens3: NDArray[Any],
+    nodes: NDArray[Any],
+    current: int,
+) -> None:
+    """Find the entries of the last two and three tokens, where they are not known yet."""
+    node = nodes[current]
+    if node.pair == UNKNOWN:
+        node.pair = find_successor(starts1, tokens2, node.before, node.token)
+    if node.triple == UNKNOWN:
+        above = nodes[node.parent].pair
+        if current == 0:
+            above = find_successor(starts1, tokens2, node.earlier, node.before)
+        node.triple = find_successor(starts2, tokens3, above, node.token)
+
+
+@njit(cache=True, nogil=True)
+def find_successor(starts: NDArray[np.uint32], tokens: NDArray[Any], entry: int, token: int) -> int:
+    """Return the entry of a token among an entry's successors, one level further, or -1.
+
+    Frequent tokens have thousands of successors: whole blocks are compared at once.
+    """
+    if entry < 0 or entry + 1 >= starts.shape[0]:
+        return -1
+    begin = np.int64(starts[entry])
+    end = min(np.int64(starts[entry + 1]), tokens.shape[0])
+    while begin < end:
+        block = tokens[begin : min(begin + _BLOCK, end)]
+        found = False
+        for index in range(block.shape[0]):
+            found |= np.int64(block[index]) == token
+        if found:
+            break
+        begin += _BLOCK
+    while begin < end and np.int64(tokens[begin]) != token:
+        begin += 1
+    return begin if begin < end else -1
+
+
+@njit(cache=True, nogil=True)
+def add_successors(
+    starts: NDArray[np.uint32],
+    tokens: NDArray[Any],
+    own_counts: NDArray[np.uint8],
+    counts: NDArray[np.uint8],
+    values: NDArray[np.float32],
+    level: int,
+    entry: int,
+    left: np.float32,
+    vocabulary_size: int,
+    nodes: NDArray[Any],
+    evidence: NDArray[np.float32],
+    slots: NDArray[np.int32],
+    current: int,
+    num_nodes: int,
+    traits: NDArray[np.float32],
+) -> tuple[int, np.float32]:
+    """Add the most frequent successors of an entry, which stand in `level`.
+
+    Returns the node count and the coefficient of the next shorter context.
+    """
+    trait = Traits.CORPUS_1 + 2 - level
+    traits[trait] = 0.0
+    if entry < 0:
+        return num_nodes, left
+    total = values[own_counts[entry]]
+    traits[trait] = total
+    strength = np.float32(_CORPUS_STRENGTH[level - 2])
+    share = left / (total + strength)
+    begin = np.int64(starts[entry])
+    end = min(np.int64(starts[entry + 1]), begin + MOST_SUCCESSORS[level - 2], tokens.shape[0])
+    for successor in range(begin, end):
+        token = np.int64(tokens[successor])
+        if token >= vocabulary_size:
+            continue  # damaged
+        child, num_nodes = child_with(token, nodes, evidence, slots, current, num_nodes, _PHRASES)
+        if child >= 0:
+            evidence[Evidence.CORPUS, child] += share * values[counts[successor]]
+            if level == 2:  # noqa: PLR2004
+                nodes[child].pair = successor
+            elif level == 3:  # noqa: PLR2004
+                nodes[child].triple = successor
+    return num_nodes, share * strength
+
+
+@njit(cache=True, nogil=True)
+def add_followers(
+    sequence: NDArray[np.int32],
+    heads: NDArray[np.int32],
+    links: NDArray[np.int32],
+    length: int,
+    order: int,
+    left: np.float32,
+    nodes: NDArray[Any],
+    evidence: NDArray[np.float32],
+    slots: NDArray[np.int32],
+    tail: NDArray[np.int32],
+    followers: NDArray[np.int32],
+    current: int,
+    num_nodes: int,
+    traits: NDArray[np.float32],
+) -> tuple[int, np.float32]:
+    """Add what followed the last one or two tokens in the sequence itself.
+
+    Returns the node count and the coefficient of the next shorter context.
+    """
+    found = 0
+    if tail[3 - order] >= 0:
+        found = _follow(sequence, heads, links, length, order, tail, followers)
+    traits[Traits.CONTEXT_1 + 1 - order] = found
+    strength = np.float32(_CONTEXT_STRENGTH[order - 1])
+    share = left / (np.float32(found) + strength)
+    for index in range(found):
+        child, num_nodes = child_with(
+            followers[index], nodes, evidence, slots, current, num_nodes, _CONTEXT
+        )
+        if child >= 0:
+            evidence[Evidence.LIVE, child] += share
+    return num_nodes, share * strength
+
+
+@njit(cache=True, nogil=True)
+def _follow(
+    tokens: NDArray[np.int32],
+    heads: NDArray[np.int32],
+    links: NDArray[np.int32],
+    total: int,
+    order: int,
+    tail: NDArray[np.int32],
+    followers: NDArray[np.int32],
+) -> int:
+    """Write what followed the last occurrences of the tail's end; return how many were found."""
+    mask, row, most = tokens.shape[0] - 1, _CONTEXT_ROWS[order - 1], MOST_FOLLOWERS[order - 1]
+    bucket = bucket_of(tail, 3 - order, -1, order, heads.shape[1])
+    position = head_position(heads[row, bucket], total)
+    found, probes = 0, _PROBES * most
+    while position >= 0 and found < most and probes > 0:
+        probes -= 1
+        same = position + 1 < total and tokens[position & mask] == tail[2]
+        if same and (order == 1 or tokens[(position - 1) & mask] == tail[1]):
+            followers[found] = tokens[(position + 1) & mask]
+            found += 1
+        distance = links[row, position & mask]
+        if distance == 0:
+            break
+        position -= distance
+    return found
+
+
+@njit(cache=True, nogil=True)
+def add_live(
+    live: NDArray[np.int64],
+    order: int,
+    left: np.float32,
+    nodes: NDArray[Any],
+    evidence: NDArray[np.float32],
+    slots: NDArray[np.int32],
+    tail: NDArray[np.int32],
+    current: int,
+    num_nodes: int,
+    traits: NDArray[np.float32],
+) -> tuple[int, np.float32]:
+    """Add what followed the last `order` tokens in recent outputs."""
+    trait = Traits.LIVE_3 if order == 3 else Traits.LIVE_2  # noqa: PLR2004
+    traits[trait] = 0.0
+    if tail[3 - order] < 0:
+        return num_nodes, left
+    key = hash_context(tail, order)
+    place, check, total = key & (live.shape[0] - 1), check_of(key), 0
+    for way in range(WAYS):
+        total += entry_count(live[place, way], check)
+    traits[trait] = total
+    strength = np.float32(_LIVE_STRENGTH[order - 2])
+    share = left / (np.float32(total) + strength)
+    for way in range(WAYS):
+        count = entry_count(live[place, way], check)
+        if count > 0:
+            child, num_nodes = child_with(
+                entry_token(live[place, way]), nodes, evidence, slots, current, num_nodes,
+                _GENERATIONS,
+            )  # fmt: skip
+            if child >= 0:
+                evidence[Evidence.LIVE, child] += share * np.float32(count)
+    return num_nodes, share * strength
