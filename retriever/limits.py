@@ -56,6 +56,10 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> TokenIds:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise InvalidRequestError("token ids must be integers in one dimension")
     highest = vocabulary_size if vocabulary_size is not None else np.iinfo(np.int32).max
+    if array.dtype == np.int32:  # one look suffices: negative ids are large without a sign
+        checked = np.array(array, np.int32)
+        if checked.view(np.uint32).max() < highest:
+            return checked
     for worst in (int(array.min()), int(array.max())):
         if not 0 <= worst < highest:
             raise InvalidRequestError(

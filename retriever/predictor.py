@@ -93,12 +93,8 @@ class Predictor:
     def _grow(
         self, databases: Databases, num_rows: int, budget: int, min_probability: float
     ) -> DraftTree:
-        tree = DraftTree(
-            np.empty(budget, np.int32),
-            np.empty(budget, np.int32),
-            np.empty(budget, np.float32),
-            np.empty(budget, np.uint8),
-        )
+        token_ids, parents = np.empty(budget, np.int32), np.empty(budget, np.int32)
+        probabilities, sources = np.empty(budget, np.float32), np.empty(budget, np.uint8)
         size = grow_tree(
             self.scratch.rows,
             self.scratch.continuations,
@@ -112,9 +108,9 @@ class Predictor:
             budget,
             min_probability,
             self.scratch.work,
-            tree.token_ids,
-            tree.parents,
-            tree.probabilities,
-            tree.sources,
+            token_ids,
+            parents,
+            probabilities,
+            sources,
         )
-        return tree.prefix(int(size))
+        return DraftTree(token_ids[:size], parents[:size], probabilities[:size], sources[:size])
