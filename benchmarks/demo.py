@@ -32,7 +32,12 @@ STDLIB = Path(sysconfig.get_paths()["stdlib"])
 NOT_STDLIB = ("site-packages", "__pycache__")
 CACHE = Path(__file__).parent.parent / ".cache" / "demo"
 INDEX = CACHE / f"stdlib-{sys.version_info.major}.{sys.version_info.minor}.index"
-SOURCES = {"context": "context", "generations": "recent", "corpus": "corpus"}
+SOURCES = {
+    "context": "context",
+    "generations": "recent",
+    "phrases": "phrases",
+    "corpus": "corpus",
+}
 
 console = Console(stderr=True)
 
@@ -150,12 +155,10 @@ def run(
 def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
     """Print the figures for people."""
     title = f"{facts['model']}, {facts['dtype']}, {facts['machine']['num_cpus']} cores, greedy"
-    caption = (
-        "plain and drafted: tokens/s; context, recent, corpus: drafted tokens accepted from each"
-    )
+    caption = "plain, drafted: tokens/s; context to corpus: drafted tokens accepted from each"
     table = Table(title=title, caption=caption, box=None, padding=(0, 1, 0, 0))
     table.add_column("task", no_wrap=True)
-    for heading in ("plain", "drafted", "ratio", "tok/step", *SOURCES.values(), "identical"):
+    for heading in ("plain", "drafted", "ratio", "tok/step", *SOURCES.values(), "same"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
