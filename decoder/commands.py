@@ -22,6 +22,7 @@ from decoder.prompts import checked_text, read_prompts, read_text
 from indexer.errors import IndexerError
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.errors import RetrieverError
+from retriever.options import Indexes, Phrases
 
 app = typer.Typer(
     help="Decode with a model and drafts, or measure against transformers' own decoding.",
@@ -34,29 +35,12 @@ ModelName = Annotated[
     str,
     typer.Option("--model", metavar="MODEL", help="The model: a hub id, a folder or a .gguf file."),
 ]
-Indexes = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--index",
-        metavar="DIR",
-        help="An index to draft from, as `python -m indexer build` made it. Repeatable.",
-    ),
-]
 Server = Annotated[
     str | None,
     typer.Option(
         "--server",
         metavar="ADDRESS",
         help="A draft service, HOST:PORT or unix:PATH, instead of --index and --phrases.",
-    ),
-]
-Phrases = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--phrases",
-        metavar="FILE",
-        help="Phrases to draft once they have begun: one a line, or (.jsonl) each line "
-        '{"text": "..."} or {"ids": [...]}. Repeatable.',
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]

@@ -24,6 +24,7 @@ from retriever.errors import InvalidRequestError, RetrieverError
 from retriever.factories import OWN, find_factory, own_drafter
 from retriever.files import check_files
 from retriever.log_store import Durability
+from retriever.options import Indexes, Phrases
 from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
 from retriever.report_tables import tables
@@ -36,24 +37,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Indexes = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--index",
-        metavar="DIR",
-        help="An index to draft from, as `python -m indexer build` made it. Repeatable.",
-    ),
-]
-Phrases = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--phrases",
-        metavar="FILE",
-        help="Phrases to draft once they have begun: one a line, or (.jsonl) each line "
-        '{"text": "..."} or {"ids": [...]}. Repeatable.',
-    ),
-]
 
 
 @app.command()

@@ -12,7 +12,7 @@ import numpy as np
 
 from indexer.reader import Segment
 from retriever.drafter import TokenIds
-from retriever.kernels.chains import mark_recent
+from retriever.kernels.affinity import mark_recent
 from retriever.kernels.cursors import collect_cursor, move_cursor, set_cursor
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch, Tables
 from retriever.kernels.suffixes import collect_suffixes

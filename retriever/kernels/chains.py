@@ -15,8 +15,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.affinity import affinity_of
 from retriever.kernels.borrowing import borrow
-from retriever.kernels.layout import RECENT_SIZE, Chains
+from retriever.kernels.layout import Chains
 
 SEPARATOR: Final = -1
 """Ends a document in a store; no token has this id."""
@@ -25,7 +26,6 @@ _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT: Final = np.uint64(29)
 _PROBES_PER_ROW: Final = 4
 _HEAD_BITS: Final = 0x7FFFFFFF
-_KINDRED: Final = 16
 
 
 @njit(cache=True, nogil=True)
@@ -136,62 +136,6 @@ def head_position(head: int, total: int) -> int:
     if head < 0:
         return np.int64(-1)
     return total - ((total - head) & _HEAD_BITS)
-
-
-@njit(cache=True, nogil=True)
-def mark_recent(
-    query: NDArray[np.int32],
-    rarity: NDArray[np.float32],
-    recent: NDArray[np.float32],
-    marked: NDArray[np.int32],
-) -> None:
-    """Note the rarity of the context's last tokens, in place of those noted before.
-
-    Args:
-        query: int32[q], the last tokens, at most MAX_MATCH.
-        rarity: float32[vocabulary]; tokens beyond it count a half.
-        recent: float32[RECENT_SIZE], updated.
-        marked: int32[MAX_MATCH], the tokens noted before; updated.
-    """
-    for token in marked:
-        recent[token & (RECENT_SIZE - 1)] = 0.0
-    for index, token in enumerate(query):
-        marked[index] = token
-        known = token < rarity.shape[0]
-        recent[token & (RECENT_SIZE - 1)] = rarity[token] if known else np.float32(0.5)
-
-
-@njit(cache=True, nogil=True)
-def affinity_of(
-    tokens: NDArray[Any],
-    mask: int,
-    end: int,
-    oldest: int,
-    separator: int,
-    recent: NDArray[np.float32],
-) -> float:
-    """Return how much the text before an occurrence has to do with the recent context.
-
-    Adds up the rarity of those of the last 16 tokens before it that the context has as well.
-
-    Args:
-        tokens: integers[capacity], a ring or, with a mask of -1, an array.
-        mask: capacity less one, or -1.
-        end: position after the last token to look at.
-        oldest: position of the first token that may be read.
-        separator: what stands between documents.
-        recent: float32[RECENT_SIZE], rarity of the context's last tokens by id.
-
-    Returns:
-        1 or more; the square of one plus the sum, so that a few rare words weigh heavily.
-    """
-    kinship = np.float32(1.0)
-    for position in range(end - 1, max(oldest, end - _KINDRED) - 1, -1):
-        token = np.int64(tokens[position & mask])
-        if token == separator:
-            break
-        kinship += recent[token & (RECENT_SIZE - 1)]
-    return kinship * kinship
 
 
 @njit(cache=True, nogil=True, inline="always")

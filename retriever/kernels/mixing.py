@@ -27,7 +27,6 @@ from retriever.kernels.layout import (
 
 _LEAST: Final = np.float32(1e-6)
 _LEAST_AFFINE: Final = np.float32(1e-3)
-_LOG2_E: Final = 1.4426950408889634
 
 
 @njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})

@@ -11,8 +11,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.affinity import affinity_of
 from retriever.kernels.borrowing import borrow
-from retriever.kernels.chains import affinity_of
 
 
 @njit(cache=True, nogil=True)

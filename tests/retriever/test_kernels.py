@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from retriever.drafter import TokenIds
-from retriever.kernels.chains import SEPARATOR, append_tokens, collect_chains, mark_recent
+from retriever.kernels.affinity import mark_recent
+from retriever.kernels.chains import SEPARATOR, append_tokens, collect_chains
 from retriever.kernels.growth import weigh_rows
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
 from retriever.kernels.suffixes import collect_suffixes, find_interval
