@@ -102,7 +102,7 @@ def test_a_disk_that_takes_no_more_stops_logging_and_not_drafting(
 
 
 READ_ONLY = """
-import logging, os, sys
+import logging, os, sys, tempfile
 from pathlib import Path
 import numpy as np
 from retriever.embedded import EmbeddedDrafter
@@ -110,6 +110,8 @@ from retriever.errors import StateError
 state = Path(sys.argv[1])
 logging.basicConfig(format="%(levelname)s %(message)s")
 EmbeddedDrafter().warm()
+with tempfile.TemporaryDirectory() as folder:  # imports what only root may be able to read
+    EmbeddedDrafter(state=Path(folder)).shut_down()
 if os.getuid() == 0:
     os.setuid(65534)  # nothing is read-only to root
 try:
