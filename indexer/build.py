@@ -1,76 +1,48 @@
-"""Building an index: documents to tokens, tokens to segments, segments to a published catalog."""
+"""Building an index: sources to parts, parts to segments, segments to a published snapshot."""
 
+import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.catalog import CatalogWriter, Contents
-from indexer.errors import IndexerError, SourceError, TokenizerError
-from indexer.format import MAX_POSITIONS, SegmentRecord, token_dtype
-from indexer.output import check_output, new_index_folder
-from indexer.segments import (
-    MAX_SEGMENT_TOKENS,
-    Block,
-    TokenisedDocument,
-    gather_blocks,
-    write_phrases,
-    write_segment,
+from indexer.engines import Engine
+from indexer.errors import SourceError, TokenizerError
+from indexer.format import (
+    SCRATCH_FOLDER,
+    TOKENIZER_FILE,
+    token_dtype,
 )
-from indexer.sources import (
-    DEFAULT_FIELD,
-    DEFAULT_MAX_DOCUMENT_BYTES,
-    find_files,
-    read_documents,
+from indexer.options import DEFAULTS, BuildOptions
+from indexer.output import check_output, new_index_folder, write_file
+from indexer.parts import Part, TokenisedDocument
+from indexer.records import Contents, FileRecord, PhrasesRecord
+from indexer.segments import Piece, gather
+from indexer.snapshots import publish
+from indexer.sources import find_files
+from indexer.stages import (
+    PartTask,
+    gather_part,
+    renewed_phrases,
+    without_duplicates,
+    write_part,
+    write_segments,
 )
 from indexer.tally import BuildReport, Tally
-from indexer.tokenise import EMPTY, tokenise, usable_texts
+from indexer.tokenise import EMPTY, stored_encoder, stored_form, tokenise, usable_texts
 from indexer.tokenizer import DEFAULT_MODEL, Vocabulary, load_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+__all__ = ["BuildOptions", "build_from_texts", "build_from_tokens", "build_index"]
+
 OnProgress = Callable[[Tally], None]
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
-_Beginning = tuple[Iterable[TokenisedDocument], Vocabulary]
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """How an index is built; every value has a default that fits most corpora.
-
-    Attributes:
-        field: key of the text in a line of JSON.
-        max_document_bytes: longer documents are skipped.
-        max_segment_tokens: a segment with more tokens holds a single document; from 1 to
-            `MAX_POSITIONS`, beyond which positions do not fit the format.
-        overwrite: replace an index that is at the output path already.
-
-    Raises:
-        IndexerError: `max_segment_tokens` is out of its range.
-    """
-
-    field: str = DEFAULT_FIELD
-    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
-    max_segment_tokens: int = MAX_SEGMENT_TOKENS
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_segment_tokens <= MAX_POSITIONS:
-            raise IndexerError(
-                f"a segment cannot be limited to {self.max_segment_tokens} tokens: "
-                f"choose from 1 to {MAX_POSITIONS}"
-            )
-
-
-DEFAULTS: Final = BuildOptions()
 
 
 def build_index(
@@ -88,7 +60,7 @@ def build_index(
         tokenizer: of the model whose output is to be drafted: loaded, or a name that
             `locate_model` understands.
         options: how to build.
-        on_progress: called after every document with the counts so far.
+        on_progress: called as sources are read, with the counts so far.
 
     Raises:
         SourceError: a source does not exist, or no document could be read.
@@ -101,14 +73,16 @@ def build_index(
     files = find_files(sources, tally)
     if tally.num_bytes_found == 0:
         tally.skipped.update({EMPTY: len(files)} if files else {})
-        raise _no_document(tally)
-    documents = read_documents(files, options.field, options.max_document_bytes, tally)
-
-    def begin() -> _Beginning:
-        tokenised, vocabulary = _tokenised(documents, tokenizer, options, tally)
-        return _watched(tokenised, tally, on_progress), vocabulary
-
-    return _build(begin, Path(output), options, tally)
+        raise no_document(tally)
+    with new_index_folder(Path(output), overwrite=options.overwrite) as folder:
+        loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        started = time.perf_counter()
+        vocabulary, stored = _store(loaded, folder)
+        with scratch_folder(folder) as scratch:
+            tasks = part_tasks(files, scratch, folder / TOKENIZER_FILE, vocabulary, options)
+            parts = read_parts(options.engine, tasks, tally, on_progress)
+            contents = _write_index(folder, parts, vocabulary, stored, options, tally)
+    return report_of(output, contents, tally, started)
 
 
 def build_from_texts(
@@ -119,8 +93,19 @@ def build_from_texts(
 ) -> BuildReport:
     """Index pairs of name and text; see `build_index`."""
     tally = Tally()
-    begin = partial(_tokenised, documents, tokenizer, options, tally)
-    return _build(begin, Path(output), options, tally)
+    with new_index_folder(Path(output), overwrite=options.overwrite) as folder:
+        loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        started = time.perf_counter()
+        vocabulary, stored = _store(loaded, folder)
+        named = ((name, "", text) for name, text in documents)
+        usable = usable_texts(named, options.max_document_bytes, tally)
+        encoder = stored_encoder(folder / TOKENIZER_FILE)
+        tokenised = tokenise(usable, encoder, token_dtype(vocabulary.size), tally)
+        with scratch_folder(folder) as scratch:
+            size, keep = vocabulary.size, options.keep_texts
+            parts = [gather_part(tokenised, scratch / "part", size, keep_texts=keep)]
+            contents = _write_index(folder, parts, vocabulary, stored, options, tally)
+    return report_of(output, contents, tally, started)
 
 
 def build_from_tokens(
@@ -138,38 +123,90 @@ def build_from_tokens(
         IndexerError: the index cannot be written.
     """
     tally = Tally()
-    checked = _checked(documents, vocabulary, tally)
-    return _build(lambda: (checked, vocabulary), Path(output), options, tally)
+    started = time.perf_counter()
+    with (
+        new_index_folder(Path(output), overwrite=options.overwrite) as folder,
+        scratch_folder(folder) as scratch,
+    ):
+        checked = _checked(documents, vocabulary, tally)
+        parts = [gather_part(checked, scratch / "part", vocabulary.size, keep_texts=False)]
+        contents = _write_index(folder, parts, vocabulary, None, options, tally)
+    return report_of(output, contents, tally, started)
 
 
-def _tokenised(
-    documents: Iterable[tuple[str, str]],
-    tokenizer: "str | PreTrainedTokenizerBase",
+@contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """Give a folder in an index for what is needed while it is built."""
+    scratch = folder / SCRATCH_FOLDER
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def part_tasks(
+    files: Sequence[Any],
+    scratch: Path,
+    tokenizer: Path,
+    vocabulary: Vocabulary,
+    options: BuildOptions,
+) -> list[PartTask]:
+    """Return what is to be read, in pieces."""
+    return [
+        PartTask(
+            scratch / f"{number:08d}",
+            (file,),
+            tokenizer,
+            vocabulary.size,
+            options.field,
+            options.max_document_bytes,
+            options.keep_texts,
+        )
+        for number, file in enumerate(files)
+    ]
+
+
+def read_parts(
+    engine: Engine, tasks: Sequence[PartTask], tally: Tally, on_progress: OnProgress | None
+) -> list[Part]:
+    """Read and tokenise all sources; count."""
+    parts = []
+    for part, counted in engine.map(write_part, tasks, 1 << 29):
+        tally.merge(counted)
+        tally.num_documents += part.num_documents
+        tally.num_tokens += part.num_tokens
+        parts.append(part)
+        if on_progress is not None:
+            on_progress(tally)
+    return parts
+
+
+def chosen_pieces(
+    parts: Sequence[Part],
+    known: Sequence[NDArray[np.uint8]],
     options: BuildOptions,
     tally: Tally,
-) -> _Beginning:
-    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-    vocabulary = vocabulary_of(loaded)
-    usable = usable_texts(documents, options.max_document_bytes, tally)
-    return tokenise(usable, loaded, vocabulary, tally), vocabulary
+) -> list[Piece]:
+    """Return the documents of parts that are to be indexed."""
+    filled = [part for part in parts if part.num_documents]
+    if options.deduplicate and filled:
+        return without_duplicates(filled, known, tally)
+    return [Piece(part, ((0, part.num_documents),)) for part in filled]
 
 
-def _build(
-    begin: Callable[[], _Beginning], output: Path, options: BuildOptions, tally: Tally
-) -> BuildReport:
-    """Build an index of what `begin` returns; it is called once the output can be written."""
-    with new_index_folder(output, overwrite=options.overwrite) as folder:
-        documents, vocabulary = begin()
-        started = time.perf_counter()
-        blocks = gather_blocks(documents, options.max_segment_tokens)
-        records = _write_index(folder, blocks, vocabulary)
-        if not records:
-            raise _no_document(tally)
+def no_document(tally: Tally) -> SourceError:
+    """Return the error for sources that hold nothing to be indexed."""
+    reasons = tally.describe_skipped()
+    return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))
+
+
+def report_of(output: Path | str, contents: Contents, tally: Tally, started: float) -> BuildReport:
+    """Return what a build did."""
     return BuildReport(
         output=str(output),
-        num_documents=sum(record.num_documents for record in records),
-        num_tokens=sum(record.num_tokens for record in records),
-        num_segments=len(records),
+        num_documents=sum(record.num_documents for record in contents.segments),
+        num_tokens=contents.num_tokens,
+        num_segments=len(contents.segments),
         num_bytes=tally.num_bytes,
         seconds=time.perf_counter() - started,
         skipped=dict(sorted(tally.skipped.items())),
@@ -177,46 +214,32 @@ def _build(
     )
 
 
-def _no_document(tally: Tally) -> SourceError:
-    reasons = tally.describe_skipped()
-    return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))
+def _store(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> tuple[Vocabulary, FileRecord]:
+    """Write the tokenizer into an index."""
+    content = stored_form(tokenizer)
+    write_file(folder / TOKENIZER_FILE, content)
+    return vocabulary_of(tokenizer), FileRecord.of(content)
 
 
-def _write_index(
-    folder: Path, blocks: Iterable[Block], vocabulary: Vocabulary
-) -> list[SegmentRecord]:
-    """Write segments, documents and phrases, then the catalog that makes them an index."""
-    records = []
-    with CatalogWriter(folder) as catalog, ThreadPoolExecutor(1) as pool:
-        for block, written in _written(pool, folder, blocks, vocabulary.size):
-            record = written.result()
-            catalog.add_documents(record.name, block.documents)
-            records.append(record)
-        phrases = write_phrases(folder, records, vocabulary.size)
-        catalog.publish(Contents(vocabulary, tuple(records), phrases))
-    return records
-
-
-def _written(
-    pool: ThreadPoolExecutor, folder: Path, blocks: Iterable[Block], vocabulary_size: int
-) -> Iterator[tuple[Block, "Future[SegmentRecord]"]]:
-    """Write each block while the next one is gathered; no more than two are held."""
-    waiting: deque[tuple[Block, Future[SegmentRecord]]] = deque()
-    for ordinal, block in enumerate(blocks):
-        written = pool.submit(write_segment, folder, ordinal, block, vocabulary_size)
-        waiting.append((block, written))
-        if len(waiting) > 1:
-            yield waiting.popleft()
-    yield from waiting
-
-
-def _watched(
-    documents: Iterable[TokenisedDocument], tally: Tally, on_progress: OnProgress | None
-) -> Iterator[TokenisedDocument]:
-    for document in documents:
-        if on_progress is not None:
-            on_progress(tally)
-        yield document
+def _write_index(  # noqa: PLR0913, PLR0917
+    folder: Path,
+    parts: Sequence[Part],
+    vocabulary: Vocabulary,
+    tokenizer: FileRecord | None,
+    options: BuildOptions,
+    tally: Tally,
+) -> Contents:
+    """Write segments and phrases, then the snapshot that makes them an index."""
+    groups = gather(chosen_pieces(parts, [], options, tally), options.max_segment_tokens)
+    segments = write_segments(options.engine, folder, groups, 0, vocabulary.size)
+    if not segments:
+        raise no_document(tally)
+    nothing = PhrasesRecord("", (), {})
+    contents = Contents(vocabulary, tuple(segments), nothing, len(segments), tokenizer)
+    phrases = renewed_phrases(options.engine, folder, 0, contents)
+    contents = Contents(vocabulary, tuple(segments), phrases, len(segments), tokenizer)
+    publish(folder, 0, contents)
+    return contents
 
 
 def _checked(
@@ -236,4 +259,4 @@ def _checked(
                     f"{name!r} has the token id {extreme}, which is outside the vocabulary of "
                     f"{vocabulary.size}"
                 )
-        yield TokenisedDocument(name, ids.astype(dtype))
+        yield TokenisedDocument(name, "", ids.astype(dtype))

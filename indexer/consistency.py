@@ -6,6 +6,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from indexer.documents import DocumentTable
+from indexer.errors import DamagedIndexError
 from indexer.format import Tokens, separator_of
 from indexer.reader import Segment
 from indexer.suffixes import first_token_starts
@@ -15,14 +17,11 @@ _FIRST_COMPARED: Final = 64
 _SAMPLING_SEED: Final = 0
 
 
-def find_inconsistencies(
-    segment: Segment, document_starts: NDArray[np.int64], vocabulary_size: int, num_samples: int
-) -> Iterator[str]:
+def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: int) -> Iterator[str]:
     """Yield what is wrong with a segment, in words; nothing if it is sound.
 
     Args:
         segment: whose files have the sizes that the catalog states.
-        document_starts: int64[documents], where the catalog says that its documents start.
         vocabulary_size: largest token id plus one.
         num_samples: neighbours among the suffixes whose whole order is checked.
     """
@@ -31,7 +30,7 @@ def find_inconsistencies(
     if np.any((tokens >= vocabulary_size) & ~is_separator):
         yield "a token is outside the vocabulary"
         return
-    if not _parts_documents(is_separator, document_starts):
+    if not _parts_documents(is_separator, segment.documents.starts):
         yield "the document table does not list the documents that separators end"
     if not np.array_equal(segment.starts, first_token_starts(tokens, vocabulary_size)):
         yield "the starts are not the counts of the tokens"
@@ -43,7 +42,19 @@ def find_inconsistencies(
         yield "the suffixes are not in the order of their tokens"
 
 
-def _parts_documents(is_separator: NDArray[np.bool_], document_starts: NDArray[np.int64]) -> bool:
+def find_wrong_documents(documents: DocumentTable) -> Iterator[str]:
+    """Yield what is wrong with the names and licences of documents; nothing if all can be read."""
+    for number in range(len(documents)):
+        try:
+            documents.document(number)
+        except DamagedIndexError as error:
+            yield str(error)
+            return
+    if len(documents) and int(documents.name_ends[-1]) != len(documents.names):
+        yield "the names of documents are followed by others"
+
+
+def _parts_documents(is_separator: NDArray[np.bool_], document_starts: NDArray[np.uint32]) -> bool:
     ends = np.flatnonzero(is_separator)
     if len(ends) == 0 or ends[-1] != len(is_separator) - 1:
         return False

@@ -37,6 +37,10 @@ class IndexExistsError(IndexerError):
     """The output path is taken and was not to be replaced."""
 
 
+class IndexBusyError(IndexerError):
+    """Somebody else is changing the index."""
+
+
 class DamagedIndexError(IndexerError):
     """An index lacks files, or holds bytes that its builder did not write."""
 

@@ -1,8 +1,4 @@
-"""Checking the files of an index and mapping them into memory.
-
-All paths are resolved anew for every file: `from_same_folder` guards against indexes that are
-replaced meanwhile.
-"""
+"""Checking the files of an index and mapping them into memory."""
 
 import mmap
 import os
@@ -13,32 +9,38 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.catalog import CatalogReader, Contents
-from indexer.errors import DamagedIndexError, IndexNotFoundError
+from indexer.documents import DocumentTable
+from indexer.errors import DamagedIndexError
 from indexer.format import (
-    CATALOG_FILE,
-    CATALOG_FOLDER,
-    CHECKSUM_FILE,
     COUNT_DTYPE,
+    DIGEST_BYTES,
+    DIGESTS_FILE,
+    DOCUMENT_STARTS_FILE,
+    LICENCE_DTYPE,
+    LICENCES_FILE,
+    NAME_ENDS_FILE,
+    NAMES_FILE,
+    OFFSET_DTYPE,
     PHRASE_FILES,
     PHRASES_FOLDER,
     POSITION_DTYPE,
-    SEGMENT_FILES,
     SEGMENTS_FOLDER,
     STARTS_FILE,
     SUFFIXES_FILE,
     TOKENS_FILE,
-    FileRecord,
-    PhrasesRecord,
-    SegmentRecord,
     Tokens,
-    decode_json,
     token_dtype,
 )
 from indexer.phrases import PhraseTables
+from indexer.records import Contents, FileRecord, PhrasesRecord, SegmentRecord
 
-MAX_CHECKED_CATALOG_BYTES: Final = 16 << 20
-"""Larger catalogs are opened unread: opening is to take less than 50 ms."""
+DOCUMENT_DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    DOCUMENT_STARTS_FILE: POSITION_DTYPE,
+    NAMES_FILE: np.dtype(np.uint8),
+    NAME_ENDS_FILE: OFFSET_DTYPE,
+    LICENCES_FILE: LICENCE_DTYPE,
+    DIGESTS_FILE: np.dtype(np.uint8),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,13 +54,16 @@ class Segment:
         suffixes: uint32[m], the positions in `tokens` that hold no separator, in the
             lexicographic order of the tokens from there to the end of the segment.
         starts: uint32[vocabulary size + 1]; the suffixes that begin with token t are
-            `suffixes[starts[t]:starts[t + 1]]`.
+            `suffixes[starts[t]:starts[t + 1]]`. On a damaged disk it may hold anything but for its
+            ends: code that slices by it must clamp.
+        documents: which documents the tokens are of.
     """
 
     name: str
     tokens: Tokens
     suffixes: NDArray[np.uint32]
     starts: NDArray[np.uint32]
+    documents: DocumentTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,42 +72,6 @@ class Snapshot:
 
     segments: tuple[Segment, ...]
     phrases: PhraseTables
-
-
-def open_catalog(path: Path, record: FileRecord) -> CatalogReader:
-    """Open the catalog of the index at `path`, having checked its file.
-
-    LMDB maps the file and trusts it: reading a damaged one may kill the process. Hence the size
-    is always checked, and the checksum where the file has at most `MAX_CHECKED_CATALOG_BYTES`.
-
-    Args:
-        path: the index's directory.
-        record: what `catalog_record` says of the file.
-
-    Raises:
-        DamagedIndexError: the catalog is missing, damaged or unreadable.
-    """
-    file = path / CATALOG_FOLDER / CATALOG_FILE
-    if record.num_bytes <= MAX_CHECKED_CATALOG_BYTES:
-        check_file(file, record)
-    else:
-        check_size(file, record.num_bytes)
-    return CatalogReader(path / CATALOG_FOLDER)
-
-
-def catalog_record(path: Path) -> FileRecord:
-    """Return the size and checksum that the catalog of the index at `path` was written with.
-
-    Raises:
-        IndexNotFoundError: the folder holds nothing of an index.
-        DamagedIndexError: the file that says so is missing or unreadable.
-    """
-    if not any((path / name).exists() for name in (CATALOG_FOLDER, SEGMENTS_FOLDER, CHECKSUM_FILE)):
-        raise IndexNotFoundError(f"{path} is a folder but not an index")
-    try:
-        return FileRecord.decode(decode_json((path / CHECKSUM_FILE).read_bytes()))
-    except (DamagedIndexError, OSError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise DamagedIndexError(f"{path / CHECKSUM_FILE} is unreadable: {error}") from error
 
 
 def check_size(path: Path, num_bytes: int) -> None:
@@ -153,35 +122,49 @@ def open_snapshot(path: Path, contents: Contents) -> Snapshot:
 
 
 def open_segment(path: Path, record: SegmentRecord, vocabulary_size: int) -> Segment:
-    """Map the files of a segment of the index at `path`, and check their sizes and `starts`.
+    """Map the files of a segment of the index at `path`, and check their sizes.
 
-    What `tokens` and `suffixes` hold is not read.
+    What they hold is not read, except for the ends of `starts`.
 
     Raises:
         DamagedIndexError: files are missing or of another size than was written, or `starts` does
-            not divide `suffixes`.
+            not end with `suffixes`.
     """
     folder = path / SEGMENTS_FOLDER / record.name
-    for name in SEGMENT_FILES:
-        check_size(folder / name, record.files[name].num_bytes)
-    tokens = _map(folder / TOKENS_FILE, token_dtype(vocabulary_size))
-    suffixes = _map(folder / SUFFIXES_FILE, POSITION_DTYPE)
-    starts = _map(folder / STARTS_FILE, POSITION_DTYPE)
+    for name, file in record.files.items():
+        check_size(folder / name, file.num_bytes)
+    tokens = map_array(folder / TOKENS_FILE, token_dtype(vocabulary_size))
+    suffixes = map_array(folder / SUFFIXES_FILE, POSITION_DTYPE)
+    starts = map_array(folder / STARTS_FILE, POSITION_DTYPE)
     lengths = (record.num_tokens + record.num_documents, record.num_tokens, vocabulary_size + 1)
     if (len(tokens), len(suffixes), len(starts)) != lengths:
         raise DamagedIndexError(f"the files of {folder} contradict the counts in the catalog")
-    if not _divides(starts, len(suffixes)):
+    if (starts[0], starts[-1]) != (0, len(suffixes)):
         raise DamagedIndexError(
             f"{folder / STARTS_FILE} is damaged, it does not divide the suffixes: "
             "copy or build the index again"
         )
-    return Segment(record.name, tokens, suffixes, starts)
+    documents = open_documents(folder, record.num_documents, record.licences)
+    return Segment(record.name, tokens, suffixes, starts, documents)
+
+
+def open_documents(folder: Path, num_documents: int, licences: tuple[str, ...]) -> DocumentTable:
+    """Map the document files in a folder, and check that they are of so many documents.
+
+    Raises:
+        DamagedIndexError: files are missing, or are not of so many documents.
+    """
+    arrays = {name: map_array(folder / name, dtype) for name, dtype in DOCUMENT_DTYPES.items()}
+    lengths = [len(arrays[name]) for name in (DOCUMENT_STARTS_FILE, NAME_ENDS_FILE, LICENCES_FILE)]
+    if {*lengths, len(arrays[DIGESTS_FILE]) / DIGEST_BYTES} != {num_documents}:
+        raise DamagedIndexError(f"the documents of {folder} contradict the counts in the catalog")
+    return DocumentTable.of_files(arrays, licences)
 
 
 def open_phrases(path: Path, record: PhrasesRecord, vocabulary_size: int) -> PhraseTables:
     """Map the files of the phrase tables of the index at `path`, and check that they fit.
 
-    Of `starts`, level 1 is read whole, and of levels 2 and 3 the ends; of the other files nothing.
+    Of `starts` the ends are read, of the other files nothing.
 
     Raises:
         DamagedIndexError: files are missing or of another size than was written, or `starts` do
@@ -192,15 +175,10 @@ def open_phrases(path: Path, record: PhrasesRecord, vocabulary_size: int) -> Phr
     arrays = {}
     for name in PHRASE_FILES:
         check_size(folder / name, record.files[name].num_bytes)
-        arrays[name] = _map(folder / name, dtypes.get(name[:-1], POSITION_DTYPE))
+        arrays[name] = map_array(folder / name, dtypes.get(name[:-1], POSITION_DTYPE))
     tables = PhraseTables.of_files(arrays)
     if not _agree(tables, vocabulary_size):
         raise DamagedIndexError(f"the files of {folder} contradict each other")
-    if not _divides(tables.starts[0], len(tables.tokens[1])):
-        raise DamagedIndexError(
-            f"{folder / PHRASE_FILES[1]} is damaged, it does not divide the entries of level 2: "
-            "copy or build the index again"
-        )
     return tables
 
 
@@ -218,13 +196,12 @@ def _agree(tables: PhraseTables, vocabulary_size: int) -> bool:
     )
 
 
-def _divides(starts: NDArray[np.uint32], num_suffixes: int) -> bool:
-    """Tell whether any slice between two neighbours in `starts` lies within the suffixes."""
-    ends_fit = starts[0] == 0 and starts[-1] == num_suffixes
-    return bool(ends_fit and np.all(starts[:-1] <= starts[1:]))
+def map_array(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Map a file as an array, read-only.
 
-
-def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    Raises:
+        DamagedIndexError: it is missing, unreadable, or no whole number of elements long.
+    """
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.errors import IndexerError, IndexExistsError
-from indexer.format import FileRecord
 from indexer.recognise import why_not_index
+from indexer.records import FileRecord
 from indexer.workplace import workplace
 
 _AT_FDCWD: Final = -100
@@ -78,8 +78,13 @@ def new_index_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
         _publish(folder, output, overwrite=overwrite)
 
 
-def write_file(path: Path, content: memoryview | bytes) -> None:
-    """Write a file, with the folders above it, and wait until its content is on disk.
+def write_file(path: Path, content: memoryview | bytes, *, durable: bool = True) -> None:
+    """Write a file, with the folders above it.
+
+    Args:
+        path: of the file.
+        content: all of it.
+        durable: wait until it is on disk.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -88,25 +93,26 @@ def write_file(path: Path, content: memoryview | bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
     except OSError as error:
         raise IndexerError(f"cannot write {path}: {error.strerror}") from error
 
 
-def write_array(path: Path, array: NDArray[Any]) -> FileRecord:
+def write_array(path: Path, array: NDArray[Any], *, durable: bool = True) -> FileRecord:
     """Write the elements of an array to a file as `write_file` does, and return its record."""
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    write_file(path, content)
+    write_file(path, content, durable=durable)
     return FileRecord.of(content)
 
 
 def _publish(folder: Path, output: Path, *, overwrite: bool) -> None:
     try:
         for path, _, _ in os.walk(folder):
-            _sync_folder(path)
+            sync_folder(path)
         _put_in_place(folder, output, overwrite=overwrite)
-        _sync_folder(output.parent)
+        sync_folder(output.parent)
     except OSError as error:
         raise IndexerError(f"cannot put the index at {output}: {error.strerror}") from error
 
@@ -155,7 +161,17 @@ def _move_back(old: Path, output: Path, reason: OSError) -> None:
         ) from reason
 
 
-def _sync_folder(path: Path | str) -> None:
+def sync_file(path: Path) -> None:
+    """Wait until the content of a file is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path | str) -> None:
+    """Wait until the names in a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,19 +1,20 @@
 """Opening an index: memory-mapped segments, and which document a position belongs to.
 
-Loads numpy and lmdb only. Opening maps tokens and suffixes and reads neither, so it takes
+Loads numpy only. Opening maps files and reads none of them but the snapshot, so it takes
 milliseconds whatever the size of the index.
 """
 
 from pathlib import Path
 from typing import Self
 
-from indexer.catalog import CatalogReader, Contents
 from indexer.counts import COUNT_VALUES
-from indexer.errors import DamagedIndexError, TokenizerMismatchError
-from indexer.format import Document, token_dtype
-from indexer.opening import Segment, Snapshot, catalog_record, open_catalog, open_snapshot
+from indexer.errors import DamagedIndexError, IndexerError, TokenizerMismatchError
+from indexer.format import token_dtype
+from indexer.opening import Segment, Snapshot, open_snapshot
 from indexer.phrases import PhraseTables
-from indexer.same_folder import from_same_folder
+from indexer.records import Document
+from indexer.same_folder import folder_identity, from_same_folder
+from indexer.snapshots import HeldSnapshot, hold_latest, published_numbers
 from indexer.tables import merge_tables
 from indexer.tokenizer import Vocabulary
 
@@ -30,49 +31,50 @@ __all__ = [
 
 
 class Index:
-    """An index that is open for reading. Several may be open on one path, in any thread.
+    """A snapshot of an index that is open for reading. Any number may be, in any thread.
+
+    While it is open, no writer removes its files.
 
     Attributes:
         path: the index's directory.
         vocabulary: of the tokenizer that it was built with.
         segments: its parts, in the order in which they were built.
-        phrases: the phrase tables of all segments together.
+        phrases: the phrase tables of the segments.
+        number: of the snapshot: higher after every change.
         num_tokens: tokens in all segments, separators not counted.
         num_documents: documents in all segments.
-        num_bytes: size of the catalog, all segments and the phrase tables on disk.
+        num_bytes: size of the snapshot's file, all segments and the phrase tables on disk.
     """
 
     def __init__(
-        self,
-        path: Path,
-        catalog: CatalogReader,
-        contents: Contents,
-        snapshot: Snapshot,
-        num_catalog_bytes: int,
+        self, path: Path, held: HeldSnapshot, snapshot: Snapshot, identity: tuple[int, int]
     ) -> None:
+        contents = held.contents
         self.path = path
         self.vocabulary = contents.vocabulary
         self.segments = snapshot.segments
         self.phrases = snapshot.phrases
-        self.num_tokens = sum(record.num_tokens for record in contents.segments)
+        self.number = held.number
+        self.num_tokens = contents.num_tokens
         self.num_documents = sum(record.num_documents for record in contents.segments)
         folders = [*(record.files for record in contents.segments), contents.phrases.files]
-        self.num_bytes = num_catalog_bytes + sum(
+        self.num_bytes = held.num_bytes + sum(
             file.num_bytes for files in folders for file in files.values()
         )
-        self._catalog: CatalogReader | None = catalog
+        if contents.tokenizer is not None:
+            self.num_bytes += contents.tokenizer.num_bytes
+        self._held: HeldSnapshot | None = held
+        self._identity = identity
 
     @classmethod
     def open(cls, path: Path | str, *, vocabulary: Vocabulary | None = None) -> Self:
-        """Open the index at `path`.
+        """Open the latest snapshot of the index at `path`.
 
         What is opened is one index, even where another takes its place meanwhile.
 
-        Checked are the sizes of all files, that `starts` divides the suffixes, and the checksum
-        of a catalog of at most 16 MiB. Not read are tokens, suffixes and most of the phrase
-        tables, so that damage to their bytes goes unnoticed: `verify` finds it, and what looks
+        Checked are the snapshot's checksum and the sizes of all files. Not read is what they
+        hold, so that damage to their bytes goes unnoticed: `verify` finds it, and what looks
         positions and entries up must expect any.
-        A larger catalog is left to `verify` as well; LMDB may crash on a damaged one.
 
         Args:
             path: the index's directory.
@@ -92,17 +94,26 @@ class Index:
 
     @classmethod
     def _open(cls, path: Path, vocabulary: Vocabulary | None) -> Self:
-        catalog_file = catalog_record(path)
-        catalog = open_catalog(path, catalog_file)
+        identity = folder_identity(path)
+        held = hold_latest(path)
         try:
-            contents = catalog.contents()
             if vocabulary is not None:
-                _check_vocabulary(path, contents.vocabulary, vocabulary)
-            snapshot = open_snapshot(path, contents)
+                _check_vocabulary(path, held.contents.vocabulary, vocabulary)
+            return cls(path, held, open_snapshot(path, held.contents), identity)
         except BaseException:
-            catalog.close()
+            held.close()
             raise
-        return cls(path, catalog, contents, snapshot, catalog_file.num_bytes)
+
+    def is_latest(self) -> bool:
+        """Tell whether the index at the path is still what was opened; costs some 20 us.
+
+        Where the index is gone or unreadable, what is open is as new as can be had.
+        """
+        try:
+            is_same = folder_identity(self.path) == self._identity
+            return is_same and published_numbers(self.path)[-1] == self.number
+        except (OSError, IndexerError):
+            return True
 
     def document_at(self, segment: int, position: int) -> Document:
         """Return the document that holds a token; a separator belongs to the one it ends.
@@ -115,25 +126,26 @@ class Index:
             IndexError: there is no such segment or position.
             DamagedIndexError: the document table does not cover the position.
         """
-        if self._catalog is None:
+        if self._held is None:
             raise ValueError(f"the index {self.path} is closed")
         if not 0 <= segment < len(self.segments):
             raise IndexError(f"no segment {segment} among {len(self.segments)}")
-        name, tokens = self.segments[segment].name, self.segments[segment].tokens
-        if not 0 <= position < len(tokens):
-            raise IndexError(f"no position {position} in a segment of {len(tokens)} tokens")
-        document = self._catalog.document_at(name, position)
-        if document is None:
+        name, documents = self.segments[segment].name, self.segments[segment].documents
+        num_positions = len(self.segments[segment].tokens)
+        if not 0 <= position < num_positions:
+            raise IndexError(f"no position {position} in a segment of {num_positions} tokens")
+        number = documents.at(position)
+        if number is None:
             raise DamagedIndexError(
                 f"{self.path} lists no document for position {position} of segment {name}"
             )
-        return document
+        return documents.document(number)
 
     def close(self) -> None:
-        """Let go of the catalog. Arrays stay valid as long as they are referred to."""
-        if self._catalog is not None:
-            self._catalog.close()
-            self._catalog = None
+        """Let go of the snapshot. Arrays stay valid as long as they are referred to."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def __enter__(self) -> Self:
         return self

@@ -64,6 +64,16 @@ def _held(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def folder_identity(path: Path) -> tuple[int, int]:
+    """Return what tells the folder at a path from another one that is put there.
+
+    Raises:
+        OSError: there is none.
+    """
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
 def is_at(path: Path, descriptor: int) -> bool:
     """Tell whether a path leads to what is open under a descriptor."""
     try:

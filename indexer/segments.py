@@ -1,114 +1,158 @@
-"""Writing segments: documents gathered to a bounded size, sorted and stored; then their phrases."""
+"""Writing segments: documents of parts, or of older segments, joined, sorted and stored."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.errors import IndexerError
+from indexer.documents import DocumentTable, join_tables
+from indexer.errors import DamagedIndexError, IndexerError
 from indexer.format import (
     MAX_POSITIONS,
-    PHRASES_FOLDER,
     SEGMENTS_FOLDER,
     STARTS_FILE,
     SUFFIXES_FILE,
+    TEXTS_FILE,
     TOKENS_FILE,
-    Document,
-    PhrasesRecord,
-    SegmentRecord,
-    Tokens,
-    segment_name,
-    separator_of,
+    token_dtype,
 )
-from indexer.opening import open_segment
-from indexer.output import write_array
+from indexer.output import sync_file, sync_folder, write_array
+from indexer.parts import Part, text_stream
+from indexer.records import FileRecord, SegmentRecord
 from indexer.suffixes import first_token_starts, sort_suffixes
-from indexer.tables import build_tables
 
 MAX_SEGMENT_TOKENS: Final = 64_000_000
-"""A build with segments of this size takes some two gigabytes of memory."""
+"""Sorting a segment of this size takes some two gigabytes of memory."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenisedDocument:
-    """A document's name and its token ids, uint16[n] or uint32[n], separator not included."""
-
-    name: str
-    tokens: Tokens
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """Documents that will be one segment.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Documents of a part that go into one segment.
 
     Attributes:
-        pieces: tokens of the documents, a separator after each.
-        documents: the documents, with their places.
-        length: tokens and separators so far.
+        part: where they are.
+        runs: begins and ends of ranges of their numbers, rising and not empty.
     """
 
-    pieces: list[NDArray[Any]] = field(default_factory=list)
-    documents: list[Document] = field(default_factory=list)
-    length: int = 0
-
-    def add(self, document: TokenisedDocument) -> None:
-        """Append a document."""
-        dtype = document.tokens.dtype
-        self.documents.append(Document(document.name, "", self.length))
-        self.pieces += [document.tokens, np.array([separator_of(dtype)], dtype)]
-        self.length += len(document.tokens) + 1
+    part: Part
+    runs: tuple[tuple[int, int], ...]
 
 
-def gather_blocks(
-    documents: Iterable[TokenisedDocument], max_segment_tokens: int
-) -> Iterator[Block]:
-    """Yield blocks of whole documents, none longer than the limit unless one document is.
+@dataclass(frozen=True, slots=True)
+class SegmentTask:
+    """All that `write_segment` needs to know.
+
+    Attributes:
+        index_folder: the index's directory.
+        name: of the segment's folder, where nothing is that is published.
+        pieces: the documents, in order; one at least.
+        vocabulary_size: largest token id plus one.
+    """
+
+    index_folder: Path
+    name: str
+    pieces: tuple[Piece, ...]
+    vocabulary_size: int
+
+
+def write_segment(task: SegmentTask) -> SegmentRecord:
+    """Join, sort and write a segment; what is at its place already is written over.
+
+    Depends on nothing but its argument and the files of the parts: may run in any process that
+    sees them, and again.
+
+    Raises:
+        DamagedIndexError: a part is not what was written.
+        IndexerError: the disk is full or refuses.
+    """
+    folder = task.index_folder / SEGMENTS_FOLDER / task.name
+    dtype = token_dtype(task.vocabulary_size)
+    tokens, documents = _joined(task.pieces, dtype)
+    files = {name: write_array(folder / name, array) for name, array in documents.files().items()}
+    files[TOKENS_FILE] = write_array(folder / TOKENS_FILE, tokens)
+    starts = first_token_starts(tokens, task.vocabulary_size)
+    files[STARTS_FILE] = write_array(folder / STARTS_FILE, starts)
+    if all(piece.part.keeps_texts for piece in task.pieces):
+        files[TEXTS_FILE] = _write_texts(folder / TEXTS_FILE, task.pieces)
+    files[SUFFIXES_FILE] = write_array(folder / SUFFIXES_FILE, sort_suffixes(tokens))
+    sync_folder(folder)
+    num_documents = len(documents)
+    num_tokens = len(tokens) - num_documents
+    return SegmentRecord(task.name, num_documents, num_tokens, documents.licences, files)
+
+
+def gather(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
+    """Yield the pieces of one segment after the other, divided between documents.
+
+    Args:
+        pieces: in order.
+        most: tokens and separators of a segment, unless it is a single document.
 
     Raises:
         IndexerError: a document has more tokens than a segment can address.
     """
-    block = Block()
-    for document in documents:
-        if len(document.tokens) >= MAX_POSITIONS:
-            raise IndexerError(f"{document.name} has too many tokens: split it")
-        if block.documents and block.length + len(document.tokens) + 1 > max_segment_tokens:
-            yield block
-            block = Block()
-        block.add(document)
-    if block.documents:
-        yield block
+    gathered: list[Piece] = []
+    length = 0
+    for piece in pieces:
+        starts, end = piece.part.documents().starts.astype(np.int64), _length(piece.part)
+        ends = np.append(starts[1:], end)
+        for begin, last in piece.runs:
+            first = begin
+            while first < last:
+                fitting = starts[first] + most - length
+                stop = int(np.searchsorted(ends[first:last], fitting, side="right")) + first
+                if stop == first and length == 0:
+                    stop = first + 1  # a document is never divided
+                    if ends[first] - starts[first] > MAX_POSITIONS:
+                        name = piece.part.documents().name(first)
+                        raise IndexerError(f"{name} has too many tokens: split it")
+                if stop > first:
+                    gathered.append(Piece(piece.part, ((first, stop),)))
+                    length += int(ends[stop - 1] - starts[first])
+                    first = stop
+                if first < last:
+                    yield gathered
+                    gathered, length = [], 0
+    if gathered:
+        yield gathered
 
 
-def write_segment(
-    index_folder: Path, ordinal: int, block: Block, vocabulary_size: int
-) -> SegmentRecord:
-    """Sort a block and write its segment under an index that is being built.
-
-    Depends on nothing but its arguments, so that blocks can be written in parallel.
-    """
-    name = segment_name(ordinal)
-    folder = index_folder / SEGMENTS_FOLDER / name
-    tokens: NDArray[Any] = np.concatenate(block.pieces)
-    block.pieces.clear()
-    files = {
-        TOKENS_FILE: write_array(folder / TOKENS_FILE, tokens),
-        STARTS_FILE: write_array(folder / STARTS_FILE, first_token_starts(tokens, vocabulary_size)),
-        SUFFIXES_FILE: write_array(folder / SUFFIXES_FILE, sort_suffixes(tokens)),
-    }
-    num_documents = len(block.documents)
-    return SegmentRecord(name, num_documents, len(tokens) - num_documents, files)
+def _length(part: Part) -> int:
+    return part.num_tokens + part.num_documents
 
 
-def write_phrases(
-    index_folder: Path, records: Sequence[SegmentRecord], vocabulary_size: int
-) -> PhrasesRecord:
-    """Write the phrase tables of all segments under an index that is being built."""
-    segments = [open_segment(index_folder, record, vocabulary_size) for record in records]
-    tables = build_tables(segments, vocabulary_size)
-    name = segment_name(0)
-    folder = index_folder / PHRASES_FOLDER / name
-    files = {file: write_array(folder / file, array) for file, array in tables.files().items()}
-    return PhrasesRecord(name, files)
+def _joined(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> tuple[NDArray[Any], DocumentTable]:
+    """Return the tokens of all pieces, and their documents."""
+    runs = [(piece.part, *run) for piece in pieces for run in piece.runs]
+    tables, columns, offsets, length = [], [], [], 0
+    for part, begin, end in runs:
+        documents, tokens = part.documents(), part.tokens(dtype)
+        first = int(documents.starts[begin])
+        last = int(documents.starts[end]) if end < len(documents) else len(tokens)
+        if not first < last <= len(tokens):
+            raise DamagedIndexError(f"the documents of {part.folder} lie outside of its tokens")
+        tables.append(documents.rows(begin, end))
+        columns.append(tokens[first:last])
+        offsets.append(length)
+        length += last - first
+    return np.concatenate(columns), join_tables(tables, offsets)
+
+
+def _write_texts(path: Path, pieces: Iterable[Piece]) -> FileRecord:
+    try:
+        with text_stream(path) as stream:
+            for piece in pieces:
+                runs = iter(piece.runs)
+                begin, end = next(runs)
+                for number, line in enumerate(piece.part.texts()):
+                    if number == end:
+                        begin, end = next(runs, (-1, -1))
+                    if begin <= number < end:
+                        stream.write(line + b"\n")
+        sync_file(path)
+        return FileRecord.of_file(path)
+    except OSError as error:
+        raise IndexerError(f"cannot write {path}: {error.strerror}") from error

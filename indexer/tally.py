@@ -47,6 +47,14 @@ class Tally:
         self.skipped[reason] += 1
         self.skipped_places.setdefault(reason, place)
 
+    def merge(self, other: "Tally") -> None:
+        """Add what another process counted, except for documents and tokens."""
+        self.num_bytes += other.num_bytes
+        self.num_bytes_read += other.num_bytes_read
+        self.skipped.update(other.skipped)
+        for reason, place in other.skipped_places.items():
+            self.skipped_places.setdefault(reason, place)
+
     def describe_skipped(self) -> str:
         """Return what was left out in words; empty if nothing was."""
         return describe_skipped(self.skipped, self.skipped_places)
@@ -104,4 +112,51 @@ class BuildReport:
             f"{self.num_bytes:,} bytes of text in {self.seconds:.1f} s, "
             f"{self.tokens_per_s:,.0f} tokens/s\n"
             f"skipped: {skipped}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeReport:
+    """What a change of an index did.
+
+    Attributes:
+        path: the index's directory.
+        verb: "added", "removed" or "merged".
+        num_documents: documents that were; of a merge, by how many segments there are fewer.
+        num_tokens: their tokens, separators not counted.
+        num_segments: segments that the index has now.
+        seconds: time taken.
+        skipped: documents and files left out, by reason.
+        skipped_places: where the first was, by reason, if known.
+    """
+
+    path: str
+    verb: str
+    num_documents: int
+    num_tokens: int
+    num_segments: int
+    seconds: float
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_places: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report for machines to read."""
+        return {
+            "path": self.path,
+            self.verb: self.num_documents,
+            "tokens": self.num_tokens,
+            "segments": self.num_segments,
+            "seconds": round(self.seconds, 3),
+            "skipped": self.skipped,
+            "skipped_places": self.skipped_places,
+        }
+
+    def describe(self) -> str:
+        """Return the report for people to read."""
+        skipped = describe_skipped(self.skipped, self.skipped_places)
+        things = "segments" if self.verb == "merged" else "documents"
+        return (
+            f"{self.path}: {self.verb} {self.num_documents:,} {things}, {self.num_tokens:,} tokens "
+            f"in {self.seconds:.1f} s; {self.num_segments} segment(s) now"
+            + (f"\nskipped: {skipped}" if skipped else "")
         )

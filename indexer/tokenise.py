@@ -1,17 +1,18 @@
-"""Texts to tokens, in batches that the tokenizer spreads over all cores."""
+"""Texts to tokens, in batches that the tokenizer spreads over its threads."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import zstandard
 
 from indexer.errors import TokenizerError
-from indexer.format import token_dtype
-from indexer.segments import TokenisedDocument
+from indexer.parts import TokenisedDocument
 from indexer.sources import NOT_TEXT, TOO_LARGE
 from indexer.tally import Tally
-from indexer.tokenizer import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,18 +25,25 @@ _BATCH_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class UsableText:
-    """A document that can be tokenised: its name, its text, and its size in UTF-8."""
+    """A document that can be tokenised: its name, licence and text, and its size in UTF-8."""
 
     name: str
+    licence: str
     text: str
     num_bytes: int
 
 
 def usable_texts(
-    documents: Iterable[tuple[str, str]], max_document_bytes: int, tally: Tally
+    documents: Iterable[tuple[str, str, str]], max_document_bytes: int, tally: Tally
 ) -> Iterator[UsableText]:
-    """Yield the documents that hold text and are not too long; count the others."""
-    for name, text in documents:
+    """Yield the documents that hold text and are not too long; count the others.
+
+    Args:
+        documents: names, licences and texts.
+        max_document_bytes: longer ones are left out.
+        tally: counts them.
+    """
+    for name, licence, text in documents:
         try:
             num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
@@ -48,22 +56,20 @@ def usable_texts(
         elif not text or text.isspace():
             tally.skip(EMPTY, name)
         else:
-            yield UsableText(name, text, num_bytes)
+            yield UsableText(name, licence, text, num_bytes)
 
 
 def tokenise(
-    documents: Iterable[UsableText],
-    tokenizer: "PreTrainedTokenizerBase",
-    vocabulary: Vocabulary,
-    tally: Tally,
+    documents: Iterable[UsableText], encoder: Any, dtype: np.dtype[Any], tally: Tally
 ) -> Iterator[TokenisedDocument]:
     """Yield the tokens of every document that has any, in order; count them and the others.
 
-    Raises:
-        TokenizerError: the tokenizer is of a kind that cannot tokenise in parallel.
+    Args:
+        documents: to be tokenised.
+        encoder: of `stored_encoder`.
+        dtype: of tokens.
+        tally: counts.
     """
-    encoder = _encoder_of(tokenizer)
-    dtype = token_dtype(vocabulary.size)
     for batch in _batches(documents):
         texts = [document.text for document in batch]
         encodings = encoder.encode_batch_fast(texts, add_special_tokens=False)
@@ -72,21 +78,40 @@ def tokenise(
             if len(tokens) == 0:
                 tally.skip(EMPTY, document.name)
                 continue
-            tally.num_documents += 1
-            tally.num_tokens += len(tokens)
             tally.num_bytes += document.num_bytes
-            yield TokenisedDocument(document.name, tokens)
+            yield TokenisedDocument(document.name, document.licence, tokens, document.text)
 
 
-def _encoder_of(tokenizer: "PreTrainedTokenizerBase") -> Any:
-    """Return a copy of the tokenizer's core that neither cuts nor pads."""
+def stored_form(tokenizer: "PreTrainedTokenizerBase") -> bytes:
+    """Return a tokenizer's core as an index stores it: its JSON, compressed.
+
+    Raises:
+        TokenizerError: the tokenizer is of a kind that cannot tokenise in parallel.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise TokenizerError(
             f"{type(tokenizer).__name__} is not backed by the tokenizers library: "
             "name a model that has a tokenizer.json"
         )
-    encoder = type(backend).from_str(backend.to_str())
+    return zstandard.ZstdCompressor(level=6).compress(backend.to_str().encode("utf-8"))
+
+
+@lru_cache(maxsize=1)
+def stored_encoder(path: Path) -> Any:
+    """Return the stored tokenizer's core, which neither cuts nor pads.
+
+    Raises:
+        TokenizerError: the file is not what `stored_form` made.
+    """
+    from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
+
+    try:
+        content = zstandard.ZstdDecompressor().decompress(path.read_bytes())
+        encoder = Tokenizer.from_str(content.decode("utf-8"))
+    # The library raises bare exceptions.
+    except Exception as error:
+        raise TokenizerError(f"the stored tokenizer {path} cannot be read: {error}") from error
     encoder.no_truncation()
     encoder.no_padding()
     return encoder

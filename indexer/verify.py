@@ -7,19 +7,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from indexer.catalog import CatalogReader, Contents
-from indexer.consistency import find_inconsistencies
+from indexer.consistency import find_inconsistencies, find_wrong_documents
 from indexer.errors import DamagedIndexError
-from indexer.format import (
-    CATALOG_FILE,
-    CATALOG_FOLDER,
-    PHRASES_FOLDER,
-    SEGMENTS_FOLDER,
-    FileRecord,
-    SegmentRecord,
-)
-from indexer.opening import catalog_record, check_file, open_catalog, open_phrases, open_segment
+from indexer.format import PHRASES_FOLDER, SEGMENTS_FOLDER, TOKENIZER_FILE
+from indexer.opening import check_file, open_phrases, open_segment
+from indexer.records import Contents, FileRecord, SegmentRecord
 from indexer.same_folder import from_same_folder
+from indexer.snapshots import hold_latest
 from indexer.tables import build_tables
 
 DEFAULT_SAMPLES: Final = 10_000
@@ -75,28 +69,24 @@ def _verify(path: Path, num_samples: int) -> Verification:
     findings: list[str] = []
     num_segments = 0
     try:
-        catalog_file = catalog_record(path)
-        # Before it is opened: LMDB trusts its file and may crash on a damaged one.
-        check_file(path / CATALOG_FOLDER / CATALOG_FILE, catalog_file)
-        with open_catalog(path, catalog_file) as catalog:
-            contents = catalog.contents()
-            for record in contents.segments:
-                num_segments += 1
-                findings += _check_segment(
-                    path, catalog, record, contents.vocabulary.size, num_samples
-                )
-            findings += _check_phrases(path, contents, segments_are_sound=not findings)
+        held = hold_latest(path)
     except DamagedIndexError as error:
-        findings.append(str(error))
+        return Verification(str(path), 0, (str(error),))
+    try:
+        contents = held.contents
+        if contents.tokenizer is not None:
+            findings += _check_files(path, {TOKENIZER_FILE: contents.tokenizer})
+        for record in contents.segments:
+            num_segments += 1
+            findings += _check_segment(path, record, contents.vocabulary.size, num_samples)
+        findings += _check_phrases(path, contents, segments_are_sound=not findings)
+    finally:
+        held.close()
     return Verification(str(path), num_segments, tuple(findings))
 
 
 def _check_segment(
-    path: Path,
-    catalog: CatalogReader,
-    record: SegmentRecord,
-    vocabulary_size: int,
-    num_samples: int,
+    path: Path, record: SegmentRecord, vocabulary_size: int, num_samples: int
 ) -> Iterator[str]:
     damaged = list(_check_files(path / SEGMENTS_FOLDER / record.name, record.files))
     yield from damaged
@@ -106,8 +96,9 @@ def _check_segment(
         if not damaged:
             yield str(error)
         return
-    starts = np.fromiter((document.start for document in catalog.documents(record.name)), np.int64)
-    for finding in find_inconsistencies(segment, starts, vocabulary_size, num_samples):
+    for finding in find_inconsistencies(segment, vocabulary_size, num_samples):
+        yield f"segment {record.name}: {finding}"
+    for finding in find_wrong_documents(segment.documents):
         yield f"segment {record.name}: {finding}"
 
 
@@ -123,7 +114,11 @@ def _check_phrases(path: Path, contents: Contents, *, segments_are_sound: bool) 
             yield str(error)
         return
     if segments_are_sound and not damaged:
-        segments = [open_segment(path, segment, size) for segment in contents.segments]
+        segments = [
+            open_segment(path, segment, size)
+            for segment in contents.segments
+            if segment.name in record.segments
+        ]
         expected = build_tables(segments, size).files()
         if not all(np.array_equal(array, expected[name]) for name, array in tables.files().items()):
             yield "the phrase tables are not those of the segments"

@@ -35,7 +35,7 @@ build_from_tokens(documents(), sys.argv[1], Vocabulary(100, "aa"), options)
 
 
 def contents_of(path: Path) -> dict[str, bytes]:
-    files = (file for file in path.rglob("*") if file.is_file() and file.name != "data.mdb")
+    files = (file for file in path.rglob("*") if file.is_file())
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
@@ -90,8 +90,8 @@ def test_what_an_index_does_not_hold_is_never_overwritten(
     ("names", "reason"),
     [
         (["segments/holiday.wav", "segments/00000000/clip.wav"], "holds segments"),
-        (["segments/00000000/tokens"], "has no checksum"),
-        (["checksum", "segments/00000000/tokens"], "has no catalog"),
+        (["segments/00000000/tokens"], "has no snapshot"),
+        (["checksum", "segments/00000000/tokens"], "has no snapshot"),
     ],
 )
 def test_a_folder_that_resembles_an_index_is_never_overwritten(
@@ -120,8 +120,9 @@ def test_a_damaged_index_and_one_that_was_looked_at_may_be_overwritten(
     tiny_index: Path, vocabulary: Vocabulary
 ) -> None:
     (tiny_index / "segments/00000001/tokens").unlink()
-    (tiny_index / "catalog/data.mdb").write_bytes(b"")
-    (tiny_index / "catalog/lock.mdb").touch()
+    (tiny_index / "catalog/00000000").write_bytes(b"")
+    (tiny_index / "writer.lock").touch()
+    (tiny_index / ".scratch").mkdir()
     build_from_tokens([("new", [1])], tiny_index, vocabulary, BuildOptions(overwrite=True))
     assert verify_index(tiny_index).findings == ()
 
@@ -180,7 +181,7 @@ def test_a_killed_build_leaves_what_was_there_and_the_next_one_cleans_up(
         assert process.stdout is not None
         assert process.stdout.readline() == b"half-way\n"
         (partial,) = tmp_path.glob(".index.partial-*")
-        assert list(partial.glob("segments/*"))
+        assert list(partial.rglob("tokens"))
         process.send_signal(signal.SIGKILL)
     assert path.exists() == replacing
     assert contents_of(path) == before

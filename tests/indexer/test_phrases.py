@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from indexer import ngrams, tables
 from indexer.build import BuildOptions, build_from_tokens
+from indexer.documents import DocumentTableBuilder
 from indexer.errors import DamagedIndexError
 from indexer.format import token_dtype
 from indexer.opening import Segment
@@ -28,7 +29,11 @@ def segment_of(documents: Documents, vocabulary_size: int) -> Segment:
     separator = np.iinfo(dtype).max
     tokens = np.array([token for ids in documents for token in (*ids, separator)], dtype)
     return Segment(
-        "00000000", tokens, sort_suffixes(tokens), first_token_starts(tokens, vocabulary_size)
+        "00000000",
+        tokens,
+        sort_suffixes(tokens),
+        first_token_starts(tokens, vocabulary_size),
+        DocumentTableBuilder().table(),
     )
 
 

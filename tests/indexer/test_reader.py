@@ -16,9 +16,8 @@ from indexer.errors import (
     IndexNotFoundError,
     TokenizerMismatchError,
 )
-from indexer.format import FileRecord
-from indexer.opening import catalog_record
 from indexer.reader import Index, Vocabulary
+from indexer.snapshots import HeldSnapshot, hold_latest
 from indexer.verify import verify_index
 
 DocumentsOf = Callable[[Index], list[tuple[str, list[int]]]]
@@ -50,7 +49,7 @@ def test_every_position_is_traced_to_its_document(tmp_path: Path) -> None:
     rng = random.Random(3)
     lengths = [rng.randrange(1, 30) for _ in range(700)]
     documents = [(f"document {i} " + "x" * 90, [0] * n) for i, n in enumerate(lengths)]
-    options = BuildOptions(max_segment_tokens=1000)
+    options = BuildOptions(max_segment_tokens=1000, deduplicate=False)
     build_from_tokens(documents, tmp_path / "x", Vocabulary(1, "aa"), options)
     remaining = iter(documents)
     with Index.open(tmp_path / "x") as index:
@@ -77,7 +76,7 @@ def test_positions_outside_the_index_are_refused(
 def test_opening_takes_no_longer_for_a_larger_index(tmp_path: Path) -> None:
     path = tmp_path / "large"
     documents = ((f"document {i}", np.full(50, i % 100)) for i in range(20_000))
-    options = BuildOptions(max_segment_tokens=100_000)
+    options = BuildOptions(max_segment_tokens=100_000, deduplicate=False)
     build_from_tokens(documents, path, Vocabulary(100, "aa"), options)
     times = []
     for _ in range(5):
@@ -152,7 +151,7 @@ def test_an_index_that_is_replaced_again_and_again_is_never_mixed(
         try:
             for number in itertools.count():
                 documents = [(f"{number}", [number % 7] * (number % 5 + 1))] * (number % 3 + 1)
-                options = BuildOptions(max_segment_tokens=1, overwrite=True)
+                options = BuildOptions(max_segment_tokens=1, overwrite=True, deduplicate=False)
                 build_from_tokens(documents, path, Vocabulary(7, f"{number}"), options)
                 if stop.is_set():
                     return
@@ -187,14 +186,14 @@ def test_an_index_replaced_while_it_is_opened_is_opened_anew(
 ) -> None:
     times = iter(range(2))
 
-    def replacing(path: Path) -> FileRecord:
-        record = catalog_record(path)
+    def replacing(path: Path) -> HeldSnapshot:
+        held = hold_latest(path)
         if next(times, None) is not None:
             options = BuildOptions(overwrite=True)
             build_from_tokens([("new", [7] * 3)], path, vocabulary, options)
-        return record
+        return held
 
-    monkeypatch.setattr("indexer.reader.catalog_record", replacing)
+    monkeypatch.setattr("indexer.reader.hold_latest", replacing)
     with Index.open(tiny_index) as index:
         assert index.document_at(0, 0).name == "new"
     monkeypatch.setattr("indexer.same_folder._MAX_ATTEMPTS", 2)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from indexer.documents import DocumentTableBuilder
 from indexer.format import separator_of, token_dtype
 from indexer.opening import Segment
 from indexer.reader import PhraseTables
@@ -108,7 +109,9 @@ def tables_of_tokens(tokens: list[int], vocabulary_size: int) -> PhraseTables:
     array = np.array([*tokens, separator_of(dtype)], dtype)
     suffixes = np.array(twins.sort_suffixes(array.tolist(), separator_of(dtype)), np.uint32)
     starts = np.searchsorted(array[suffixes], np.arange(vocabulary_size + 1)).astype(np.uint32)
-    return build_tables([Segment("0", array, suffixes, starts)], vocabulary_size)
+    return build_tables(
+        [Segment("0", array, suffixes, starts, DocumentTableBuilder().table())], vocabulary_size
+    )
 
 
 def random_world(rng: np.random.Generator, *, max_nodes: int = 1 << 12) -> World:

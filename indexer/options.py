@@ -1,0 +1,47 @@
+"""How an index is built or added to."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from indexer.engines import Engine, Serial
+from indexer.errors import IndexerError
+from indexer.format import MAX_POSITIONS
+from indexer.segments import MAX_SEGMENT_TOKENS
+from indexer.sources import DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How an index is built; every value has a default that fits most corpora.
+
+    Attributes:
+        field: key of the text in a line of JSON.
+        max_document_bytes: longer documents are skipped.
+        max_segment_tokens: a segment with more tokens holds a single document; from 1 to
+            `MAX_POSITIONS`, beyond which positions do not fit the format.
+        overwrite: replace an index that is at the output path already.
+        deduplicate: leave out documents that are equal to one before.
+        keep_texts: store the texts as well, so that the index can be built for another tokenizer.
+        engine: where the stages run.
+
+    Raises:
+        IndexerError: `max_segment_tokens` is out of its range.
+    """
+
+    field: str = DEFAULT_FIELD
+    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
+    max_segment_tokens: int = MAX_SEGMENT_TOKENS
+    overwrite: bool = False
+    deduplicate: bool = True
+    keep_texts: bool = False
+    engine: Engine = Serial()  # noqa: RUF009  (it has no state)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_segment_tokens <= MAX_POSITIONS:
+            raise IndexerError(
+                f"a segment cannot be limited to {self.max_segment_tokens} tokens: "
+                f"choose from 1 to {MAX_POSITIONS}"
+            )
+
+
+DEFAULTS: Final = BuildOptions()

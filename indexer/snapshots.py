@@ -1,0 +1,192 @@
+"""Snapshots: which segments an index consists of, published one after the other.
+
+A snapshot is a small file that is written whole and then given the next number; the highest
+number is what the index is now. Who reads holds a shared lock on the file of the snapshot that it
+reads; a writer removes an old one only if nobody does.
+"""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from indexer.errors import DamagedIndexError, FormatVersionError, IndexerError, IndexNotFoundError
+from indexer.format import (
+    CATALOG_FOLDER,
+    FORMAT_VERSION,
+    SEGMENTS_FOLDER,
+    is_ordinal_name,
+    ordinal_name,
+)
+from indexer.output import sync_folder, write_file
+from indexer.records import Contents, checksum_of, decode_json, encode_json
+
+_OLDER_CATALOG_FILE: Final = "data.mdb"
+_MAX_ATTEMPTS: Final = 100
+
+
+class HeldSnapshot:
+    """A published snapshot that no writer removes while this is open.
+
+    Attributes:
+        number: of the snapshot.
+        contents: what it publishes.
+        num_bytes: size of its file.
+    """
+
+    def __init__(self, index: Path, number: int, descriptor: int) -> None:
+        self.number = number
+        self._descriptor: int | None = descriptor
+        try:
+            content = _read_all(descriptor)
+            self.num_bytes = len(content)
+            self.contents = _decoded(index, number, content)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the snapshot."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def published_numbers(index: Path) -> list[int]:
+    """Return the numbers of all snapshots that are still there, in rising order.
+
+    Raises:
+        IndexNotFoundError: the folder holds nothing of an index.
+        DamagedIndexError: it holds parts of one, but no snapshot.
+        FormatVersionError: it is an index of a format before snapshots.
+    """
+    try:
+        names = [entry.name for entry in (index / CATALOG_FOLDER).iterdir()]
+    except OSError as error:
+        if (index / SEGMENTS_FOLDER).exists():
+            raise DamagedIndexError(
+                f"{index / CATALOG_FOLDER} is missing: copy or build the index again"
+            ) from error
+        raise IndexNotFoundError(f"{index} is a folder but not an index") from error
+    numbers = sorted(int(name) for name in names if is_ordinal_name(name))
+    if not numbers and _OLDER_CATALOG_FILE in names:
+        raise _other_format(index, 2)
+    if not numbers:
+        raise DamagedIndexError(
+            f"{index / CATALOG_FOLDER} holds no snapshot, one is missing: "
+            "copy or build the index again"
+        )
+    return numbers
+
+
+def hold_latest(index: Path) -> HeldSnapshot:
+    """Return the latest snapshot, held.
+
+    Raises:
+        IndexNotFoundError: there is no index.
+        DamagedIndexError: the snapshot is unreadable or not what a writer writes.
+        FormatVersionError: it was written in another format.
+    """
+    for _ in range(_MAX_ATTEMPTS):
+        number = published_numbers(index)[-1]
+        descriptor = _hold(index / CATALOG_FOLDER / ordinal_name(number))
+        if descriptor is not None:
+            return HeldSnapshot(index, number, descriptor)
+    raise IndexerError(f"{index} changes faster than it can be opened: try again")
+
+
+def publish(index: Path, number: int, contents: Contents) -> None:
+    """Make a snapshot the latest one, in one step; what it lists must be on disk.
+
+    Args:
+        index: the index's directory; nobody else writes there.
+        number: one more than the latest one's, or 0.
+        contents: what to publish.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    body = encode_json({"format": FORMAT_VERSION, **contents.encode()})
+    folder = index / CATALOG_FOLDER
+    partial = folder / f".partial-{secrets.token_hex(4)}"
+    try:
+        write_file(partial, checksum_of(body).encode("ascii") + b"\n" + body)
+        partial.rename(folder / ordinal_name(number))
+        sync_folder(folder)
+    except OSError as error:
+        raise IndexerError(f"cannot publish in {folder}: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def unheld(index: Path, number: int) -> Iterator[bool]:
+    """Tell whether nobody reads a snapshot; while the block lasts, nobody begins to."""
+    path = index / CATALOG_FOLDER / ordinal_name(number)
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        yield _lock(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def _hold(path: Path) -> int | None:
+    """Open and lock the file of a snapshot; None if a writer is about to remove it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DamagedIndexError(f"{path} is unreadable: {error.strerror}") from error
+    if _lock(descriptor, fcntl.LOCK_SH) and os.fstat(descriptor).st_nlink > 0:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock a file without waiting; on a file system without locks nothing is ever removed."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return kind == fcntl.LOCK_SH
+    return True
+
+
+def _read_all(descriptor: int) -> bytes:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        return file.read()
+
+
+def _decoded(index: Path, number: int, content: bytes) -> Contents:
+    path = index / CATALOG_FOLDER / ordinal_name(number)
+    checksum, _, body = content.partition(b"\n")
+    if checksum != checksum_of(body).encode("ascii"):
+        raise DamagedIndexError(
+            f"{path} is damaged, its checksum is not the one it was written with: "
+            "copy or build the index again"
+        )
+    value = decode_json(body)
+    version = value.get("format") if isinstance(value, dict) else None
+    if version != FORMAT_VERSION:
+        raise _other_format(index, version)
+    try:
+        return Contents.decode(value)
+    except (KeyError, OverflowError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedIndexError(
+            f"{path} holds a record that no builder writes: {error!r}"
+        ) from error
+
+
+def _other_format(index: Path, version: Any) -> FormatVersionError:
+    is_older = isinstance(version, int) and version < FORMAT_VERSION
+    return FormatVersionError(
+        f"{index} has format version {version!r}, and this is a reader of version "
+        f"{FORMAT_VERSION}: "
+        + ("build it again" if is_older else "upgrade foredraft, or build the index again")
+    )
