@@ -4,9 +4,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,12 +25,7 @@ from indexer.segments import (
     write_phrases,
     write_segment,
 )
-from indexer.sources import (
-    DEFAULT_FIELD,
-    DEFAULT_MAX_DOCUMENT_BYTES,
-    find_files,
-    read_documents,
-)
+from indexer.sources import SourceBlock, SourceOptions, plan, read
 from indexer.tally import BuildReport, Tally
 from indexer.tokenise import EMPTY, tokenise, usable_texts
 from indexer.tokenizer import DEFAULT_MODEL, Vocabulary, load_tokenizer, vocabulary_of
@@ -47,8 +43,8 @@ class BuildOptions:
     """How an index is built; every value has a default that fits most corpora.
 
     Attributes:
-        field: key of the text in a line of JSON.
-        max_document_bytes: longer documents are skipped.
+        sources: how sources are found and read; longer documents than its limit are skipped
+            wherever they come from.
         max_segment_tokens: a segment with more tokens holds a single document; from 1 to
             `MAX_POSITIONS`, beyond which positions do not fit the format.
         overwrite: replace an index that is at the output path already.
@@ -57,8 +53,7 @@ class BuildOptions:
         IndexerError: `max_segment_tokens` is out of its range.
     """
 
-    field: str = DEFAULT_FIELD
-    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
+    sources: SourceOptions = field(default_factory=SourceOptions)
     max_segment_tokens: int = MAX_SEGMENT_TOKENS
     overwrite: bool = False
 
@@ -80,10 +75,10 @@ def build_index(
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
-    """Index folders, files and JSON lines.
+    """Index folders, repositories, files of text, JSON lines and tables.
 
     Args:
-        sources: folders, files of text, and `.jsonl` or `.jsonl.gz` files of one document a line.
+        sources: files and folders; `-` is standard input.
         output: the index's directory; it appears when it is whole, or not at all.
         tokenizer: of the model whose output is to be drafted: loaded, or a name that
             `locate_model` understands.
@@ -98,17 +93,27 @@ def build_index(
     """
     check_output(Path(output), overwrite=options.overwrite)
     tally = Tally()
-    files = find_files(sources, tally)
-    if tally.num_bytes_found == 0:
-        tally.skipped.update({EMPTY: len(files)} if files else {})
-        raise _no_document(tally)
-    documents = read_documents(files, options.field, options.max_document_bytes, tally)
+    with TemporaryDirectory() as scratch:
+        blocks = plan(sources, options.sources, tally, Path(scratch))
+        if tally.num_bytes_found == 0:
+            num_files = sum(len(block.pieces) for block in blocks)
+            tally.skipped.update({EMPTY: num_files} if num_files else {})
+            raise _no_document(tally)
 
-    def begin() -> _Beginning:
-        tokenised, vocabulary = _tokenised(documents, tokenizer, options, tally)
-        return _watched(tokenised, tally, on_progress), vocabulary
+        def begin() -> _Beginning:
+            documents = _documents(blocks, options, tally)
+            tokenised, vocabulary = _tokenised(documents, tokenizer, options, tally)
+            return _watched(tokenised, tally, on_progress), vocabulary
 
-    return _build(begin, Path(output), options, tally)
+        return _build(begin, Path(output), options, tally)
+
+
+def _documents(
+    blocks: Iterable[SourceBlock], options: BuildOptions, tally: Tally
+) -> Iterator[tuple[str, str]]:
+    for block in blocks:
+        for document in read(block, options.sources, tally):
+            yield document.name, document.text
 
 
 def build_from_texts(
@@ -150,7 +155,7 @@ def _tokenised(
 ) -> _Beginning:
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     vocabulary = vocabulary_of(loaded)
-    usable = usable_texts(documents, options.max_document_bytes, tally)
+    usable = usable_texts(documents, options.sources.max_document_bytes, tally)
     return tokenise(usable, loaded, vocabulary, tally), vocabulary
 
 

@@ -1,0 +1,98 @@
+"""Bytes of a file: decompressed, in lines that are never longer than a limit, and as text."""
+
+import codecs
+import gzip
+import io
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, Final
+
+from indexer.sources.blocks import SourceFile
+from indexer.sources.formats import Compression
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+BOM_BYTES: Final = 4
+"""How much of the beginning of a file tells its encoding."""
+
+DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError)
+"""What reading a damaged compressed file raises, after what came before the damage."""
+
+# UTF-32 first: its mark begins with that of UTF-16.
+_MARKS: Final = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+@contextmanager
+def opened(file: SourceFile) -> Iterator[tuple[Any, IO[bytes]]]:
+    """Give a stream of a file's bytes, decompressed, and the stream of the file itself.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    with file.path.open("rb") as raw:
+        if file.format.compression == Compression.GZIP:
+            yield gzip.GzipFile(fileobj=raw), raw
+        elif file.format.compression == Compression.ZSTD:
+            yield zstd.ZstdFile(raw), raw
+        else:
+            yield raw, raw
+
+
+def encoding_of(head: bytes, otherwise: str) -> str:
+    """Return the encoding of a file's text by its byte order mark.
+
+    Args:
+        head: the file's first bytes, `BOM_BYTES` or more.
+        otherwise: the encoding of a file without one.
+    """
+    return next((name for mark, name in _MARKS.items() if head.startswith(mark)), otherwise)
+
+
+def has_plain_newlines(encoding: str) -> bool:
+    """Return whether in an encoding a line break is a single byte, that of ASCII."""
+    return encoding == "utf-8-sig" or "\n".encode(encoding) == b"\n"
+
+
+def bounded_lines(
+    stream: Any, encoding: str, max_line: int, num_bytes: int
+) -> Iterator[str | bytes | None]:
+    """Yield lines, and None for one that is longer than the limit, without ever holding it.
+
+    Args:
+        stream: of bytes.
+        encoding: of the bytes.
+        max_line: in bytes, or in characters where line breaks are not single bytes.
+        num_bytes: of the lines to be read.
+
+    Yields:
+        Lines with their line breaks: text where line breaks are not single bytes.
+
+    Raises:
+        UnicodeError: what follows is not text, where line breaks are not single bytes.
+    """
+    if not has_plain_newlines(encoding):
+        stream = io.TextIOWrapper(stream, encoding, newline="\n")
+    while num_bytes > 0 and (line := stream.readline(max_line)):
+        num_bytes -= len(line)
+        if len(line) < max_line or _ends(line):
+            yield line
+            continue
+        while line and not _ends(line):
+            line = stream.readline(max_line)
+            num_bytes -= len(line)
+        yield None
+
+
+def _ends(line: str | bytes) -> bool:
+    return line.endswith("\n") if isinstance(line, str) else line.endswith(b"\n")
