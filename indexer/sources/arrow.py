@@ -32,7 +32,7 @@ def row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
     with _opened(file, options) as found:
         try:
             counts.extend(batch.num_rows for batch in found)
-        except (ArrowException, OSError):
+        except (ArrowException, OSError, ValueError):
             return counts
     return counts
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import stat
 from pathlib import Path, PurePath
 from typing import Final
 
@@ -73,7 +72,8 @@ def _licence_of(folder: Path) -> str | None:
         return None
     if is_saved_dataset(names):
         return _licence_of_dataset(folder)
-    texts = [folder / name for name in names if _is_licence_file(name)]
+    named = [folder / name for name in names if _is_licence_file(name)]
+    texts = [path for path in named if path.is_file()]
     if not texts:
         return None
     return ", ".join(dict.fromkeys(filter(None, map(_recognised, texts))))
@@ -93,8 +93,7 @@ def _licence_of_dataset(folder: Path) -> str | None:
 
 def _recognised(path: Path) -> str:
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_LICENCE_BYTES:
+        if path.stat().st_size > _MAX_LICENCE_BYTES:
             return ""
         return license_id(os.fspath(path)) or ""
     except (OSError, ValueError):

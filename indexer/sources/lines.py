@@ -11,6 +11,7 @@ from indexer.sources.options import NOT_TEXT, TOO_LARGE, SourceOptions
 from indexer.sources.streams import (
     BOM_BYTES,
     bounded_lines,
+    decoded,
     encoding_of,
     has_plain_newlines,
     opened,
@@ -77,21 +78,28 @@ def read_lines(
         streams.DAMAGED: what follows cannot be decompressed.
     """
     before = tally.num_bytes_read
-    max_line = _ESCAPED_BYTES * options.max_document_bytes + _LINE_OVERHEAD_BYTES
     with opened(piece.file) as (stream, raw):
         encoding = encoding_of(stream.peek(BOM_BYTES), options.encoding)
         if piece.start:
             stream.seek(piece.start)
-        lines = bounded_lines(stream, encoding, max_line, piece.end - piece.start)
-        for number, line in enumerate(lines, piece.first + 1):
-            tally.num_bytes_read = before + min(raw.tell() - piece.start, piece.num_bytes)
-            name = f"{piece.file.name}:{number}"
-            try:
-                text = _text_of(line, encoding)
-                if not text.isspace():
-                    yield _document(_parsed(text), name, piece.file, options)
-            except UnusableError as unusable:
-                tally.skip(str(unusable), name)
+        with decoded(stream, encoding) as lines:
+            for number, line in _numbered(piece, lines, options):
+                tally.num_bytes_read = before + min(raw.tell() - piece.start, piece.num_bytes)
+                name = f"{piece.file.name}:{number}"
+                try:
+                    text = _text_of(line, encoding)
+                    if not text.isspace():
+                        yield _document(_parsed(text), name, piece.file, options)
+                except UnusableError as unusable:
+                    tally.skip(str(unusable), name)
+
+
+def _numbered(
+    piece: SourcePiece, stream: Any, options: SourceOptions
+) -> Iterator[tuple[int, str | bytes | None]]:
+    max_line = _ESCAPED_BYTES * options.max_document_bytes + _LINE_OVERHEAD_BYTES
+    lines = bounded_lines(stream, max_line, piece.end - piece.start)
+    return enumerate(lines, piece.first + 1)
 
 
 def _text_of(line: str | bytes | None, encoding: str) -> str:

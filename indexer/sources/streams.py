@@ -64,25 +64,33 @@ def has_plain_newlines(encoding: str) -> bool:
     return encoding == "utf-8-sig" or "\n".encode(encoding) == b"\n"
 
 
-def bounded_lines(
-    stream: Any, encoding: str, max_line: int, num_bytes: int
-) -> Iterator[str | bytes | None]:
+@contextmanager
+def decoded(stream: Any, encoding: str) -> Iterator[Any]:
+    """Give a stream of lines: of text where line breaks are not single bytes, else of bytes."""
+    if has_plain_newlines(encoding):
+        yield stream
+        return
+    text = io.TextIOWrapper(stream, encoding, newline="\n")
+    try:
+        yield text
+    finally:
+        text.detach()
+
+
+def bounded_lines(stream: Any, max_line: int, num_bytes: int) -> Iterator[str | bytes | None]:
     """Yield lines, and None for one that is longer than the limit, without ever holding it.
 
     Args:
-        stream: of bytes.
-        encoding: of the bytes.
-        max_line: in bytes, or in characters where line breaks are not single bytes.
-        num_bytes: of the lines to be read.
+        stream: of lines of text or bytes.
+        max_line: in characters or bytes.
+        num_bytes: of all the lines to be read, or more.
 
     Yields:
-        Lines with their line breaks: text where line breaks are not single bytes.
+        Lines with their line breaks.
 
     Raises:
-        UnicodeError: what follows is not text, where line breaks are not single bytes.
+        UnicodeError: what follows in a stream of text is none.
     """
-    if not has_plain_newlines(encoding):
-        stream = io.TextIOWrapper(stream, encoding, newline="\n")
     while num_bytes > 0 and (line := stream.readline(max_line)):
         num_bytes -= len(line)
         if len(line) < max_line or _ends(line):

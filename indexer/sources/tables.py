@@ -87,5 +87,5 @@ def _translated(file: SourceFile) -> Iterator[None]:
         if error.errno:
             raise OSError(error.errno, os.strerror(error.errno)) from error
         raise DamagedTableError(f"damaged {form}") from error
-    except (ArrowException, IndexError) as error:
+    except (ArrowException, ArithmeticError, LookupError, ValueError) as error:
         raise DamagedTableError(f"damaged {form}") from error

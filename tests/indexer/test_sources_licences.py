@@ -11,9 +11,10 @@ TEXTS = dict(LICENSES)
 
 def licences(*sources: Path, **options: object) -> dict[str, str]:
     documents, _ = read_all(*sources, **options)
-    found = {Path(document.name).name: document.licence for document in documents}
-    assert len(found) == len(documents)
-    return {name: licence for name, licence in found.items() if "LICEN" not in name.upper()}
+    named = [(Path(document.name).name, document.licence) for document in documents]
+    named = [(name, licence) for name, licence in named if "LICEN" not in name.upper()]
+    assert len(dict(named)) == len(named)
+    return dict(named)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +51,15 @@ def test_the_nearest_licence_file_counts_up_to_the_source(tmp_path: Path) -> Non
         source / "mit/own", COPYING=TEXTS["GPL-3.0"], c_md="c", d_py="# SPDX-License-Identifier: X"
     )
     write(source / "mit/odd", LICENCE_md="All yours.", e_md="e")
-    write(source / "code", license_py="MIT = 1", f_md="f")
     expected = {
-        **{"none.md": "", "a.md": "MIT", "b.md": "MIT", "c.md": "GPL-3.0", "d.py": "X"},
-        **{"e.md": "", "f.md": "", "COPYING": "GPL-3.0"},
+        "none.md": "",
+        "a.md": "MIT",
+        "b.md": "MIT",
+        "c.md": "GPL-3.0",
+        "d.py": "X",
+        "e.md": "",
+        "COPYING": "GPL-3.0",
     }
-    (source / "mit/LICENSE.txt").write_text(TEXTS["MIT"])
     assert licences(source) == expected
     assert licences(source / "mit/a.md") == {"a.md": ""}
     assert set(licences(source, licence="Mine").values()) == {"Mine"}
@@ -73,8 +77,13 @@ def test_licence_files_that_cannot_be_read_say_nothing(tmp_path: Path) -> None:
     for number, content in enumerate([b"\xff\xfe", b"x" * (1 << 18)]):
         write(tmp_path / str(number), **{f"{number}_md": "a"})
         (tmp_path / str(number) / "LICENSE").write_bytes(content)
-    write(tmp_path / "2", LICENSE__inner_md="a folder")
-    assert licences(tmp_path) == {"0.md": "", "1.md": "", "inner.md": ""}
+    assert licences(tmp_path) == {"0.md": "", "1.md": ""}
+
+
+def test_a_folder_or_code_that_is_called_licence_is_no_licence_file(tmp_path: Path) -> None:
+    write(tmp_path, LICENSE=TEXTS["MIT"])
+    write(tmp_path / "code", license_py="", a_md="a", license__b_md="b")
+    assert licences(tmp_path) == {"a.md": "MIT", "b.md": "MIT"}
 
 
 def test_a_field_holds_the_licence_of_a_line(tmp_path: Path) -> None:
