@@ -1,5 +1,6 @@
 """The values that a plan is made of: files, their pieces, and blocks of them; and documents."""
 
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,6 +11,11 @@ from indexer.sources.formats import Format
 
 # A file costs an opening even if it is empty: so many bytes it counts at least.
 _MIN_WEIGHT_BYTES: Final = 4096
+
+
+def name_of(path: Path) -> str:
+    """Return a path as it is shown: with slashes, and with what is not UTF-8 replaced."""
+    return os.fsencode(path.as_posix()).decode("utf-8", "replace")
 
 
 class UnusableError(Exception):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from hashlib import blake2b
 from pathlib import Path, PurePath
 from typing import Final
 
@@ -45,6 +46,7 @@ class LicenceFiles:
     def __init__(self, source: Path) -> None:
         self._source = source
         self._found: dict[Path, str] = {}
+        self._recognised: dict[bytes, str] = {}
 
     def of(self, folder: Path) -> str:
         """Return SPDX identifiers for the files of a folder below the source; empty if unknown."""
@@ -57,26 +59,37 @@ class LicenceFiles:
 
     def _own(self, folder: Path) -> str | None:
         if folder not in self._found:
-            own = _licence_of(folder)
+            own = self._licence_in(folder)
             if own is None and folder != self._source:
                 return None
             self._found[folder] = own or ""
         return self._found[folder]
 
+    def _licence_in(self, folder: Path) -> str | None:
+        """Return the licences whose texts lie in a folder; None if there is no licence file."""
+        try:
+            names = sorted(path.name for path in folder.iterdir())
+        except OSError:
+            return None
+        if is_saved_dataset(names):
+            return _licence_of_dataset(folder)
+        named = [folder / name for name in names if _is_licence_file(name)]
+        texts = [path for path in named if path.is_file()]
+        if not texts:
+            return None
+        return ", ".join(dict.fromkeys(filter(None, map(self._recognise, texts))))
 
-def _licence_of(folder: Path) -> str | None:
-    """Return the licences whose texts lie in a folder; None if there is no licence file."""
-    try:
-        names = sorted(path.name for path in folder.iterdir())
-    except OSError:
-        return None
-    if is_saved_dataset(names):
-        return _licence_of_dataset(folder)
-    named = [folder / name for name in names if _is_licence_file(name)]
-    texts = [path for path in named if path.is_file()]
-    if not texts:
-        return None
-    return ", ".join(dict.fromkeys(filter(None, map(_recognised, texts))))
+    def _recognise(self, path: Path) -> str:
+        """Return the identifier of a licence's text; recognising takes milliseconds."""
+        try:
+            if path.stat().st_size > _MAX_LICENCE_BYTES:
+                return ""
+            digest = blake2b(path.read_bytes()).digest()
+            if digest not in self._recognised:
+                self._recognised[digest] = license_id(os.fspath(path)) or ""
+        except (OSError, ValueError):
+            return ""
+        return self._recognised[digest]
 
 
 def _is_licence_file(name: str) -> bool:
@@ -89,12 +102,3 @@ def _licence_of_dataset(folder: Path) -> str | None:
     except (OSError, ValueError, RecursionError):
         return None
     return licence_in(info.get("license")) or None if isinstance(info, dict) else None
-
-
-def _recognised(path: Path) -> str:
-    try:
-        if path.stat().st_size > _MAX_LICENCE_BYTES:
-            return ""
-        return license_id(os.fspath(path)) or ""
-    except (OSError, ValueError):
-        return ""

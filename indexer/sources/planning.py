@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from indexer.errors import SourceError, reason_of
-from indexer.sources.blocks import SourceBlock, SourceFile, SourcePiece, gather
+from indexer.sources.blocks import SourceBlock, SourceFile, SourcePiece, gather, name_of
 from indexer.sources.columns import TableError
-from indexer.sources.finding import Finder, name_of
+from indexer.sources.finding import Finder
 from indexer.sources.formats import Form
 from indexer.sources.lines import cut_lines
 from indexer.sources.options import STANDARD_INPUT, SourceOptions

@@ -5,6 +5,7 @@ from typing import Final
 
 from indexer.errors import reason_of
 from indexer.sources.blocks import SourceBlock, SourceDocument, SourcePiece
+from indexer.sources.columns import TableError
 from indexer.sources.formats import Form
 from indexer.sources.lines import read_lines
 from indexer.sources.options import NOT_TEXT, SourceOptions
@@ -32,9 +33,6 @@ def read(block: SourceBlock, options: SourceOptions, tally: Tally) -> Iterator[S
         block: of a plan that was made with the same options.
         options: how to read.
         tally: counts what is skipped, and how far reading has come.
-
-    Raises:
-        SourceError: a library that the plan was made with is missing here.
     """
     for piece in block.pieces:
         name = piece.file.name
@@ -45,6 +43,8 @@ def read(block: SourceBlock, options: SourceOptions, tally: Tally) -> Iterator[S
             tally.skip(f"unreadable: damaged {piece.file.format.compression}", name)
         except DamagedTableError as error:
             tally.skip(f"unreadable: {error}", name)
+        except TableError as error:
+            tally.skip(error.reason, name)
         except UnicodeError:
             tally.skip(NOT_TEXT, name)
         except OSError as error:

@@ -179,6 +179,32 @@ def test_options_that_mean_nothing_are_an_error_of_one_line(
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_sources_may_be_named_from_where_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, a_md="a", in__b_md="b")
+    monkeypatch.chdir(tmp_path / "in")
+    assert list(texts(read_all(".")[0])) == ["b.md"]
+    assert list(texts(read_all("..")[0])) == ["../a.md", "../in/b.md"]
+    documents, tally = read_all("../a.md", "..", tmp_path)
+    assert list(texts(documents)) == ["../a.md", "../in/b.md"]
+    assert tally.skipped == {"named twice": 3}
+
+
+def test_folders_may_be_nested_as_deep_as_paths_are_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(1500):
+        Path("d").mkdir()
+        os.chdir("d")
+    Path("a.md").write_text("deep")
+    os.chdir(tmp_path)
+    documents, _ = read_all("d")
+    assert [document.text for document in documents] == ["deep"]
+    subprocess.run(["rm", "-r", "d"], check=True)  # shutil's is recursive
+
+
 def test_names_that_are_not_utf_8_are_shown_with_replacements(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.md")).write_text("a")
     documents, _ = read_all(tmp_path)

@@ -193,6 +193,7 @@ def test_no_byte_that_is_wrong_ends_the_process(suffix: str, tmp_path: Path) -> 
 
 
 def test_tables_that_vanish_or_shrink_after_planning_are_counted(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "c.arrow", ROWS)
     for name in ("a", "b"):
         write_parquet(tmp_path / f"{name}.parquet", ROWS, row_group_size=10)
         write_arrow(tmp_path / f"{name}.arrow", ROWS)
@@ -202,11 +203,13 @@ def test_tables_that_vanish_or_shrink_after_planning_are_counted(tmp_path: Path)
     (tmp_path / "a.parquet").unlink()
     (tmp_path / "a.arrow").unlink()
     write_parquet(tmp_path / "b.parquet", ROWS[:10])
+    write_arrow(tmp_path / "c.arrow", [{"other": "x"}])
     write_arrow(tmp_path / "b.arrow", ROWS[:10])
     documents = read_blocks(blocks, options, tally)
     assert len(documents) == 20
     assert tally.skipped["unreadable: No such file or directory"] == 20
     assert tally.skipped["unreadable: damaged Parquet"] == 9
+    assert tally.skipped["no column 'text'"] == 10
 
 
 def test_of_a_saved_dataset_the_rows_are_read_and_nothing_else(tmp_path: Path) -> None:
