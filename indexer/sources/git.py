@@ -32,7 +32,7 @@ class GitError(IndexerError):
 
 
 def is_repository(folder: Path) -> bool:
-    """Return whether a folder is the top of a work tree: has a `.git` file, or one with a head."""
+    """Return whether a folder is the top of a work tree: its `.git` is a file or has a head."""
     inner = folder / ".git"
     return inner.is_file() or os.path.lexists(inner / "HEAD")
 
