@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import zstandard
 
+from indexer.compression import zstd
 from indexer.errors import TokenizerError
 from indexer.parts import TokenisedDocument
-from indexer.sources import NOT_TEXT, TOO_LARGE
+from indexer.sources import NOT_TEXT, TOO_LARGE, SourceDocument
 from indexer.tally import Tally
 
 if TYPE_CHECKING:
@@ -34,16 +34,17 @@ class UsableText:
 
 
 def usable_texts(
-    documents: Iterable[tuple[str, str, str]], max_document_bytes: int, tally: Tally
+    documents: Iterable[SourceDocument], max_document_bytes: int, tally: Tally
 ) -> Iterator[UsableText]:
     """Yield the documents that hold text and are not too long; count the others.
 
     Args:
-        documents: names, licences and texts.
+        documents: as they were read.
         max_document_bytes: longer ones are left out.
         tally: counts them.
     """
-    for name, licence, text in documents:
+    for document in documents:
+        name, text = document.name, document.text
         try:
             num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
@@ -56,7 +57,7 @@ def usable_texts(
         elif not text or text.isspace():
             tally.skip(EMPTY, name)
         else:
-            yield UsableText(name, licence, text, num_bytes)
+            yield UsableText(name, document.licence, text, num_bytes)
 
 
 def tokenise(
@@ -94,7 +95,7 @@ def stored_form(tokenizer: "PreTrainedTokenizerBase") -> bytes:
             f"{type(tokenizer).__name__} is not backed by the tokenizers library: "
             "name a model that has a tokenizer.json"
         )
-    return zstandard.ZstdCompressor(level=6).compress(backend.to_str().encode("utf-8"))
+    return zstd.compress(backend.to_str().encode("utf-8"), level=6)
 
 
 @lru_cache(maxsize=1)
@@ -107,7 +108,7 @@ def stored_encoder(path: Path) -> Any:
     from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
 
     try:
-        content = zstandard.ZstdDecompressor().decompress(path.read_bytes())
+        content = zstd.decompress(path.read_bytes())
         encoder = Tokenizer.from_str(content.decode("utf-8"))
     # The library raises bare exceptions.
     except Exception as error:
