@@ -16,6 +16,7 @@ from indexer.catalog import CatalogWriter, Contents
 from indexer.errors import IndexerError, SourceError, TokenizerError
 from indexer.format import MAX_POSITIONS, SegmentRecord, token_dtype
 from indexer.output import check_output, new_index_folder
+from indexer.screening.screen import NO_SCREENING, Screen, ScreenOptions
 from indexer.segments import (
     MAX_SEGMENT_TOKENS,
     Block,
@@ -52,6 +53,7 @@ class BuildOptions:
         max_segment_tokens: a segment with more tokens holds a single document; from 1 to
             `MAX_POSITIONS`, beyond which positions do not fit the format.
         overwrite: replace an index that is at the output path already.
+        screen: what must not get into the index; texts are screened, not tokens.
 
     Raises:
         IndexerError: `max_segment_tokens` is out of its range.
@@ -61,6 +63,7 @@ class BuildOptions:
     max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
     max_segment_tokens: int = MAX_SEGMENT_TOKENS
     overwrite: bool = False
+    screen: ScreenOptions = NO_SCREENING
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_segment_tokens <= MAX_POSITIONS:
@@ -150,7 +153,9 @@ def _tokenised(
 ) -> _Beginning:
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     vocabulary = vocabulary_of(loaded)
-    usable = usable_texts(documents, options.max_document_bytes, tally)
+    screen = Screen(options.screen) if options.screen.is_active else None
+    tally.screened = screen.tally if screen is not None else None
+    usable = usable_texts(documents, options.max_document_bytes, tally, screen)
     return tokenise(usable, loaded, vocabulary, tally), vocabulary
 
 
@@ -174,6 +179,7 @@ def _build(
         seconds=time.perf_counter() - started,
         skipped=dict(sorted(tally.skipped.items())),
         skipped_places=dict(sorted(tally.skipped_places.items())),
+        screened=tally.screened,
     )
 
 

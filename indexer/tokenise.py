@@ -8,6 +8,7 @@ import numpy as np
 
 from indexer.errors import TokenizerError
 from indexer.format import token_dtype
+from indexer.screening.screen import EXCLUDED, Screen
 from indexer.segments import TokenisedDocument
 from indexer.sources import NOT_TEXT, TOO_LARGE
 from indexer.tally import Tally
@@ -32,9 +33,12 @@ class UsableText:
 
 
 def usable_texts(
-    documents: Iterable[tuple[str, str]], max_document_bytes: int, tally: Tally
+    documents: Iterable[tuple[str, str]],
+    max_document_bytes: int,
+    tally: Tally,
+    screen: Screen | None = None,
 ) -> Iterator[UsableText]:
-    """Yield the documents that hold text and are not too long; count the others."""
+    """Yield the documents that hold text and are not too long, screened; count the others."""
     for name, text in documents:
         try:
             num_bytes = len(text.encode("utf-8"))
@@ -47,8 +51,21 @@ def usable_texts(
             tally.skip(NOT_TEXT, name)
         elif not text or text.isspace():
             tally.skip(EMPTY, name)
-        else:
+        elif screen is None:
             yield UsableText(name, text, num_bytes)
+        else:
+            yield from _screened(name, text, screen, tally)
+
+
+def _screened(name: str, text: str, screen: Screen, tally: Tally) -> Iterator[UsableText]:
+    """Yield the document if anything of it may be indexed; count it otherwise."""
+    screened = screen.screen(name, text)
+    if screened is None:
+        tally.skipped[EXCLUDED] += 1
+    elif not screened.text or screened.text.isspace():
+        tally.skip(EMPTY, screened.name)
+    else:
+        yield UsableText(screened.name, screened.text, len(screened.text.encode("utf-8")))
 
 
 def tokenise(
