@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Final
 
+EMAIL_ADDRESS: Final = "email-address"
+
 Finder = Callable[[str], Iterator[tuple[int, int]]]
 """Yields where secrets begin and end in a text, in order."""
 
@@ -72,5 +74,5 @@ OWN_RULES: Final[dict[str, Finder]] = {
     "private-key": private_keys,
     "url-password": url_passwords,
     "aws-access-key-id": aws_access_key_ids,
-    "email-address": email_addresses,
+    EMAIL_ADDRESS: email_addresses,
 }

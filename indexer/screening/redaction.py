@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.errors import IndexerError
-from indexer.screening.patterns import OWN_RULES
+from indexer.screening.patterns import EMAIL_ADDRESS, OWN_RULES
 
 PLACEHOLDER: Final = "[REDACTED]"
 
@@ -24,7 +24,9 @@ _LEAD_BITS: Final = 0xC0
 _CONTINUATION: Final = 0x80
 
 # A shorter value, or a word, is a secret only where it was found: it means other things elsewhere.
-_MIN_REPEATED: Final = 8
+# Addresses and blocks of keys are known by their form wherever they stand.
+_MIN_REPEATED: Final = 6
+_MAX_REPEATED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,7 +57,10 @@ class SecretFinder:
         self._scanner = library.Scanner(library.Rules(confidence="low"))
 
     def find(self, text: str) -> list[Secret]:
-        """Return the secrets of a text in order; none overlap. Takes time with its length."""
+        """Return the secrets of a text in order; none overlap.
+
+        Takes time with the length of the text, and sixty times what its secrets measure in memory.
+        """
         found = _merged([*self._by_library(text), *_by_own_rules(text)])
         return _merged([*found, *_repeated(text, found)]) if found else found
 
@@ -101,12 +106,17 @@ def _repeated(text: str, found: list[Secret]) -> Iterator[Secret]:
     automaton: Any = ahocorasick.Automaton()
     for secret in found:
         value = text[secret.start : secret.end]
-        if len(value) >= _MIN_REPEATED and not value.isalpha():
+        by_form = secret.kind == EMAIL_ADDRESS or len(value) > _MAX_REPEATED
+        if len(value) >= _MIN_REPEATED and not by_form and not _is_word(value):
             automaton.add_word(value, (len(value), secret.kind))
     if len(automaton):
         automaton.make_automaton()
         for last, (length, kind) in automaton.iter_long(text):
             yield Secret(last + 1 - length, last + 1, kind)
+
+
+def _is_word(value: str) -> bool:
+    return value.isalpha() and value in {value.lower(), value.upper(), value.capitalize()}
 
 
 def _merged(secrets: Iterable[Secret]) -> list[Secret]:
