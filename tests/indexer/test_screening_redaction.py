@@ -111,6 +111,19 @@ def test_a_secret_goes_wherever_it_stands_again(finder: SecretFinder) -> None:
     assert cleaned(finder, text).count(PLACEHOLDER) in {3, 4}
 
 
+@given(
+    text=st.text("ab1", min_size=10, max_size=40),
+    places=st.lists(st.tuples(st.integers(0, 30), st.integers(6, 9)), min_size=1, max_size=3),
+)
+def test_no_value_of_a_secret_is_left(text: str, places: list[tuple[int, int]]) -> None:
+    spans = [(start, min(start + length, len(text))) for start, length in places]
+    found = redaction._merged(Secret(start, end, "kind") for start, end in spans if start < end)
+    clean = redacted(text, redaction._merged([*found, *redaction._repeated(text, found)]))
+    for secret in found:
+        value = text[secret.start : secret.end]
+        assert len(value) < 6 or value.isalpha() or value not in clean
+
+
 def test_a_word_is_a_secret_only_where_it_is_one(finder: SecretFinder) -> None:
     text = "x://u:password@h: the password is short as in abc12, not x://u:abc12@h"
     assert cleaned(finder, text) == text.replace(":password@", f":{PLACEHOLDER}@").replace(
