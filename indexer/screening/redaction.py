@@ -132,18 +132,10 @@ def _merged(secrets: Iterable[Secret]) -> list[Secret]:
 
 
 def _windows(encoded: bytes) -> Iterator[tuple[int, bytes]]:
-    """Cut UTF-8 between characters into overlapping pieces, each with where it begins."""
+    """Cut bytes into overlapping pieces, each with where it begins."""
     step = _WINDOW_BYTES - _OVERLAP_BYTES
-    for first in range(0, max(len(encoded) - _OVERLAP_BYTES, 1), step):
-        start, end = _boundary(encoded, first), _boundary(encoded, first + _WINDOW_BYTES)
-        yield start, encoded[start:end]
-
-
-def _boundary(encoded: bytes, offset: int) -> int:
-    """Return where the character at the offset begins."""
-    while offset < len(encoded) and encoded[offset] & _LEAD_BITS == _CONTINUATION:
-        offset -= 1
-    return offset
+    for start in range(0, max(len(encoded) - _OVERLAP_BYTES, 1), step):
+        yield start, encoded[start : start + _WINDOW_BYTES]
 
 
 def _characters_begun(encoded: bytes) -> NDArray[np.int32]:

@@ -98,6 +98,16 @@ def test_accents_may_be_composed_or_not(form: str, listed: str) -> None:
     assert screened.text == "one\ntwo\n"
 
 
+def test_a_phrase_is_found_as_it_is_written_too() -> None:
+    screened = by_line("cafe").screen("n", "one\ncafe\u0301\ncaf\u00e9")
+    assert screened is not None
+    assert screened.text == "one\ncaf\u00e9"
+
+
+def test_case_is_folded_between_normal_forms() -> None:
+    assert by_line("\u1fb4", ignore_case=True).screen("\u0391\u0345\u0301", "text") is None
+
+
 @pytest.mark.parametrize("scope", ExcludeScope)
 @pytest.mark.parametrize(("name", "licence"), [("in/blue heron/x", ""), ("x", "blue heron only")])
 def test_a_phrase_in_a_name_or_licence_keeps_the_document_out(

@@ -73,6 +73,16 @@ def test_passwords_in_urls_are_replaced(scheme: str, password: str, finder: Secr
     assert cleaned(finder, text) == text.replace(password, PLACEHOLDER)
 
 
+def test_urls_may_be_spelt_as_in_json(finder: SecretFinder) -> None:
+    text = r'"my:\/\/bob:hunter2@host\/x"'
+    assert cleaned(finder, text) == text.replace("hunter2", PLACEHOLDER)
+
+
+def test_headers_of_a_short_key_belong_to_it() -> None:
+    key = KEYS["short"].replace("-----\n", "-----\nProc-Type: 4,ENCRYPTED\nDEK-Info: A-1\n\n", 1)
+    assert list(private_keys(f"x {key} y")) == [(2, 2 + len(key))]
+
+
 @pytest.mark.parametrize(
     "address",
     [
@@ -97,6 +107,7 @@ def test_addresses_are_replaced(address: str, finder: SecretFinder) -> None:
         "http://host:8080/a@b https://[::1]:80/ std::vector<int>::at",
         "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----",
         "the PRIVATE KEY is kept elsewhere; AKIA is a prefix, password is a word",
+        "xAKIA" + "A" * 16 + " AKIA" + "A" * 17,
         "sha1 da39a3ee5e6b4b0d3255bfef95601890afd80709",
     ],
 )
@@ -122,6 +133,11 @@ def test_no_value_of_a_secret_is_left(text: str, places: list[tuple[int, int]]) 
     for secret in found:
         value = text[secret.start : secret.end]
         assert len(value) < 6 or value.isalpha() or value not in clean
+
+
+def test_secrets_that_overlap_are_one() -> None:
+    first, second, third = Secret(0, 5, "a"), Secret(3, 8, "b"), Secret(8, 9, "c")
+    assert redaction._merged([third, second, first]) == [Secret(0, 8, "a"), third]
 
 
 def test_a_word_is_a_secret_only_where_it_is_one(finder: SecretFinder) -> None:
@@ -216,6 +232,15 @@ def test_a_phrase_that_redaction_makes_is_left_out_too() -> None:
         screened = screen.screen("n", "one\nmail a@example.org\ntwo")
         assert screened == (None if scope is ExcludeScope.DOCUMENT else ("n", "one\ntwo", ""))
         assert screen.screen("mail a@example.org", "text") is None
+
+
+@pytest.mark.parametrize("scope", ExcludeScope)
+def test_a_phrase_counts_though_it_is_a_secret_too(scope: ExcludeScope) -> None:
+    screen = Screen(ScreenOptions(ExcludedPhrases(("a@example.org",), (1,)), scope, redact=True))
+    assert screen.screen("a@example.org", "text") is None
+    assert screen.screen("n", "text", "by a@example.org") is None
+    screened = screen.screen("n", "one\na@example.org wrote\ntwo")
+    assert screened == (None if scope is ExcludeScope.DOCUMENT else ("n", "one\ntwo", ""))
 
 
 def test_names_and_licences_are_redacted_and_counted() -> None:
