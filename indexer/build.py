@@ -97,7 +97,7 @@ def build_from_texts(
         started = time.perf_counter()
         vocabulary, stored = _store(loaded, folder)
         named = (SourceDocument(name, "", text) for name, text in documents)
-        usable = usable_texts(named, options.sources.max_document_bytes, tally)
+        usable = usable_texts(named, options.sources.max_document_bytes, tally, options.screen)
         encoder = stored_encoder(folder / TOKENIZER_FILE)
         tokenised = tokenise(usable, encoder, token_dtype(vocabulary.size), tally)
         with scratch_folder(folder) as scratch:
@@ -175,6 +175,7 @@ def part_tasks(
             tokenizer,
             vocabulary.size,
             options.sources,
+            options.screen,
             options.keep_texts,
         )
         for number, block in enumerate(blocks)
@@ -226,6 +227,7 @@ def report_of(output: Path | str, contents: Contents, tally: Tally, started: flo
         seconds=time.perf_counter() - started,
         skipped=dict(sorted(tally.skipped.items())),
         skipped_places=dict(sorted(tally.skipped_places.items())),
+        screened=tally.screened,
     )
 
 

@@ -76,6 +76,7 @@ def add_documents(
         time.perf_counter() - started,
         dict(sorted(tally.skipped.items())),
         dict(sorted(tally.skipped_places.items())),
+        tally.screened,
     )
 
 

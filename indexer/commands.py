@@ -13,6 +13,8 @@ from indexer.build import BuildOptions, build_index
 from indexer.errors import IndexerError
 from indexer.format import MAX_POSITIONS
 from indexer.progress import BuildProgress
+from indexer.screening.phrases import ExcludedPhrases
+from indexer.screening.screen import ExcludeScope, ScreenOptions
 from indexer.segments import MAX_SEGMENT_TOKENS
 from indexer.sources import (
     DEFAULT_FIELD,
@@ -128,6 +130,35 @@ def build(
         bool,
         typer.Option("--overwrite", help="Replace the index at DIR once the new one is whole."),
     ] = False,
+    exclude_phrases: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Leave out every document that holds a phrase of this list: UTF-8, one a line; "
+            "blank lines and lines that begin with # are comments, and \\# begins a phrase with #. "
+            "The report names phrases by line, never by text.",
+        ),
+    ] = None,
+    exclude_scope: Annotated[
+        ExcludeScope,
+        typer.Option(
+            help="Leave out the whole document, or only the lines that hold a phrase. A document "
+            "whose name holds one is left out in either case."
+        ),
+    ] = ExcludeScope.DOCUMENT,
+    exclude_ignore_case: Annotated[
+        bool,
+        typer.Option("--exclude-ignore-case", help="Find phrases in upper and lower case alike."),
+    ] = False,
+    redact: Annotated[
+        bool,
+        typer.Option(
+            "--redact",
+            help="Replace keys, tokens, private keys, passwords in URLs and e-mail addresses by "
+            "[REDACTED], in texts and names, before anything is indexed. Nothing is sent anywhere. "
+            "Needs: pip install 'foredraft[redact]'.",
+        ),
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Build an index from folders, repositories, files, JSON lines and tables.
@@ -145,7 +176,9 @@ def build(
         stdin_format=stdin_format,
         max_document_bytes=max_document_bytes,
     )
-    options = BuildOptions(found, segment_tokens, overwrite)
+    phrases = ExcludedPhrases.load(exclude_phrases) if exclude_phrases is not None else None
+    screen = ScreenOptions(phrases, exclude_scope, exclude_ignore_case, redact)
+    options = BuildOptions(found, segment_tokens, overwrite, screen=screen)
     with BuildProgress() as progress:
         report = build_index(sources, output, tokenizer, options, progress)
     typer.echo(json.dumps(report.to_json()) if as_json else report.describe())

@@ -6,6 +6,7 @@ from typing import Final
 from indexer.engines import Engine, Serial
 from indexer.errors import IndexerError
 from indexer.format import MAX_POSITIONS
+from indexer.screening.screen import NO_SCREENING, ScreenOptions
 from indexer.segments import MAX_SEGMENT_TOKENS
 from indexer.sources import SourceOptions
 
@@ -22,6 +23,7 @@ class BuildOptions:
         overwrite: replace an index that is at the output path already.
         deduplicate: leave out documents that are equal to one before.
         keep_texts: store the texts as well, so that the index can be built for another tokenizer.
+        screen: what must not get into the index; texts are screened, not tokens.
         engine: where the stages run.
 
     Raises:
@@ -33,6 +35,7 @@ class BuildOptions:
     overwrite: bool = False
     deduplicate: bool = True
     keep_texts: bool = False
+    screen: ScreenOptions = NO_SCREENING
     engine: Engine = Serial()  # noqa: RUF009  (it has no state)
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from indexer.opening import open_segment
 from indexer.output import write_array
 from indexer.parts import Part, PartWriter, TokenisedDocument, kept_runs
 from indexer.records import Contents, PhrasesRecord, SegmentRecord
+from indexer.screening.screen import ScreenOptions
 from indexer.segments import Piece, SegmentTask, write_segment
 from indexer.sources import SourceBlock, SourceOptions, read
 from indexer.tables import build_tables
@@ -49,6 +50,7 @@ class PartTask:
         tokenizer: the stored tokenizer.
         vocabulary_size: largest token id plus one.
         sources: how they are read.
+        screening: what is taken out of them.
         keep_texts: whether texts are stored.
     """
 
@@ -57,6 +59,7 @@ class PartTask:
     tokenizer: Path
     vocabulary_size: int
     sources: SourceOptions
+    screening: ScreenOptions
     keep_texts: bool
 
 
@@ -64,7 +67,7 @@ def write_part(task: PartTask) -> tuple[Part, Tally]:
     """Read and tokenise sources; return where the result is and what was counted."""
     tally = Tally()
     documents = read(task.block, task.sources, tally)
-    usable = usable_texts(documents, task.sources.max_document_bytes, tally)
+    usable = usable_texts(documents, task.sources.max_document_bytes, tally, task.screening)
     dtype = token_dtype(task.vocabulary_size)
     tokenised = tokenise(usable, stored_encoder(task.tokenizer), dtype, tally)
     part = gather_part(tokenised, task.folder, task.vocabulary_size, keep_texts=task.keep_texts)

@@ -11,6 +11,7 @@ import numpy as np
 from indexer.compression import zstd
 from indexer.errors import TokenizerError
 from indexer.parts import TokenisedDocument
+from indexer.screening.screen import EXCLUDED, NO_SCREENING, Screen, ScreenOptions
 from indexer.sources import NOT_TEXT, TOO_LARGE, SourceDocument
 from indexer.tally import Tally
 
@@ -34,15 +35,20 @@ class UsableText:
 
 
 def usable_texts(
-    documents: Iterable[SourceDocument], max_document_bytes: int, tally: Tally
+    documents: Iterable[SourceDocument],
+    max_document_bytes: int,
+    tally: Tally,
+    screening: ScreenOptions = NO_SCREENING,
 ) -> Iterator[UsableText]:
-    """Yield the documents that hold text and are not too long; count the others.
+    """Yield the documents that hold text and are not too long, screened; count the others.
 
     Args:
         documents: as they were read.
         max_document_bytes: longer ones are left out.
         tally: counts them.
+        screening: what must not get into the index.
     """
+    screen = _screen(screening) if screening.is_active else None
     for document in documents:
         name, text = document.name, document.text
         try:
@@ -56,8 +62,30 @@ def usable_texts(
             tally.skip(NOT_TEXT, name)
         elif not text or text.isspace():
             tally.skip(EMPTY, name)
-        else:
+        elif screen is None:
             yield UsableText(name, document.licence, text, num_bytes)
+        else:
+            yield from _screened(document, screen, tally)
+    if screen is not None:
+        tally.screened = screen.take_tally()
+
+
+def _screened(document: SourceDocument, screen: Screen, tally: Tally) -> Iterator[UsableText]:
+    """Yield the document if anything of it may be indexed; count it otherwise."""
+    screened = screen.screen(document.name, document.text, document.licence)
+    if screened is None:
+        tally.skipped[EXCLUDED] += 1
+    elif not screened.text or screened.text.isspace():
+        tally.skip(EMPTY, screened.name)
+    else:
+        num_bytes = len(screened.text.encode("utf-8"))
+        yield UsableText(screened.name, screened.licence, screened.text, num_bytes)
+
+
+@lru_cache(maxsize=1)
+def _screen(options: ScreenOptions) -> Screen:
+    """Return what screens in this process: making it takes seconds."""
+    return Screen(options)
 
 
 def tokenise(

@@ -54,6 +54,7 @@ def test_build_reports_what_it_did(
         "segments": 1,
         "bytes": 11,
         "skipped": {"not text": 1},
+        "screened": None,
     }
 
 
