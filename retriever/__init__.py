@@ -21,6 +21,8 @@ from retriever.errors import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
+from retriever.sharding import ShardedDrafter
+from retriever.shards import ShardState
 from retriever.tree import ROOT, DraftTree, Source
 
 __all__ = [
@@ -39,6 +41,8 @@ __all__ = [
     "RemoteDrafter",
     "RetrieverError",
     "SessionExistsError",
+    "ShardState",
+    "ShardedDrafter",
     "Source",
     "StateError",
     "TokenIds",

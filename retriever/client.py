@@ -28,6 +28,9 @@ from retriever.wire import (
 
 DEFAULT_TIMEOUT_S: Final = 1.0
 
+# A client that takes the place of another must not wait until gRPC lets it connect again.
+_OPTIONS: Final = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+
 
 @dataclass(frozen=True, slots=True)
 class IndexInfo:
@@ -65,7 +68,7 @@ class RemoteDrafter:
         self._timeout_s = timeout_s
         self._fingerprint = vocabulary_fingerprint
         self._prefix = f"{uuid.uuid4().hex}/"
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._stub = RetrieverServiceStub(self._channel)
         self._stream: _Stream | None = None
         self._sessions: set[str] = set()
