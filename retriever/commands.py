@@ -21,10 +21,10 @@ from indexer.tokenizer import DEFAULT_MODEL
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
 from retriever.encoding import ChatEncoder
 from retriever.errors import InvalidRequestError, RetrieverError
-from retriever.factories import OWN, find_factory, own_drafter
+from retriever.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.files import check_files
 from retriever.log_store import Durability
-from retriever.options import Indexes, Phrases
+from retriever.options import Indexes, Phrases, Servers
 from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
 from retriever.report_tables import tables
@@ -137,6 +137,7 @@ def replay_traces(
             help="Outputs that count as recent generations: files as TRACES. Repeatable.",
         ),
     ] = None,
+    server: Servers = None,
     drafter: Annotated[
         str,
         typer.Option(
@@ -176,13 +177,19 @@ def replay_traces(
         make_drafter = find_factory(drafter, drafters)
         if phrases and drafter != OWN:
             raise InvalidRequestError("--phrases are for our own drafter: leave out --drafter")
+        if server and (index or phrases or drafter != OWN):
+            raise InvalidRequestError(
+                "--server drafts by itself: leave out --index, --phrases and --drafter"
+            )
         encoder = ChatEncoder(tokenizer)
         check_files(index or [], phrases or [])
         read = read_traces(traces, encoder, limit)
         warming = [read_outputs(path, encoder) for path in warm or []]
         recorded = list(_progress(read, "tokenising"))
         outputs = list(chain.from_iterable(warming))
-        if drafter == OWN:
+        if server:
+            make_drafter = partial(remote_drafter, server, vocabulary=encoder.vocabulary)
+        elif drafter == OWN:
             listed = _listed(phrases, encoder, index)
             make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
         indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in index or []]

@@ -26,7 +26,7 @@ from retriever.shards import Agreement, Shard, ShardState, Trees
 from retriever.tracking import TrackedSequence, TrackedStep
 from retriever.tree import DraftTree
 
-DEFAULT_DEADLINE_S: Final = 0.01
+DEFAULT_DEADLINE_S: Final = 0.02
 """How long a step waits for shards, in seconds."""
 
 _Job = Future[Any] | None
@@ -68,8 +68,8 @@ class ShardedDrafter:
         self._sequences: dict[str, TrackedSequence] = {}
         self._lock = Lock()
         agreement = Agreement(vocabulary_fingerprint)
-        connect = partial(_connect, timeout_s=timeout_s)
-        self._shards = [Shard(address, connect, agreement) for address in _checked(addresses)]
+        client = partial(_client, timeout_s=timeout_s)
+        self._shards = [Shard(address, client, agreement) for address in _checked(addresses)]
 
     @property
     def shards(self) -> tuple[ShardState, ...]:
@@ -173,6 +173,29 @@ class ShardedDrafter:
                 shard.restart()
 
 
+def connect(
+    addresses: Sequence[str],
+    *,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+    vocabulary_fingerprint: str = "",
+) -> "RemoteDrafter | ShardedDrafter":
+    """Return a client of one service, or of several that each hold a part of a corpus.
+
+    Args:
+        addresses: of the services.
+        deadline_s: longest wait of a step for one of several, in seconds.
+        vocabulary_fingerprint: of the tokenizer at hand; empty if it is not known.
+
+    Raises:
+        InvalidRequestError: there is no address, or one twice.
+    """
+    if len(addresses) == 1:
+        return RemoteDrafter(addresses[0], vocabulary_fingerprint=vocabulary_fingerprint)
+    return ShardedDrafter(
+        addresses, deadline_s=deadline_s, vocabulary_fingerprint=vocabulary_fingerprint
+    )
+
+
 def _await(jobs: Sequence[_Job], timeout_s: float) -> list[Any]:
     """Return what was answered in time, None for each shard that did not answer.
 
@@ -196,7 +219,7 @@ def _await(jobs: Sequence[_Job], timeout_s: float) -> list[Any]:
     return answers
 
 
-def _connect(address: str, fingerprint: str, *, timeout_s: float) -> RemoteDrafter:
+def _client(address: str, fingerprint: str, *, timeout_s: float) -> RemoteDrafter:
     return RemoteDrafter(address, timeout_s=timeout_s, vocabulary_fingerprint=fingerprint)
 
 

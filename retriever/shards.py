@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from logging import getLogger
 from threading import Lock
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ from retriever.errors import (
 )
 from retriever.tracking import TrackedSequence, TrackedStep
 from retriever.tree import DraftTree
+
+_log = getLogger(__name__)
 
 FIRST_PAUSE_S: Final = 0.1
 """A server that failed is left alone for so long, and twice as long after each further failure."""
@@ -166,17 +169,19 @@ class Shard:
             result = job(*arguments)
         except VocabularyMismatchError as error:
             self.refusal = error
-            self._fail()
+            self._fail(error)
             raise
         except RetrieverError as error:
             if isinstance(error, InvalidRequestError) and not isinstance(error, OutOfSequenceError):
                 raise type(error)(f"shard {self._address}: {error}") from error
-            self._fail()
+            self._fail(error)
             raise DrafterUnavailableError(f"shard {self._address}: {error}") from error
         self._pause_s = FIRST_PAUSE_S
         return result
 
-    def _fail(self) -> None:
+    def _fail(self, error: RetrieverError) -> None:
+        if self._is_up:
+            _log.warning("drafts go on without shard %s: %s", self._address, error)
         self._failures += 1
         self._disconnect()
         self._retry_at_s = time.monotonic() + self._pause_s

@@ -11,8 +11,8 @@ from tests.retriever.merging_twin import merge_slowly, paths_of, random_tree
 
 
 def tree_of(*nodes: tuple[int, int, float], source: Source = Source.CORPUS) -> DraftTree:
-    columns = zip(*nodes, strict=True)
-    return DraftTree.checked(*columns, [source] * len(nodes))
+    token_ids, parents, probabilities = zip(*nodes, strict=True)
+    return DraftTree.checked(token_ids, parents, probabilities, [source] * len(nodes))
 
 
 @settings(max_examples=400, deadline=None)

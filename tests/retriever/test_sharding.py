@@ -1,5 +1,6 @@
 """Several servers as one drafter: real servers, some late, some killed."""
 
+import json
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from indexer.reader import Vocabulary
 from retriever import (
@@ -22,6 +24,7 @@ from retriever import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
+from retriever.commands import app
 from retriever.embedded import EmbeddedDrafter
 from retriever.limits import Limits
 from retriever.merging import merge_trees
@@ -295,3 +298,25 @@ def test_addresses_are_needed_and_differ() -> None:
         ShardedDrafter([])
     with pytest.raises(InvalidRequestError, match="twice"):
         ShardedDrafter(["127.0.0.1:1", "127.0.0.1:1"])
+
+
+def test_replay_drafts_from_several_servers(
+    left_address: str, slow: tuple[SlowServicer, str], tmp_path: Path
+) -> None:
+    rows = [{"prompt_ids": BEGINNING, "output_ids": tokens[6:]} for tokens in (LEFT, RIGHT)]
+    traces, warm = tmp_path / "traces.jsonl", tmp_path / "warm.jsonl"
+    traces.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    warm.write_text(json.dumps({"output_ids": [40, 41, 42, 43, 44, 45]}))
+
+    def steps(*servers: str) -> int:
+        options = [part for server in servers for part in ("--server", server)]
+        arguments = ["replay", str(traces), *options, "--warm", str(warm), "--json"]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        return int(json.loads(result.stdout)["steps"])
+
+    assert steps(left_address, slow[1]) == 2  # each output is drafted whole by the one or the other
+    assert len(slow[0].drafter.draft_context([40, 41, 42, 43], 2)) == 2
+    refused = CliRunner().invoke(app, ["replay", str(traces), "--server", "a", "--index", "b"])
+    assert refused.exit_code == 1
+    assert "leave out" in refused.stderr
