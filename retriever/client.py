@@ -12,7 +12,8 @@ from numpy.typing import ArrayLike
 
 from retriever.drafter import DraftRequest
 from retriever.errors import DrafterUnavailableError, InvalidTreeError, UnknownSessionError
-from retriever.limits import check_session_name
+from retriever.explanation import Explanation
+from retriever.limits import DEFAULT_DOCUMENTS, check_session_name
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -21,6 +22,8 @@ from retriever.wire import (
     CHANNEL_OPTIONS,
     context_to_message,
     error_of,
+    explanation_from_message,
+    explanation_request,
     step_to_message,
     tokens_to_wire,
     tree_from_message,
@@ -134,6 +137,37 @@ class RemoteDrafter:
             return DraftTree.empty()  # on the wire 0 stands for the service's default
         message = context_to_message(context, budget_nodes, min_probability, self._fingerprint)
         return self._trees([self._call(self._stub.Draft, message).tree], 1)[0]
+
+    def explain(
+        self,
+        context: ArrayLike,
+        budget_nodes: int,
+        min_probability: float = 0.0,
+        *,
+        max_documents: int = DEFAULT_DOCUMENTS,
+    ) -> Explanation:
+        """Draft for a bare context as `draft_context` does, and tell what spoke for each node.
+
+        Args:
+            context: integers[n], token ids, oldest first.
+            budget_nodes: most nodes of the tree.
+            min_probability: nodes less probable than this are left out.
+            max_documents: most documents to name for each node.
+
+        Raises:
+            InvalidRequestError: the context or a number cannot be.
+            DrafterUnavailableError: no answer in time.
+        """
+        if budget_nodes == 0:
+            return Explanation(DraftTree.empty(), ())
+        message = explanation_request(
+            context, budget_nodes, min_probability, self._fingerprint, max_documents
+        )
+        response = self._call(self._stub.Explain, message)
+        try:
+            return explanation_from_message(response)
+        except InvalidTreeError as error:
+            raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
 
     def list_indexes(self) -> list[IndexInfo]:
         """Return the indexes that the service drafts from."""

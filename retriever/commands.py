@@ -1,10 +1,10 @@
-"""The commands: serve drafts, or replay recorded outputs."""
+"""The commands: serve drafts, replay recorded outputs, or explain a draft."""
 
 import asyncio
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,12 +15,13 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from indexer.errors import IndexerError
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL
+from retriever.clear_errors import clear_errors
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
 from retriever.encoding import ChatEncoder
-from retriever.errors import InvalidRequestError, RetrieverError
+from retriever.errors import InvalidRequestError
+from retriever.explain_command import explain
 from retriever.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.files import check_files
 from retriever.log_store import Durability
@@ -32,11 +33,14 @@ from retriever.server import serve as serve_forever
 from retriever.traces import read_outputs, read_traces
 
 app = typer.Typer(
-    help="Serve draft trees from indexes, or replay recorded outputs through a drafter.",
+    help="Serve draft trees from indexes, replay recorded outputs through a drafter, or explain a "
+    "draft.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.command()(explain)
 
 
 @app.command()
@@ -94,7 +98,7 @@ def serve(
     limits = replace(
         DEFAULT_LIMITS, generations_tokens=generations_tokens, generations_age_s=generations_age_s
     )
-    with _clear_errors():
+    with clear_errors():
         check_files(index or [], phrases or [])
         encoder = ChatEncoder(tokenizer)
         drafter = EmbeddedDrafter.open_indexes(
@@ -173,7 +177,7 @@ def replay_traces(
 
     No model is run: a draft changes no output, so what would have been accepted is known.
     """
-    with _clear_errors():
+    with clear_errors():
         make_drafter = find_factory(drafter, drafters)
         if phrases and drafter != OWN:
             raise InvalidRequestError("--phrases are for our own drafter: leave out --drafter")
@@ -232,13 +236,3 @@ def _progress(items: Iterable[Any], doing: str) -> Iterator[Any]:
     """Show progress on a terminal's standard error."""
     console = Console(stderr=True)
     yield from track(items, doing, console=console, disable=not console.is_terminal)
-
-
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    """Print an error of ours as one line and end with status 1."""
-    try:
-        yield
-    except (RetrieverError, IndexerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error

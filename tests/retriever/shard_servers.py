@@ -74,6 +74,9 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
     def Draft(self, request: pb.DraftRequest, context: Any) -> pb.DraftResponse:  # noqa: N802
         raise NotImplementedError
 
+    def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:  # noqa: N802
+        raise NotImplementedError
+
     def lengths(self) -> list[int]:
         """Return the lengths of the open sessions' sequences."""
         sessions = self.drafter._sessions._by_name.values()
