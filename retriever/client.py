@@ -1,9 +1,8 @@
 """The client: a `Drafter` that asks a draft service over gRPC."""
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from threading import Lock
 from typing import Any, Final, Self
 
@@ -14,10 +13,10 @@ from retriever.drafter import DraftRequest
 from retriever.errors import DrafterUnavailableError, InvalidTreeError, UnknownSessionError
 from retriever.explanation import Explanation
 from retriever.limits import DEFAULT_DOCUMENTS, check_session_name
+from retriever.streams import Stream
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.watchdog import Watchdog
 from retriever.wire import (
     CHANNEL_OPTIONS,
     context_to_message,
@@ -73,7 +72,7 @@ class RemoteDrafter:
         self._prefix = f"{uuid.uuid4().hex}/"
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._stub = RetrieverServiceStub(self._channel)
-        self._stream: _Stream | None = None
+        self._stream: Stream | None = None
         self._sessions: set[str] = set()
         self._lost: set[str] = set()
         self._lock = Lock()
@@ -228,7 +227,7 @@ class RemoteDrafter:
     def _exchange(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
         """Send one step and await its answer; a stream that failed is begun anew next time."""
         if self._stream is None:
-            self._stream = _Stream(self._stub, self._timeout_s)
+            self._stream = Stream(self._stub, self._timeout_s)
         try:
             return self._stream.exchange(message)
         except grpc.RpcError as error:
@@ -239,27 +238,3 @@ class RemoteDrafter:
         if self._stream is not None:
             self._stream.end()
             self._stream = None
-
-
-class _Stream:
-    """One bidirectional call: a message out, a message in."""
-
-    def __init__(self, stub: RetrieverServiceStub, timeout_s: float) -> None:
-        self._outbox: SimpleQueue[pb.DraftStreamRequest | None] = SimpleQueue()
-        self._call = stub.DraftStream(self._messages(), wait_for_ready=False)
-        self._watchdog = Watchdog(timeout_s, self._call.cancel)
-
-    def exchange(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
-        with self._watchdog:
-            self._outbox.put(message)
-            response: pb.DraftStreamResponse = next(self._call)
-            return response
-
-    def end(self) -> None:
-        self._outbox.put(None)
-        self._call.cancel()
-        self._watchdog.stop()
-
-    def _messages(self) -> Iterator[pb.DraftStreamRequest]:
-        while (message := self._outbox.get()) is not None:
-            yield message

@@ -135,7 +135,7 @@ class Shard:
         self._step = self._submit(self._draft, steps)
         return self._step if is_awaited else None
 
-    def close(self, session: str, sequence: TrackedSequence) -> Future[None] | None:
+    def close(self, session: str, sequence: TrackedSequence) -> Future[bool] | None:
         """Close a session; None where the answer is not worth waiting for."""
         is_awaited = self._is_up and not self._is_late()
         job = self._submit(self._close, session, sequence)
@@ -227,10 +227,11 @@ class Shard:
                 self._failures += 1
         return session in self._known
 
-    def _close(self, session: str, sequence: TrackedSequence) -> None:
+    def _close(self, session: str, sequence: TrackedSequence) -> bool:
         if session not in self._known:
             if not sequence.remember or len(sequence) == len(sequence.prompt):
-                return
+                return True
             self._open(session, sequence)  # so that it learns what it has missed
         known = self._known.pop(session)
         self._connected().close(session, sequence.output(known, len(sequence)))
+        return True
