@@ -35,7 +35,7 @@ from retriever.log_store import Durability
 from retriever.phrases import ListedPhrases
 from retriever.pools import Pool, Pools
 from retriever.predictor import Predictor
-from retriever.provenance import locate, trace_nodes
+from retriever.provenance import Evidence, locate, trace_nodes
 from retriever.sessions import Session, Sessions
 from retriever.tables import tables_of
 from retriever.tree import DraftTree
@@ -243,10 +243,10 @@ class EmbeddedDrafter:
         check_length(len(tokens), self.limits)
         check_draft(budget_nodes, min_probability, self.limits)
         databases = self._databases(tokens, self._pool(tenant))
-        predictor = self._predictor
         with self._lock:
-            tree = predictor.draft(databases, budget_nodes, min_probability)
-            supports = trace_nodes(tree, databases, predictor.scratch, predictor.num_rows)
+            tree = self._predictor.draft(databases, budget_nodes, min_probability)
+            evidence = Evidence.of(self._predictor, budget_nodes)
+        supports = trace_nodes(tree, databases, evidence)
         return Explanation(tree, tuple(locate(supports, self.indexes, max_documents)))
 
     def remember(self, output: ArrayLike, *, tenant: str = "") -> None:

@@ -1,13 +1,13 @@
 """Tracing the nodes of a draft back to what spoke for them, after it was made.
 
-The rows of evidence still stand in the predictor's memory: those whose continuation begins with a
-node's path spoke for it. A node that no row knows came from what followed its last one to three
-tokens, in the phrase tables, in the sequence or in recent outputs.
+The rows of evidence are in the predictor's memory until the next draft: those whose continuation
+begins with a node's path spoke for it. A node that no row knows came from what followed its last
+one to three tokens, in the phrase tables, in the sequence or in recent outputs.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +16,38 @@ from indexer.reader import Index
 from retriever.databases import Databases
 from retriever.drafter import TokenIds
 from retriever.explanation import NodeProvenance
-from retriever.kernels.layout import Scratch, Tables
+from retriever.kernels.layout import Tables
 from retriever.kernels.successors import check_of, entry_count, entry_token, hash_context
 from retriever.occurrences import count_and_locate
+from retriever.predictor import Predictor
 from retriever.tree import ROOT, DraftTree, Source
 
 _MAX_POSITIONS: Final = 8
 """Most places in the context that are given for a node."""
 
+_MAX_ORDER: Final = 3
 _TABLE_ORDERS: Final = (3, 2, 1)
 _CONTEXT_ORDERS: Final = (2, 1)
 _LIVE_ORDERS: Final = (3, 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evidence:
+    """The rows that a draft grew from, copied so that others may draft meanwhile.
+
+    Attributes:
+        rows: ROW[n].
+        continuations: int32[n, budget].
+    """
+
+    rows: NDArray[Any]
+    continuations: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, predictor: Predictor, budget: int) -> Self:
+        """Copy the rows of the last draft, which had a budget of so many nodes."""
+        scratch, end = predictor.scratch, predictor.num_rows
+        return cls(scratch.rows[:end].copy(), scratch.continuations[:end, :budget].copy())
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +67,15 @@ class Support:
     ngram: tuple[int, ...] = ()
 
 
-def trace_nodes(
-    tree: DraftTree, databases: Databases, scratch: Scratch, num_rows: int
-) -> list[Support]:
-    """Return what spoke for each node of the draft that was made last.
+def trace_nodes(tree: DraftTree, databases: Databases, evidence: Evidence) -> list[Support]:
+    """Return what spoke for each node of a draft.
 
     Args:
-        tree: that draft.
-        databases: what it was drafted from; unchanged since.
-        scratch: where it grew.
-        num_rows: rows of evidence that it grew from.
+        tree: the draft.
+        databases: what it was drafted from; the sequence unchanged since.
+        evidence: the rows that it grew from.
     """
-    tracer = _Tracer(tree, databases, scratch, num_rows)
+    tracer = _Tracer(tree, databases, evidence)
     return [tracer.support(node) for node in range(len(tree))]
 
 
@@ -78,15 +96,13 @@ def locate(
 
 
 class _Tracer:
-    def __init__(
-        self, tree: DraftTree, databases: Databases, scratch: Scratch, num_rows: int
-    ) -> None:
+    def __init__(self, tree: DraftTree, databases: Databases, evidence: Evidence) -> None:
         self._tree = tree
         self._databases = databases
-        self._rows = scratch.rows[:num_rows]
-        self._continuations = scratch.continuations
+        self._rows = evidence.rows
+        self._continuations = evidence.continuations
         self._context = databases.context.last(len(databases.context))
-        self._agreeing: dict[int, NDArray[np.int64]] = {ROOT: np.arange(num_rows)}
+        self._agreeing: dict[int, NDArray[np.int64]] = {ROOT: np.arange(len(evidence.rows))}
         self._depths = tree.depths()
 
     def support(self, node: int) -> Support:
@@ -96,7 +112,8 @@ class _Tracer:
         rows = rows[self._rows["source"][rows] == source]
         if len(rows):
             return self._of_rows(node, source, rows)
-        text = np.concatenate([self._context, self._tree.token_ids[self._tree.path_to(node)]])
+        path = self._tree.token_ids[self._tree.path_to(node)]
+        text = np.concatenate([self._context[-_MAX_ORDER:], path])
         if source == Source.CONTEXT:
             return _followed(self._context, text)
         if source == Source.GENERATIONS:
@@ -135,9 +152,10 @@ def _followed(context: TokenIds, text: TokenIds) -> Support:
     """Look for the last token of a text in the context, after the one or two before it."""
     for order in _CONTEXT_ORDERS:
         ngram = text[-order - 1 :]
-        if len(ngram) > order and len(context) > order:
-            windows = np.lib.stride_tricks.sliding_window_view(context, order + 1)
-            places = np.flatnonzero(np.all(windows == ngram, axis=1)) + order
+        if len(ngram) > order:
+            places = order + np.flatnonzero(context[order:] == ngram[-1])
+            for back in range(1, order + 1):
+                places = places[context[places - back] == ngram[-1 - back]]
             if len(places):
                 return Support(order, len(places), _some(places))
     return Support()
@@ -145,7 +163,7 @@ def _followed(context: TokenIds, text: TokenIds) -> Support:
 
 def _counted(live: NDArray[np.int64], text: TokenIds) -> Support:
     """Look for the last token of a text in recent outputs, after the two or three before it."""
-    tail = np.full(max(_LIVE_ORDERS), -1, np.int32)
+    tail = np.full(_MAX_ORDER, -1, np.int32)
     before = text[:-1][-len(tail) :]
     tail[len(tail) - len(before) :] = before
     for order in _LIVE_ORDERS:

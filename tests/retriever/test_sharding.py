@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -320,3 +321,17 @@ def test_replay_drafts_from_several_servers(
     refused = CliRunner().invoke(app, ["replay", str(traces), "--server", "a", "--index", "b"])
     assert refused.exit_code == 1
     assert "leave out" in refused.stderr
+
+
+def test_threads_draft_at_once(left_address: str, slow: tuple[SlowServicer, str]) -> None:
+    def decode(name: str) -> list[int]:
+        drafter.open(name, BEGINNING, remember=False)
+        trees = [drafter.draft([request(name, [7], length)])[0] for length in range(7, 27)]
+        drafter.close(name)
+        return [len(tree) for tree in trees]
+
+    with ShardedDrafter([left_address, slow[1]], deadline_s=PATIENT_S) as drafter:
+        alone = decode("alone")
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(decode, "abcdefgh")) == [alone] * 8
+        assert [shard.failures + shard.missed for shard in drafter.shards] == [0, 0]
