@@ -102,8 +102,16 @@ class RemoteDrafter:
                 self._lost.update(request.session for request in requests)
                 raise
 
-    def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
-        """End a sequence; see `Drafter.close`. A lost session is closed without a complaint."""
+    def close(
+        self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
+    ) -> None:
+        """End a sequence; see `Drafter.close`. A lost session is closed without a complaint.
+
+        Args:
+            session: the name that it was opened with.
+            new_tokens: integers[n], tokens committed since its last request.
+            remember: false to keep nothing of it, whatever it was opened with.
+        """
         self._check_open(session)
         self._sessions.discard(session)
         lost = session in self._lost
@@ -111,6 +119,7 @@ class RemoteDrafter:
         message = pb.CloseSessionRequest(
             session_id=self._prefix + session,
             new_token_ids=[] if new_tokens is None or lost else tokens_to_wire(new_tokens),
+            forget=not remember,
         )
         try:
             self._call(self._stub.CloseSession, message)

@@ -171,10 +171,17 @@ class EmbeddedDrafter:
                 self._predictor.commit(step.session.databases, step.new_tokens)
             return [self._draft(step) for step in steps]
 
-    def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
+    def close(
+        self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
+    ) -> None:
         """End a sequence; see `Drafter.close`.
 
         With a state directory, what was generated is kept in it once this returns.
+
+        Args:
+            session: the name that it was opened with.
+            new_tokens: integers[n], tokens committed since its last request.
+            remember: false to keep nothing of it, whatever it was opened with.
         """
         tokens = _NO_TOKENS if new_tokens is None else self._checked(new_tokens)
         with self._lock:
@@ -182,7 +189,7 @@ class EmbeddedDrafter:
             check_length(len(ended.databases.context) + len(tokens), self.limits)
             self._predictor.commit(ended.databases, tokens)
             self._sessions.remove(session)
-            if ended.remember:
+            if ended.remember and remember:
                 context = ended.databases.context
                 output = context.last(len(context) - ended.prompt_length)
                 self._pools.remember(ended.databases.pool, output)

@@ -86,7 +86,9 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         async with _statuses(context):
             tokens = wire.tokens_from_wire(request.new_token_ids)
             # Where outputs are kept on disk it is waited for, and meanwhile others draft.
-            await asyncio.to_thread(self._drafter.close, request.session_id, tokens)
+            await asyncio.to_thread(
+                self._drafter.close, request.session_id, tokens, remember=not request.forget
+            )
             return pb.CloseSessionResponse()
 
     async def ListIndexes(

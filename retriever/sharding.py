@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 
 from numpy.typing import ArrayLike
 
+from retriever.agreement import Agreement
 from retriever.client import DEFAULT_TIMEOUT_S, RemoteDrafter
 from retriever.drafter import DraftRequest
 from retriever.errors import (
@@ -22,7 +23,7 @@ from retriever.errors import (
 )
 from retriever.limits import check_session_name, checked_tokens
 from retriever.merging import merge_trees
-from retriever.shards import Agreement, Shard, ShardState, Trees
+from retriever.shards import Shard, ShardState, Trees
 from retriever.tracking import TrackedSequence, TrackedStep
 from retriever.tree import DraftTree
 

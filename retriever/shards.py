@@ -4,11 +4,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from logging import getLogger
-from threading import Lock
 from typing import Any, Final
 
+from retriever.agreement import Agreement
 from retriever.client import RemoteDrafter
 from retriever.errors import (
     DrafterUnavailableError,
@@ -16,6 +17,7 @@ from retriever.errors import (
     LimitExceededError,
     OutOfSequenceError,
     RetrieverError,
+    UnknownSessionError,
     VocabularyMismatchError,
 )
 from retriever.tracking import TrackedSequence, TrackedStep
@@ -53,35 +55,6 @@ class ShardState:
     failures: int
 
 
-class Agreement:
-    """The vocabulary that all shards are of: the one stated, or that of the first to answer.
-
-    Args:
-        fingerprint: of the tokenizer at hand; empty if it is not known.
-    """
-
-    def __init__(self, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
-        self._whose = "the tokenizer at hand"
-        self._lock = Lock()
-
-    def check(self, address: str, fingerprint: str) -> None:
-        """Compare the vocabulary of a shard.
-
-        Raises:
-            VocabularyMismatchError: it is another one.
-        """
-        with self._lock:
-            if not self.fingerprint:
-                self.fingerprint, self._whose = fingerprint, f"shard {address}"
-        if fingerprint != self.fingerprint:
-            raise VocabularyMismatchError(
-                f"shard {address} is of another vocabulary (fingerprint {fingerprint[:12]}\u2026) "
-                f"than {self._whose} ({self.fingerprint[:12]}\u2026): "
-                "build all shards with the model's own --tokenizer"
-            )
-
-
 class Shard:
     """A server, what it knows of each sequence, and the thread that talks to it.
 
@@ -104,6 +77,8 @@ class Shard:
         self._agreement = agreement
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foredraft-shard")
         self._remote: RemoteDrafter | None = None
+        self._old: RemoteDrafter | None = None  # an earlier connection, with its sessions
+        self._stale: list[str] = []
         self._known: dict[str, int] = {}  # how many tokens the server has of each session
         self._step: Future[Trees] | None = None
         self._is_up = True
@@ -148,6 +123,7 @@ class Shard:
     def shut_down(self) -> None:
         """Disconnect once all that was asked is done."""
         self._thread.submit(self._disconnect)
+        self._thread.submit(self._drop_old)
         self._thread.shutdown()
 
     def _is_late(self) -> bool:
@@ -189,10 +165,26 @@ class Shard:
         self._is_up = False
 
     def _disconnect(self) -> None:
-        remote, self._remote = self._remote, None
+        """Let go of the connection; once there is another, its sessions are ended over it."""
+        self._drop_old()
+        self._old, self._remote = self._remote, None
+        self._stale = list(self._known)
         self._known.clear()
-        if remote is not None:
-            remote.shut_down()
+
+    def _drop_old(self) -> None:
+        old, self._old = self._old, None
+        if old is not None:
+            old.shut_down()
+
+    def _end_stale(self) -> None:
+        """End sessions that a server which was slow still has; they will have been opened anew."""
+        if self._old is None:
+            return
+        with suppress(RetrieverError):  # what cannot be ended ends when it has been idle
+            for session in self._stale:
+                with suppress(UnknownSessionError):
+                    self._old.close(session, remember=False)
+        self._drop_old()
 
     def _connected(self) -> RemoteDrafter:
         if self._remote is None:
@@ -200,6 +192,7 @@ class Shard:
             for index in self._remote.list_indexes():
                 self._agreement.check(self._address, index.vocabulary_fingerprint)
             self._is_up, self.refusal = True, None
+            self._end_stale()
         return self._remote
 
     def _open(self, session: str, sequence: TrackedSequence) -> bool:

@@ -57,7 +57,10 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
         self, request: pb.CloseSessionRequest, context: Any
     ) -> pb.CloseSessionResponse:
         tokens = wire.tokens_from_wire(request.new_token_ids)
-        self._or_status(context, lambda: self.drafter.close(request.session_id, tokens))
+        keep = not request.forget
+        self._or_status(
+            context, lambda: self.drafter.close(request.session_id, tokens, remember=keep)
+        )
         return pb.CloseSessionResponse()
 
     def ListIndexes(  # noqa: N802

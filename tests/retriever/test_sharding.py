@@ -163,6 +163,32 @@ def test_session_closed_while_a_shard_is_late_is_learned_from_by_it(
     assert tree.token_ids[:3].tolist() == [44, 45, 46]
 
 
+def test_session_that_a_slow_shard_lost_is_ended_there_and_forgotten(
+    left_address: str, slow: tuple[SlowServicer, str]
+) -> None:
+    servicer, address = slow
+    with ShardedDrafter([left_address, address], deadline_s=0.1, timeout_s=0.4) as drafter:
+        drafter.open("s", [7])
+        drafter.draft([request("s", [40, 41, 42, 43, 44], 6)])
+        servicer.pause_s = 2.0
+
+        def is_given_up() -> bool:
+            drafter.draft([request("s", [], 6)])
+            return drafter.shards[1].failures > 0
+
+        eventually(is_given_up)
+        servicer.pause_s = 0.0
+
+        def has_one_session() -> bool:
+            drafter.draft([request("s", [], 6)])
+            return drafter.shards[1].is_up and servicer.lengths() == [6]
+
+        eventually(has_one_session)
+        assert 44 not in servicer.drafter.draft_context([40, 41, 42, 43], 4).token_ids
+        drafter.close("s", np.array([45], np.int32))
+    assert servicer.drafter.draft_context([40, 41, 42, 43], 4).token_ids[:2].tolist() == [44, 45]
+
+
 def test_killed_shard_costs_its_evidence_until_it_is_back(left_address: str, right: Path) -> None:
     process, address = start_service("--index", str(right), "--address", "127.0.0.1:0")
     with ShardedDrafter([left_address, address], deadline_s=2.0) as drafter:
