@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from indexer.build import BuildOptions, build_from_texts, build_from_tokens
-from indexer.format import Document
-from indexer.reader import Index, Vocabulary
+from indexer.reader import Document, Index, Vocabulary
 from retriever import (
     InvalidRequestError,
     LimitExceededError,
