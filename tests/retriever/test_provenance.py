@@ -162,7 +162,8 @@ def test_every_document_holds_match_and_token_where_it_says(
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(number) for number, part in enumerate(parts) if part]
         for path, part in zip(paths, filter(None, parts), strict=True):
-            build_from_tokens(part, path, vocabulary, BuildOptions(max_segment_tokens=split))
+            options = BuildOptions(max_segment_tokens=split, deduplicate=False)
+            build_from_tokens(part, path, vocabulary, options)
         drafter = EmbeddedDrafter.open_indexes(paths)
         explanation = drafter.explain(context, 40, max_documents=4)
         check(explanation, context, documents)
