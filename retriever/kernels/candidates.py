@@ -44,8 +44,8 @@ def add_rows(
             )
             if child >= 0:
                 _join(rows, index, nodes, child)
-                evidence[Evidence.ROWS, child] += row.weight
-                evidence[Evidence.AFFINE, child] += affine
+                evidence[child, Evidence.ROWS] += row.weight
+                evidence[child, Evidence.AFFINE] += affine
         index = following
     traits[Traits.MATCH] = longest + depth if longest > 0 else 0
     traits[Traits.DEPTH] = depth
@@ -79,8 +79,8 @@ def child_with(
     node.token, node.slot, node.parent = token, slot, parent
     node.first_row, node.heaviest, node.source = -1, -1.0, source
     node.pair, node.triple = UNKNOWN, UNKNOWN
-    for kind in range(Evidence.SIZE):
-        evidence[kind, num_nodes] = 0.0
+    node.place, node.end_child = -1, 0
+    evidence[num_nodes, :] = 0.0
     return num_nodes, num_nodes + 1
 
 

@@ -97,7 +97,7 @@ def gather(
         length: tokens in the sequence.
         doubt: weight that stands for whatever no row predicts.
         nodes: NODE[max_nodes]; children are written from `num_nodes` on.
-        evidence: float32[Evidence.SIZE, max_nodes], likewise.
+        evidence: float32[max_nodes, Evidence.WIDTH], likewise.
         traits: float32[Traits.SIZE], written.
         slots: int32[power of two], all -1; left so.
         tail: int32[3], scratch.
@@ -162,14 +162,14 @@ def _estimate(
     for child in range(first, end):
         token = nodes[child].token
         unigram = shares[token] if token < shares.shape[0] else np.float32(_UNKNOWN_SHARE)
-        corpus = evidence[Evidence.CORPUS, child] + corpus_left * unigram
-        recent = evidence[Evidence.LIVE, child] + left * corpus
-        weight = evidence[Evidence.ROWS, child] + np.float32(doubt) * recent
-        evidence[Evidence.UNIGRAM, child] = unigram
-        evidence[Evidence.CORPUS, child] = corpus
-        evidence[Evidence.LIVE, child] = recent
-        evidence[Evidence.ROWS, child] = scale * weight
-        evidence[Evidence.AFFINE, child] *= kindred_scale
+        corpus = evidence[child, Evidence.CORPUS] + corpus_left * unigram
+        recent = evidence[child, Evidence.LIVE] + left * corpus
+        weight = evidence[child, Evidence.ROWS] + np.float32(doubt) * recent
+        evidence[child, Evidence.UNIGRAM] = unigram
+        evidence[child, Evidence.CORPUS] = corpus
+        evidence[child, Evidence.LIVE] = recent
+        evidence[child, Evidence.ROWS] = scale * weight
+        evidence[child, Evidence.AFFINE] *= kindred_scale
 
 
 @njit(cache=True, nogil=True)
@@ -189,4 +189,4 @@ def _date(
         distance = np.float32(_NEVER)
         if position >= 0 and tokens[position] == nodes[child].token:
             distance = np.float32(now - position)
-        evidence[Evidence.RECENCY, child] = distance
+        evidence[child, Evidence.RECENCY] = distance

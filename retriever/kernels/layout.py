@@ -53,20 +53,20 @@ NODE: Final = np.dtype(
         ("last_row", np.int32),
         ("slot", np.int32),  # where the token stands in the table of siblings
         ("place", np.int32),  # index in the tree, -1 for the root and for what is not in it
-        ("source", np.int32),
-        ("voice", np.int32),  # database of the longest match that agrees with the path
+        ("source", np.int16),
+        ("voice", np.int16),  # database of the longest match that agrees with the path
         ("first_child", np.int32),  # its candidates are first_child to end_child
         ("end_child", np.int32),  # 0 while none were considered
-        ("heaviest", np.float64),  # weight of its heaviest row, whose source it has
-        ("probability", np.float64),
+        ("heaviest", np.float32),  # weight of its heaviest row, whose source it has
+        ("probability", np.float32),
     ],
     align=True,
 )
-"""One candidate for the tree; candidate 0 is the root."""
+"""One candidate for the tree, in 64 bytes; candidate 0 is the root."""
 
 
-class _EvidenceRows(NamedTuple):
-    """Rows of the evidence about candidates: sums at first, features once a node is complete."""
+class _EvidenceColumns(NamedTuple):
+    """Columns of the evidence about candidates: sums at first, features once a node is complete."""
 
     ROWS: int = 0  # weight of the candidate's rows; then how probable they make it
     LIVE: int = 1  # the tables' estimate, corrected by recent outputs and the sequence
@@ -75,9 +75,10 @@ class _EvidenceRows(NamedTuple):
     RECENCY: int = 4  # distance to the candidate's last occurrence in the sequence
     UNIGRAM: int = 5  # its share in the corpus
     SIZE: int = 6
+    WIDTH: int = 8  # of a row, so that one is half a cache line
 
 
-Evidence: Final = _EvidenceRows()
+Evidence: Final = _EvidenceColumns()
 
 
 class _TraitColumns(NamedTuple):
@@ -106,11 +107,11 @@ DEPTH_BUCKETS: Final = 5
 
 WEIGHTS: Final = np.dtype(
     [
-        ("evidence", np.float32, (HIDDEN, Evidence.SIZE)),
-        ("traits", np.float32, (HIDDEN, Traits.SIZE)),
+        ("evidence", np.float32, (Evidence.SIZE, HIDDEN)),
+        ("traits", np.float32, (Traits.SIZE, HIDDEN)),
         ("bias", np.float32, (HIDDEN,)),
         ("output", np.float32, (HIDDEN,)),
-        ("doubt_traits", np.float32, (HIDDEN, Traits.SIZE)),
+        ("doubt_traits", np.float32, (Traits.SIZE, HIDDEN)),
         ("doubt_bias", np.float32, (HIDDEN,)),
         ("doubt_output", np.float32, (HIDDEN,)),
         ("doubt", np.float32, (NUM_SOURCES, MATCH_BUCKETS, DEPTH_BUCKETS)),
@@ -164,14 +165,15 @@ class Work(NamedTuple):
     """The scratch arrays in which a tree grows."""
 
     nodes: NDArray[Any]  # NODE[max_nodes]
-    evidence: NDArray[np.float32]  # float32[Evidence.SIZE, max_nodes]
+    evidence: NDArray[np.float32]  # float32[max_nodes, Evidence.WIDTH]
     shares: NDArray[np.float32]  # float32[max_nodes], probability given the parent
     traits: NDArray[np.float32]  # float32[max_depth + 1, Traits.SIZE], by place in the tree + 1
-    heap: NDArray[np.int32]  # int32[max_nodes], candidates that are not in the tree yet
+    heap: NDArray[np.int64]  # int64[max_nodes], candidates that are not in the tree yet
     ranks: NDArray[np.int32]  # int32[NUM_RANKS], candidates on the heap by their probability
     slots: NDArray[np.int32]  # int32[power of two], never full, all -1 between calls
     tail: NDArray[np.int32]  # int32[3], the last tokens before a candidate
     followers: NDArray[np.int32]  # int32[16], what followed them in the sequence
+    sums: NDArray[np.float32]  # float32[HIDDEN], inputs of the hidden units
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,14 +207,15 @@ class Scratch:
         object.__setattr__(self, "continuations", continuations)
         work = Work(
             np.zeros(self.max_nodes, NODE),
-            np.zeros((Evidence.SIZE, self.max_nodes), np.float32),
+            np.zeros((self.max_nodes, Evidence.WIDTH), np.float32),
             np.zeros(self.max_nodes, np.float32),
             np.zeros((self.max_depth + 1, Traits.SIZE), np.float32),
-            np.zeros(self.max_nodes, np.int32),
+            np.zeros(self.max_nodes, np.int64),
             np.zeros(NUM_RANKS, np.int32),
             np.full(num_slots, -1, np.int32),
             np.zeros(NUM_TABLE_ORDERS, np.int32),
             np.zeros(MAX_FOLLOWERS, np.int32),
+            np.zeros(HIDDEN, np.float32),
         )
         object.__setattr__(self, "work", work)
         object.__setattr__(self, "counts", np.zeros(MAX_MATCH + 1))

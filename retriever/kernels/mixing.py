@@ -25,8 +25,12 @@ from retriever.kernels.layout import (
     Work,
 )
 
-_LEAST: Final = np.float32(1e-6)
-_LEAST_AFFINE: Final = np.float32(1e-3)
+_LEAST_BLAME: Final = np.float32(0.002)  # that a candidate's score is moved for
+
+# Of evidence by its kind: what is added to it, and how its logarithm is moved and scaled.
+_LEAST: Final = np.array([1e-6, 1e-6, 1e-6, 1e-3, 0, 1e-6, 1, 1], np.float32)
+_SHIFT: Final = np.array([8, 8, 8, 5, -10, 12, 0, 0], np.float32)
+_SCALE: Final = np.array([0.25, 0.25, 0.25, 0.3, 0.15, 0.25, 0, 0], np.float32)
 
 
 @njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
@@ -34,21 +38,14 @@ def to_features(evidence: NDArray[np.float32], first: int, end: int) -> None:
     """Replace evidence by its logarithms, moved and scaled to about -2 to 2.
 
     Args:
-        evidence: float32[Evidence.SIZE, max_nodes]; columns `first` to `end` are written.
+        evidence: float32[max_nodes, Evidence.WIDTH]; rows `first` to `end` are written.
         first: first candidate.
         end: after the last one.
     """
-    rows, live = evidence[Evidence.ROWS, first:end], evidence[Evidence.LIVE, first:end]
-    corpus, affine = evidence[Evidence.CORPUS, first:end], evidence[Evidence.AFFINE, first:end]
-    recency = evidence[Evidence.RECENCY, first:end]
-    unigram = evidence[Evidence.UNIGRAM, first:end]
-    for index in range(end - first):
-        rows[index] = (fast_log2(rows[index] + _LEAST) + np.float32(8)) * np.float32(0.25)
-        live[index] = (fast_log2(live[index] + _LEAST) + np.float32(8)) * np.float32(0.25)
-        corpus[index] = (fast_log2(corpus[index] + _LEAST) + np.float32(8)) * np.float32(0.25)
-        affine[index] = (fast_log2(affine[index] + _LEAST_AFFINE) + np.float32(5)) * np.float32(0.3)
-        recency[index] = (fast_log2(recency[index]) - np.float32(10)) * np.float32(0.15)
-        unigram[index] = (fast_log2(unigram[index] + _LEAST) + np.float32(12)) * np.float32(0.25)
+    for candidate in range(first, end):
+        row = evidence[candidate]
+        for kind in range(Evidence.WIDTH):
+            row[kind] = (fast_log2(row[kind] + _LEAST[kind]) + _SHIFT[kind]) * _SCALE[kind]
 
 
 @njit(cache=True, nogil=True)
@@ -69,26 +66,28 @@ def score(
     scores: NDArray[np.float32],
     first: int,
     end: int,
+    sums: NDArray[np.float32],
 ) -> None:
-    """Write the scores of candidates `first` to `end`, float32[end - first]."""
-    rows, live = evidence[Evidence.ROWS, first:end], evidence[Evidence.LIVE, first:end]
-    corpus, affine = evidence[Evidence.CORPUS, first:end], evidence[Evidence.AFFINE, first:end]
-    recency = evidence[Evidence.RECENCY, first:end]
-    unigram = evidence[Evidence.UNIGRAM, first:end]
-    bias, output = weights.bias, weights.output
-    of_traits, of_evidence = weights.traits, weights.evidence
-    scores[:] = np.float32(0.0)
+    """Write the scores of candidates `first` to `end`, float32[end - first].
+
+    Loops over the hidden units become vector code; `sums`, float32[HIDDEN], is scratch.
+    """
+    bias, of_traits, of_evidence = weights.bias, weights.traits, weights.evidence
+    output = weights.output
     for unit in range(HIDDEN):
-        base = bias[unit]
+        sum_ = bias[unit]
         for trait in range(Traits.SIZE):
-            base += of_traits[unit, trait] * traits[trait]
-        w0, w1, w2 = of_evidence[unit, 0], of_evidence[unit, 1], of_evidence[unit, 2]
-        w3, w4, w5 = of_evidence[unit, 3], of_evidence[unit, 4], of_evidence[unit, 5]
-        out = output[unit]
-        for index in range(end - first):
-            sum_ = base + w0 * rows[index] + w1 * live[index] + w2 * corpus[index]
-            sum_ += w3 * affine[index] + w4 * recency[index] + w5 * unigram[index]
-            scores[index] += out * max(sum_, np.float32(0.0))
+            sum_ += of_traits[trait, unit] * traits[trait]
+        sums[unit] = sum_
+    for index in range(end - first):
+        row = evidence[first + index]
+        total = np.float32(0.0)
+        for unit in range(HIDDEN):
+            sum_ = sums[unit]
+            for kind in range(Evidence.SIZE):
+                sum_ += of_evidence[kind, unit] * row[kind]
+            total += output[unit] * max(sum_, np.float32(0.0))
+        scores[index] = total
 
 
 @njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
@@ -99,7 +98,7 @@ def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float
     for unit in range(HIDDEN):
         sum_ = bias[unit]
         for trait in range(Traits.SIZE):
-            sum_ += of_traits[unit, trait] * traits[trait]
+            sum_ += of_traits[trait, unit] * traits[trait]
         total += output[unit] * max(sum_, np.float32(0.0))
     return total
 
@@ -138,6 +137,7 @@ def mix(
     traits: NDArray[np.float32],
     evidence: NDArray[np.float32],
     shares: NDArray[np.float32],
+    sums: NDArray[np.float32],
 ) -> None:
     """Write the probabilities of a node's candidates, given the node.
 
@@ -145,14 +145,15 @@ def mix(
         weights: one record of WEIGHTS.
         node: one record of NODE.
         traits: float32[Traits.SIZE], of the node as `gather` left it; becomes features.
-        evidence: float32[Evidence.SIZE, max_nodes], likewise.
+        evidence: float32[max_nodes, Evidence.WIDTH], likewise.
         shares: float32[max_nodes], written.
+        sums: float32[HIDDEN], scratch.
     """
     first, end = node.first_child, node.end_child
     to_features(evidence, first, end)
     to_traits(traits)
     scores = shares[first:end]
-    score(weights, traits, evidence, scores, first, end)
+    score(weights, traits, evidence, scores, first, end, sums)
     to_shares(scores, score_doubt(weights, traits, node.voice))
 
 
@@ -199,47 +200,47 @@ def _descend(
     rate: float,
 ) -> None:
     """Take one step down the gradient of the surprise at a node."""
-    first, end = node.first_child, node.end_child
     left = np.float32(1.0)
-    for child in range(first, end):
+    for child in range(node.first_child, node.end_child):
         left -= shares[child]
         blame = shares[child] - np.float32(1.0 if child == outcome else 0.0)
-        if abs(blame) > np.float32(0.002):
-            _blame_candidate(weights, evidence[:, child], traits, rate * blame)
+        if abs(blame) > _LEAST_BLAME:
+            _blame_candidate(weights, evidence[child], traits, rate * blame)
     blame = rate * (max(left, np.float32(0.0)) - np.float32(1.0 if outcome < 0 else 0.0))
     weights.doubt[node.voice, match_bucket(traits), depth_bucket(traits)] -= blame
     _blame_doubt(weights, traits, blame)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
 def _blame_candidate(
     weights: Any, features: NDArray[np.float32], traits: NDArray[np.float32], step: float
 ) -> None:
+    bias, of_traits, of_evidence = weights.bias, weights.traits, weights.evidence
+    output = weights.output
     for unit in range(HIDDEN):
-        sum_ = weights.bias[unit]
+        sum_ = bias[unit]
         for trait in range(Traits.SIZE):
-            sum_ += weights.traits[unit, trait] * traits[trait]
-        for index in range(Evidence.SIZE):
-            sum_ += weights.evidence[unit, index] * features[index]
-        if sum_ > 0:
-            through = step * weights.output[unit]
-            weights.output[unit] -= step * sum_
-            weights.bias[unit] -= through
-            for trait in range(Traits.SIZE):
-                weights.traits[unit, trait] -= through * traits[trait]
-            for index in range(Evidence.SIZE):
-                weights.evidence[unit, index] -= through * features[index]
+            sum_ += of_traits[trait, unit] * traits[trait]
+        for kind in range(Evidence.SIZE):
+            sum_ += of_evidence[kind, unit] * features[kind]
+        through = step * output[unit] if sum_ > 0 else np.float32(0.0)
+        output[unit] -= step * max(sum_, np.float32(0.0))
+        bias[unit] -= through
+        for trait in range(Traits.SIZE):
+            of_traits[trait, unit] -= through * traits[trait]
+        for kind in range(Evidence.SIZE):
+            of_evidence[kind, unit] -= through * features[kind]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
 def _blame_doubt(weights: Any, traits: NDArray[np.float32], step: float) -> None:
+    bias, output, of_traits = weights.doubt_bias, weights.doubt_output, weights.doubt_traits
     for unit in range(HIDDEN):
-        sum_ = weights.doubt_bias[unit]
+        sum_ = bias[unit]
         for trait in range(Traits.SIZE):
-            sum_ += weights.doubt_traits[unit, trait] * traits[trait]
-        if sum_ > 0:
-            through = step * weights.doubt_output[unit]
-            weights.doubt_output[unit] -= step * sum_
-            weights.doubt_bias[unit] -= through
-            for trait in range(Traits.SIZE):
-                weights.doubt_traits[unit, trait] -= through * traits[trait]
+            sum_ += of_traits[trait, unit] * traits[trait]
+        through = step * output[unit] if sum_ > 0 else np.float32(0.0)
+        output[unit] -= step * max(sum_, np.float32(0.0))
+        bias[unit] -= through
+        for trait in range(Traits.SIZE):
+            of_traits[trait, unit] -= through * traits[trait]

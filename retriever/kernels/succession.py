@@ -115,7 +115,7 @@ def add_successors(
             continue  # damaged
         child, num_nodes = child_with(token, nodes, evidence, slots, current, num_nodes, _PHRASES)
         if child >= 0:
-            evidence[Evidence.CORPUS, child] += share * values[counts[successor]]
+            evidence[child, Evidence.CORPUS] += share * values[counts[successor]]
             if level == 2:  # noqa: PLR2004
                 nodes[child].pair = successor
             elif level == 3:  # noqa: PLR2004
@@ -155,7 +155,7 @@ def add_followers(
             followers[index], nodes, evidence, slots, current, num_nodes, _CONTEXT
         )
         if child >= 0:
-            evidence[Evidence.LIVE, child] += share
+            evidence[child, Evidence.LIVE] += share
     return num_nodes, share * strength
 
 
@@ -220,5 +220,5 @@ def add_live(
                 _GENERATIONS,
             )  # fmt: skip
             if child >= 0:
-                evidence[Evidence.LIVE, child] += share * np.float32(count)
+                evidence[child, Evidence.LIVE] += share * np.float32(count)
     return num_nodes, share * strength
