@@ -3,9 +3,9 @@
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import Evidence, Traits
 
 UNKNOWN: Final = -2
@@ -14,7 +14,7 @@ UNKNOWN: Final = -2
 _SLOT_MULTIPLIER: Final = 40503
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def add_rows(
     rows: NDArray[Any],
     continuations: NDArray[np.int32],
@@ -52,7 +52,7 @@ def add_rows(
     return num_nodes, total, kindred
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def child_with(
     token: int,
     nodes: NDArray[Any],
@@ -84,7 +84,7 @@ def child_with(
     return num_nodes, num_nodes + 1
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _join(rows: NDArray[Any], index: int, nodes: NDArray[Any], child: int) -> None:
     """Append a row to a node."""
     row, node = rows[index], nodes[child]

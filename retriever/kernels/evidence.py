@@ -10,10 +10,10 @@ that is linear, every count contributes its own coefficient and no estimate is m
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.candidates import UNKNOWN, add_rows
+from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import Evidence, Traits
 from retriever.kernels.succession import add_followers, add_live, add_successors, set_states
 
@@ -21,7 +21,7 @@ _UNKNOWN_SHARE: Final = 1e-5  # of a token that the tables do not know
 _NEVER: Final = float(1 << 20)  # distance of a token that is not in the sequence
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def plant(rows: NDArray[Any], num_rows: int, query: NDArray[np.int32], nodes: NDArray[Any]) -> None:
     """Make candidate 0 the root, with all rows, after the query's last tokens."""
     root = nodes[0]
@@ -37,7 +37,7 @@ def plant(rows: NDArray[Any], num_rows: int, query: NDArray[np.int32], nodes: ND
         rows[index].next = index + 1 if index + 1 < num_rows else -1
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def gather(
     rows: NDArray[Any],
     continuations: NDArray[np.int32],
@@ -143,7 +143,7 @@ def gather(
     return end
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _estimate(
     shares: NDArray[np.float32],
     doubt: float,
@@ -172,7 +172,7 @@ def _estimate(
         evidence[child, Evidence.AFFINE] *= kindred_scale
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _date(
     tokens: NDArray[np.int32],
     last: NDArray[np.int32],

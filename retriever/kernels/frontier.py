@@ -9,23 +9,23 @@ which there are as many candidates as are still wanted, nothing will be taken.
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.arithmetic import fast_exp2, fast_log2
+from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import NUM_RANKS
 
 _LAST: Final = 0xFFFFFFFF
 _NUMBER_BITS: Final = 32
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def rank_of(probability: float) -> int:
     """Return which sixteenth of an octave below 1 a probability is in."""
     return min(NUM_RANKS - 1, max(0, np.int64(np.float32(-16.0) * fast_log2(probability))))
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def least_of(rank: int) -> float:
     """Return the least probability of a rank."""
     if rank == NUM_RANKS - 1:
@@ -36,20 +36,20 @@ def least_of(rank: int) -> float:
     return fast_exp2(-whole) * (np.float32(1.0) + whole - octaves)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def key_of(probability: float, candidate: int) -> int:
     """Return the key of a candidate."""
     bits = np.int64(np.float32(probability).view(np.int32))
     return (bits << _NUMBER_BITS) | (_LAST - candidate)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def candidate_of(key: int) -> int:
     """Return whose key it is."""
     return _LAST - (key & _LAST)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def push(heap: NDArray[np.int64], size: int, key: int) -> None:
     """Add a key to a heap of `size`."""
     place = size
@@ -59,7 +59,7 @@ def push(heap: NDArray[np.int64], size: int, key: int) -> None:
     heap[place] = key
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def pop(heap: NDArray[np.int64], size: int) -> int:
     """Take the highest key from a heap of `size`."""
     best, last = heap[0], heap[size - 1]

@@ -3,20 +3,20 @@
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retriever.kernels.borrowing import borrow
+from retriever.kernels.compiling import kernel
 from retriever.kernels.evidence import gather, plant
 from retriever.kernels.frontier import candidate_of, key_of, least_of, pop, push, rank_of
 from retriever.kernels.layout import NUM_RANKS, Chains, Tables, Work
 from retriever.kernels.mixing import mix
+from retriever.kernels.succession import announce
 
 _HOPE: Final = 0.4  # children are seldom more probable than this, where it matters
 _LEAST: Final = 1e-6  # candidates below it are never worth their place
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def weigh_rows(
     rows: NDArray[Any],
     num_rows: int,
@@ -52,7 +52,7 @@ def weigh_rows(
         rows[index].weight *= counts[rows[index].match]
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def grow_tree(
     rows: NDArray[Any],
     continuations: NDArray[np.int32],
@@ -98,20 +98,18 @@ def grow_tree(
     Returns:
         The number of nodes taken.
     """
-    rows, continuations, live = borrow(rows), borrow(continuations), borrow(live)
-    weights = borrow(weights)
-    nodes, evidence, shares = borrow(work.nodes), borrow(work.evidence), borrow(work.shares)
-    traits, heap, ranks = borrow(work.traits), borrow(work.heap), borrow(work.ranks)
-    slots, tail, followers = borrow(work.slots), borrow(work.tail), borrow(work.followers)
-    sums = borrow(work.sums)
-    starts1, starts2 = borrow(tables.starts1), borrow(tables.starts2)
-    starts3, tokens2 = borrow(tables.starts3), borrow(tables.tokens2)
-    tokens3, tokens4 = borrow(tables.tokens3), borrow(tables.tokens4)
-    counts1, counts2 = borrow(tables.counts1), borrow(tables.counts2)
-    counts3, counts4 = borrow(tables.counts3), borrow(tables.counts4)
-    values, unigrams = borrow(tables.values), borrow(tables.shares)
-    sequence, heads = borrow(context.tokens), borrow(context.heads)
-    links, last, length = borrow(context.links), borrow(context.last), context.state[0]
+    nodes, evidence, shares = work.nodes, work.evidence, work.shares
+    traits, heap, ranks = work.traits, work.heap, work.ranks
+    slots, tail, followers = work.slots, work.tail, work.followers
+    sums = work.sums
+    starts1, starts2 = tables.starts1, tables.starts2
+    starts3, tokens2 = tables.starts3, tables.tokens2
+    tokens3, tokens4 = tables.tokens3, tables.tokens4
+    counts1, counts2 = tables.counts1, tables.counts2
+    counts3, counts4 = tables.counts3, tables.counts4
+    values, unigrams = tables.values, tables.shares
+    sequence, heads = context.tokens, context.heads
+    links, last, length = context.links, context.last, context.state[0]
     plant(rows, num_rows, query, nodes)
     ranks[:] = 0
     num_nodes, heap_size, size, current = 1, 0, 0, 0
@@ -141,6 +139,11 @@ def grow_tree(
         heap_size -= 1
         node = nodes[current]
         ranks[rank_of(node.probability)] -= 1
+        if heap_size > 0:
+            announce(
+                starts1, starts2, starts3, tokens2, tokens3, tokens4, counts2, counts3, counts4,
+                live, nodes, tail, candidate_of(heap[0]),
+            )  # fmt: skip
         node.place = size
         token_ids[size] = node.token
         parents[size] = nodes[node.parent].place
@@ -152,7 +155,7 @@ def grow_tree(
     return size
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _offer_children(
     nodes: NDArray[Any],
     shares: NDArray[np.float32],

@@ -11,11 +11,10 @@ mean what they say for the text at hand.
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.arithmetic import fast_exp2, fast_log2
-from retriever.kernels.borrowing import borrow
+from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import (
     DEPTH_BUCKETS,
     HIDDEN,
@@ -33,7 +32,7 @@ _SHIFT: Final = np.array([8, 8, 8, 5, -10, 12, 0, 0], np.float32)
 _SCALE: Final = np.array([0.25, 0.25, 0.25, 0.3, 0.15, 0.25, 0, 0], np.float32)
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def to_features(evidence: NDArray[np.float32], first: int, end: int) -> None:
     """Replace evidence by its logarithms, moved and scaled to about -2 to 2.
 
@@ -48,7 +47,7 @@ def to_features(evidence: NDArray[np.float32], first: int, end: int) -> None:
             row[kind] = (fast_log2(row[kind] + _LEAST[kind]) + _SHIFT[kind]) * _SCALE[kind]
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def to_traits(traits: NDArray[np.float32]) -> None:
     """Replace what is known of a node by logarithms of it, scaled likewise."""
     for index in (Traits.MATCH, Traits.DEPTH):
@@ -58,7 +57,7 @@ def to_traits(traits: NDArray[np.float32]) -> None:
         traits[index] = fast_log2(traits[index] + np.float32(0.1)) * np.float32(0.2)
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def score(
     weights: Any,
     traits: NDArray[np.float32],
@@ -90,7 +89,7 @@ def score(
         scores[index] = total
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float:
     """Return the score of "none of the candidates"."""
     bias, output, of_traits = weights.doubt_bias, weights.doubt_output, weights.doubt_traits
@@ -103,19 +102,19 @@ def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float
     return total
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def match_bucket(traits: NDArray[np.float32]) -> int:
     """Return the bucket of a match length: 0, 1, 2 to 3, 4 to 7, to 15, to 31, more."""
     return min(MATCH_BUCKETS - 1, np.int64(np.ceil(traits[Traits.MATCH] * np.float32(2))))
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def depth_bucket(traits: NDArray[np.float32]) -> int:
     """Return the bucket of a depth: 0, 1, 2 to 3, 4 to 7, more."""
     return min(DEPTH_BUCKETS - 1, np.int64(np.ceil(traits[Traits.DEPTH] * np.float32(2) - 0.01)))
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def to_shares(shares: NDArray[np.float32], doubt: float) -> None:
     """Replace scores by probabilities, which leave room for "none of these"."""
     highest = np.float32(doubt)
@@ -130,7 +129,7 @@ def to_shares(shares: NDArray[np.float32], doubt: float) -> None:
         shares[index] *= scale
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def mix(
     weights: Any,
     node: Any,
@@ -157,7 +156,7 @@ def mix(
     to_shares(scores, score_doubt(weights, traits, node.voice))
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float) -> int:
     """Move the weights by what came next; return for how many nodes.
 
@@ -169,8 +168,7 @@ def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: fl
         tokens: int32[n], what came next.
         rate: size of a step.
     """
-    weights, nodes, shares = borrow(weights), borrow(work.nodes), borrow(work.shares)
-    evidence, traits = borrow(work.evidence), borrow(work.traits)
+    nodes, evidence, traits, shares = work.nodes, work.evidence, work.traits, work.shares
     current = 0
     for depth in range(tokens.shape[0]):
         node = nodes[current]
@@ -189,7 +187,7 @@ def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: fl
     return tokens.shape[0]
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _descend(
     weights: Any,
     node: Any,
@@ -211,7 +209,7 @@ def _descend(
     _blame_doubt(weights, traits, blame)
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def _blame_candidate(
     weights: Any, features: NDArray[np.float32], traits: NDArray[np.float32], step: float
 ) -> None:
@@ -232,7 +230,7 @@ def _blame_candidate(
             of_evidence[kind, unit] -= through * features[kind]
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def _blame_doubt(weights: Any, traits: NDArray[np.float32], step: float) -> None:
     bias, output, of_traits = weights.doubt_bias, weights.doubt_output, weights.doubt_traits
     for unit in range(HIDDEN):

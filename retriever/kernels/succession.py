@@ -7,12 +7,13 @@ the estimate is left for the next shorter context.
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.candidates import UNKNOWN, child_with
 from retriever.kernels.chains import bucket_of, head_position
+from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import Evidence, Traits
+from retriever.kernels.prefetching import prefetch
 from retriever.kernels.successors import WAYS, check_of, entry_count, entry_token, hash_context
 from retriever.tree import Source
 
@@ -34,7 +35,7 @@ _GENERATIONS: Final = int(Source.GENERATIONS)
 _PHRASES: Final = int(Source.PHRASES)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def set_states(
     starts1: NDArray[np.uint32],
     starts2: NDArray[np.uint32],
@@ -54,7 +55,44 @@ def set_states(
         node.triple = find_successor(starts2, tokens3, above, node.token)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
+def announce(
+    starts1: NDArray[np.uint32],
+    starts2: NDArray[np.uint32],
+    starts3: NDArray[np.uint32],
+    tokens2: NDArray[Any],
+    tokens3: NDArray[Any],
+    tokens4: NDArray[Any],
+    counts2: NDArray[np.uint8],
+    counts3: NDArray[np.uint8],
+    counts4: NDArray[np.uint8],
+    live: NDArray[np.int64],
+    nodes: NDArray[Any],
+    tail: NDArray[np.int32],
+    candidate: int,
+) -> None:
+    """Ask memory for what will be read if the candidate joins the tree."""
+    node = nodes[candidate]
+    tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
+    for order in (2, 3):
+        prefetch(live, (hash_context(tail, order) & (live.shape[0] - 1)) * WAYS)
+    if 0 <= node.token < starts1.shape[0]:
+        begin = np.int64(starts1[node.token])
+        prefetch(tokens2, begin)
+        prefetch(counts2, begin)
+    if 0 <= node.pair < starts2.shape[0]:
+        begin = np.int64(starts2[node.pair])
+        prefetch(tokens3, begin)
+        prefetch(counts3, begin)
+        prefetch(counts2, node.pair)
+    if 0 <= node.triple < starts3.shape[0]:
+        begin = np.int64(starts3[node.triple])
+        prefetch(tokens4, begin)
+        prefetch(counts4, begin)
+        prefetch(counts3, node.triple)
+
+
+@kernel()
 def find_successor(starts: NDArray[np.uint32], tokens: NDArray[Any], entry: int, token: int) -> int:
     """Return the entry of a token among an entry's successors, one level further, or -1.
 
@@ -77,7 +115,7 @@ def find_successor(starts: NDArray[np.uint32], tokens: NDArray[Any], entry: int,
     return begin if begin < end else -1
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def add_successors(
     starts: NDArray[np.uint32],
     tokens: NDArray[Any],
@@ -123,7 +161,7 @@ def add_successors(
     return num_nodes, share * strength
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def add_followers(
     sequence: NDArray[np.int32],
     heads: NDArray[np.int32],
@@ -159,7 +197,7 @@ def add_followers(
     return num_nodes, share * strength
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _follow(
     tokens: NDArray[np.int32],
     heads: NDArray[np.int32],
@@ -187,7 +225,7 @@ def _follow(
     return found
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def add_live(
     live: NDArray[np.int64],
     order: int,
