@@ -10,7 +10,7 @@ from retriever.kernels.evidence import gather, plant
 from retriever.kernels.frontier import candidate_of, key_of, least_of, pop, push, rank_of
 from retriever.kernels.layout import NUM_RANKS, Chains, Tables, Work
 from retriever.kernels.mixing import mix
-from retriever.kernels.succession import announce
+from retriever.kernels.succession import call_from_memory
 
 _HOPE: Final = 0.4  # children are seldom more probable than this, where it matters
 _LEAST: Final = 1e-6  # candidates below it are never worth their place
@@ -98,35 +98,19 @@ def grow_tree(
     Returns:
         The number of nodes taken.
     """
-    nodes, evidence, shares = work.nodes, work.evidence, work.shares
-    traits, heap, ranks = work.traits, work.heap, work.ranks
-    slots, tail, followers = work.slots, work.tail, work.followers
-    sums = work.sums
-    starts1, starts2 = tables.starts1, tables.starts2
-    starts3, tokens2 = tables.starts3, tables.tokens2
-    tokens3, tokens4 = tables.tokens3, tables.tokens4
-    counts1, counts2 = tables.counts1, tables.counts2
-    counts3, counts4 = tables.counts3, tables.counts4
-    values, unigrams = tables.values, tables.shares
-    sequence, heads = context.tokens, context.heads
-    links, last, length = context.links, context.last, context.state[0]
+    nodes, heap, ranks = work.nodes, work.heap, work.ranks
     plant(rows, num_rows, query, nodes)
     ranks[:] = 0
     num_nodes, heap_size, size, current = 1, 0, 0, 0
     lowest, spare = NUM_RANKS - 1, -budget
     while True:
         if rank_of(nodes[current].probability * _HOPE) <= lowest:
-            own_traits = traits[nodes[current].place + 1]
             num_nodes = gather(
-                rows, continuations,
-                starts1, starts2, starts3, tokens2, tokens3, tokens4,
-                counts1, counts2, counts3, counts4, values, unigrams,
-                live, sequence, heads, links, last, length,
-                doubt, nodes, evidence, own_traits, slots, tail, followers, current, num_nodes,
-            )  # fmt: skip
-            mix(weights[0], nodes[current], own_traits, evidence, shares, sums)
+                rows, continuations, tables, live, context, doubt, work, current, num_nodes
+            )
+            mix(weights[0], work, current)
             num_offered = _offer_children(
-                nodes, shares, heap, ranks, current, heap_size, lowest, min_probability
+                tables, live, work, current, heap_size, lowest, min_probability
             )
             heap_size += num_offered
             spare += num_offered
@@ -139,11 +123,6 @@ def grow_tree(
         heap_size -= 1
         node = nodes[current]
         ranks[rank_of(node.probability)] -= 1
-        if heap_size > 0:
-            announce(
-                starts1, starts2, starts3, tokens2, tokens3, tokens4, counts2, counts3, counts4,
-                live, nodes, tail, candidate_of(heap[0]),
-            )  # fmt: skip
         node.place = size
         token_ids[size] = node.token
         parents[size] = nodes[node.parent].place
@@ -157,10 +136,9 @@ def grow_tree(
 
 @kernel()
 def _offer_children(
-    nodes: NDArray[Any],
-    shares: NDArray[np.float32],
-    heap: NDArray[np.int64],
-    ranks: NDArray[np.int32],
+    tables: Tables,
+    live: NDArray[np.int64],
+    work: Work,
     current: int,
     heap_size: int,
     lowest: int,
@@ -168,9 +146,11 @@ def _offer_children(
 ) -> int:
     """Put those candidates of a node on the heap that may yet be taken; return how many.
 
-    Those of ranks after `lowest` are not: there are others enough.
+    Those of ranks after `lowest` are not: there are others enough. What will be read of those whose
+    children may be taken as well is called from memory.
     """
-    parent, offered = nodes[current], 0
+    nodes, shares, heap, ranks = work.nodes, work.shares, work.heap, work.ranks
+    parent, num_offered = nodes[current], 0
     above, depth = parent.probability, parent.depth + 1
     least = np.float32(max(min_probability, _LEAST, least_of(lowest)))
     for child in range(parent.first_child, parent.end_child):
@@ -180,6 +160,8 @@ def _offer_children(
             node.probability, node.depth = probability, depth
             node.before, node.earlier = parent.token, parent.before
             ranks[rank_of(probability)] += 1
-            push(heap, heap_size + offered, key_of(probability, child))
-            offered += 1
-    return offered
+            push(heap, heap_size + num_offered, key_of(probability, child))
+            num_offered += 1
+            if probability * np.float32(_HOPE) >= least:
+                call_from_memory(tables, live, work.tail, node)
+    return num_offered

@@ -6,6 +6,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from retriever.kernels.lending import lend
+
 MAX_MATCH: Final = 32
 """Match lengths are counted up to this many tokens."""
 
@@ -161,6 +163,14 @@ class Chains(NamedTuple):
     last: NDArray[np.int32]
 
 
+class SegmentArrays(NamedTuple):
+    """The arrays of a segment of the corpus; see `kernels.suffixes`."""
+
+    tokens: NDArray[Any]
+    suffixes: NDArray[Any]
+    starts: NDArray[Any]
+
+
 class Work(NamedTuple):
     """The scratch arrays in which a tree grows."""
 
@@ -184,6 +194,7 @@ class Scratch:
         rows: ROW[max_rows], the evidence.
         continuations: int32[max_rows, max_depth], what followed each occurrence.
         work: where the tree grows.
+        lent: the same, lent to kernels.
         counts: float64[MAX_MATCH + 1], evidence by match length.
         recent: float32[RECENT_SIZE], rarity of the last tokens at their id modulo the size, 0 for
             all other tokens.
@@ -196,6 +207,7 @@ class Scratch:
     rows: NDArray[Any] = field(init=False)
     continuations: NDArray[np.int32] = field(init=False)
     work: Work = field(init=False)
+    lent: NDArray[Any] = field(init=False)
     counts: NDArray[np.float64] = field(init=False)
     recent: NDArray[np.float32] = field(init=False)
     marked: NDArray[np.int32] = field(init=False)
@@ -218,6 +230,7 @@ class Scratch:
             np.zeros(HIDDEN, np.float32),
         )
         object.__setattr__(self, "work", work)
+        object.__setattr__(self, "lent", lend(work))
         object.__setattr__(self, "counts", np.zeros(MAX_MATCH + 1))
         object.__setattr__(self, "recent", np.zeros(RECENT_SIZE, np.float32))
         object.__setattr__(self, "marked", np.zeros(MAX_MATCH, np.int32))

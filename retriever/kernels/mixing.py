@@ -130,29 +130,20 @@ def to_shares(shares: NDArray[np.float32], doubt: float) -> None:
 
 
 @kernel()
-def mix(
-    weights: Any,
-    node: Any,
-    traits: NDArray[np.float32],
-    evidence: NDArray[np.float32],
-    shares: NDArray[np.float32],
-    sums: NDArray[np.float32],
-) -> None:
+def mix(weights: Any, work: Work, current: int) -> None:
     """Write the probabilities of a node's candidates, given the node.
 
     Args:
         weights: one record of WEIGHTS.
-        node: one record of NODE.
-        traits: float32[Traits.SIZE], of the node as `gather` left it; becomes features.
-        evidence: float32[max_nodes, Evidence.WIDTH], likewise.
-        shares: float32[max_nodes], written.
-        sums: float32[HIDDEN], scratch.
+        work: as `gather` left it: traits and evidence become features, shares are written.
+        current: the node.
     """
-    first, end = node.first_child, node.end_child
-    to_features(evidence, first, end)
+    node = work.nodes[current]
+    first, end, traits = node.first_child, node.end_child, work.traits[node.place + 1]
+    to_features(work.evidence, first, end)
     to_traits(traits)
-    scores = shares[first:end]
-    score(weights, traits, evidence, scores, first, end, sums)
+    scores = work.shares[first:end]
+    score(weights, traits, work.evidence, scores, first, end, work.sums)
     to_shares(scores, score_doubt(weights, traits, node.voice))
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from retriever.kernels.candidates import UNKNOWN, child_with
 from retriever.kernels.chains import bucket_of, head_position
 from retriever.kernels.compiling import kernel
-from retriever.kernels.layout import Evidence, Traits
+from retriever.kernels.layout import Evidence, Tables, Traits
 from retriever.kernels.prefetching import prefetch
 from retriever.kernels.successors import WAYS, check_of, entry_count, entry_token, hash_context
 from retriever.tree import Source
@@ -55,41 +55,28 @@ def set_states(
         node.triple = find_successor(starts2, tokens3, above, node.token)
 
 
-@kernel()
-def announce(
-    starts1: NDArray[np.uint32],
-    starts2: NDArray[np.uint32],
-    starts3: NDArray[np.uint32],
-    tokens2: NDArray[Any],
-    tokens3: NDArray[Any],
-    tokens4: NDArray[Any],
-    counts2: NDArray[np.uint8],
-    counts3: NDArray[np.uint8],
-    counts4: NDArray[np.uint8],
-    live: NDArray[np.int64],
-    nodes: NDArray[Any],
-    tail: NDArray[np.int32],
-    candidate: int,
+@kernel(inline="always")
+def call_from_memory(
+    tables: Tables, live: NDArray[np.int64], tail: NDArray[np.int32], node: Any
 ) -> None:
-    """Ask memory for what will be read if the candidate joins the tree."""
-    node = nodes[candidate]
+    """Ask memory for what the functions below will read first, if the node is considered."""
     tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
     for order in (2, 3):
         prefetch(live, (hash_context(tail, order) & (live.shape[0] - 1)) * WAYS)
-    if 0 <= node.token < starts1.shape[0]:
-        begin = np.int64(starts1[node.token])
-        prefetch(tokens2, begin)
-        prefetch(counts2, begin)
-    if 0 <= node.pair < starts2.shape[0]:
-        begin = np.int64(starts2[node.pair])
-        prefetch(tokens3, begin)
-        prefetch(counts3, begin)
-        prefetch(counts2, node.pair)
-    if 0 <= node.triple < starts3.shape[0]:
-        begin = np.int64(starts3[node.triple])
-        prefetch(tokens4, begin)
-        prefetch(counts4, begin)
-        prefetch(counts3, node.triple)
+    if 0 <= node.token < tables.starts1.shape[0]:
+        begin = np.int64(tables.starts1[node.token])
+        prefetch(tables.tokens2, begin)
+        prefetch(tables.counts2, begin)
+    if 0 <= node.pair < tables.starts2.shape[0]:
+        begin = np.int64(tables.starts2[node.pair])
+        prefetch(tables.tokens3, begin)
+        prefetch(tables.counts3, begin)
+        prefetch(tables.counts2, node.pair)
+    if 0 <= node.triple < tables.starts3.shape[0]:
+        begin = np.int64(tables.starts3[node.triple])
+        prefetch(tables.tokens4, begin)
+        prefetch(tables.counts4, begin)
+        prefetch(tables.counts3, node.triple)
 
 
 @kernel()

@@ -55,6 +55,8 @@ def collect_suffixes(
         The first free row afterwards, and the length of the longest match.
     """
     found = 0
+    if longest > shortest and not _occurs(tokens, suffixes, starts, query, shortest):
+        return row, 0  # nor does any longer end
     separator = np.int64(np.iinfo(tokens.dtype).max)
     for length in range(min(longest, query.shape[0]), shortest - 1, -1):
         pattern = query[query.shape[0] - length :]
@@ -79,6 +81,21 @@ def collect_suffixes(
         if end - begin >= enough:
             break
     return row, found
+
+
+@kernel()
+def _occurs(
+    tokens: NDArray[Any],
+    suffixes: NDArray[Any],
+    starts: NDArray[Any],
+    query: NDArray[np.int32],
+    length: int,
+) -> bool:
+    """Tell whether the last tokens of the query occur; fewer than `length` always do."""
+    if query.shape[0] < length:
+        return True
+    begin, end = find_interval(tokens, suffixes, starts, query[query.shape[0] - length :])
+    return begin < end
 
 
 @kernel()
