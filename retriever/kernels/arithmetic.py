@@ -35,3 +35,10 @@ def fast_exp2(value: float) -> float:
     )
     scale = np.int32((np.int32(whole) + _BIAS) << _MANTISSA_BITS).view(np.float32)
     return np.float32(fitted * scale)
+
+
+@kernel()
+def octaves_below_one(probability: float) -> int:
+    """Return how often 1 must be halved to be no more than a probability, but 31 at most."""
+    exponent = np.int64(np.float32(probability).view(np.int32) >> _MANTISSA_BITS) - _BIAS
+    return min(31, max(0, -exponent))

@@ -20,8 +20,8 @@ MAX_FOLLOWERS: Final = 16
 NUM_RANKS: Final = 256
 """Ranks that probabilities are sorted into, a sixteenth of an octave each."""
 
-MAX_SUCCESSORS: Final = 72
-"""Most candidates for a node that no row predicts: 32 from the phrase tables, 24 from the sequence
+MAX_SUCCESSORS: Final = 104
+"""Most candidates for a node that no row predicts: 64 from the phrase tables, 24 from the sequence
 and 16 from recent outputs."""
 
 NUM_TABLE_ORDERS: Final = 3

@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from retriever.kernels.arithmetic import octaves_below_one
 from retriever.kernels.candidates import UNKNOWN, child_with
 from retriever.kernels.chains import bucket_of, head_position
 from retriever.kernels.compiling import kernel
@@ -17,8 +18,15 @@ from retriever.kernels.prefetching import prefetch
 from retriever.kernels.successors import WAYS, check_of, entry_count, entry_token, hash_context
 from retriever.tree import Source
 
-MOST_SUCCESSORS: Final = (16, 8, 8)
-"""Successors to read in the phrase tables for contexts of one, two and three tokens."""
+MOST_SUCCESSORS: Final = (32, 16, 16)
+"""Successors to read in the phrase tables for contexts of one, two and three tokens, at the root.
+
+Elsewhere half of them are read for every octave that the node is less probable: the n-th most
+frequent has at most an n-th of a probability that must be large to matter.
+"""
+
+LEAST_SUCCESSORS: Final = (4, 2, 2)
+"""Successors to read however improbable the node is."""
 
 MOST_FOLLOWERS: Final = (16, 8)
 """Occurrences to read in the sequence for contexts of one and two tokens."""
@@ -133,7 +141,9 @@ def add_successors(
     strength = np.float32(_CORPUS_STRENGTH[level - 2])
     share = left / (total + strength)
     begin = np.int64(starts[entry])
-    end = min(np.int64(starts[entry + 1]), begin + MOST_SUCCESSORS[level - 2], tokens.shape[0])
+    most = MOST_SUCCESSORS[level - 2] >> octaves_below_one(nodes[current].probability)
+    most = max(most, LEAST_SUCCESSORS[level - 2])
+    end = min(np.int64(starts[entry + 1]), begin + most, tokens.shape[0])
     for successor in range(begin, end):
         token = np.int64(tokens[successor])
         if token >= vocabulary_size:
