@@ -12,7 +12,7 @@ from retriever.kernels.layout import NUM_RANKS, Chains, Tables, Work
 from retriever.kernels.mixing import mix
 from retriever.kernels.succession import call_from_memory
 
-_HOPE: Final = 0.4  # children are seldom more probable than this, where it matters
+_HOPE: Final = 0.33  # children are seldom more probable than this, where it matters
 _LEAST: Final = 1e-6  # candidates below it are never worth their place
 
 

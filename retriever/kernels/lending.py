@@ -5,6 +5,7 @@ lent instead is one record that tells where each array lies; the kernel borrows 
 same named tuple. The lender must keep the arrays, unmoved, for as long as the record is in use.
 """
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -29,14 +30,25 @@ def lend(arrays: NamedTuple) -> NDArray[Any]:
     for name, each in named.items():
         if not each.flags.c_contiguous:
             raise ValueError(f"{name} cannot be lent: it is not C-contiguous")
-    fields = [
-        (name, [("address", np.int64), ("shape", np.int64, (each.ndim,)), ("element", each.dtype)])
-        for name, each in named.items()
-    ]
-    record = np.zeros(1, np.dtype(fields, align=True))
+    record = np.zeros(
+        1, _dtype(tuple((name, each.ndim, each.dtype) for name, each in named.items()))
+    )
     for name, each in named.items():
         record[name]["address"], record[name]["shape"] = each.ctypes.data, each.shape
     return record
+
+
+@cache
+def _dtype(kinds: tuple[tuple[str, int, np.dtype[Any]], ...]) -> np.dtype[Any]:
+    """Return the type of the record for arrays of these names, dimensions and elements.
+
+    Of equal types there is one object: a kernel that meets another takes a microsecond to compare.
+    """
+    fields = [
+        (name, [("address", np.int64), ("shape", np.int64, (ndim,)), ("element", element)])
+        for name, ndim, element in kinds
+    ]
+    return np.dtype(fields, align=True)
 
 
 if TYPE_CHECKING:
@@ -83,5 +95,6 @@ def _array_at(
     for extent in reversed(shape[1:]):
         strides.insert(0, builder.mul(strides[0], extent))
     address = builder.inttoptr(load(offset + lent.offset("address")), array.data.type)
-    populate_array(array, address, shape, strides, itemsize, None)
+    populate: Any = populate_array
+    populate(array, address, shape, strides, itemsize, None)
     return array._getvalue()  # noqa: SLF001

@@ -1,7 +1,5 @@
 """A cursor is kept as its twin keeps it, and lets copying go on after an edit."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -12,13 +10,12 @@ from retriever.embedded import EmbeddedDrafter
 from retriever.kernels.cursors import collect_cursor, move_cursor, set_cursor
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
 from retriever.tree import DraftTree
-from tests.retriever.cursor_twin import LONG, LOST, CursorTwin
+from tests.retriever.cursor_twin import LONG, LOST, CursorTwin, collect_without_cursor
 from tests.retriever.twins import Row
 
 NUM_SEEDS = 3000
 MAX_ROWS = 12
 MAX_DEPTH = 12
-COLLECT = Context.collect
 
 
 def sequence_in(rng: np.random.Generator, tokens: TokenIds) -> Chains:
@@ -216,12 +213,6 @@ def test_copying_is_offered_before_any_token_agrees(
             assert len(drafts_after(file, before, after)[0].follow(wanted)) == AHEAD
             patch.setattr(Context, "collect", collect_without_cursor)
             assert len(drafts_after(file, before, after)[0].follow(wanted)) == 0
-
-
-def collect_without_cursor(context: Context, *args: Any) -> int:
-    """Forgets where the cursor stood, so that nothing is offered near it."""
-    context._cursor[:] = -1, 0
-    return COLLECT(context, *args)
 
 
 def collect(context: Context, scratch: Scratch) -> int:

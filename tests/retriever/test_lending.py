@@ -49,7 +49,7 @@ def write(lent: NDArray[Any], row: int, column: int, value: int) -> None:
 def look_ahead(array: NDArray[np.int32], index: int) -> int:
     """Ask for an element, and return the first."""
     prefetch(array, index)
-    return array[0]
+    return int(array[0])
 
 
 def several(rng: np.random.Generator) -> Several:
