@@ -1,10 +1,9 @@
 """The embedded drafter: databases, predictor and sessions in the caller's process."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -44,13 +43,12 @@ DEFAULT_LIMITS: Final = Limits()
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """A request that has been checked against its session."""
 
     session: Session
     new_tokens: TokenIds
-    request: DraftRequest = field(repr=False)
+    request: DraftRequest
 
 
 class EmbeddedDrafter:
