@@ -1,4 +1,4 @@
-"""The commands: build an index, say what it holds, check that it is whole."""
+"""The commands: build an index, change it, say what it holds, check that it is whole."""
 
 import json
 import os
@@ -10,9 +10,20 @@ from typing import Annotated
 import typer
 
 from indexer.build import BuildOptions, build_index
+from indexer.change_commands import add_command, compact_command, remove_command
+from indexer.choosing import list_documents
+from indexer.command_options import (
+    SOURCE_HELP,
+    Field,
+    IndexPath,
+    Json,
+    KeepDuplicates,
+    MaxDocumentBytes,
+    SegmentTokens,
+)
 from indexer.errors import IndexerError
-from indexer.format import MAX_POSITIONS
 from indexer.progress import BuildProgress
+from indexer.rebuilding import build_from_index
 from indexer.segments import MAX_SEGMENT_TOKENS
 from indexer.sources import DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES
 from indexer.summary import summarise
@@ -26,23 +37,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_IndexPath = Annotated[Path, typer.Argument(metavar="DIR", help="The index's folder.")]
-_Json = Annotated[
-    bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
-]
-
 
 @app.command()
 def build(
     sources: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="SOURCE",
-            help="Folders (searched for text and code), files of text, and .jsonl or .jsonl.gz "
-            "files with one document a line. What is closest to what the model will write helps "
-            "most.",
-        ),
-    ],
+        list[Path] | None, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)
+    ] = None,
     *,
     output: Annotated[
         Path,
@@ -62,39 +62,83 @@ def build(
             "file. An index serves models of this tokenizer only.",
         ),
     ] = DEFAULT_MODEL,
-    field: Annotated[
-        str, typer.Option(metavar="KEY", help="In JSON lines, the key of the text.")
-    ] = DEFAULT_FIELD,
-    max_document_bytes: Annotated[
-        int, typer.Option(min=1, help="Skip longer documents; they are counted.")
-    ] = DEFAULT_MAX_DOCUMENT_BYTES,
-    segment_tokens: Annotated[
-        int,
+    from_index: Annotated[
+        Path | None,
         typer.Option(
-            min=1,
-            max=MAX_POSITIONS,
-            help="Begin a new segment rather than exceed this. A build takes some thirty bytes of "
-            "memory per token of a full segment; look-ups take longer with more segments.",
+            "--from",
+            metavar="INDEX",
+            help="Instead of sources: the documents of an index that was built with --keep-texts, "
+            "as they are, for another tokenizer.",
         ),
-    ] = MAX_SEGMENT_TOKENS,
+    ] = None,
+    field: Field = DEFAULT_FIELD,
+    max_document_bytes: MaxDocumentBytes = DEFAULT_MAX_DOCUMENT_BYTES,
+    segment_tokens: SegmentTokens = MAX_SEGMENT_TOKENS,
+    keep_duplicates: KeepDuplicates = False,
+    keep_texts: Annotated[
+        bool,
+        typer.Option(
+            "--keep-texts",
+            help="Keep the texts in the index, compressed, so that it can be built for another "
+            "tokenizer without its sources.",
+        ),
+    ] = False,
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Replace the index at DIR once the new one is whole."),
     ] = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Build an index from folders, files and JSON lines.
 
     For example: python -m indexer build src docs answers.jsonl.gz --output my.index
     """
-    options = BuildOptions(field, max_document_bytes, segment_tokens, overwrite)
+    if bool(sources) == (from_index is not None):
+        raise typer.BadParameter("name sources, or an index with --from")
+    options = BuildOptions(
+        field,
+        max_document_bytes,
+        segment_tokens,
+        overwrite,
+        deduplicate=not keep_duplicates,
+        keep_texts=keep_texts,
+    )
     with BuildProgress() as progress:
-        report = build_index(sources, output, tokenizer, options, progress)
+        if from_index is not None:
+            report = build_from_index(from_index, output, tokenizer, options, progress)
+        else:
+            report = build_index(sources or [], output, tokenizer, options, progress)
     typer.echo(json.dumps(report.to_json()) if as_json else report.describe())
 
 
+app.command("add")(add_command)
+app.command("remove")(remove_command)
+app.command("compact")(compact_command)
+
+
 @app.command()
-def inspect(path: _IndexPath, *, as_json: _Json = False) -> None:
+def documents(
+    path: IndexPath,
+    *,
+    matching: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Only those whose whole name matches: * stands for any characters, slashes too, "
+            "? for one. May be given several times.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print an object of JSON a line for each document.")
+    ] = False,
+) -> None:
+    """List the documents of an index: tokens, licence and name of each, in order."""
+    for document in list_documents(path, matching or []):
+        typer.echo(json.dumps(document.to_json()) if as_json else document.describe())
+
+
+@app.command()
+def inspect(path: IndexPath, *, as_json: Json = False) -> None:
     """Say what an index holds and which tokenizer it is for."""
     summary = summarise(path)
     typer.echo(json.dumps(summary.to_json()) if as_json else summary.describe())
@@ -102,12 +146,12 @@ def inspect(path: _IndexPath, *, as_json: _Json = False) -> None:
 
 @app.command()
 def verify(
-    path: _IndexPath,
+    path: IndexPath,
     *,
     samples: Annotated[
         int, typer.Option(min=0, help="Neighbouring suffixes whose order is checked, per segment.")
     ] = DEFAULT_SAMPLES,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Check that an index is whole: every byte by checksum, and what the bytes say.
 
