@@ -4,9 +4,9 @@
 
 A child builds, adds, removes or compacts, and is killed (SIGKILL): half of them after a random
 time, half by their own hand before a random change to the file system, of each kind as often as of
-any other, so that kills fall into moments that take no time, too. Then the index must be one of two: what it was before, or what the
-change was to make of it; whole, by `verify`; and the next writer must find the lock free and
-remove what the killed one left.
+any other, so that kills fall into moments that take no time, too. Then the index must be one of
+two: what it was before, or what the change was to make of it; whole, by `verify`; and the next
+writer must find the lock free and remove what the killed one left.
 """
 
 import json
@@ -269,21 +269,18 @@ def _live(change: Change, index: Path, pipe: int, last: tuple[str, int]) -> None
 
 def _moment(index: Path, event: str, arguments: tuple[Any, ...]) -> str | None:
     """Say what a process is about when it changes something; None if it does not."""
-    if event not in _CHANGES and not (event == "open" and (arguments[2] or 0) & _WRITING):
-        return None
-    place = arguments[1] if event == "os.rename" else arguments[0]
+    changes = event in _CHANGES or (event == "open" and (arguments[2] or 0) & _WRITING)
+    place = arguments[event == "os.rename"] if changes else None
     if not isinstance(place, str | os.PathLike):
-        return "collecting garbage" if event in _REMOVALS else None
-    parts = Path(place).parts[len(index.parts) - 1 :]
-    if parts and ".lock-" in parts[0]:
+        return None
+    first, *parts = Path(place).parts[len(index.parts) - 1 :] or ("",)
+    if ".lock-" in first:
         return "locking"
-    if event == "os.rename" and parts == (index.name,):
-        return "publishing"
-    for part in parts[1:]:
-        if part == ".scratch" or event not in _REMOVALS:
-            return _PLACES.get(part, "storing the tokenizer")
+    if event in _REMOVALS and ".scratch" not in parts:
         return "collecting garbage"
-    return None
+    if not parts:
+        return "publishing" if event == "os.rename" and first == index.name else None
+    return _PLACES.get(parts[0], "storing the tokenizer")
 
 
 def _read_lines(pipe: int) -> list[str]:

@@ -165,13 +165,13 @@ def test_what_was_removed_is_in_no_file(
     *, keep_texts: bool, twin: Twin, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     options = BuildOptions(max_segment_tokens=200, keep_texts=keep_texts)
-    secret = "quetzalcoatl"
-    path = built(twin, tokenizer, options, "nothing " * 9, f"say {secret}s", "more of it", "rest")
-    add_documents(path, twin.write(f"again {secret}"), options)
-    names = [name for name, content in twin.texts.items() if secret in content]
+    phrase = "quetzalcoatl"
+    path = built(twin, tokenizer, options, "nothing " * 9, f"say {phrase}s", "more of it", "rest")
+    add_documents(path, twin.write(f"again {phrase}"), options)
+    names = [name for name, content in twin.texts.items() if phrase in content]
     names.append(str(twin.folder / "1/0004.txt"))
     compact(path)
-    pair = tuple(tokenizer.encode(secret[:2], add_special_tokens=False))
+    pair = tuple(tokenizer.encode(phrase[:2], add_special_tokens=False))
     with Index.open(path) as reader:
         assert reader.phrases.count_of(pair) == 2
         report = remove_documents(path, names)
@@ -180,10 +180,10 @@ def test_what_was_removed_is_in_no_file(
         assert len(list(reader.documents())) == 5
     assert compact(path).num_older == 0
 
-    sequences = [bytes(ids) for ids in _sequences(tokenizer, secret)]
+    sequences = [bytes(ids) for ids in _sequences(tokenizer, phrase)]
     for file in path.rglob("*"):
         content = file.read_bytes() if file.is_file() else b""
-        for needle in (*sequences, *(name.encode() for name in names), secret.encode()):
+        for needle in (*sequences, *(name.encode() for name in names), phrase.encode()):
             assert needle not in content, file
     with Index.open(path) as index:
         assert index.phrases.count_of(pair) == 0

@@ -260,7 +260,7 @@ def test_new_folders_are_on_disk_before_they_are_published(
     index: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    publish = writer_module.publish
+    publish = snapshots_module.publish
     monkeypatch.setattr(
         writer_module, "sync_folder", lambda path: events.append(str(path.relative_to(index)))
     )

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_a_second_writer_is_refused_and_told_who_writes(index: Path) -> None:
             with pytest.raises(IndexBusyError) as caught:
                 compact(index)
         found = re.search(
-            r"being changed by process (\d+) on (\S+) \(`add`, since (\S+)\): wait until it is done",
+            r"changed by process (\d+) on (\S+) \(`add`, since (\S+)\): wait until it is done",
             str(caught.value),
         )
         assert found is not None
@@ -246,11 +246,12 @@ def test_a_change_that_fails_leaves_nothing(
 
     monkeypatch.setattr("indexer.changes.renewed_phrases", fail)
     (tmp_path / "d.txt").write_text("new")
-    for change in (
+    changes: list[Callable[[], object]] = [
         lambda: add_documents(index, [tmp_path / "d.txt"]),
         lambda: remove_documents(index, patterns=["*/a.txt"]),
         lambda: compact(index),
-    ):
+    ]
+    for change in changes:
         with pytest.raises(KeyboardInterrupt):
             change()
         assert contents_of(index) == before
@@ -309,13 +310,41 @@ def test_a_full_disk_leaves_the_index_as_it_was(
     (tmp_path / "d.txt").write_text("d " * 20_000)
     room = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(room.f_bavail * room.f_bsize - (60 << 10)))
-    for change in (lambda: add_documents(path, [tmp_path / "d.txt"]), lambda: compact(path)):
+    changes: list[Callable[[], object]] = [
+        lambda: add_documents(path, [tmp_path / "d.txt"]),
+        lambda: compact(path),
+    ]
+    for change in changes:
         with pytest.raises(IndexerError, match=r"cannot write .*No space left"):
             change()
         assert contents_of(path) == before
     assert verify_index(path).findings == ()
     remove_documents(path, [str(paths[0])])
     assert verify_index(path).findings == ()
+
+
+def test_an_index_on_a_read_only_disk_is_not_changed(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return opened(path, flags, mode)
+
+    before = sorted(index.rglob("*"))
+    monkeypatch.setattr(os, "open", refuse)
+    changes: list[Callable[[], object]] = [
+        lambda: compact(index),
+        lambda: remove_documents(index, patterns=["*/a.txt"]),
+    ]
+    for change in changes:
+        with pytest.raises(IndexerError, match=rf"cannot write to {index}: Read-only file system"):
+            change()
+    with Index.open(index) as read:
+        assert read.num_documents == 3
+    assert sorted(index.rglob("*")) == before
 
 
 def others_may_enter(folder: Path) -> bool:
