@@ -1,7 +1,6 @@
 """The commands that change an index that is there: add, remove, compact."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,26 +9,52 @@ from indexer.changes import add_documents, compact, remove_documents
 from indexer.choosing import ListedDocument, chosen_documents
 from indexer.command_options import (
     SOURCE_HELP,
+    Encoding,
+    Exclude,
+    ExcludeIgnoreCase,
+    ExcludePhrases,
     Field,
+    Git,
+    Include,
     IndexPath,
     Json,
     KeepDuplicates,
+    Licence,
+    LicenceField,
     MaxDocumentBytes,
+    Redact,
+    Scope,
     SegmentTokens,
+    StdinFormat,
+    screen_options,
 )
 from indexer.options import BuildOptions
 from indexer.progress import BuildProgress
+from indexer.screening.screen import ExcludeScope
 from indexer.segments import MAX_SEGMENT_TOKENS
-from indexer.sources import DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES
+from indexer.sources import DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES, SourceOptions
+from indexer.sources import Git as GitChoice
+from indexer.sources import StdinFormat as StdinFormatChoice
 from indexer.tally import ChangeReport
 
 
 def add_command(
     path: IndexPath,
-    sources: Annotated[list[Path], typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     *,
     field: Field = DEFAULT_FIELD,
+    include: Include = None,
+    exclude: Exclude = None,
+    git: Git = GitChoice.AUTO,
+    licence: Licence = "",
+    licence_field: LicenceField = "",
+    encoding: Encoding = "utf-8",
+    stdin_format: StdinFormat = StdinFormatChoice.JSONL,
     max_document_bytes: MaxDocumentBytes = DEFAULT_MAX_DOCUMENT_BYTES,
+    exclude_phrases: ExcludePhrases = None,
+    exclude_scope: Scope = ExcludeScope.DOCUMENT,
+    exclude_ignore_case: ExcludeIgnoreCase = False,
+    redact: Redact = False,
     segment_tokens: SegmentTokens = MAX_SEGMENT_TOKENS,
     keep_duplicates: KeepDuplicates = False,
     as_json: Json = False,
@@ -42,9 +67,21 @@ def add_command(
 
     For example: python -m indexer add my.index answers-of-today.jsonl
     """
-    options = BuildOptions(
-        field, max_document_bytes, segment_tokens, deduplicate=not keep_duplicates
+    found = SourceOptions(
+        field=field,
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        git=git,
+        licence=licence,
+        licence_field=licence_field,
+        encoding=encoding,
+        stdin_format=stdin_format,
+        max_document_bytes=max_document_bytes,
     )
+    screen = screen_options(
+        exclude_phrases, exclude_scope, ignore_case=exclude_ignore_case, redact=redact
+    )
+    options = BuildOptions(found, segment_tokens, deduplicate=not keep_duplicates, screen=screen)
     with BuildProgress() as progress:
         report = add_documents(path, sources, options, progress)
     _show(report, as_json=as_json)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from indexer.build import OnProgress, chosen_pieces, no_document, part_tasks, read_parts
+from indexer.build import OnProgress, chosen_pieces, no_document, part_tasks, planned, read_parts
 from indexer.choosing import Choice
 from indexer.engines import Engine
 from indexer.errors import IndexerError, SourceError
@@ -16,7 +16,6 @@ from indexer.options import DEFAULTS, BuildOptions
 from indexer.parts import Part
 from indexer.records import Contents, SegmentRecord
 from indexer.segments import Piece, gather
-from indexer.sources import find_files
 from indexer.stages import renewed_phrases, scratch_folder, write_part, write_segments
 from indexer.tally import ChangeReport, Tally
 from indexer.writer import IndexWriter, writing
@@ -49,12 +48,12 @@ def add_documents(
     """
     started = time.perf_counter()
     tally = Tally()
-    files = find_files(sources, tally)
     with writing(Path(path), "add") as writer, scratch_folder(writer.folder) as scratch:
         contents = writer.contents
         options = replace(options, keep_texts=contents.keeps_texts)
         tokenizer = _checked_tokenizer(writer)
-        tasks = part_tasks(files, scratch, tokenizer, contents.vocabulary, options)
+        blocks = planned(sources, options, tally, scratch)
+        tasks = part_tasks(blocks, scratch, tokenizer, contents.vocabulary, options)
         parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
         if not any(part.num_documents for part in parts):
             raise no_document(tally)
@@ -227,7 +226,7 @@ def _report(  # noqa: PLR0913, PLR0917
     started: float,
     tally: Tally | None = None,
 ) -> ChangeReport:
-    skipped, places = (tally.skipped, tally.skipped_places) if tally else ({}, {})
+    tally = tally or Tally()
     return ChangeReport(
         str(path),
         verb,
@@ -236,6 +235,7 @@ def _report(  # noqa: PLR0913, PLR0917
         len(writer.contents.segments),
         writer.num_older,
         time.perf_counter() - started,
-        dict(sorted(skipped.items())),
-        dict(sorted(places.items())),
+        dict(sorted(tally.skipped.items())),
+        dict(sorted(tally.skipped_places.items())),
+        tally.screened,
     )

@@ -14,18 +14,33 @@ from indexer.change_commands import add_command, compact_command, remove_command
 from indexer.choosing import list_documents
 from indexer.command_options import (
     SOURCE_HELP,
+    Encoding,
+    Exclude,
+    ExcludeIgnoreCase,
+    ExcludePhrases,
     Field,
+    Git,
+    Include,
     IndexPath,
     Json,
     KeepDuplicates,
+    Licence,
+    LicenceField,
     MaxDocumentBytes,
+    Redact,
+    Scope,
     SegmentTokens,
+    StdinFormat,
+    screen_options,
 )
 from indexer.errors import IndexerError
 from indexer.progress import BuildProgress
 from indexer.rebuilding import build_from_index
+from indexer.screening.screen import ExcludeScope
 from indexer.segments import MAX_SEGMENT_TOKENS
-from indexer.sources import DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES
+from indexer.sources import DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES, SourceOptions
+from indexer.sources import Git as GitChoice
+from indexer.sources import StdinFormat as StdinFormatChoice
 from indexer.summary import summarise
 from indexer.tokenizer import DEFAULT_MODEL
 from indexer.verify import DEFAULT_SAMPLES, verify_index
@@ -40,9 +55,7 @@ app = typer.Typer(
 
 @app.command()
 def build(
-    sources: Annotated[
-        list[Path] | None, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)
-    ] = None,
+    sources: Annotated[list[str] | None, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)] = None,
     *,
     output: Annotated[
         Path,
@@ -72,7 +85,18 @@ def build(
         ),
     ] = None,
     field: Field = DEFAULT_FIELD,
+    include: Include = None,
+    exclude: Exclude = None,
+    git: Git = GitChoice.AUTO,
+    licence: Licence = "",
+    licence_field: LicenceField = "",
+    encoding: Encoding = "utf-8",
+    stdin_format: StdinFormat = StdinFormatChoice.JSONL,
     max_document_bytes: MaxDocumentBytes = DEFAULT_MAX_DOCUMENT_BYTES,
+    exclude_phrases: ExcludePhrases = None,
+    exclude_scope: Scope = ExcludeScope.DOCUMENT,
+    exclude_ignore_case: ExcludeIgnoreCase = False,
+    redact: Redact = False,
     segment_tokens: SegmentTokens = MAX_SEGMENT_TOKENS,
     keep_duplicates: KeepDuplicates = False,
     keep_texts: Annotated[
@@ -89,19 +113,33 @@ def build(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Build an index from folders, files and JSON lines.
+    """Build an index from folders, repositories, files, JSON lines and tables.
 
     For example: python -m indexer build src docs answers.jsonl.gz --output my.index
     """
     if bool(sources) == (from_index is not None):
         raise typer.BadParameter("name sources, or an index with --from")
+    found = SourceOptions(
+        field=field,
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        git=git,
+        licence=licence,
+        licence_field=licence_field,
+        encoding=encoding,
+        stdin_format=stdin_format,
+        max_document_bytes=max_document_bytes,
+    )
+    screen = screen_options(
+        exclude_phrases, exclude_scope, ignore_case=exclude_ignore_case, redact=redact
+    )
     options = BuildOptions(
-        field,
-        max_document_bytes,
+        found,
         segment_tokens,
         overwrite,
         deduplicate=not keep_duplicates,
         keep_texts=keep_texts,
+        screen=screen,
     )
     with BuildProgress() as progress:
         if from_index is not None:

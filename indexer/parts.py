@@ -6,20 +6,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
+from indexer.compression import zstd
 from indexer.documents import DocumentTable, DocumentTableBuilder, digest_of
 from indexer.errors import DamagedIndexError, IndexerError, SourceError
 from indexer.format import MAX_POSITIONS, TEXTS_FILE, TOKENS_FILE, Tokens, separator_of
 from indexer.opening import map_array, open_documents
 from indexer.output import write_array
 from indexer.records import Document, SegmentRecord
-
-_READ_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,15 +111,10 @@ class Part:
 
     def _all_text_lines(self) -> Iterator[bytes]:
         try:
-            with (
-                (self.folder / TEXTS_FILE).open("rb") as file,
-                zstandard.ZstdDecompressor().stream_reader(file, closefd=False) as stream,
-            ):
-                rest = b""
-                while piece := stream.read(_READ_BYTES):
-                    *lines, rest = (rest + piece).split(b"\n")
-                    yield from lines
-        except (OSError, zstandard.ZstdError) as error:
+            with zstd.open(self.folder / TEXTS_FILE, "rb") as lines:
+                for line in lines:
+                    yield line.removesuffix(b"\n")
+        except (OSError, EOFError, zstd.ZstdError) as error:
             raise _damaged_texts(self.folder) from error
 
 
@@ -200,7 +193,7 @@ class PartWriter:
 
 def text_stream(path: Path) -> Any:
     """Return a stream that compresses lines into a file of texts."""
-    return zstandard.open(path, "wb", cctx=zstandard.ZstdCompressor(level=6))
+    return zstd.open(path, "wb", level=6)
 
 
 def text_line(document: TokenisedDocument) -> bytes:

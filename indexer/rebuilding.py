@@ -15,7 +15,9 @@ from indexer.output import check_output, new_index_folder
 from indexer.parts import Part
 from indexer.records import FileRecord
 from indexer.same_folder import from_same_folder
+from indexer.screening.screen import ScreenOptions
 from indexer.snapshots import HeldSnapshot, hold_latest
+from indexer.sources import SourceDocument
 from indexer.stages import gather_part, scratch_folder
 from indexer.tally import BuildReport, Tally
 from indexer.tokenise import stored_encoder, tokenise, usable_texts
@@ -38,8 +40,8 @@ def build_from_index(
         source: the directory of an index that keeps its texts.
         output: as for `build_index`; may be the same.
         tokenizer: likewise.
-        options: likewise. Documents are taken as they are, whatever their length, and repeated
-            ones as often as the index has them.
+        options: likewise. Documents are taken whatever their length, and repeated ones as often as
+            the index has them.
         on_progress: likewise.
 
     Raises:
@@ -70,6 +72,7 @@ class RetokeniseTask:
         texts: what was written of them.
         tokenizer: the stored tokenizer.
         vocabulary_size: largest token id plus one.
+        screening: what is taken out of them.
         keep_texts: whether texts are stored again.
     """
 
@@ -78,6 +81,7 @@ class RetokeniseTask:
     texts: FileRecord
     tokenizer: Path
     vocabulary_size: int
+    screening: ScreenOptions
     keep_texts: bool
 
 
@@ -90,7 +94,8 @@ def retokenise(task: RetokeniseTask) -> tuple[Part, Tally]:
     """
     tally = Tally()
     check_file(task.part.folder / TEXTS_FILE, task.texts)
-    usable = usable_texts(task.part.texts(), sys.maxsize, tally)
+    kept = (SourceDocument(*document) for document in task.part.texts())
+    usable = usable_texts(kept, sys.maxsize, tally, task.screening)
     encoder = stored_encoder(task.tokenizer)
     documents = tokenise(usable, encoder, token_dtype(task.vocabulary_size), tally)
     part = gather_part(documents, task.folder, task.vocabulary_size, keep_texts=task.keep_texts)
@@ -122,6 +127,7 @@ def _build(  # noqa: PLR0913, PLR0917
                     record.files[TEXTS_FILE],
                     folder / TOKENIZER_FILE,
                     vocabulary.size,
+                    options.screen,
                     options.keep_texts,
                 )
                 for record in records

@@ -16,7 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from indexer.errors import DamagedIndexError, FormatVersionError, IndexerError, IndexNotFoundError
+from indexer.errors import (
+    DamagedIndexError,
+    FormatVersionError,
+    IndexerError,
+    IndexNotFoundError,
+    TokenizerError,
+)
 from indexer.format import (
     CATALOG_FOLDER,
     FORMAT_VERSION,
@@ -32,6 +38,7 @@ _MAX_ATTEMPTS: Final = 100
 _PATIENT_ATTEMPTS: Final = 10
 _PAUSE_S: Final = 0.01
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
+_MALFORMED: Final = (KeyError, OverflowError, TypeError, ValueError, AttributeError, TokenizerError)
 
 
 class HeldSnapshot:
@@ -217,7 +224,14 @@ def _decoded(index: Path, number: int, content: bytes) -> Contents:
         raise _other_format(index, version)
     try:
         return Contents.decode(value)
-    except (KeyError, OverflowError, TypeError, ValueError, AttributeError) as error:
+    except (
+        KeyError,
+        OverflowError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        TokenizerError,
+    ) as error:
         raise DamagedIndexError(
             f"{path} holds a record that no builder writes: {error!r}"
         ) from error

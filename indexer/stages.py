@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.engines import Engine
+from indexer.errors import IndexerError
 from indexer.format import (
     DIGEST_BYTES,
     PHRASES_FOLDER,
@@ -29,8 +30,9 @@ from indexer.opening import open_segment
 from indexer.output import move_folder, write_array
 from indexer.parts import Part, PartWriter, TokenisedDocument, kept_runs
 from indexer.records import Contents, PhrasesRecord, SegmentRecord
+from indexer.screening.screen import ScreenOptions
 from indexer.segments import Piece, SegmentTask, write_segment
-from indexer.sources import SourceFile, read_documents
+from indexer.sources import SourceBlock, SourceOptions, read
 from indexer.tables import build_tables
 from indexer.tally import Tally
 from indexer.tokenise import stored_encoder, tokenise, usable_texts
@@ -51,32 +53,31 @@ class PartTask:
 
     Attributes:
         folder: of the part, to be made.
-        files: the sources.
+        block: of the sources.
         tokenizer: the stored tokenizer.
         vocabulary_size: largest token id plus one.
-        field: key of the text in a line of JSON.
-        max_document_bytes: longer documents are skipped.
+        sources: how they are read.
+        screening: what is taken out of them.
         keep_texts: whether texts are stored.
     """
 
     folder: Path
-    files: tuple[SourceFile, ...]
+    block: SourceBlock
     tokenizer: Path
     vocabulary_size: int
-    field: str
-    max_document_bytes: int
+    sources: SourceOptions
+    screening: ScreenOptions
     keep_texts: bool
 
 
 def write_part(task: PartTask) -> tuple[Part, Tally]:
     """Read and tokenise sources; return where the result is and what was counted."""
     tally = Tally()
-    read = read_documents(task.files, task.field, task.max_document_bytes, tally)
-    named = ((name, "", text) for name, text in read)
-    usable = usable_texts(named, task.max_document_bytes, tally)
+    documents = read(task.block, task.sources, tally)
+    usable = usable_texts(documents, task.sources.max_document_bytes, tally, task.screening)
     dtype = token_dtype(task.vocabulary_size)
-    documents = tokenise(usable, stored_encoder(task.tokenizer), dtype, tally)
-    part = gather_part(documents, task.folder, task.vocabulary_size, keep_texts=task.keep_texts)
+    tokenised = tokenise(usable, stored_encoder(task.tokenizer), dtype, tally)
+    part = gather_part(tokenised, task.folder, task.vocabulary_size, keep_texts=task.keep_texts)
     return part, tally
 
 
@@ -123,8 +124,16 @@ def without_duplicates(
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder in an index, to be made, that nobody else has a name for."""
+    """Give an empty folder in an index that nobody else has a name for.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
     scratch = folder / SCRATCH_FOLDER / secrets.token_hex(_SCRATCH_NAME_BYTES)
+    try:
+        scratch.mkdir(parents=True)
+    except OSError as error:
+        raise IndexerError(f"cannot write {scratch}: {error.strerror}") from error
     try:
         yield scratch
     finally:

@@ -14,6 +14,12 @@ from retriever.errors import InvalidRequestError, LimitExceededError
 MAX_NAME_BYTES: Final = 256
 """Longest name of a session or tenant, in bytes."""
 
+DEFAULT_DOCUMENTS: Final = 3
+"""Documents that are named for a node of a draft if nothing else is asked."""
+
+MAX_DOCUMENTS: Final = 64
+"""Most documents that are named for a node of a draft."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -125,6 +131,22 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
         )
     if not 0.0 <= min_probability <= 1.0:
         raise InvalidRequestError(f"min_probability must lie between 0 and 1: {min_probability}")
+
+
+def check_documents(max_documents: int) -> None:
+    """Refuse to name more documents for a node than is reasonable.
+
+    Raises:
+        InvalidRequestError: a number below 0.
+        LimitExceededError: more than `MAX_DOCUMENTS`.
+    """
+    if max_documents < 0:
+        raise InvalidRequestError(f"{max_documents} documents a node is a negative number")
+    if max_documents > MAX_DOCUMENTS:
+        raise LimitExceededError(
+            f"{max_documents} documents a node are beyond the limit of {MAX_DOCUMENTS} "
+            "(MAX_DOCUMENTS)"
+        )
 
 
 def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:

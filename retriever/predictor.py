@@ -59,10 +59,12 @@ class Predictor:
 
     Attributes:
         scratch: where the last tree grew; what it considered stands there until the next draft.
+        num_rows: rows of evidence that it grew from.
     """
 
     def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR) -> None:
         self.scratch = Scratch(max_depth=max_budget)
+        self.num_rows = 0
         self._trust = prior.trust()
         self._prior = prior
         self._last: Databases | None = None  # whose draft the scratch memory holds
@@ -84,6 +86,7 @@ class Predictor:
         if budget == 0 or len(databases.context) == 0:
             return DraftTree.empty()
         num_rows = databases.collect(budget, self.scratch)
+        self.num_rows = num_rows
         weigh_rows(
             self.scratch.rows, num_rows, self._trust, self._prior.escape, self.scratch.counts
         )

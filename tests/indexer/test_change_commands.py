@@ -51,6 +51,7 @@ def test_add_reports_what_it_did_and_shows_that_it_moves(
         "older_snapshots": 0,
         "skipped": {"too large": 1},
         "skipped_places": {"too large": f"{tmp_path}/c.jsonl:2"},
+        "screened": None,
     }
 
 
@@ -135,3 +136,19 @@ def test_build_from_an_index_needs_no_sources(
         status, out, err = cli("build", *sources, *arguments, "--overwrite")
         assert (status, out) == (2, "")
         assert "name sources" in err
+
+
+def test_what_is_added_and_what_is_built_again_is_screened(
+    cli: Cli, built: Path, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    (tmp_path / "phrases.txt").write_text("good bye\n")
+    (tmp_path / "c.txt").write_text("good bye for now")
+    (tmp_path / "d.txt").write_text("good day")
+    screened = ("--exclude-phrases", tmp_path / "phrases.txt")
+    _, out, _ = cli("add", built, tmp_path / "c.txt", tmp_path / "d.txt", *screened, "--json")
+    report = json.loads(out)
+    assert (report["added"], report["skipped"]) == (1, {"excluded phrase": 1})
+    arguments = ("--from", built, "-o", tmp_path / "x", "--tokenizer", tokenizer_folder)
+    assert cli("build", *arguments, *screened)[0] == 0
+    names = [line.split()[-1] for line in cli("documents", tmp_path / "x")[1].splitlines()]
+    assert [Path(name).name for name in names] == ["a.txt", "d.txt"]

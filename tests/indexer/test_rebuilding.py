@@ -14,6 +14,7 @@ from indexer.errors import DamagedIndexError, IndexExistsError, SourceError
 from indexer.parts import TokenisedDocument
 from indexer.reader import Index
 from indexer.rebuilding import build_from_index
+from indexer.sources import SourceOptions
 from indexer.stages import gather_part
 from indexer.verify import verify_index
 
@@ -75,7 +76,9 @@ def test_what_was_added_is_in_it_and_what_was_removed_is_not(
 def test_long_and_repeated_documents_are_carried_over(
     tmp_path: Path, words: PreTrainedTokenizerBase
 ) -> None:
-    options = BuildOptions(keep_texts=True, deduplicate=False, max_document_bytes=1 << 30)
+    options = BuildOptions(
+        keep_texts=True, deduplicate=False, sources=SourceOptions(max_document_bytes=1 << 30)
+    )
     texts = [("a", "one two"), ("b", "one two"), ("c", "three " + "x" * (11 << 20))]
     build_from_texts(texts, tmp_path / "index", words, options)
     build_from_index(tmp_path / "index", tmp_path / "again", words)
