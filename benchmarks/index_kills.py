@@ -1,6 +1,6 @@
 """Kills whoever changes an index, again and again, and looks at what is left.
 
-    python benchmarks/index_kills.py --rounds 300 --json
+    python benchmarks/index_kills.py --rounds 1500 --json
 
 A child builds, adds, removes or compacts, and is killed (SIGKILL): half of them after a random
 time, half by their own hand before a random change to the file system, of each kind as often as of
