@@ -1,22 +1,16 @@
 """Building an index: sources to parts, parts to segments, segments to a published snapshot."""
 
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexer.engines import Engine
 from indexer.errors import SourceError, TokenizerError
-from indexer.format import (
-    SCRATCH_FOLDER,
-    TOKENIZER_FILE,
-    token_dtype,
-)
+from indexer.format import TOKENIZER_FILE, token_dtype
 from indexer.options import DEFAULTS, BuildOptions
 from indexer.output import check_output, new_index_folder, write_file
 from indexer.parts import Part, TokenisedDocument
@@ -28,6 +22,7 @@ from indexer.stages import (
     PartTask,
     gather_part,
     renewed_phrases,
+    scratch_folder,
     without_duplicates,
     write_part,
     write_segments,
@@ -42,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["BuildOptions", "build_from_texts", "build_from_tokens", "build_index"]
 
 OnProgress = Callable[[Tally], None]
+_Task = TypeVar("_Task")
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 
@@ -77,10 +73,10 @@ def build_index(
         blocks = planned(sources, options, tally, scratch)
         loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         started = time.perf_counter()
-        vocabulary, stored = _store(loaded, folder)
+        vocabulary, stored = store_tokenizer(loaded, folder)
         tasks = part_tasks(blocks, scratch, folder / TOKENIZER_FILE, vocabulary, options)
-        parts = read_parts(options.engine, tasks, tally, on_progress)
-        contents = _write_index(folder, parts, vocabulary, stored, options, tally)
+        parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
+        contents = write_index(folder, parts, vocabulary, stored, options, tally)
     return report_of(output, contents, tally, started)
 
 
@@ -95,7 +91,7 @@ def build_from_texts(
     with new_index_folder(Path(output), overwrite=options.overwrite) as folder:
         loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         started = time.perf_counter()
-        vocabulary, stored = _store(loaded, folder)
+        vocabulary, stored = store_tokenizer(loaded, folder)
         named = (SourceDocument(name, "", text) for name, text in documents)
         usable = usable_texts(named, options.sources.max_document_bytes, tally, options.screen)
         encoder = stored_encoder(folder / TOKENIZER_FILE)
@@ -103,7 +99,7 @@ def build_from_texts(
         with scratch_folder(folder) as scratch:
             size, keep = vocabulary.size, options.keep_texts
             parts = [gather_part(tokenised, scratch / "part", size, keep_texts=keep)]
-            contents = _write_index(folder, parts, vocabulary, stored, options, tally)
+            contents = write_index(folder, parts, vocabulary, stored, options, tally)
     return report_of(output, contents, tally, started)
 
 
@@ -129,19 +125,8 @@ def build_from_tokens(
     ):
         checked = _checked(documents, vocabulary, tally)
         parts = [gather_part(checked, scratch / "part", vocabulary.size, keep_texts=False)]
-        contents = _write_index(folder, parts, vocabulary, None, options, tally)
+        contents = write_index(folder, parts, vocabulary, None, options, tally)
     return report_of(output, contents, tally, started)
-
-
-@contextmanager
-def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder in an index for what is needed while it is built."""
-    scratch = folder / SCRATCH_FOLDER
-    try:
-        scratch.mkdir()
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def planned(
@@ -183,11 +168,15 @@ def part_tasks(
 
 
 def read_parts(
-    engine: Engine, tasks: Sequence[PartTask], tally: Tally, on_progress: OnProgress | None
+    engine: Engine,
+    tasks: Sequence[_Task],
+    tally: Tally,
+    on_progress: OnProgress | None,
+    write: Callable[[_Task], tuple[Part, Tally]],
 ) -> list[Part]:
-    """Read and tokenise all sources; count."""
+    """Read and tokenise all sources, each task as `write` does; count."""
     parts = []
-    for part, counted in engine.map(write_part, tasks, 1 << 29):
+    for part, counted in engine.map(write, tasks, 1 << 29):
         tally.merge(counted)
         tally.num_documents += part.num_documents
         tally.num_tokens += part.num_tokens
@@ -231,14 +220,16 @@ def report_of(output: Path | str, contents: Contents, tally: Tally, started: flo
     )
 
 
-def _store(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> tuple[Vocabulary, FileRecord]:
+def store_tokenizer(
+    tokenizer: "PreTrainedTokenizerBase", folder: Path
+) -> tuple[Vocabulary, FileRecord]:
     """Write the tokenizer into an index."""
     content = stored_form(tokenizer)
     write_file(folder / TOKENIZER_FILE, content)
     return vocabulary_of(tokenizer), FileRecord.of(content)
 
 
-def _write_index(  # noqa: PLR0913, PLR0917
+def write_index(  # noqa: PLR0913, PLR0917
     folder: Path,
     parts: Sequence[Part],
     vocabulary: Vocabulary,

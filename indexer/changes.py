@@ -3,30 +3,24 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Final
 
-import numpy as np
-
-from indexer.build import (
-    OnProgress,
-    chosen_pieces,
-    no_document,
-    part_tasks,
-    planned,
-    read_parts,
-    scratch_folder,
-)
+from indexer.build import OnProgress, chosen_pieces, no_document, part_tasks, planned, read_parts
+from indexer.choosing import Choice
 from indexer.engines import Engine
 from indexer.errors import IndexerError, SourceError
-from indexer.format import SEGMENTS_FOLDER, TOKENIZER_FILE
+from indexer.format import SEGMENTS_FOLDER, STARTS_FILE, SUFFIXES_FILE, TOKENIZER_FILE
+from indexer.opening import check_file
 from indexer.options import DEFAULTS, BuildOptions
-from indexer.parts import Part, kept_runs
-from indexer.records import SegmentRecord
+from indexer.parts import Part
+from indexer.records import Contents, SegmentRecord
 from indexer.segments import Piece, gather
-from indexer.stages import renewed_phrases, write_segments
+from indexer.stages import renewed_phrases, scratch_folder, write_part, write_segments
 from indexer.tally import ChangeReport, Tally
 from indexer.writer import IndexWriter, writing
+
+_NOT_COPIED: Final = frozenset({SUFFIXES_FILE, STARTS_FILE})
 
 
 def add_documents(
@@ -37,7 +31,9 @@ def add_documents(
 ) -> ChangeReport:
     """Add documents to an index, as new segments; those that it holds already are left out.
 
-    Readers go on with the snapshot that they hold, and find the new one when they look.
+    Readers go on with the snapshot that they hold, and find the new one when they look. Texts are
+    kept where the index keeps those that it has. Where all documents are there already, nothing
+    is published.
 
     Args:
         path: the index's directory.
@@ -47,37 +43,28 @@ def add_documents(
 
     Raises:
         IndexBusyError: somebody else is changing the index.
-        SourceError: a source does not exist, or there is no new document.
+        SourceError: a source does not exist, or no document could be read.
         IndexerError: the index has no tokenizer, or cannot be written.
     """
     started = time.perf_counter()
     tally = Tally()
     with writing(Path(path), "add") as writer, scratch_folder(writer.folder) as scratch:
         contents = writer.contents
-        if contents.tokenizer is None:
-            raise IndexerError(f"{path} was built of token ids and has no tokenizer: build it anew")
-        tokenizer = writer.folder / TOKENIZER_FILE
+        options = replace(options, keep_texts=contents.keeps_texts)
+        tokenizer = _checked_tokenizer(writer)
         blocks = planned(sources, options, tally, scratch)
         tasks = part_tasks(blocks, scratch, tokenizer, contents.vocabulary, options)
-        parts = read_parts(options.engine, tasks, tally, on_progress)
+        parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
+        if not any(part.num_documents for part in parts):
+            raise no_document(tally)
         known = [part.documents().digests for part in _parts_of(writer)]
         pieces = chosen_pieces(parts, known, options, tally)
-        if not pieces:
-            raise no_document(tally)
         groups = gather(pieces, options.max_segment_tokens)
         added = _segments(options.engine, writer, groups)
-        _publish(options.engine, writer, (*contents.segments, *added))
-    return ChangeReport(
-        str(path),
-        "added",
-        sum(record.num_documents for record in added),
-        sum(record.num_tokens for record in added),
-        len(writer.contents.segments),
-        time.perf_counter() - started,
-        dict(sorted(tally.skipped.items())),
-        dict(sorted(tally.skipped_places.items())),
-        tally.screened,
-    )
+        segments = (*contents.segments, *added)
+        _publish(options.engine, writer, replace(contents, segments=segments))
+        num_tokens = sum(record.num_tokens for record in added)
+        return _report(path, "added", _num_documents(added), num_tokens, writer, started, tally)
 
 
 def remove_documents(
@@ -88,7 +75,8 @@ def remove_documents(
 ) -> ChangeReport:
     """Remove documents: no file of the index holds anything of them once no reader is left.
 
-    The segments that hold them are written anew, and so are the phrase tables.
+    The segments that hold them are written anew, and so are the phrase tables. What readers still
+    have open stays until the next change; the report says so.
 
     Args:
         path: the index's directory.
@@ -99,38 +87,30 @@ def remove_documents(
     Raises:
         IndexBusyError: somebody else is changing the index.
         SourceError: a name or a pattern is of no document, or no document would be left.
+        DamagedIndexError: what stays is not what was built.
         IndexerError: the index cannot be written.
     """
     started = time.perf_counter()
-    choose = _Chooser(names, patterns)
+    choice = Choice(names, patterns)
     with writing(Path(path), "remove") as writer:
-        pieces, gone = [], []
-        for part, record in zip(_parts_of(writer), writer.contents.segments, strict=True):
-            documents = part.documents()
-            chosen = [choose(documents.name(number)) for number in range(len(documents))]
-            kept = ~np.array(chosen, np.bool_)
-            pieces.append(Piece(part, tuple(kept_runs(kept))))
-            gone.append(replace(record, num_documents=int((~kept).sum())))
-        choose.check_all_found()
-        segments = _rewritten(options.engine, writer, pieces)
-        if not segments:
+        pieces = [Piece(part, tuple(choice.left(part.documents()))) for part in _parts_of(writer)]
+        choice.check_all_found()
+        groups = [[piece] for piece in pieces if piece.runs]
+        if not groups:
             raise SourceError("that would leave no document: remove the index's folder instead")
-        tokens = writer.contents.num_tokens
-        _publish(options.engine, writer, segments)
-    return ChangeReport(
-        str(path),
-        "removed",
-        sum(record.num_documents for record in gone),
-        tokens - writer.contents.num_tokens,
-        len(segments),
-        time.perf_counter() - started,
-    )
+        before = writer.contents
+        segments = _regrouped(options.engine, writer, groups)
+        _publish(options.engine, writer, replace(before, segments=segments))
+        num_documents = _num_documents(before.segments) - _num_documents(segments)
+        num_tokens = before.num_tokens - writer.contents.num_tokens
+        return _report(path, "removed", num_documents, num_tokens, writer, started)
 
 
 def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
     """Merge neighbouring segments that fit into one, and count all of them in the phrase tables.
 
-    Look-ups take less time in fewer segments.
+    Look-ups take less time in fewer segments. Where there is nothing to merge and all is counted,
+    nothing is published.
 
     Args:
         path: the index's directory.
@@ -138,50 +118,21 @@ def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
 
     Raises:
         IndexBusyError: somebody else is changing the index.
+        DamagedIndexError: a segment that is to be merged is not what was built.
         IndexerError: the index cannot be written.
     """
     started = time.perf_counter()
     with writing(Path(path), "compact") as writer:
+        before = writer.contents
         groups = _neighbours(_parts_of(writer), options.max_segment_tokens)
-        before = len(writer.contents.segments)
-        merged = iter(
-            _segments(options.engine, writer, [group for group in groups if len(group) > 1])
-        )
-        old = {
-            writer.folder / SEGMENTS_FOLDER / record.name: record
-            for record in writer.contents.segments
-        }
-        segments = [
-            next(merged) if len(group) > 1 else old[group[0].part.folder] for group in groups
-        ]
-        _publish(options.engine, writer, segments, exact=True)
-    return ChangeReport(
-        str(path), "merged", before - len(segments), 0, len(segments), time.perf_counter() - started
-    )
-
-
-class _Chooser:
-    """Tells which documents were named, and which names no document has."""
-
-    def __init__(self, names: Iterable[str], patterns: Iterable[str]) -> None:
-        self._unfound = {*names, *patterns}
-        self._names, self._patterns = frozenset(names), tuple(patterns)
-
-    def __call__(self, name: str) -> bool:
-        found = [pattern for pattern in self._patterns if fnmatchcase(name, pattern)]
-        if name in self._names:
-            found.append(name)
-        self._unfound.difference_update(found)
-        return bool(found)
-
-    def check_all_found(self) -> None:
-        if self._unfound:
-            first, *more = sorted(self._unfound)
-            others = f" (and {len(more)} more)" if more else ""
-            raise SourceError(
-                f"the index has no document {first!r}{others}: nothing was removed; "
-                "`python -m indexer documents` lists the names"
-            )
+        segments = _regrouped(options.engine, writer, groups)
+        phrases = before.phrases
+        if before.num_uncounted_tokens == 0:  # division into segments changes no byte of them
+            phrases = replace(phrases, segments=tuple(record.name for record in segments))
+        contents = replace(before, segments=segments, phrases=phrases)
+        _publish(options.engine, writer, contents, exact=True)
+        num_merged = len(before.segments) - len(segments)
+        return _report(path, "merged", num_merged, 0, writer, started)
 
 
 def _parts_of(writer: IndexWriter) -> list[Part]:
@@ -189,18 +140,15 @@ def _parts_of(writer: IndexWriter) -> list[Part]:
     return [Part.of_segment(folder / each.name, each) for each in writer.contents.segments]
 
 
-def _rewritten(engine: Engine, writer: IndexWriter, pieces: Sequence[Piece]) -> list[SegmentRecord]:
-    """Return the segments without what is not in pieces; one piece for each, maybe an empty one."""
-    is_whole = [piece.runs == ((0, piece.part.num_documents),) for piece in pieces]
-    changed = [
-        [piece] for piece, whole in zip(pieces, is_whole, strict=True) if piece.runs and not whole
-    ]
-    written = iter(_segments(engine, writer, changed))
-    return [
-        record if whole else next(written)
-        for record, piece, whole in zip(writer.contents.segments, pieces, is_whole, strict=True)
-        if piece.runs
-    ]
+def _checked_tokenizer(writer: IndexWriter) -> Path:
+    """Return where the stored tokenizer is, which is what was stored."""
+    tokenizer = writer.folder / TOKENIZER_FILE
+    if writer.contents.tokenizer is None:
+        raise IndexerError(
+            f"{writer.folder} was built of token ids and has no tokenizer: build it anew"
+        )
+    check_file(tokenizer, writer.contents.tokenizer)
+    return tokenizer
 
 
 def _neighbours(parts: Iterable[Part], most: int) -> list[list[Piece]]:
@@ -217,6 +165,33 @@ def _neighbours(parts: Iterable[Part], most: int) -> list[list[Piece]]:
     return groups
 
 
+def _regrouped(
+    engine: Engine, writer: IndexWriter, groups: Sequence[Sequence[Piece]]
+) -> tuple[SegmentRecord, ...]:
+    """Return a segment for each group: the one that is there, where it is that, or a new one."""
+    folder = writer.folder / SEGMENTS_FOLDER
+    records = {folder / record.name: record for record in writer.contents.segments}
+    new = [group for group in groups if not _is_segment(group)]
+    for group in new:
+        for piece in group:
+            _check_sound(piece.part.folder, records[piece.part.folder])
+    written = iter(_segments(engine, writer, new))
+    return tuple(
+        records[group[0].part.folder] if _is_segment(group) else next(written) for group in groups
+    )
+
+
+def _is_segment(group: Sequence[Piece]) -> bool:
+    return len(group) == 1 and group[0].runs == ((0, group[0].part.num_documents),)
+
+
+def _check_sound(folder: Path, record: SegmentRecord) -> None:
+    """Check what will be copied: a new checksum would hide that it is damaged."""
+    for name, file in record.files.items():
+        if name not in _NOT_COPIED:
+            check_file(folder / name, file)
+
+
 def _segments(
     engine: Engine, writer: IndexWriter, groups: Iterable[Sequence[Piece]]
 ) -> list[SegmentRecord]:
@@ -227,19 +202,40 @@ def _segments(
 
 
 def _publish(
-    engine: Engine,
-    writer: IndexWriter,
-    segments: Sequence[SegmentRecord],
-    *,
-    exact: bool = False,
+    engine: Engine, writer: IndexWriter, contents: Contents, *, exact: bool = False
 ) -> None:
-    """Publish segments, unless they and their phrases are those that are published."""
-    next_segment = 1 + max(
-        writer.contents.next_segment - 1, *(int(record.name) for record in segments)
-    )
-    contents = replace(writer.contents, segments=tuple(segments), next_segment=next_segment)
-    number = writer.next_number
-    phrases = renewed_phrases(engine, writer.folder, number, contents, always=exact)
+    """Publish contents with phrase tables for them, unless that is what is published."""
+    last = max(int(record.name) for record in contents.segments)
+    contents = replace(contents, next_segment=max(contents.next_segment, last + 1))
+    phrases = renewed_phrases(engine, writer.folder, writer.next_number, contents, always=exact)
     contents = replace(contents, phrases=phrases)
     if contents != writer.contents:
         writer.publish(contents)
+
+
+def _num_documents(records: Iterable[SegmentRecord]) -> int:
+    return sum(record.num_documents for record in records)
+
+
+def _report(  # noqa: PLR0913, PLR0917
+    path: Path | str,
+    verb: str,
+    num_changed: int,
+    num_tokens: int,
+    writer: IndexWriter,
+    started: float,
+    tally: Tally | None = None,
+) -> ChangeReport:
+    tally = tally or Tally()
+    return ChangeReport(
+        str(path),
+        verb,
+        num_changed,
+        num_tokens,
+        len(writer.contents.segments),
+        writer.num_older,
+        time.perf_counter() - started,
+        dict(sorted(tally.skipped.items())),
+        dict(sorted(tally.skipped_places.items())),
+        tally.screened,
+    )

@@ -1,4 +1,4 @@
-"""The commands: build an index, say what it holds, check that it is whole."""
+"""The commands: build an index, change it, say what it holds, check that it is whole."""
 
 import json
 import os
@@ -10,19 +10,37 @@ from typing import Annotated
 import typer
 
 from indexer.build import BuildOptions, build_index
-from indexer.errors import IndexerError
-from indexer.format import MAX_POSITIONS
-from indexer.progress import BuildProgress
-from indexer.screening.phrases import ExcludedPhrases
-from indexer.screening.screen import ExcludeScope, ScreenOptions
-from indexer.segments import MAX_SEGMENT_TOKENS
-from indexer.sources import (
-    DEFAULT_FIELD,
-    DEFAULT_MAX_DOCUMENT_BYTES,
+from indexer.change_commands import add_command, compact_command, remove_command
+from indexer.choosing import list_documents
+from indexer.command_options import (
+    SOURCE_HELP,
+    Encoding,
+    Exclude,
+    ExcludeIgnoreCase,
+    ExcludePhrases,
+    Field,
     Git,
-    SourceOptions,
+    Include,
+    IndexPath,
+    Json,
+    KeepDuplicates,
+    Licence,
+    LicenceField,
+    MaxDocumentBytes,
+    Redact,
+    Scope,
+    SegmentTokens,
     StdinFormat,
+    screen_options,
 )
+from indexer.errors import IndexerError
+from indexer.progress import BuildProgress
+from indexer.rebuilding import build_from_index
+from indexer.screening.screen import ExcludeScope
+from indexer.segments import MAX_SEGMENT_TOKENS
+from indexer.sources import DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES, SourceOptions
+from indexer.sources import Git as GitChoice
+from indexer.sources import StdinFormat as StdinFormatChoice
 from indexer.summary import summarise
 from indexer.tokenizer import DEFAULT_MODEL
 from indexer.verify import DEFAULT_SAMPLES, verify_index
@@ -34,24 +52,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_IndexPath = Annotated[Path, typer.Argument(metavar="DIR", help="The index's folder.")]
-_Json = Annotated[
-    bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
-]
-
 
 @app.command()
 def build(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE",
-            help="Folders (searched for text and code; of a git repository the tracked files), "
-            "files of text, .jsonl files with one document a line, .parquet files, datasets saved "
-            "to disk, the same as .gz or .zst where they are text, and - for standard input. What "
-            "is closest to what the model will write helps most.",
-        ),
-    ],
+    sources: Annotated[list[str] | None, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)] = None,
     *,
     output: Annotated[
         Path,
@@ -71,100 +75,50 @@ def build(
             "file. An index serves models of this tokenizer only.",
         ),
     ] = DEFAULT_MODEL,
-    field: Annotated[
-        str,
-        typer.Option(metavar="KEY", help="The text's key in JSON lines, or its column in tables."),
-    ] = DEFAULT_FIELD,
-    include: Annotated[
-        list[str] | None,
+    from_index: Annotated[
+        Path | None,
         typer.Option(
-            metavar="GLOB",
-            help="In folders, take only what matches, whatever its suffix: a pattern as in "
-            ".gitignore, against the path below the folder. May be given several times.",
+            "--from",
+            metavar="INDEX",
+            help="Instead of sources: the documents of an index that was built with --keep-texts, "
+            "as they are, for another tokenizer.",
         ),
     ] = None,
-    exclude: Annotated[
-        list[str] | None,
+    field: Field = DEFAULT_FIELD,
+    include: Include = None,
+    exclude: Exclude = None,
+    git: Git = GitChoice.AUTO,
+    licence: Licence = "",
+    licence_field: LicenceField = "",
+    encoding: Encoding = "utf-8",
+    stdin_format: StdinFormat = StdinFormatChoice.JSONL,
+    max_document_bytes: MaxDocumentBytes = DEFAULT_MAX_DOCUMENT_BYTES,
+    exclude_phrases: ExcludePhrases = None,
+    exclude_scope: Scope = ExcludeScope.DOCUMENT,
+    exclude_ignore_case: ExcludeIgnoreCase = False,
+    redact: Redact = False,
+    segment_tokens: SegmentTokens = MAX_SEGMENT_TOKENS,
+    keep_duplicates: KeepDuplicates = False,
+    keep_texts: Annotated[
+        bool,
         typer.Option(
-            metavar="GLOB",
-            help="In folders, leave out what matches. May be given several times.",
+            "--keep-texts",
+            help="Keep the texts in the index, compressed, so that it can be built for another "
+            "tokenizer without its sources.",
         ),
-    ] = None,
-    git: Annotated[
-        Git,
-        typer.Option(help="Whether of a git repository only the tracked files are taken."),
-    ] = Git.AUTO,
-    licence: Annotated[
-        str,
-        typer.Option(
-            metavar="TEXT",
-            help="The licence of every document. Without it: the field, the file's "
-            "SPDX-License-Identifier, or the nearest licence file of its folder.",
-        ),
-    ] = "",
-    licence_field: Annotated[
-        str,
-        typer.Option(metavar="KEY", help="A document's licence: its key or column."),
-    ] = "",
-    encoding: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Of text that does not begin with a byte order mark."),
-    ] = "utf-8",
-    stdin_format: Annotated[
-        StdinFormat,
-        typer.Option(help="What standard input holds: JSON lines, or one document of text."),
-    ] = StdinFormat.JSONL,
-    max_document_bytes: Annotated[
-        int, typer.Option(min=1, help="Skip longer documents; they are counted.")
-    ] = DEFAULT_MAX_DOCUMENT_BYTES,
-    segment_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=MAX_POSITIONS,
-            help="Begin a new segment rather than exceed this. A build takes some thirty bytes of "
-            "memory per token of a full segment; look-ups take longer with more segments.",
-        ),
-    ] = MAX_SEGMENT_TOKENS,
+    ] = False,
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Replace the index at DIR once the new one is whole."),
     ] = False,
-    exclude_phrases: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Leave out every document that holds a phrase of this list: UTF-8, one a line; "
-            "blank lines and lines that begin with # are comments, and \\# begins a phrase with #. "
-            "The report names phrases by line, never by text.",
-        ),
-    ] = None,
-    exclude_scope: Annotated[
-        ExcludeScope,
-        typer.Option(
-            help="Leave out the whole document, or only the lines that hold a phrase. A document "
-            "whose name holds one is left out in either case."
-        ),
-    ] = ExcludeScope.DOCUMENT,
-    exclude_ignore_case: Annotated[
-        bool,
-        typer.Option("--exclude-ignore-case", help="Find phrases in upper and lower case alike."),
-    ] = False,
-    redact: Annotated[
-        bool,
-        typer.Option(
-            "--redact",
-            help="Replace keys, tokens, private keys, passwords in URLs and e-mail addresses by "
-            "[REDACTED], in texts and names, before anything is indexed. Nothing is sent anywhere. "
-            "Needs: pip install 'foredraft[redact]'.",
-        ),
-    ] = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Build an index from folders, repositories, files, JSON lines and tables.
 
     For example: python -m indexer build src docs answers.jsonl.gz --output my.index
     """
+    if bool(sources) == (from_index is not None):
+        raise typer.BadParameter("name sources, or an index with --from")
     found = SourceOptions(
         field=field,
         include=tuple(include or ()),
@@ -176,16 +130,53 @@ def build(
         stdin_format=stdin_format,
         max_document_bytes=max_document_bytes,
     )
-    phrases = ExcludedPhrases.load(exclude_phrases) if exclude_phrases is not None else None
-    screen = ScreenOptions(phrases, exclude_scope, exclude_ignore_case, redact)
-    options = BuildOptions(found, segment_tokens, overwrite, screen=screen)
+    screen = screen_options(
+        exclude_phrases, exclude_scope, ignore_case=exclude_ignore_case, redact=redact
+    )
+    options = BuildOptions(
+        found,
+        segment_tokens,
+        overwrite,
+        deduplicate=not keep_duplicates,
+        keep_texts=keep_texts,
+        screen=screen,
+    )
     with BuildProgress() as progress:
-        report = build_index(sources, output, tokenizer, options, progress)
+        if from_index is not None:
+            report = build_from_index(from_index, output, tokenizer, options, progress)
+        else:
+            report = build_index(sources or [], output, tokenizer, options, progress)
     typer.echo(json.dumps(report.to_json()) if as_json else report.describe())
 
 
+app.command("add")(add_command)
+app.command("remove")(remove_command)
+app.command("compact")(compact_command)
+
+
 @app.command()
-def inspect(path: _IndexPath, *, as_json: _Json = False) -> None:
+def documents(
+    path: IndexPath,
+    *,
+    matching: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Only those whose whole name matches: * stands for any characters, slashes too, "
+            "? for one. May be given several times.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print an object of JSON a line for each document.")
+    ] = False,
+) -> None:
+    """List the documents of an index: tokens, licence and name of each, in order."""
+    for document in list_documents(path, matching or []):
+        typer.echo(json.dumps(document.to_json()) if as_json else document.describe())
+
+
+@app.command()
+def inspect(path: IndexPath, *, as_json: Json = False) -> None:
     """Say what an index holds and which tokenizer it is for."""
     summary = summarise(path)
     typer.echo(json.dumps(summary.to_json()) if as_json else summary.describe())
@@ -193,12 +184,12 @@ def inspect(path: _IndexPath, *, as_json: _Json = False) -> None:
 
 @app.command()
 def verify(
-    path: _IndexPath,
+    path: IndexPath,
     *,
     samples: Annotated[
         int, typer.Option(min=0, help="Neighbouring suffixes whose order is checked, per segment.")
     ] = DEFAULT_SAMPLES,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Check that an index is whole: every byte by checksum, and what the bytes say.
 

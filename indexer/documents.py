@@ -93,27 +93,44 @@ class DocumentTable:
         except UnicodeDecodeError as error:
             raise DamagedIndexError(f"the name of document {number} is not UTF-8") from error
 
-    def rows(self, begin: int, end: int) -> "DocumentTable":
-        """Return the documents from `begin` up to `end`, begin < end; their starts from 0."""
-        first = int(self.name_ends[begin - 1]) if begin else 0
-        last = int(self.name_ends[end - 1])
+    def count_licences(self) -> dict[str, int]:
+        """Return how many documents have each licence; raises as `document` does."""
+        used, counts = np.unique(self.licence_ids, return_counts=True)
+        if len(used) and used[-1] >= len(self.licences):
+            raise DamagedIndexError("a document has a licence that is not listed")
+        numbers = zip(used.tolist(), counts.tolist(), strict=True)
+        return {self.licences[licence]: number for licence, number in numbers}
+
+    def rows(self, runs: Sequence[tuple[int, int]], length: int) -> "DocumentTable":
+        """Return some of the documents, as they stand where only their tokens are kept.
+
+        Args:
+            runs: begins and ends of ranges of their numbers, rising and not empty.
+            length: tokens and separators of all documents.
+        """
+        numbers = np.concatenate([np.arange(begin, end) for begin, end in runs])
+        lengths = np.diff(self.starts, append=POSITION_DTYPE.type(length))[numbers]
+        ends = self.name_ends.astype(np.int64)
+        begins = np.concatenate([[0], ends[:-1]])
+        names = [self.names[begins[begin] : ends[end - 1]] for begin, end in runs]
         return DocumentTable(
-            self.starts[begin:end] - self.starts[begin],
-            self.names[first:last],
-            self.name_ends[begin:end] - np.uint64(first),
-            self.licence_ids[begin:end],
-            self.digests[begin:end],
+            (np.cumsum(lengths, dtype=np.int64) - lengths).astype(POSITION_DTYPE),
+            np.concatenate(names),
+            np.cumsum((ends - begins)[numbers]).astype(OFFSET_DTYPE),
+            self.licence_ids[numbers],
+            self.digests[numbers],
             self.licences,
         )
 
     def at(self, position: int) -> int | None:
         """Return the number of the last document that starts at a position or before it."""
-        number = int(np.searchsorted(self.starts, position, side="right")) - 1
+        # A position of another type would have all starts converted, each time.
+        number = int(np.searchsorted(self.starts, np.uint32(position), side="right")) - 1
         return number if number >= 0 else None
 
 
 def join_tables(tables: Sequence[DocumentTable], offsets: Sequence[int]) -> DocumentTable:
-    """Return one table of the documents of all.
+    """Return one table of the documents of all, with the licences that they have.
 
     Args:
         tables: one at least.
@@ -123,10 +140,10 @@ def join_tables(tables: Sequence[DocumentTable], offsets: Sequence[int]) -> Docu
     starts, name_ends, licence_ids = [], [], []
     name_offset = 0
     for table, offset in zip(tables, offsets, strict=True):
-        ids = [licences.setdefault(licence, len(licences)) for licence in table.licences]
+        ids = _renumbered(table, licences)
         starts.append(table.starts + POSITION_DTYPE.type(offset))
         name_ends.append(table.name_ends + OFFSET_DTYPE.type(name_offset))
-        licence_ids.append(np.array(ids, LICENCE_DTYPE)[table.licence_ids])
+        licence_ids.append(ids[table.licence_ids])
         name_offset += len(table.names)
     return DocumentTable(
         np.concatenate(starts),
@@ -136,6 +153,18 @@ def join_tables(tables: Sequence[DocumentTable], offsets: Sequence[int]) -> Docu
         np.concatenate([table.digests for table in tables]),
         tuple(licences),
     )
+
+
+def _renumbered(table: DocumentTable, licences: dict[str, int]) -> NDArray[np.uint32]:
+    """Return the number of each licence of a table among `licences`, to which new ones are added.
+
+    They are numbered in the order in which documents have them, whatever their table lists.
+    """
+    ids = np.zeros(len(table.licences), LICENCE_DTYPE)
+    used, firsts = np.unique(table.licence_ids, return_index=True)
+    for number in used[np.argsort(firsts)].tolist():
+        ids[number] = licences.setdefault(table.licences[number], len(licences))
+    return ids
 
 
 class DocumentTableBuilder:

@@ -4,8 +4,9 @@ import ctypes
 import errno
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from indexer.errors import IndexerError, IndexExistsError
 from indexer.recognise import why_not_index
 from indexer.records import FileRecord
 from indexer.workplace import workplace
+from indexer.writer_lock import NoLocksError, writer_lock
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
@@ -59,15 +61,17 @@ def new_index_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
 
     The folder is a hidden sibling of `output`, so that the step is a rename: whenever a build is
     killed, `output` holds what it held before, or the whole new index. What killed builds of the
-    same output left behind is removed.
+    same output left behind is removed. Nobody changes an index that is about to be replaced.
 
     Raises:
         IndexExistsError: the path is taken by something that must stay.
+        IndexBusyError: somebody changes the index that is to be replaced.
         IndexerError: the disk refuses what was asked of it.
     """
     output = Path(os.path.realpath(output))
     check_output(output, overwrite=overwrite)
     with ExitStack() as stack:
+        is_locked = _lock_index(output, stack)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             folder = stack.enter_context(workplace(output))
@@ -75,7 +79,18 @@ def new_index_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
             raise IndexerError(f"cannot write to {output.parent}: {error.strerror}") from error
         yield folder
         check_output(output, overwrite=overwrite)
+        if not is_locked:  # what is there now was not there then
+            _lock_index(output, stack)
         _publish(folder, output, overwrite=overwrite)
+
+
+def _lock_index(output: Path, stack: ExitStack) -> bool:
+    """Lock the index that will be replaced, if there is one."""
+    if not output.is_dir() or not any(output.iterdir()):
+        return False
+    with suppress(NoLocksError):  # nor does anybody change it there
+        stack.enter_context(writer_lock(output, "build --overwrite"))
+    return True
 
 
 def write_file(path: Path, content: memoryview | bytes, *, durable: bool = True) -> None:
@@ -105,6 +120,20 @@ def write_array(path: Path, array: NDArray[Any], *, durable: bool = True) -> Fil
     content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     write_file(path, content, durable=durable)
     return FileRecord.of(content)
+
+
+def move_folder(folder: Path, place: Path) -> None:
+    """Move a folder within a file system; what is at the place already is replaced.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+        folder.rename(place)
+    except OSError as error:
+        raise IndexerError(f"cannot write {place}: {error.strerror}") from error
 
 
 def _publish(folder: Path, output: Path, *, overwrite: bool) -> None:

@@ -1,7 +1,8 @@
 """Parts: tokenised documents that are not sorted yet, on disk between the stages of a build."""
 
+import errno
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,8 @@ from numpy.typing import NDArray
 
 from indexer.compression import zstd
 from indexer.documents import DocumentTable, DocumentTableBuilder, digest_of
-from indexer.errors import DamagedIndexError, IndexerError
-from indexer.format import TEXTS_FILE, TOKENS_FILE, Tokens, separator_of
+from indexer.errors import DamagedIndexError, IndexerError, SourceError
+from indexer.format import MAX_POSITIONS, TEXTS_FILE, TOKENS_FILE, Tokens, separator_of
 from indexer.opening import map_array, open_documents
 from indexer.output import write_array
 from indexer.records import Document, SegmentRecord
@@ -76,11 +77,45 @@ class Part:
         """Return the documents, mapped."""
         return open_documents(self.folder, self.num_documents, self.licences)
 
-    def texts(self) -> Iterator[bytes]:
-        """Yield a line of JSON for each document: its licence, name and text."""
-        with zstd.open(self.folder / TEXTS_FILE, "rb") as lines:
-            for line in lines:
-                yield line.removesuffix(b"\n")
+    def texts(self) -> Iterator[tuple[str, str, str]]:
+        """Yield name, licence and text of each document, if texts are kept.
+
+        Raises:
+            DamagedIndexError: the file of texts is not what was written.
+        """
+        for line in self.text_lines(((0, self.num_documents),)):
+            try:
+                fields = json.loads(line)
+                yield str(fields["name"]), str(fields["licence"]), str(fields["text"])
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise _damaged_texts(self.folder) from error
+
+    def text_lines(self, runs: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+        """Yield the lines of the file of texts for some documents.
+
+        Args:
+            runs: begins and ends of ranges of their numbers, rising and not empty.
+
+        Raises:
+            DamagedIndexError: the file of texts is not what was written.
+        """
+        lines = enumerate(self._all_text_lines())
+        for begin, end in runs:
+            for number, line in lines:
+                if number >= begin:
+                    yield line
+                if number + 1 == end:
+                    break
+            else:
+                raise _damaged_texts(self.folder)
+
+    def _all_text_lines(self) -> Iterator[bytes]:
+        try:
+            with zstd.open(self.folder / TEXTS_FILE, "rb") as lines:
+                for line in lines:
+                    yield line.removesuffix(b"\n")
+        except (OSError, EOFError, zstd.ZstdError) as error:
+            raise _damaged_texts(self.folder) from error
 
 
 class PartWriter:
@@ -103,7 +138,7 @@ class PartWriter:
         self.length = 0
         self._stack = ExitStack()
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self._tokens = self._stack.enter_context((folder / TOKENS_FILE).open("wb"))
             if keeps_texts:
                 self._texts = self._stack.enter_context(text_stream(folder / TEXTS_FILE))
@@ -111,7 +146,15 @@ class PartWriter:
             raise _cannot_write(folder, error) from error
 
     def add(self, document: TokenisedDocument) -> None:
-        """Append a document."""
+        """Append a document.
+
+        Raises:
+            SourceError: the part has more tokens than can be addressed.
+        """
+        if self.length + len(document.tokens) >= MAX_POSITIONS:
+            raise SourceError(
+                f"too many tokens come from one source, up to {document.name}: cut it"
+            )
         self._documents.add(
             Document(document.name, document.licence, self.length), document.digest()
         )
@@ -166,4 +209,12 @@ def kept_runs(kept: NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def _cannot_write(folder: Path, error: OSError) -> IndexerError:
-    return IndexerError(f"cannot write {folder}: {error.strerror}: free space on the disk")
+    advice = ": free space on the disk" if error.errno == errno.ENOSPC else ""
+    return IndexerError(f"cannot write {folder}: {error.strerror}{advice}")
+
+
+def _damaged_texts(folder: Path) -> DamagedIndexError:
+    return DamagedIndexError(
+        f"{folder / TEXTS_FILE} is damaged, it does not hold the texts of the documents: "
+        "copy or build the index again"
+    )

@@ -4,6 +4,7 @@ Loads numpy only. Opening maps files and reads none of them but the snapshot, so
 milliseconds whatever the size of the index.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -33,7 +34,7 @@ __all__ = [
 class Index:
     """A snapshot of an index that is open for reading. Any number may be, in any thread.
 
-    While it is open, no writer removes its files.
+    While it is open, no writer removes its files. It is closed with its last reference.
 
     Attributes:
         path: the index's directory.
@@ -43,6 +44,8 @@ class Index:
         number: of the snapshot: higher after every change.
         num_tokens: tokens in all segments, separators not counted.
         num_documents: documents in all segments.
+        num_uncounted_tokens: tokens of segments that the phrase tables do not count yet.
+        keeps_texts: whether the texts of the documents are kept.
         num_bytes: size of the snapshot's file, all segments and the phrase tables on disk.
     """
 
@@ -57,6 +60,8 @@ class Index:
         self.number = held.number
         self.num_tokens = contents.num_tokens
         self.num_documents = sum(record.num_documents for record in contents.segments)
+        self.num_uncounted_tokens = contents.num_uncounted_tokens
+        self.keeps_texts = contents.keeps_texts
         folders = [*(record.files for record in contents.segments), contents.phrases.files]
         self.num_bytes = held.num_bytes + sum(
             file.num_bytes for files in folders for file in files.values()
@@ -140,6 +145,24 @@ class Index:
                 f"{self.path} lists no document for position {position} of segment {name}"
             )
         return documents.document(number)
+
+    def documents(self) -> Iterator[tuple[Document, int]]:
+        """Yield every document and its number of tokens, in order.
+
+        Raises:
+            DamagedIndexError: a document table is not what was built.
+        """
+        for segment in self.segments:
+            table, end = segment.documents, len(segment.tokens)
+            for number in range(len(table)):
+                start = int(table.starts[number])
+                next_start = int(table.starts[number + 1]) if number + 1 < len(table) else end
+                if not start < next_start - 1 < end:
+                    raise DamagedIndexError(
+                        f"{self.path} lists document {number} of segment {segment.name} "
+                        "where it cannot be"
+                    )
+                yield table.document(number), next_start - 1 - start
 
     def close(self) -> None:
         """Let go of the snapshot. Arrays stay valid as long as they are referred to."""

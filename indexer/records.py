@@ -164,6 +164,17 @@ class Contents:
         """Tokens in all segments, separators not counted."""
         return sum(record.num_tokens for record in self.segments)
 
+    @property
+    def num_uncounted_tokens(self) -> int:
+        """Tokens of segments that the phrase tables do not count."""
+        counted = set(self.phrases.segments)
+        return sum(each.num_tokens for each in self.segments if each.name not in counted)
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether the texts of all documents are stored."""
+        return all(record.keeps_texts for record in self.segments)
+
     def encode(self) -> dict[str, Any]:
         """Return what stands in the JSON of a snapshot, the format's version apart."""
         return {

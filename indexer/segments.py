@@ -12,7 +12,6 @@ from indexer.documents import DocumentTable, join_tables
 from indexer.errors import DamagedIndexError, IndexerError
 from indexer.format import (
     MAX_POSITIONS,
-    SEGMENTS_FOLDER,
     STARTS_FILE,
     SUFFIXES_FILE,
     TEXTS_FILE,
@@ -46,13 +45,13 @@ class SegmentTask:
     """All that `write_segment` needs to know.
 
     Attributes:
-        index_folder: the index's directory.
-        name: of the segment's folder, where nothing is that is published.
+        folder: where the segment's folder is made; nothing in it is published.
+        name: of the segment's folder.
         pieces: the documents, in order; one at least.
         vocabulary_size: largest token id plus one.
     """
 
-    index_folder: Path
+    folder: Path
     name: str
     pieces: tuple[Piece, ...]
     vocabulary_size: int
@@ -68,7 +67,7 @@ def write_segment(task: SegmentTask) -> SegmentRecord:
         DamagedIndexError: a part is not what was written.
         IndexerError: the disk is full or refuses.
     """
-    folder = task.index_folder / SEGMENTS_FOLDER / task.name
+    folder = task.folder / task.name
     dtype = token_dtype(task.vocabulary_size)
     tokens, documents = _joined(task.pieces, dtype)
     files = {name: write_array(folder / name, array) for name, array in documents.files().items()}
@@ -94,11 +93,13 @@ def gather(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
     Raises:
         IndexerError: a document has more tokens than a segment can address.
     """
-    gathered: list[Piece] = []
+    gathered: list[tuple[Part, list[tuple[int, int]]]] = []
     length = 0
     for piece in pieces:
-        starts, end = piece.part.documents().starts.astype(np.int64), _length(piece.part)
+        table, end = piece.part.documents(), _length(piece.part)
+        starts = table.starts.astype(np.int64)
         ends = np.append(starts[1:], end)
+        gathered.append((piece.part, []))
         for begin, last in piece.runs:
             first = begin
             while first < last:
@@ -106,18 +107,25 @@ def gather(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
                 stop = int(np.searchsorted(ends[first:last], fitting, side="right")) + first
                 if stop == first and length == 0:
                     stop = first + 1  # a document is never divided
-                    if ends[first] - starts[first] > MAX_POSITIONS:
-                        name = piece.part.documents().name(first)
-                        raise IndexerError(f"{name} has too many tokens: split it")
+                    _check_length(table, first, int(ends[first] - starts[first]))
                 if stop > first:
-                    gathered.append(Piece(piece.part, ((first, stop),)))
+                    gathered[-1][1].append((first, stop))
                     length += int(ends[stop - 1] - starts[first])
                     first = stop
                 if first < last:
-                    yield gathered
-                    gathered, length = [], 0
-    if gathered:
-        yield gathered
+                    yield _pieces(gathered)
+                    gathered, length = [(piece.part, [])], 0
+    if length:
+        yield _pieces(gathered)
+
+
+def _check_length(documents: DocumentTable, number: int, length: int) -> None:
+    if length > MAX_POSITIONS:
+        raise IndexerError(f"{documents.name(number)} has too many tokens: split it")
+
+
+def _pieces(gathered: Iterable[tuple[Part, list[tuple[int, int]]]]) -> list[Piece]:
+    return [Piece(part, tuple(runs)) for part, runs in gathered if runs]
 
 
 def _length(part: Part) -> int:
@@ -126,18 +134,19 @@ def _length(part: Part) -> int:
 
 def _joined(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> tuple[NDArray[Any], DocumentTable]:
     """Return the tokens of all pieces, and their documents."""
-    runs = [(piece.part, *run) for piece in pieces for run in piece.runs]
     tables, columns, offsets, length = [], [], [], 0
-    for part, begin, end in runs:
-        documents, tokens = part.documents(), part.tokens(dtype)
-        first = int(documents.starts[begin])
-        last = int(documents.starts[end]) if end < len(documents) else len(tokens)
-        if not first < last <= len(tokens):
-            raise DamagedIndexError(f"the documents of {part.folder} lie outside of its tokens")
-        tables.append(documents.rows(begin, end))
-        columns.append(tokens[first:last])
+    for piece in pieces:
+        documents, tokens = piece.part.documents(), piece.part.tokens(dtype)
+        bounds = np.append(documents.starts, len(tokens)).astype(np.int64)
+        if np.any(np.diff(bounds) <= 0):
+            raise DamagedIndexError(
+                f"the documents of {piece.part.folder} lie outside of its tokens"
+            )
         offsets.append(length)
-        length += last - first
+        tables.append(documents.rows(piece.runs, len(tokens)))
+        for begin, end in piece.runs:
+            columns.append(tokens[bounds[begin] : bounds[end]])
+            length += len(columns[-1])
     return np.concatenate(columns), join_tables(tables, offsets)
 
 
@@ -145,13 +154,8 @@ def _write_texts(path: Path, pieces: Iterable[Piece]) -> FileRecord:
     try:
         with text_stream(path) as stream:
             for piece in pieces:
-                runs = iter(piece.runs)
-                begin, end = next(runs)
-                for number, line in enumerate(piece.part.texts()):
-                    if number == end:
-                        begin, end = next(runs, (-1, -1))
-                    if begin <= number < end:
-                        stream.write(line + b"\n")
+                for line in piece.part.text_lines(piece.runs):
+                    stream.write(line + b"\n")
         sync_file(path)
         return FileRecord.of_file(path)
     except OSError as error:

@@ -5,11 +5,14 @@ number is what the index is now. Who reads holds a shared lock on the file of th
 reads; a writer removes an old one only if nobody does.
 """
 
+import errno
 import fcntl
 import os
 import secrets
+import time
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,11 +35,14 @@ from indexer.records import Contents, checksum_of, decode_json, encode_json
 
 _OLDER_CATALOG_FILE: Final = "data.mdb"
 _MAX_ATTEMPTS: Final = 100
+_PATIENT_ATTEMPTS: Final = 10
+_PAUSE_S: Final = 0.01
+_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
 _MALFORMED: Final = (KeyError, OverflowError, TypeError, ValueError, AttributeError, TokenizerError)
 
 
 class HeldSnapshot:
-    """A published snapshot that no writer removes while this is open.
+    """A published snapshot that no writer removes while this is open, or referred to.
 
     Attributes:
         number: of the snapshot.
@@ -47,8 +53,9 @@ class HeldSnapshot:
     def __init__(self, index: Path, number: int, descriptor: int) -> None:
         self.number = number
         self._descriptor: int | None = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
         try:
-            content = _read_all(descriptor)
+            content = _read_all(index, number, descriptor)
             self.num_bytes = len(content)
             self.contents = _decoded(index, number, content)
         except BaseException:
@@ -57,9 +64,8 @@ class HeldSnapshot:
 
     def close(self) -> None:
         """Let go of the snapshot."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._descriptor = None
+        self._close()
 
 
 def published_numbers(index: Path) -> list[int]:
@@ -70,15 +76,12 @@ def published_numbers(index: Path) -> list[int]:
         DamagedIndexError: it holds parts of one, but no snapshot.
         FormatVersionError: it is an index of a format before snapshots.
     """
-    try:
-        names = [entry.name for entry in (index / CATALOG_FOLDER).iterdir()]
-    except OSError as error:
-        if (index / SEGMENTS_FOLDER).exists():
-            raise DamagedIndexError(
-                f"{index / CATALOG_FOLDER} is missing: copy or build the index again"
-            ) from error
-        raise IndexNotFoundError(f"{index} is a folder but not an index") from error
-    numbers = sorted(int(name) for name in names if is_ordinal_name(name))
+    numbers: list[int] = []
+    for _ in range(_PATIENT_ATTEMPTS):
+        names = _names(index)
+        numbers = sorted(int(name) for name in names if is_ordinal_name(name))
+        if numbers:  # else names may have changed under a list that is not made in one step
+            break
     if not numbers and _OLDER_CATALOG_FILE in names:
         raise _other_format(index, 2)
     if not numbers:
@@ -89,6 +92,17 @@ def published_numbers(index: Path) -> list[int]:
     return numbers
 
 
+def _names(index: Path) -> list[str]:
+    try:
+        return [entry.name for entry in (index / CATALOG_FOLDER).iterdir()]
+    except OSError as error:
+        if (index / SEGMENTS_FOLDER).exists():
+            raise DamagedIndexError(
+                f"{index / CATALOG_FOLDER} is missing: copy or build the index again"
+            ) from error
+        raise IndexNotFoundError(f"{index} is a folder but not an index") from error
+
+
 def hold_latest(index: Path) -> HeldSnapshot:
     """Return the latest snapshot, held.
 
@@ -97,12 +111,29 @@ def hold_latest(index: Path) -> HeldSnapshot:
         DamagedIndexError: the snapshot is unreadable or not what a writer writes.
         FormatVersionError: it was written in another format.
     """
-    for _ in range(_MAX_ATTEMPTS):
+    for attempt in range(_MAX_ATTEMPTS):
         number = published_numbers(index)[-1]
         descriptor = _hold(index / CATALOG_FOLDER / ordinal_name(number))
         if descriptor is not None:
             return HeldSnapshot(index, number, descriptor)
+        if attempt >= _PATIENT_ATTEMPTS:  # a list of names from a cache, on a network file system
+            time.sleep(_PAUSE_S)
     raise IndexerError(f"{index} changes faster than it can be opened: try again")
+
+
+def read_snapshot(index: Path, number: int) -> Contents:
+    """Return the contents of a snapshot without holding it: for who holds the writers' lock.
+
+    Raises:
+        DamagedIndexError: the snapshot is unreadable or not what a writer writes.
+        FormatVersionError: it was written in another format.
+    """
+    path = index / CATALOG_FOLDER / ordinal_name(number)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return _decoded(index, number, content)
 
 
 def publish(index: Path, number: int, contents: Contents) -> None:
@@ -122,11 +153,13 @@ def publish(index: Path, number: int, contents: Contents) -> None:
     try:
         write_file(partial, checksum_of(body).encode("ascii") + b"\n" + body)
         partial.rename(folder / ordinal_name(number))
-        sync_folder(folder)
     except OSError as error:
         raise IndexerError(f"cannot publish in {folder}: {error.strerror}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+    with suppress(OSError):  # it is published, if not yet safe from a failure of power
+        sync_folder(folder)
 
 
 @contextmanager
@@ -144,10 +177,10 @@ def _hold(path: Path) -> int | None:
     """Open and lock the file of a snapshot; None if a writer is about to remove it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
     except OSError as error:
-        raise DamagedIndexError(f"{path} is unreadable: {error.strerror}") from error
+        if error.errno in _GONE:
+            return None
+        raise _unreadable(path, error) from error
     if _lock(descriptor, fcntl.LOCK_SH) and os.fstat(descriptor).st_nlink > 0:
         return descriptor
     os.close(descriptor)
@@ -165,9 +198,16 @@ def _lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _read_all(descriptor: int) -> bytes:
-    with os.fdopen(os.dup(descriptor), "rb") as file:
-        return file.read()
+def _read_all(index: Path, number: int, descriptor: int) -> bytes:
+    try:
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    except OSError as error:
+        raise _unreadable(index / CATALOG_FOLDER / ordinal_name(number), error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DamagedIndexError:
+    return DamagedIndexError(f"{path} is unreadable: {error.strerror}")
 
 
 def _decoded(index: Path, number: int, content: bytes) -> Contents:

@@ -5,7 +5,10 @@ it anywhere: blocks of sources become parts, parts without duplicates become seg
 segments' n-grams become phrase tables.
 """
 
-from collections.abc import Iterable, Sequence
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,14 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.engines import Engine
+from indexer.errors import IndexerError
 from indexer.format import (
     DIGEST_BYTES,
     PHRASES_FOLDER,
+    SCRATCH_FOLDER,
+    SEGMENTS_FOLDER,
     ordinal_name,
     token_dtype,
 )
 from indexer.opening import open_segment
-from indexer.output import write_array
+from indexer.output import move_folder, write_array
 from indexer.parts import Part, PartWriter, TokenisedDocument, kept_runs
 from indexer.records import Contents, PhrasesRecord, SegmentRecord
 from indexer.screening.screen import ScreenOptions
@@ -38,6 +44,7 @@ _UNCOUNTED_SHARE: Final = 8
 
 _SORTING_BYTES_PER_TOKEN: Final = 30
 _TOKENISING_BYTES: Final = 1 << 29
+_SCRATCH_NAME_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,26 @@ def without_duplicates(
     return pieces
 
 
+@contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """Give an empty folder in an index that nobody else has a name for.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    scratch = folder / SCRATCH_FOLDER / secrets.token_hex(_SCRATCH_NAME_BYTES)
+    try:
+        scratch.mkdir(parents=True)
+    except OSError as error:
+        raise IndexerError(f"cannot write {scratch}: {error.strerror}") from error
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # somebody else's is there still, or there never was any
+            scratch.parent.rmdir()
+
+
 def write_segments(
     engine: Engine,
     folder: Path,
@@ -122,13 +149,21 @@ def write_segments(
     first: int,
     vocabulary_size: int,
 ) -> list[SegmentRecord]:
-    """Write a segment for each group of pieces, numbered from `first` on."""
-    tasks = [
-        SegmentTask(folder, ordinal_name(number), tuple(group), vocabulary_size)
-        for number, group in enumerate(groups, first)
-    ]
-    longest = max((_num_tokens(task.pieces) for task in tasks), default=0)
-    return list(engine.map(write_segment, tasks, longest * _SORTING_BYTES_PER_TOKEN))
+    """Write a segment for each group of pieces, numbered from `first` on.
+
+    They are moved to their places when all are whole: processes that outlive whoever started them
+    write where nobody looks.
+    """
+    with scratch_folder(folder) as scratch:
+        tasks = [
+            SegmentTask(scratch, ordinal_name(number), tuple(group), vocabulary_size)
+            for number, group in enumerate(groups, first)
+        ]
+        longest = max((_num_tokens(task.pieces) for task in tasks), default=0)
+        records = list(engine.map(write_segment, tasks, longest * _SORTING_BYTES_PER_TOKEN))
+        for record in records:
+            move_folder(scratch / record.name, folder / SEGMENTS_FOLDER / record.name)
+    return records
 
 
 def renewed_phrases(
@@ -147,12 +182,10 @@ def renewed_phrases(
         contents: with the phrase tables of the snapshot before.
         always: make them anew unless they are exactly those of the segments.
     """
-    counted = set(contents.phrases.segments)
-    uncounted = [record for record in contents.segments if record.name not in counted]
-    is_stale = bool(counted - {record.name for record in contents.segments})
-    num_uncounted = sum(record.num_tokens for record in uncounted)
+    live = {record.name for record in contents.segments}
+    counts_live = bool(contents.phrases.files) and live.issuperset(contents.phrases.segments)
     most = 0 if always else contents.num_tokens // _UNCOUNTED_SHARE
-    if contents.phrases.files and not is_stale and num_uncounted <= most:
+    if counts_live and contents.num_uncounted_tokens <= most:
         return contents.phrases
     return _write_phrases(engine, folder, ordinal_name(number), contents)
 

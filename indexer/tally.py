@@ -137,6 +137,7 @@ class ChangeReport:
         num_documents: documents that were; of a merge, by how many segments there are fewer.
         num_tokens: their tokens, separators not counted.
         num_segments: segments that the index has now.
+        num_older: snapshots from before that stay until the next change: somebody reads them.
         seconds: time taken.
         skipped: documents and files left out, by reason.
         skipped_places: where the first was, by reason, if known.
@@ -148,6 +149,7 @@ class ChangeReport:
     num_documents: int
     num_tokens: int
     num_segments: int
+    num_older: int
     seconds: float
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_places: dict[str, str] = field(default_factory=dict)
@@ -160,6 +162,7 @@ class ChangeReport:
             self.verb: self.num_documents,
             "tokens": self.num_tokens,
             "segments": self.num_segments,
+            "older_snapshots": self.num_older,
             "seconds": round(self.seconds, 3),
             "skipped": self.skipped,
             "skipped_places": self.skipped_places,
@@ -169,11 +172,13 @@ class ChangeReport:
     def describe(self) -> str:
         """Return the report for people to read."""
         skipped = describe_skipped(self.skipped, self.skipped_places)
+        older = f"{self.num_older} snapshot(s) from before are still read: their files go with the "
         screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
         things = "segments" if self.verb == "merged" else "documents"
         return (
             f"{self.path}: {self.verb} {self.num_documents:,} {things}, {self.num_tokens:,} tokens "
             f"in {self.seconds:.1f} s; {self.num_segments} segment(s) now"
             + (f"\nskipped: {skipped}" if skipped else "")
+            + (f"\n{older}next change, or `compact`, once nobody does" if self.num_older else "")
             + screened
         )

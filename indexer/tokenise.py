@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from indexer.compression import zstd
-from indexer.errors import TokenizerError
+from indexer.errors import TokenizerError, reason_of
 from indexer.parts import TokenisedDocument
 from indexer.screening.screen import EXCLUDED, NO_SCREENING, Screen, ScreenOptions
 from indexer.sources import NOT_TEXT, TOO_LARGE, SourceDocument
@@ -126,21 +126,27 @@ def stored_form(tokenizer: "PreTrainedTokenizerBase") -> bytes:
     return zstd.compress(backend.to_str().encode("utf-8"), level=6)
 
 
-@lru_cache(maxsize=1)
 def stored_encoder(path: Path) -> Any:
     """Return the stored tokenizer's core, which neither cuts nor pads.
 
     Raises:
         TokenizerError: the file is not what `stored_form` made.
     """
-    from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
-
     try:
-        content = zstd.decompress(path.read_bytes())
-        encoder = Tokenizer.from_str(content.decode("utf-8"))
+        return _encoder_of(path.read_bytes())
     # The library raises bare exceptions.
     except Exception as error:
-        raise TokenizerError(f"the stored tokenizer {path} cannot be read: {error}") from error
+        raise TokenizerError(
+            f"the stored tokenizer {path} cannot be read: {reason_of(error)}"
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _encoder_of(stored: bytes) -> Any:
+    from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
+
+    content = zstd.decompress(stored)
+    encoder = Tokenizer.from_str(content.decode("utf-8"))
     encoder.no_truncation()
     encoder.no_padding()
     return encoder

@@ -143,13 +143,17 @@ def test_inspect_tells_what_an_index_holds(cli: Cli, built: Path) -> None:
         "min_counts": [1, 2, 2],
         "bytes": 257 + 4 * (258 + 7 + 4) + 3 * (6 + 3 + 2),
         "bytes_per_token": 124.182,
+        "uncounted_tokens": 0,
     }
     assert summary == {
         "path": str(built),
         "format_version": 3,
+        "snapshot": 0,
         "tokens": 11,
         "documents": 1,
-        "segments": 1,
+        "licences": {"": 1},
+        "keeps_texts": False,
+        "segments": [{"name": "00000000", "documents": 1, "tokens": 11}],
         "vocabulary_size": 257,
     }
 
@@ -179,6 +183,15 @@ def test_errors_are_one_line_on_stderr_before_a_tokenizer_is_loaded(
         ("build", tmp_path / "nowhere", "-o", tmp_path / "x"),
         ("build", source, "-o", tmp_path / "x", "--tokenizer", tmp_path / "nowhere"),
         ("build", source, "-o", built),
+        ("build", "--from", built, "-o", tmp_path / "x"),
+        ("build", "--from", tmp_path / "nowhere", "-o", tmp_path / "x"),
+        ("add", built, tmp_path / "nowhere"),
+        ("add", tmp_path / "nowhere", source),
+        ("remove", built, "--document", "nobody"),
+        ("remove", built, "--document", "nobody", "--dry-run"),
+        ("remove", built, "--matching", "*"),
+        ("compact", source),
+        ("documents", tmp_path / "nowhere"),
         ("build", empty, "-o", tmp_path / "x"),
         ("build", source, "-o", source / "a.txt" / "x"),
         ("build", source, "-o", tmp_path / "x", "--tokenizer", source / "a.txt"),
@@ -208,9 +221,10 @@ def test_the_module_runs_as_a_program(tmp_path: Path) -> None:
 def test_help_names_every_command_and_option(cli: Cli) -> None:
     for arguments in [
         ("--help",),
-        ("build", "--help"),
-        ("inspect", "--help"),
-        ("verify", "--help"),
+        *(
+            (command, "--help")
+            for command in ("build", "add", "remove", "compact", "documents", "inspect", "verify")
+        ),
     ]:
         status, out, _ = cli(*arguments)
         assert (status, "Usage" in out) == (0, True)

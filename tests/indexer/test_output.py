@@ -35,7 +35,8 @@ build_from_tokens(documents(), sys.argv[1], Vocabulary(100, "aa"), options)
 
 
 def contents_of(path: Path) -> dict[str, bytes]:
-    files = (file for file in path.rglob("*") if file.is_file())
+    """Return the files of an index, except for the lock, which says nothing of what it holds."""
+    files = (file for file in path.rglob("*") if file.is_file() and file.name != "writer.lock")
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 

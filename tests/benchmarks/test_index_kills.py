@@ -1,0 +1,23 @@
+"""Whoever changes an index may be killed at any instant; `benchmarks/index_kills.py` does so."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_killed_writers_leave_one_whole_index_and_a_free_lock() -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/index_kills.py", "--rounds", "20", "--seed", "5", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    figures = json.loads(done.stdout)
+    assert sum(figures["killed"].values()) + figures["finished"] == figures["rounds"]
+    assert sum(figures["killed"].values()) >= 10
+    assert figures["leftovers"] > 0  # kills came before the end
