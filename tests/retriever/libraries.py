@@ -3,22 +3,14 @@
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
+from benchmarks.planted import text_of
 from indexer.build import BuildOptions, build_from_texts
 from indexer.changes import add_documents, compact, remove_documents
 
 NUM_WORDS = 2000
 LENGTH = 60
-
-
-def word_tokenizer() -> PreTrainedTokenizerBase:
-    """A token for each of the words w0, w1 and so on."""
-    words = {f"w{number}": number for number in range(NUM_WORDS)}
-    core = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core)  # type: ignore[no-untyped-call]
 
 
 def document(number: int) -> list[int]:
@@ -29,7 +21,7 @@ def document(number: int) -> list[int]:
 
 def text(number: int) -> str:
     """Its text."""
-    return " ".join(f"w{token}" for token in document(number))
+    return text_of(document(number))
 
 
 class Library:
@@ -37,7 +29,7 @@ class Library:
 
     Args:
         folder: where the index and the documents go.
-        tokenizer: as `word_tokenizer` makes it.
+        tokenizer: of `NUM_WORDS` words.
         numbers: of the documents that it begins with.
     """
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from benchmarks.planted import word_tokenizer
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
 from retriever import Drafter, DraftRequest, DraftTree, RemoteDrafter, Source, live
 from retriever.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.libraries import LENGTH, NUM_WORDS, Library, document, word_tokenizer
+from tests.retriever.libraries import LENGTH, NUM_WORDS, Library, document
 
 SEEN = 12
 """Tokens of a document that a sequence begins with."""
@@ -27,7 +28,7 @@ REFRESH_S = 0.02
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return word_tokenizer()
+    return word_tokenizer(NUM_WORDS)
 
 
 @pytest.fixture
