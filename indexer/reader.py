@@ -16,7 +16,7 @@ from indexer.phrases import PhraseTables
 from indexer.records import Document
 from indexer.same_folder import Identity, folder_identity, from_same_folder
 from indexer.snapshots import HeldSnapshot, hold_latest
-from indexer.tables import merge_tables
+from indexer.table_sums import sum_tables
 from indexer.tokenizer import Vocabulary
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "PhraseTables",
     "Segment",
     "Vocabulary",
-    "merge_tables",
+    "sum_tables",
     "token_dtype",
 ]
 

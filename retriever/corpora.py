@@ -34,14 +34,14 @@ class Corpora:
     def of(cls, indexes: Sequence[Index], before: Self | None = None) -> Self:
         """Return the corpus of open indexes of one vocabulary.
 
-        The phrase tables of several indexes are added up in memory: in proportion to their size.
+        To add up the phrase tables of several indexes takes seconds where they are large.
 
         Args:
             indexes: what to draft from.
             before: the same ones earlier: where no phrase tables are new, its are taken.
 
         Raises:
-            indexer.errors.DamagedIndexError: phrase tables cannot be added up.
+            indexer.errors.IndexerError: phrase tables cannot be added up.
         """
         segments = [segment for index in indexes for segment in index.segments]
         if before is not None and _phrases(indexes) == _phrases(before.indexes):

@@ -30,7 +30,7 @@ import json, random, sys
 from pathlib import Path
 import numpy as np
 from indexer.errors import DamagedIndexError
-from indexer.reader import Index, merge_tables
+from indexer.reader import Index
 
 rng = random.Random(11)
 path = Path(sys.argv[1])
