@@ -140,7 +140,7 @@ class EmbeddedDrafter:
     @property
     def indexes(self) -> tuple[Index, ...]:
         """The indexes, as they are drafted from now."""
-        return self._live.indexes
+        return self._live.current.indexes
 
     @property
     def refresh_failures(self) -> int:
@@ -269,7 +269,7 @@ class EmbeddedDrafter:
     def warm(self) -> None:
         """Compile or load all kernels now, so that no draft waits for it."""
         context = np.zeros(2 * MAX_MATCH, np.int32)
-        nobody = Databases(Context(context), Pool("", Generations(0)), self._live.corpus)
+        nobody = Databases(Context(context), Pool("", Generations(0)), self._live.current.corpus)
         nobody.pool.generations.add(context)
         with self._lock:
             self._predictor.draft(nobody, 1, 0.0)
@@ -312,7 +312,7 @@ class EmbeddedDrafter:
         return Databases(
             Context(prompt),
             pool,
-            self._live.corpus,
+            self._live.current.corpus,
             learns=remember,
             phrases=self._phrases.cursor(prompt) if self._phrases else None,
         )
@@ -332,7 +332,7 @@ class EmbeddedDrafter:
         return _Step(session, tokens, request)
 
     def _draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
-        databases.turn_to(self._live.corpus)
+        databases.turn_to(self._live.current.corpus)
         return self._predictor.draft(databases, budget, min_probability)
 
 

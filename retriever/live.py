@@ -15,7 +15,6 @@ from typing import Final
 from indexer.errors import IndexerError
 from indexer.reader import Index
 from retriever.corpora import Corpora, rehearse
-from retriever.databases import Corpus
 from retriever.kernels.layout import MAX_MATCH
 from retriever.sessions import Sessions
 
@@ -54,14 +53,9 @@ class LiveCorpora:
         self._thread.start()
 
     @property
-    def indexes(self) -> tuple[Index, ...]:
-        """As they are drafted from now."""
-        return self._corpora.indexes
-
-    @property
-    def corpus(self) -> Corpus:
-        """What they are together."""
-        return self._corpora.corpus
+    def current(self) -> Corpora:
+        """What is drafted from now; stays open as long as the lock is held."""
+        return self._corpora
 
     def refresh(self) -> bool:
         """Move on to what the indexes are now; tell whether any has changed.
@@ -99,8 +93,8 @@ class LiveCorpora:
 
     def _newer(self) -> Corpora | None:
         """Open what has changed; None where nothing has, or what has cannot be used."""
-        indexes = [self._reopened(index) for index in self.indexes]
-        renewed = [index for index in indexes if index not in self.indexes]
+        indexes = [self._reopened(index) for index in self._corpora.indexes]
+        renewed = [index for index in indexes if index not in self._corpora.indexes]
         if not renewed:
             return None
         try:
