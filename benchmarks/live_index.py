@@ -3,10 +3,11 @@
     python -m benchmarks.live_index --output results.json
 
 A service, in a process of its own, looks for a new snapshot every second. Clients, each a process,
-draft along documents without end. By turns nothing changes, and a writer, at the lowest priority,
-adds documents, removes others and merges segments as fast as it can. Nothing may fail, and nothing
-may be drafted that was in no document that could be in the index: one that was removed may still be
-drafted from for two looks of the service and no longer.
+draft along documents without end. By turns nothing changes; a writer, at the lowest priority, adds
+documents, removes others and merges segments as fast as it can in another index that nobody reads,
+which shows what a busy machine does; and it does the same to the index that is served. Nothing may
+fail, and nothing may be drafted that was in no document that could be in the index: one that was
+removed may still be drafted from for two looks of the service and no longer.
 """
 
 import json
@@ -19,13 +20,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from benchmarks.live_load import Drafted, Load, Span, keep_changing, keep_drafting
 from benchmarks.planted import Life, judge, merge, other_documents, text_of, word_tokenizer
@@ -46,9 +48,10 @@ class Settings:
     Attributes:
         clients: that draft at once.
         tokens: of the index before it is changed.
-        turns: of quiet and of changes.
+        turns: of quiet, of changes elsewhere and of changes.
         seconds: of changes in each turn.
-        quiet_s: before them.
+        elsewhere_s: of changes of an index that is not served.
+        quiet_s: before both.
         refresh_s: between looks of the service for a new snapshot.
         pause_s: between a draft and the next one of a client.
         start_s: for all processes to start.
@@ -56,28 +59,35 @@ class Settings:
 
     clients: int = 8
     tokens: int = 1_000_000
-    turns: int = 4
-    seconds: float = 30.0
+    turns: int = 3
+    seconds: float = 40.0
+    elsewhere_s: float = 20.0
     quiet_s: float = 15.0
     refresh_s: float = 1.0
     pause_s: float = 0.005
     start_s: float = _START_S
 
     def spans(self, begin: float) -> list[Span]:
-        """Return when to make changes, having begun at some moment."""
-        turn_s = self.quiet_s + self.seconds
-        starts = [begin + turn * turn_s + self.quiet_s for turn in range(self.turns)]
-        return [(start, start + self.seconds) for start in starts]
+        """Return when to make changes elsewhere, and then here, having begun at some moment."""
+        spans = []
+        for _ in range(self.turns):
+            first = begin + self.quiet_s
+            second = first + self.elsewhere_s
+            begin = second + self.seconds
+            spans += [(first, second), (second, begin)]
+        return spans
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Run it all and return the report."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        documents = other_documents(settings.tokens)
-        texts = ((f"other-{i}", text_of(tokens)) for i, tokens in enumerate(documents))
-        build_from_texts(texts, folder / "index", word_tokenizer())
-        (folder / "newest").write_text("-1")
+        for place in (folder, folder / "elsewhere"):
+            place.mkdir(exist_ok=True)
+            documents = other_documents(settings.tokens)
+            texts = ((f"other-{i}", text_of(tokens)) for i, tokens in enumerate(documents))
+            build_from_texts(texts, place / "index", word_tokenizer())
+            (place / "newest").write_text("-1")
         with _service(folder, settings.refresh_s) as address:
             return _run(folder, address, settings)
 
@@ -87,10 +97,12 @@ def _run(folder: Path, address: str, settings: Settings) -> dict[str, Any]:
     spans = settings.spans(begin)
     load = Load(folder, folder / "index", address, settings.pause_s, spans[-1][1])
     with ProcessPoolExecutor(settings.clients + 1, get_context("spawn")) as processes:
-        writer = processes.submit(keep_changing, load, spans)
+        place = folder / "elsewhere"
+        elsewhere = replace(load, folder=place, index=place / "index")
+        writer = processes.submit(keep_changing, [elsewhere, load], spans)
         clients = [processes.submit(keep_drafting, load, each) for each in range(settings.clients)]
         snapshots = _watch(address, clients)
-        drafted, changed = [client.result() for client in clients], writer.result()
+        drafted, (other, changed) = [client.result() for client in clients], writer.result()
     verdict = judge(merge(each.seen for each in drafted), changed.lives, 2 * settings.refresh_s)
     return {
         **circumstances(),
@@ -99,7 +111,7 @@ def _run(folder: Path, address: str, settings: Settings) -> dict[str, Any]:
         "errors": dict(sum((each.errors for each in drafted), Counter[str]())),
         "changes": _changes(changed.lives, snapshots),
         **asdict(verdict),
-        "latency": _latencies(drafted, begin, changed.spans),
+        "latency": _latencies(drafted, begin, other.spans, changed.spans),
     }
 
 
@@ -124,18 +136,36 @@ def _changes(lives: dict[int, Life], snapshots: Sequence[int]) -> dict[str, Any]
     }
 
 
-def _latencies(drafted: Sequence[Drafted], begin: float, spans: Sequence[Span]) -> dict[str, Any]:
-    """Return percentiles of round trips while nothing changes, while all does, and their ratios."""
+def _latencies(
+    drafted: Sequence[Drafted], begin: float, elsewhere: Sequence[Span], here: Sequence[Span]
+) -> dict[str, Any]:
+    """Return percentiles of round trips while nothing changes, something, or what is served."""
     times = np.concatenate([each.times for each in drafted])
     micros = np.concatenate([each.seconds for each in drafted]) * 1e6
-    is_changing = np.any([(times >= first) & (times < last) for first, last in spans], axis=0)
-    is_quiet = (times >= begin) & ~is_changing
-    quiet, changing = _percentiles(micros[is_quiet]), _percentiles(micros[is_changing])
-    ratios = {name: round(changing[name] / quiet[name], 2) for name in ("p50_us", "p99_us")}
-    return {"quiet": quiet, "changing": changing, "ratio": ratios}
+    is_here, is_elsewhere = _within(times, here), _within(times, elsewhere)
+    figures = {
+        "quiet": _percentiles(micros[(times >= begin) & ~is_here & ~is_elsewhere]),
+        "changing_elsewhere": _percentiles(micros[is_elsewhere]),
+        "changing": _percentiles(micros[is_here]),
+    }
+    ratios = {
+        f"changing_to_{name}": {
+            key: round(figures["changing"][key] / figures[name][key], 2)
+            for key in ("p50_us", "p99_us")
+        }
+        for name in ("quiet", "changing_elsewhere")
+    }
+    return {**figures, **ratios}
 
 
-def _percentiles(micros: "np.ndarray[Any, np.dtype[np.float64]]") -> dict[str, float]:
+def _within(times: NDArray[np.float64], spans: Sequence[Span]) -> NDArray[np.bool_]:
+    within = np.zeros(len(times), np.bool_)
+    for first, last in spans:
+        within |= (times >= first) & (times < last)
+    return within
+
+
+def _percentiles(micros: NDArray[np.float64]) -> dict[str, float]:
     p50, p99 = np.percentile(micros, (50, 99)).tolist()
     return {
         "drafts": len(micros),
@@ -165,8 +195,11 @@ def _service(folder: Path, refresh_s: float) -> Iterator[str]:
 
 
 def main(  # noqa: PLR0913, PLR0917  (options are given by name)
-    turns: Annotated[int, typer.Option(min=1, help="Of quiet and of changes.")] = 4,
-    seconds: Annotated[float, typer.Option(min=1, help="Of changes in each turn.")] = 30,
+    turns: Annotated[int, typer.Option(min=1, help="Of quiet and of changes.")] = 3,
+    seconds: Annotated[float, typer.Option(min=1, help="Of changes in each turn.")] = 40,
+    elsewhere: Annotated[
+        float, typer.Option(min=1, help="Of changes of another index, in each turn.")
+    ] = 20,
     quiet: Annotated[float, typer.Option(min=1, help="Seconds of quiet in each turn.")] = 15,
     clients: Annotated[int, typer.Option(min=1, help="Processes that draft.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="In the index before.")] = 1_000_000,
@@ -177,7 +210,7 @@ def main(  # noqa: PLR0913, PLR0917  (options are given by name)
     output: Annotated[Path | None, typer.Option(help="Where to write the report.")] = None,
 ) -> None:
     """Draft while an index changes; end with status 1 if anything fails or is wrong."""
-    settings = Settings(clients, tokens, turns, seconds, quiet, refresh, pause_ms / 1000)
+    settings = Settings(clients, tokens, turns, seconds, elsewhere, quiet, refresh, pause_ms / 1000)
     report = measure(settings)
     text = json.dumps(report, indent=1)
     if output is not None:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Final
 
@@ -111,42 +112,50 @@ def _draft_document(
 
 @dataclass(slots=True)
 class Changed:
-    """What the writer did.
+    """What the writer did to an index.
 
     Attributes:
-        lives: when each planted document could be in the index, by number.
-        spans: when it was at work, by `time.monotonic`.
+        lives: when each planted document could be in it, by number.
+        spans: when it was changed, by `time.monotonic`.
+        turns: of adding documents.
     """
 
     lives: dict[int, Life] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    turns: int = 0
 
 
-def keep_changing(load: Load, spans: Sequence[Span]) -> Changed:
+def keep_changing(loads: Sequence[Load], spans: Sequence[Span]) -> list[Changed]:
     """Add, remove and merge documents, at the lowest priority.
 
     Args:
-        load: on what.
-        spans: when to; what is begun is ended, which may take longer.
+        loads: on which indexes, by turns.
+        spans: when to, each for the next index; what is begun is ended, which may take longer.
+
+    Returns:
+        For each load, what was done.
     """
     os.nice(_LOWEST_PRIORITY)
-    changed, turn = Changed(), 0
-    for begin, end in spans:
+    changes = [Changed() for _ in loads]
+    for (begin, end), (load, changed) in zip(
+        spans, cycle(zip(loads, changes, strict=True)), strict=False
+    ):
         time.sleep(max(0.0, begin - time.monotonic()))
         began = time.monotonic()
         while time.monotonic() < end:
-            _change(load, turn, changed.lives)
-            turn += 1
+            _change(load, changed)
         changed.spans.append((began, time.monotonic()))
-    return changed
+    return changes
 
 
-def _change(load: Load, turn: int, lives: dict[int, Life]) -> None:
-    _add(load, turn, lives)
+def _change(load: Load, changed: Changed) -> None:
+    turn = changed.turns
+    _add(load, turn, changed.lives)
     if turn >= _ROUNDS_ALIVE:
-        _remove(load, turn - _ROUNDS_ALIVE, lives)
+        _remove(load, turn - _ROUNDS_ALIVE, changed.lives)
     if turn % _COMPACT_EVERY == _COMPACT_EVERY - 1:
         compact(load.index)
+    changed.turns += 1
 
 
 def _numbers(turn: int) -> range:

@@ -11,7 +11,14 @@ from benchmarks.planted import Life, Seen, judge, merge, planted
 
 def test_nothing_fails_and_nothing_wrong_is_drafted_while_an_index_changes() -> None:
     settings = Settings(
-        clients=2, tokens=20_000, turns=2, seconds=4, quiet_s=1, refresh_s=0.2, start_s=6
+        clients=2,
+        tokens=20_000,
+        turns=2,
+        seconds=3,
+        elsewhere_s=1,
+        quiet_s=1,
+        refresh_s=0.2,
+        start_s=6,
     )
     report = json.loads(json.dumps(measure(settings)))
     assert report["errors"] == {}
