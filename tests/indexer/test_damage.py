@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 from indexer.errors import DamagedIndexError
 from indexer.reader import Index
+from indexer.tables import merge_tables
 
 rng = random.Random(11)
 path = Path(sys.argv[1])
