@@ -4,6 +4,7 @@ Loads numpy only. Opening maps files and reads none of them but the snapshot, so
 milliseconds whatever the size of the index.
 """
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -34,7 +35,7 @@ __all__ = [
 class Index:
     """A snapshot of an index that is open for reading. Any number may be, in any thread.
 
-    While it is open, no writer removes its files.
+    While it is open, no writer removes its files. It is closed with its last reference.
 
     Attributes:
         path: the index's directory.
@@ -65,6 +66,7 @@ class Index:
         if contents.tokenizer is not None:
             self.num_bytes += contents.tokenizer.num_bytes
         self._held: HeldSnapshot | None = held
+        weakref.finalize(self, held.close)
         self._identity = identity
 
     @classmethod

@@ -54,7 +54,7 @@ class LiveCorpora:
 
     @property
     def current(self) -> Corpora:
-        """What is drafted from now; stays open as long as the lock is held."""
+        """What is drafted from now; indexes that have changed close with the last reference."""
         return self._corpora
 
     def refresh(self) -> bool:
@@ -128,7 +128,7 @@ class LiveCorpora:
         with self._lock:
             older, self._corpora = self._corpora, newer
             self._sessions.turn_to(newer.corpus)
-        older.close(but_for=newer)
+        del older  # out of the lock: what nobody else uses is unmapped here
 
     def _keep(self, path: Path, error: Exception) -> None:
         """Count and log that an index stays as it is."""

@@ -139,6 +139,21 @@ def test_the_old_snapshot_is_let_go_of(library: Library, drafter: EmbeddedDrafte
     assert library.segments() == ["00000001", "00000002", "00000003"]
 
 
+def test_who_still_uses_the_old_snapshot_keeps_it(
+    library: Library, drafter: EmbeddedDrafter
+) -> None:
+    current = drafter._live.current
+    library.remove(5)
+    drafter.refresh()
+    library.add(100)
+    library.add(101)
+    assert 0 in library.snapshots()
+    assert current.indexes[0].document_at(0, 0).name.endswith("document-0.txt")
+    del current
+    library.add(102)
+    assert 0 not in library.snapshots()
+
+
 def test_only_what_changed_is_opened_anew(
     library: Library, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
