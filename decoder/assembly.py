@@ -22,31 +22,32 @@ from retriever.drafter import Drafter
 from retriever.embedded import EmbeddedDrafter
 from retriever.files import check_files
 from retriever.phrases import ListedPhrases
+from retriever.sharding import ShardedDrafter, connect
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterOptions:
-    """Where drafts come from: a server, or databases in this process.
+    """Where drafts come from: servers, or databases in this process.
 
     Attributes:
         indexes: directories of indexes to draft from in this process.
-        server: address of a drafting service; excludes the others.
+        servers: addresses of drafting services, each with a part of a corpus; exclude the others.
         phrases: files of listed phrases to draft from in this process.
 
     Raises:
-        ContradictoryOptionsError: a server and others are given.
+        ContradictoryOptionsError: servers and others are given.
     """
 
     indexes: Sequence[Path] = field(default=())
-    server: str | None = None
+    servers: Sequence[str] = field(default=())
     phrases: Sequence[Path] = field(default=())
 
     def __post_init__(self) -> None:
-        if self.indexes and self.server is not None:
+        if self.indexes and self.servers:
             raise ContradictoryOptionsError(
                 "--index and --server exclude each other: a server drafts from its own indexes"
             )
-        if self.phrases and self.server is not None:
+        if self.phrases and self.servers:
             raise ContradictoryOptionsError(
                 "--phrases and --server exclude each other: list them where the server starts"
             )
@@ -65,8 +66,8 @@ class DrafterOptions:
 
     def describe(self) -> str:
         """Return a few words for reports."""
-        if self.server is not None:
-            return f"server {self.server}"
+        if self.servers:
+            return f"server {', '.join(self.servers)}"
         return ", ".join(["context", "generations", *map(str, [*self.phrases, *self.indexes])])
 
     @contextmanager
@@ -77,9 +78,9 @@ class DrafterOptions:
             IndexerError: an index cannot be opened or was built for another tokenizer.
         """
         vocabulary = language_model.vocabulary
-        drafter: EmbeddedDrafter | RemoteDrafter
-        if self.server is not None:
-            drafter = RemoteDrafter(self.server, vocabulary_fingerprint=vocabulary.fingerprint)
+        drafter: EmbeddedDrafter | RemoteDrafter | ShardedDrafter
+        if self.servers:
+            drafter = connect(self.servers, vocabulary_fingerprint=vocabulary.fingerprint)
         else:
             phrases = self._listed(language_model, vocabulary.size)
             drafter = EmbeddedDrafter.open_indexes(

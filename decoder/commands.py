@@ -22,7 +22,7 @@ from decoder.prompts import checked_text, read_prompts, read_text
 from indexer.errors import IndexerError
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.errors import RetrieverError
-from retriever.options import Indexes, Phrases
+from retriever.options import Indexes, Phrases, Servers
 
 app = typer.Typer(
     help="Decode with a model and drafts, or measure against transformers' own decoding.",
@@ -34,14 +34,6 @@ app = typer.Typer(
 ModelName = Annotated[
     str,
     typer.Option("--model", metavar="MODEL", help="The model: a hub id, a folder or a .gguf file."),
-]
-Server = Annotated[
-    str | None,
-    typer.Option(
-        "--server",
-        metavar="ADDRESS",
-        help="A draft service, HOST:PORT or unix:PATH, instead of --index and --phrases.",
-    ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
 Dtype = Annotated[Precision, typer.Option(help="What the model computes in.")]
@@ -65,7 +57,7 @@ def generate(
     *,
     model: ModelName = DEFAULT_MODEL,
     index: Indexes = None,
-    server: Server = None,
+    server: Servers = None,
     phrases: Phrases = None,
     prompt: Annotated[
         str | None,
@@ -94,7 +86,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt; the text streams to standard output, figures go to standard error."""
-    drafter_options = DrafterOptions(index or (), server, phrases or ())
+    drafter_options = DrafterOptions(index or (), server or (), phrases or ())
     drafter_options.check()
     text = checked_text(read_text(sys.stdin.buffer) if prompt is None else prompt)
     prepared = prepare_model(_model_options(model, device, dtype, attention, no_chat_template))
@@ -124,7 +116,7 @@ def bench(
     ],
     model: ModelName = DEFAULT_MODEL,
     index: Indexes = None,
-    server: Server = None,
+    server: Servers = None,
     phrases: Phrases = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Most prompts, spread evenly over categories.")
@@ -137,7 +129,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure against plain generation and prompt lookup, on the same prompts in one run."""
-    drafter_options = DrafterOptions(index or (), server, phrases or ())
+    drafter_options = DrafterOptions(index or (), server or (), phrases or ())
     drafter_options.check()
     selected = read_prompts(prompts, limit)
     prepared = prepare_model(_model_options(model, device, dtype, attention, no_chat_template))

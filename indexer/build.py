@@ -23,7 +23,7 @@ from indexer.parts import Part, TokenisedDocument
 from indexer.records import Contents, FileRecord, PhrasesRecord
 from indexer.segments import Piece, gather
 from indexer.snapshots import publish
-from indexer.sources import find_files
+from indexer.sources import SourceBlock, SourceDocument, plan
 from indexer.stages import (
     PartTask,
     gather_part,
@@ -52,10 +52,10 @@ def build_index(
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
-    """Index folders, files and JSON lines.
+    """Index folders, repositories, files of text, JSON lines and tables.
 
     Args:
-        sources: folders, files of text, and `.jsonl` or `.jsonl.gz` files of one document a line.
+        sources: files and folders; `-` is standard input.
         output: the index's directory; it appears when it is whole, or not at all.
         tokenizer: of the model whose output is to be drafted: loaded, or a name that
             `locate_model` understands.
@@ -70,18 +70,17 @@ def build_index(
     """
     check_output(Path(output), overwrite=options.overwrite)
     tally = Tally()
-    files = find_files(sources, tally)
-    if tally.num_bytes_found == 0:
-        tally.skipped.update({EMPTY: len(files)} if files else {})
-        raise no_document(tally)
-    with new_index_folder(Path(output), overwrite=options.overwrite) as folder:
+    with (
+        new_index_folder(Path(output), overwrite=options.overwrite) as folder,
+        scratch_folder(folder) as scratch,
+    ):
+        blocks = planned(sources, options, tally, scratch)
         loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         started = time.perf_counter()
         vocabulary, stored = _store(loaded, folder)
-        with scratch_folder(folder) as scratch:
-            tasks = part_tasks(files, scratch, folder / TOKENIZER_FILE, vocabulary, options)
-            parts = read_parts(options.engine, tasks, tally, on_progress)
-            contents = _write_index(folder, parts, vocabulary, stored, options, tally)
+        tasks = part_tasks(blocks, scratch, folder / TOKENIZER_FILE, vocabulary, options)
+        parts = read_parts(options.engine, tasks, tally, on_progress)
+        contents = _write_index(folder, parts, vocabulary, stored, options, tally)
     return report_of(output, contents, tally, started)
 
 
@@ -97,8 +96,8 @@ def build_from_texts(
         loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         started = time.perf_counter()
         vocabulary, stored = _store(loaded, folder)
-        named = ((name, "", text) for name, text in documents)
-        usable = usable_texts(named, options.max_document_bytes, tally)
+        named = (SourceDocument(name, "", text) for name, text in documents)
+        usable = usable_texts(named, options.sources.max_document_bytes, tally, options.screen)
         encoder = stored_encoder(folder / TOKENIZER_FILE)
         tokenised = tokenise(usable, encoder, token_dtype(vocabulary.size), tally)
         with scratch_folder(folder) as scratch:
@@ -139,13 +138,30 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
     """Give a folder in an index for what is needed while it is built."""
     scratch = folder / SCRATCH_FOLDER
     try:
+        scratch.mkdir()
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def planned(
+    sources: Sequence[Path | str], options: BuildOptions, tally: Tally, scratch: Path
+) -> list[SourceBlock]:
+    """Return what there is to read, in blocks.
+
+    Raises:
+        SourceError: a source does not exist, or all of them are empty.
+    """
+    blocks = plan(sources, options.sources, tally, scratch)
+    if tally.num_bytes_found == 0:
+        num_files = sum(len(block.pieces) for block in blocks)
+        tally.skipped.update({EMPTY: num_files} if num_files else {})
+        raise no_document(tally)
+    return blocks
+
+
 def part_tasks(
-    files: Sequence[Any],
+    blocks: Sequence[SourceBlock],
     scratch: Path,
     tokenizer: Path,
     vocabulary: Vocabulary,
@@ -155,14 +171,14 @@ def part_tasks(
     return [
         PartTask(
             scratch / f"{number:08d}",
-            (file,),
+            block,
             tokenizer,
             vocabulary.size,
-            options.field,
-            options.max_document_bytes,
+            options.sources,
+            options.screen,
             options.keep_texts,
         )
-        for number, file in enumerate(files)
+        for number, block in enumerate(blocks)
     ]
 
 
@@ -211,6 +227,7 @@ def report_of(output: Path | str, contents: Contents, tally: Tally, started: flo
         seconds=time.perf_counter() - started,
         skipped=dict(sorted(tally.skipped.items())),
         skipped_places=dict(sorted(tally.skipped_places.items())),
+        screened=tally.screened,
     )
 
 

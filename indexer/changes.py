@@ -13,6 +13,7 @@ from indexer.build import (
     chosen_pieces,
     no_document,
     part_tasks,
+    planned,
     read_parts,
     scratch_folder,
 )
@@ -23,7 +24,6 @@ from indexer.options import DEFAULTS, BuildOptions
 from indexer.parts import Part, kept_runs
 from indexer.records import SegmentRecord
 from indexer.segments import Piece, gather
-from indexer.sources import find_files
 from indexer.stages import renewed_phrases, write_segments
 from indexer.tally import ChangeReport, Tally
 from indexer.writer import IndexWriter, writing
@@ -52,13 +52,13 @@ def add_documents(
     """
     started = time.perf_counter()
     tally = Tally()
-    files = find_files(sources, tally)
     with writing(Path(path), "add") as writer, scratch_folder(writer.folder) as scratch:
         contents = writer.contents
         if contents.tokenizer is None:
             raise IndexerError(f"{path} was built of token ids and has no tokenizer: build it anew")
         tokenizer = writer.folder / TOKENIZER_FILE
-        tasks = part_tasks(files, scratch, tokenizer, contents.vocabulary, options)
+        blocks = planned(sources, options, tally, scratch)
+        tasks = part_tasks(blocks, scratch, tokenizer, contents.vocabulary, options)
         parts = read_parts(options.engine, tasks, tally, on_progress)
         known = [part.documents().digests for part in _parts_of(writer)]
         pieces = chosen_pieces(parts, known, options, tally)
@@ -76,6 +76,7 @@ def add_documents(
         time.perf_counter() - started,
         dict(sorted(tally.skipped.items())),
         dict(sorted(tally.skipped_places.items())),
+        tally.screened,
     )
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
+from indexer.compression import zstd
 from indexer.documents import DocumentTable, DocumentTableBuilder, digest_of
 from indexer.errors import DamagedIndexError, IndexerError
 from indexer.format import TEXTS_FILE, TOKENS_FILE, Tokens, separator_of
@@ -78,14 +78,9 @@ class Part:
 
     def texts(self) -> Iterator[bytes]:
         """Yield a line of JSON for each document: its licence, name and text."""
-        with (
-            (self.folder / TEXTS_FILE).open("rb") as file,
-            zstandard.ZstdDecompressor().stream_reader(file, closefd=False) as stream,
-        ):
-            rest = b""
-            while piece := stream.read(1 << 20):
-                *lines, rest = (rest + piece).split(b"\n")
-                yield from lines
+        with zstd.open(self.folder / TEXTS_FILE, "rb") as lines:
+            for line in lines:
+                yield line.removesuffix(b"\n")
 
 
 class PartWriter:
@@ -155,7 +150,7 @@ class PartWriter:
 
 def text_stream(path: Path) -> Any:
     """Return a stream that compresses lines into a file of texts."""
-    return zstandard.open(path, "wb", cctx=zstandard.ZstdCompressor(level=6))
+    return zstd.open(path, "wb", level=6)
 
 
 def text_line(document: TokenisedDocument) -> bytes:

@@ -13,7 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from indexer.errors import DamagedIndexError, FormatVersionError, IndexerError, IndexNotFoundError
+from indexer.errors import (
+    DamagedIndexError,
+    FormatVersionError,
+    IndexerError,
+    IndexNotFoundError,
+    TokenizerError,
+)
 from indexer.format import (
     CATALOG_FOLDER,
     FORMAT_VERSION,
@@ -26,6 +32,7 @@ from indexer.records import Contents, checksum_of, decode_json, encode_json
 
 _OLDER_CATALOG_FILE: Final = "data.mdb"
 _MAX_ATTEMPTS: Final = 100
+_MALFORMED: Final = (KeyError, OverflowError, TypeError, ValueError, AttributeError, TokenizerError)
 
 
 class HeldSnapshot:
@@ -191,7 +198,14 @@ def _decoded(index: Path, number: int, content: bytes) -> Contents:
         raise _other_format(index, version)
     try:
         return Contents.decode(value)
-    except (KeyError, OverflowError, TypeError, ValueError, AttributeError) as error:
+    except (
+        KeyError,
+        OverflowError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        TokenizerError,
+    ) as error:
         raise DamagedIndexError(
             f"{path} holds a record that no builder writes: {error!r}"
         ) from error

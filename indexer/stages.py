@@ -24,8 +24,9 @@ from indexer.opening import open_segment
 from indexer.output import write_array
 from indexer.parts import Part, PartWriter, TokenisedDocument, kept_runs
 from indexer.records import Contents, PhrasesRecord, SegmentRecord
+from indexer.screening.screen import ScreenOptions
 from indexer.segments import Piece, SegmentTask, write_segment
-from indexer.sources import SourceFile, read_documents
+from indexer.sources import SourceBlock, SourceOptions, read
 from indexer.tables import build_tables
 from indexer.tally import Tally
 from indexer.tokenise import stored_encoder, tokenise, usable_texts
@@ -45,32 +46,31 @@ class PartTask:
 
     Attributes:
         folder: of the part, to be made.
-        files: the sources.
+        block: of the sources.
         tokenizer: the stored tokenizer.
         vocabulary_size: largest token id plus one.
-        field: key of the text in a line of JSON.
-        max_document_bytes: longer documents are skipped.
+        sources: how they are read.
+        screening: what is taken out of them.
         keep_texts: whether texts are stored.
     """
 
     folder: Path
-    files: tuple[SourceFile, ...]
+    block: SourceBlock
     tokenizer: Path
     vocabulary_size: int
-    field: str
-    max_document_bytes: int
+    sources: SourceOptions
+    screening: ScreenOptions
     keep_texts: bool
 
 
 def write_part(task: PartTask) -> tuple[Part, Tally]:
     """Read and tokenise sources; return where the result is and what was counted."""
     tally = Tally()
-    read = read_documents(task.files, task.field, task.max_document_bytes, tally)
-    named = ((name, "", text) for name, text in read)
-    usable = usable_texts(named, task.max_document_bytes, tally)
+    documents = read(task.block, task.sources, tally)
+    usable = usable_texts(documents, task.sources.max_document_bytes, tally, task.screening)
     dtype = token_dtype(task.vocabulary_size)
-    documents = tokenise(usable, stored_encoder(task.tokenizer), dtype, tally)
-    part = gather_part(documents, task.folder, task.vocabulary_size, keep_texts=task.keep_texts)
+    tokenised = tokenise(usable, stored_encoder(task.tokenizer), dtype, tally)
+    part = gather_part(tokenised, task.folder, task.vocabulary_size, keep_texts=task.keep_texts)
     return part, tally
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from indexer.screening.tally import ScreenTally
+
 
 def describe_skipped(skipped: Mapping[str, int], places: Mapping[str, str]) -> str:
     """Return reasons and counts in words, most frequent first; empty if nothing was skipped.
@@ -32,6 +34,7 @@ class Tally:
         skipped_places: where the first was, by reason, if known.
         num_bytes_read: of the source files, as they lie on disk, what has been read or skipped.
         num_bytes_found: size of the source files; 0 where documents do not come from files.
+        screened: what screening took out; None where nothing was screened for.
     """
 
     num_documents: int = 0
@@ -41,6 +44,7 @@ class Tally:
     skipped_places: dict[str, str] = field(default_factory=dict)
     num_bytes_read: int = 0
     num_bytes_found: int = 0
+    screened: ScreenTally | None = None
 
     def skip(self, reason: str, place: str) -> None:
         """Count a document that is left out, and keep the place of the first one."""
@@ -54,6 +58,10 @@ class Tally:
         self.skipped.update(other.skipped)
         for reason, place in other.skipped_places.items():
             self.skipped_places.setdefault(reason, place)
+        if self.screened is None:
+            self.screened = other.screened
+        elif other.screened is not None:
+            self.screened.add(other.screened)
 
     def describe_skipped(self) -> str:
         """Return what was left out in words; empty if nothing was."""
@@ -73,6 +81,7 @@ class BuildReport:
         seconds: time taken, the loading of the tokenizer not counted.
         skipped: documents and files left out, by reason.
         skipped_places: where the first was, by reason, if known: a file, or a file and a line.
+        screened: what screening took out; None where nothing was screened for.
     """
 
     output: str
@@ -83,6 +92,7 @@ class BuildReport:
     seconds: float
     skipped: dict[str, int]
     skipped_places: dict[str, str] = field(default_factory=dict)
+    screened: ScreenTally | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -101,17 +111,19 @@ class BuildReport:
             "tokens_per_s": round(self.tokens_per_s),
             "skipped": self.skipped,
             "skipped_places": self.skipped_places,
+            "screened": self.screened.to_json() if self.screened is not None else None,
         }
 
     def describe(self) -> str:
         """Return the report for people to read."""
         skipped = describe_skipped(self.skipped, self.skipped_places) or "nothing"
+        screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
         return (
             f"{self.output}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
             f"in {self.num_segments} segment(s)\n"
             f"{self.num_bytes:,} bytes of text in {self.seconds:.1f} s, "
             f"{self.tokens_per_s:,.0f} tokens/s\n"
-            f"skipped: {skipped}"
+            f"skipped: {skipped}{screened}"
         )
 
 
@@ -128,6 +140,7 @@ class ChangeReport:
         seconds: time taken.
         skipped: documents and files left out, by reason.
         skipped_places: where the first was, by reason, if known.
+        screened: what screening took out; None where nothing was screened for.
     """
 
     path: str
@@ -138,6 +151,7 @@ class ChangeReport:
     seconds: float
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_places: dict[str, str] = field(default_factory=dict)
+    screened: ScreenTally | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the report for machines to read."""
@@ -149,14 +163,17 @@ class ChangeReport:
             "seconds": round(self.seconds, 3),
             "skipped": self.skipped,
             "skipped_places": self.skipped_places,
+            "screened": self.screened.to_json() if self.screened is not None else None,
         }
 
     def describe(self) -> str:
         """Return the report for people to read."""
         skipped = describe_skipped(self.skipped, self.skipped_places)
+        screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
         things = "segments" if self.verb == "merged" else "documents"
         return (
             f"{self.path}: {self.verb} {self.num_documents:,} {things}, {self.num_tokens:,} tokens "
             f"in {self.seconds:.1f} s; {self.num_segments} segment(s) now"
             + (f"\nskipped: {skipped}" if skipped else "")
+            + screened
         )

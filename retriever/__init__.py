@@ -14,6 +14,7 @@ from retriever.errors import (
     LimitExceededError,
     OutOfSequenceError,
     PhrasesError,
+    ProvenanceError,
     RetrieverError,
     SessionExistsError,
     StateError,
@@ -21,24 +22,33 @@ from retriever.errors import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
+from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
+from retriever.sharding import ShardedDrafter
+from retriever.shards import ShardState
 from retriever.tree import ROOT, DraftTree, Source
 
 __all__ = [
     "ROOT",
     "AddressInUseError",
+    "DocumentOccurrence",
     "DraftRequest",
     "DraftTree",
     "Drafter",
     "DrafterUnavailableError",
+    "Explanation",
     "IndexInfo",
     "InvalidRequestError",
     "InvalidTreeError",
     "LimitExceededError",
+    "NodeProvenance",
     "OutOfSequenceError",
     "PhrasesError",
+    "ProvenanceError",
     "RemoteDrafter",
     "RetrieverError",
     "SessionExistsError",
+    "ShardState",
+    "ShardedDrafter",
     "Source",
     "StateError",
     "TokenIds",

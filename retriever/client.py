@@ -1,9 +1,8 @@
 """The client: a `Drafter` that asks a draft service over gRPC."""
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from threading import Lock
 from typing import Any, Final, Self
 
@@ -12,21 +11,27 @@ from numpy.typing import ArrayLike
 
 from retriever.drafter import DraftRequest
 from retriever.errors import DrafterUnavailableError, InvalidTreeError, UnknownSessionError
-from retriever.limits import check_session_name
+from retriever.explanation import Explanation
+from retriever.limits import DEFAULT_DOCUMENTS, check_session_name
+from retriever.streams import Stream
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.watchdog import Watchdog
 from retriever.wire import (
     CHANNEL_OPTIONS,
     context_to_message,
     error_of,
+    explanation_from_message,
+    explanation_request,
     step_to_message,
     tokens_to_wire,
     tree_from_message,
 )
 
 DEFAULT_TIMEOUT_S: Final = 1.0
+
+# A client that takes the place of another must not wait until gRPC lets it connect again.
+_OPTIONS: Final = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +71,9 @@ class RemoteDrafter:
         self._timeout_s = timeout_s
         self._fingerprint = vocabulary_fingerprint
         self._prefix = f"{uuid.uuid4().hex}/"
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         self._stub = RetrieverServiceStub(self._channel)
-        self._stream: _Stream | None = None
+        self._stream: Stream | None = None
         self._sessions: set[str] = set()
         self._lost: set[str] = set()
         self._lock = Lock()
@@ -98,8 +103,16 @@ class RemoteDrafter:
                 self._lost.update(request.session for request in requests)
                 raise
 
-    def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
-        """End a sequence; see `Drafter.close`. A lost session is closed without a complaint."""
+    def close(
+        self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
+    ) -> None:
+        """End a sequence; see `Drafter.close`. A lost session is closed without a complaint.
+
+        Args:
+            session: the name that it was opened with.
+            new_tokens: integers[n], tokens committed since its last request.
+            remember: false to keep nothing of it, whatever it was opened with.
+        """
         self._check_open(session)
         self._sessions.discard(session)
         lost = session in self._lost
@@ -107,6 +120,7 @@ class RemoteDrafter:
         message = pb.CloseSessionRequest(
             session_id=self._prefix + session,
             new_token_ids=[] if new_tokens is None or lost else tokens_to_wire(new_tokens),
+            forget=not remember,
         )
         try:
             self._call(self._stub.CloseSession, message)
@@ -132,6 +146,37 @@ class RemoteDrafter:
             return DraftTree.empty()  # on the wire 0 stands for the service's default
         message = context_to_message(context, budget_nodes, min_probability, self._fingerprint)
         return self._trees([self._call(self._stub.Draft, message).tree], 1)[0]
+
+    def explain(
+        self,
+        context: ArrayLike,
+        budget_nodes: int,
+        min_probability: float = 0.0,
+        *,
+        max_documents: int = DEFAULT_DOCUMENTS,
+    ) -> Explanation:
+        """Draft for a bare context as `draft_context` does, and tell what spoke for each node.
+
+        Args:
+            context: integers[n], token ids, oldest first.
+            budget_nodes: most nodes of the tree.
+            min_probability: nodes less probable than this are left out.
+            max_documents: most documents to name for each node.
+
+        Raises:
+            InvalidRequestError: the context or a number cannot be.
+            DrafterUnavailableError: no answer in time.
+        """
+        if budget_nodes == 0:
+            return Explanation(DraftTree.empty(), ())
+        message = explanation_request(
+            context, budget_nodes, min_probability, self._fingerprint, max_documents
+        )
+        response = self._call(self._stub.Explain, message)
+        try:
+            return explanation_from_message(response)
+        except InvalidTreeError as error:
+            raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
 
     def list_indexes(self) -> list[IndexInfo]:
         """Return the indexes that the service drafts from."""
@@ -193,7 +238,7 @@ class RemoteDrafter:
     def _exchange(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
         """Send one step and await its answer; a stream that failed is begun anew next time."""
         if self._stream is None:
-            self._stream = _Stream(self._stub, self._timeout_s)
+            self._stream = Stream(self._stub, self._timeout_s)
         try:
             return self._stream.exchange(message)
         except grpc.RpcError as error:
@@ -204,27 +249,3 @@ class RemoteDrafter:
         if self._stream is not None:
             self._stream.end()
             self._stream = None
-
-
-class _Stream:
-    """One bidirectional call: a message out, a message in."""
-
-    def __init__(self, stub: RetrieverServiceStub, timeout_s: float) -> None:
-        self._outbox: SimpleQueue[pb.DraftStreamRequest | None] = SimpleQueue()
-        self._call = stub.DraftStream(self._messages(), wait_for_ready=False)
-        self._watchdog = Watchdog(timeout_s, self._call.cancel)
-
-    def exchange(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
-        with self._watchdog:
-            self._outbox.put(message)
-            response: pb.DraftStreamResponse = next(self._call)
-            return response
-
-    def end(self) -> None:
-        self._outbox.put(None)
-        self._call.cancel()
-        self._watchdog.stop()
-
-    def _messages(self) -> Iterator[pb.DraftStreamRequest]:
-        while (message := self._outbox.get()) is not None:
-            yield message

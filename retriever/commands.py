@@ -1,10 +1,10 @@
-"""The commands: serve drafts, or replay recorded outputs."""
+"""The commands: serve drafts, replay recorded outputs, or explain a draft."""
 
 import asyncio
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,16 +15,17 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from indexer.errors import IndexerError
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL
+from retriever.clear_errors import clear_errors
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
 from retriever.encoding import ChatEncoder
-from retriever.errors import InvalidRequestError, RetrieverError
-from retriever.factories import OWN, find_factory, own_drafter
+from retriever.errors import InvalidRequestError
+from retriever.explain_command import explain
+from retriever.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.files import check_files
 from retriever.log_store import Durability
-from retriever.options import Indexes, Phrases
+from retriever.options import Indexes, Phrases, Servers
 from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
 from retriever.report_tables import tables
@@ -34,11 +35,14 @@ from retriever.traces import read_outputs, read_traces
 DEFAULT_REFRESH_S: Final = 5.0
 
 app = typer.Typer(
-    help="Serve draft trees from indexes, or replay recorded outputs through a drafter.",
+    help="Serve draft trees from indexes, replay recorded outputs through a drafter, or explain a "
+    "draft.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.command()(explain)
 
 
 @app.command()
@@ -105,7 +109,7 @@ def serve(
     limits = replace(
         DEFAULT_LIMITS, generations_tokens=generations_tokens, generations_age_s=generations_age_s
     )
-    with _clear_errors():
+    with clear_errors():
         check_files(index or [], phrases or [])
         encoder = ChatEncoder(tokenizer)
         drafter = EmbeddedDrafter.open_indexes(
@@ -149,6 +153,7 @@ def replay_traces(
             help="Outputs that count as recent generations: files as TRACES. Repeatable.",
         ),
     ] = None,
+    server: Servers = None,
     drafter: Annotated[
         str,
         typer.Option(
@@ -184,17 +189,23 @@ def replay_traces(
 
     No model is run: a draft changes no output, so what would have been accepted is known.
     """
-    with _clear_errors():
+    with clear_errors():
         make_drafter = find_factory(drafter, drafters)
         if phrases and drafter != OWN:
             raise InvalidRequestError("--phrases are for our own drafter: leave out --drafter")
+        if server and (index or phrases or drafter != OWN):
+            raise InvalidRequestError(
+                "--server drafts by itself: leave out --index, --phrases and --drafter"
+            )
         encoder = ChatEncoder(tokenizer)
         check_files(index or [], phrases or [])
         read = read_traces(traces, encoder, limit)
         warming = [read_outputs(path, encoder) for path in warm or []]
         recorded = list(_progress(read, "tokenising"))
         outputs = list(chain.from_iterable(warming))
-        if drafter == OWN:
+        if server:
+            make_drafter = partial(remote_drafter, server, vocabulary=encoder.vocabulary)
+        elif drafter == OWN:
             listed = _listed(phrases, encoder, index)
             make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
         indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in index or []]
@@ -237,13 +248,3 @@ def _progress(items: Iterable[Any], doing: str) -> Iterator[Any]:
     """Show progress on a terminal's standard error."""
     console = Console(stderr=True)
     yield from track(items, doing, console=console, disable=not console.is_terminal)
-
-
-@contextmanager
-def _clear_errors() -> Iterator[None]:
-    """Print an error of ours as one line and end with status 1."""
-    try:
-        yield
-    except (RetrieverError, IndexerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error

@@ -5,17 +5,17 @@ what came next, after how long a match, and for how many occurrences each row st
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from indexer.reader import Segment
 from retriever.drafter import TokenIds
-from retriever.kernels.affinity import mark_recent
-from retriever.kernels.cursors import collect_cursor, move_cursor, set_cursor
-from retriever.kernels.layout import MAX_MATCH, Chains, Scratch, Tables
-from retriever.kernels.suffixes import collect_suffixes
+from retriever.kernels.entries import collect_segment
+from retriever.kernels.layout import MAX_MATCH, Chains, Scratch, SegmentArrays, Tables
+from retriever.kernels.lending import lend
 from retriever.phrases import PhraseCursor
 from retriever.pools import Pool
 from retriever.stores import CONTEXT_LIMITS, ChainStore
@@ -23,6 +23,8 @@ from retriever.tree import Source
 
 SHORTEST_MATCH: Final = 3
 """Shorter matches in the corpus are left to the phrase tables."""
+
+_CORPUS: Final = int(Source.CORPUS)
 
 
 class Context:
@@ -42,34 +44,27 @@ class Context:
             grown = self._store_for(2 * (len(self) + len(tokens)))
             grown.append(self.last(len(self)))
             self._store = grown
-        begin = len(self)
-        self._store.append(tokens)
-        move_cursor(self._cursor, self._store.chains, begin)
+        self._store.extend(tokens, self._cursor)
 
     def last(self, num_tokens: int) -> TokenIds:
         """Return the last tokens, at most `num_tokens`."""
         return self._store.last(num_tokens)
 
-    def collect(self, query: TokenIds, depth: int, scratch: Scratch, row: int) -> int:
-        """Write rows of evidence; return the first free row. These rows come first."""
-        end = self._store.collect(query, depth, scratch, row)
-        set_cursor(self._cursor, scratch.rows, end)
-        return int(
-            collect_cursor(
-                self._cursor,
-                self._store.chains,
-                query,
-                depth,
-                scratch.rows,
-                scratch.continuations,
-                end,
-            )
-        )
+    def collect(
+        self, query: TokenIds, rarity: NDArray[np.float32], depth: int, scratch: Scratch
+    ) -> int:
+        """Write the first rows of evidence; return how many. See `ChainStore.collect_own`."""
+        return self._store.collect_own(query, self._cursor, rarity, depth, scratch)
 
     @property
     def chains(self) -> Chains:
         """The arrays that kernels read."""
         return self._store.chains
+
+    @property
+    def lent(self) -> NDArray[Any]:
+        """The same, lent to kernels."""
+        return self._store.lent
 
     @staticmethod
     def _store_for(capacity: int) -> ChainStore:
@@ -86,6 +81,8 @@ class Corpus:
         samples: most occurrences to read for each match length in a segment.
         shortest: matches shorter than this are not asked: the tables know them.
         enough: shorter matches are not asked once a length occurs this often.
+        lent_tables: the tables, lent to kernels.
+        lent_segments: the segments likewise.
     """
 
     segments: Sequence[Segment]
@@ -93,6 +90,14 @@ class Corpus:
     samples: int = 32
     enough: int = 16
     shortest: int = SHORTEST_MATCH
+    lent_tables: NDArray[Any] = field(init=False)
+    lent_segments: list[NDArray[Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lent_tables = lend(self.tables)
+        self.lent_segments = [
+            lend(SegmentArrays(each.tokens, each.suffixes, each.starts)) for each in self.segments
+        ]
 
     def collect(
         self, query: TokenIds, depth: int, scratch: Scratch, row: int, longest: int
@@ -107,25 +112,23 @@ class Corpus:
             longest: a length beyond which nothing can match, from the last draft's.
         """
         found = 0  # shorter matches than `shortest` are not looked for
-        for segment in self.segments:
-            row, match = collect_suffixes(
-                segment.tokens,
-                segment.suffixes,
-                segment.starts,
+        for segment in self.lent_segments:
+            row, match = collect_segment(
+                segment,
                 query,
                 scratch.recent,
                 longest,
                 self.shortest,
                 self.samples,
                 self.enough,
-                int(Source.CORPUS),
+                _CORPUS,
                 depth,
                 scratch.rows,
                 scratch.continuations,
                 row,
             )
             found = max(found, match)
-        return int(row), max(int(found), self.shortest - 1)
+        return row, max(found, self.shortest - 1)
 
 
 @dataclass(slots=True)
@@ -162,11 +165,9 @@ class Databases:
                 self.phrases.commit(tokens)
             self.longest_match = min(MAX_MATCH, self.longest_match + len(tokens))
 
-    def collect(self, depth: int, scratch: Scratch) -> int:
-        """Write rows of evidence for what comes next; return how many."""
-        query = self.context.last(MAX_MATCH)
-        mark_recent(query, self.corpus.tables.rarity, scratch.recent, scratch.marked)
-        row = self.context.collect(query, depth, scratch, 0)
+    def collect(self, query: TokenIds, depth: int, scratch: Scratch) -> int:
+        """Write rows of evidence for what comes after int32[q]; return how many."""
+        row = self.context.collect(query, self.corpus.tables.rarity, depth, scratch)
         row = self.pool.generations.collect(query, depth, scratch, row)
         if self.phrases is not None:
             row = self.phrases.collect(depth, scratch, row)

@@ -37,6 +37,10 @@ class DrafterUnavailableError(RetrieverError):
     """The drafter cannot be reached in time: go on without a draft."""
 
 
+class ProvenanceError(RetrieverError):
+    """Where a draft came from cannot be told: an index is damaged or closed."""
+
+
 class AddressInUseError(RetrieverError):
     """The address to serve on is taken or cannot be bound."""
 

@@ -11,10 +11,14 @@ from retriever.drafter import Drafter, TokenIds
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import RetrieverError
 from retriever.phrases import ListedPhrases
+from retriever.sharding import connect
 
 DrafterFactory = Callable[[Sequence[Index], Sequence[TokenIds], int], Drafter]
 """Makes a drafter of open indexes, outputs (int32[n] each) that count as recent generations, and
 the most nodes that it will be asked for."""
+
+_PATIENCE_S: Final = 1.0
+"""A replay waits for late services as no decoder would: it measures drafts, not networks."""
 
 OWN: Final = "foredraft"
 """The name of our own drafter."""
@@ -41,6 +45,27 @@ def own_drafter(
     drafter.warm()
     for output in outputs:
         drafter.remember(output)
+    return drafter
+
+
+def remote_drafter(
+    addresses: Sequence[str],
+    _indexes: Sequence[Index],
+    outputs: Sequence[TokenIds],
+    _max_budget: int,
+    *,
+    vocabulary: Vocabulary | None = None,
+) -> Drafter:
+    """Return a client of one or more services, which keep the outputs as recent generations.
+
+    Raises:
+        RetrieverError: a service refuses an output.
+    """
+    fingerprint = vocabulary.fingerprint if vocabulary is not None else ""
+    drafter = connect(addresses, deadline_s=_PATIENCE_S, vocabulary_fingerprint=fingerprint)
+    for number, output in enumerate(outputs):
+        drafter.open(f"output-{number}", output[:0])
+        drafter.close(f"output-{number}", output)
     return drafter
 
 

@@ -14,6 +14,15 @@ from retriever.errors import InvalidRequestError, LimitExceededError
 MAX_NAME_BYTES: Final = 256
 """Longest name of a session or tenant, in bytes."""
 
+DEFAULT_DOCUMENTS: Final = 3
+"""Documents that are named for a node of a draft if nothing else is asked."""
+
+MAX_DOCUMENTS: Final = 64
+"""Most documents that are named for a node of a draft."""
+
+_BEYOND: Final = (1 << 31) - 1  # ids that no vocabulary limits are below it
+_FEW: Final = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -53,14 +62,12 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> TokenIds:
     array = np.asarray(tokens)
     if array.size == 0:
         return np.empty(0, np.int32)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidRequestError("token ids must be integers in one dimension")
-    highest = vocabulary_size if vocabulary_size is not None else np.iinfo(np.int32).max
-    if array.dtype == np.int32:  # one look suffices: negative ids are large without a sign
-        checked = np.array(array, np.int32)
-        if checked.view(np.uint32).max() < highest:
-            return checked
-    for worst in (int(array.min()), int(array.max())):
+    highest = vocabulary_size if vocabulary_size is not None else _BEYOND
+    # Of few tokens, as each step brings them, Python finds the extremes before numpy has begun.
+    values = array.tolist() if array.size <= _FEW else [int(array.min()), int(array.max())]
+    for worst in (min(values), max(values)):
         if not 0 <= worst < highest:
             raise InvalidRequestError(
                 f"token id {worst} is outside the vocabulary of {highest}: "
@@ -125,6 +132,22 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
         )
     if not 0.0 <= min_probability <= 1.0:
         raise InvalidRequestError(f"min_probability must lie between 0 and 1: {min_probability}")
+
+
+def check_documents(max_documents: int) -> None:
+    """Refuse to name more documents for a node than is reasonable.
+
+    Raises:
+        InvalidRequestError: a number below 0.
+        LimitExceededError: more than `MAX_DOCUMENTS`.
+    """
+    if max_documents < 0:
+        raise InvalidRequestError(f"{max_documents} documents a node is a negative number")
+    if max_documents > MAX_DOCUMENTS:
+        raise LimitExceededError(
+            f"{max_documents} documents a node are beyond the limit of {MAX_DOCUMENTS} "
+            "(MAX_DOCUMENTS)"
+        )
 
 
 def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:

@@ -10,7 +10,7 @@ from retriever.kernels.layout import WEIGHTS
 
 _PRIOR_FILE: Final = "prior.npy"
 
-_MARK: Final = b"weights1"
+_MARK: Final = b"weights2"
 """Begins kept weights; its number changes with what they mean."""
 
 Weights = NDArray[Any]

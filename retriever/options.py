@@ -22,3 +22,12 @@ Phrases = Annotated[
         '{"text": "..."} or {"ids": [...]}. Repeatable.',
     ),
 ]
+Servers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--server",
+        metavar="ADDRESS",
+        help="A draft service, HOST:PORT or unix:PATH, instead of --index and --phrases. "
+        "Repeatable: services that each hold a part of a corpus draft together.",
+    ),
+]

@@ -7,9 +7,8 @@ import numpy as np
 
 from retriever.databases import Databases
 from retriever.drafter import TokenIds
-from retriever.kernels.growth import grow_tree, weigh_rows
+from retriever.kernels.entries import grow_tree, learn
 from retriever.kernels.layout import MAX_MATCH, Scratch
-from retriever.kernels.mixing import learn
 from retriever.pools import Pool
 from retriever.tree import DraftTree, Source
 
@@ -59,10 +58,12 @@ class Predictor:
 
     Attributes:
         scratch: where the last tree grew; what it considered stands there until the next draft.
+        num_rows: rows of evidence that it grew from.
     """
 
     def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR) -> None:
         self.scratch = Scratch(max_depth=max_budget)
+        self.num_rows = 0
         self._trust = prior.trust()
         self._prior = prior
         self._last: Databases | None = None  # whose draft the scratch memory holds
@@ -77,21 +78,24 @@ class Predictor:
 
     def learn(self, pool: Pool, tokens: TokenIds) -> None:
         """Learn from the last draft: int32[n], at least one, came next."""
-        pool.learned += learn(pool.weights, self.scratch.work, tokens, self._prior.rate)
+        pool.learned += learn(pool.weights, self.scratch.lent, tokens, self._prior.rate)
 
     def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         """Return the most probable tree of at most `budget` nodes."""
         if budget == 0 or len(databases.context) == 0:
             return DraftTree.empty()
-        num_rows = databases.collect(budget, self.scratch)
-        weigh_rows(
-            self.scratch.rows, num_rows, self._trust, self._prior.escape, self.scratch.counts
-        )
+        query = databases.context.last(MAX_MATCH)
+        num_rows = self.num_rows = databases.collect(query, budget, self.scratch)
         self._last = databases
-        return self._grow(databases, num_rows, budget, float(min_probability))
+        return self._grow(databases, query, num_rows, budget, float(min_probability))
 
     def _grow(
-        self, databases: Databases, num_rows: int, budget: int, min_probability: float
+        self,
+        databases: Databases,
+        query: TokenIds,
+        num_rows: int,
+        budget: int,
+        min_probability: float,
     ) -> DraftTree:
         token_ids, parents = np.empty(budget, np.int32), np.empty(budget, np.int32)
         probabilities, sources = np.empty(budget, np.float32), np.empty(budget, np.uint8)
@@ -99,18 +103,22 @@ class Predictor:
             self.scratch.rows,
             self.scratch.continuations,
             num_rows,
-            databases.context.last(MAX_MATCH),
-            databases.corpus.tables,
+            self._trust,
+            self._prior.escape,
+            self.scratch.counts,
+            query,
+            databases.corpus.lent_tables,
             databases.pool.generations.live,
-            databases.context.chains,
+            databases.context.lent,
             databases.pool.weights,
             self._prior.doubt,
             budget,
             min_probability,
-            self.scratch.work,
+            self.scratch.lent,
             token_ids,
             parents,
             probabilities,
             sources,
         )
-        return DraftTree(token_ids[:size], parents[:size], probabilities[:size], sources[:size])
+        tree = DraftTree(token_ids, parents, probabilities, sources)
+        return tree.prefix(size)

@@ -47,6 +47,19 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             )
             return pb.DraftResponse(tree=wire.tree_to_message(tree))
 
+    async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
+        async with _statuses(context):
+            self._drafter.check_vocabulary(request.vocabulary_fingerprint)
+            # Documents take milliseconds to find, and meanwhile others draft.
+            explanation = await asyncio.to_thread(
+                self._drafter.explain,
+                wire.tokens_from_wire(request.context),
+                request.budget_nodes or DEFAULT_BUDGET_NODES,
+                request.min_probability,
+                max_documents=request.max_documents,
+            )
+            return wire.explanation_to_message(explanation)
+
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context
     ) -> pb.OpenSessionResponse:
@@ -73,7 +86,9 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         async with _statuses(context):
             tokens = wire.tokens_from_wire(request.new_token_ids)
             # Where outputs are kept on disk it is waited for, and meanwhile others draft.
-            await asyncio.to_thread(self._drafter.close, request.session_id, tokens)
+            await asyncio.to_thread(
+                self._drafter.close, request.session_id, tokens, remember=not request.forget
+            )
             return pb.CloseSessionResponse()
 
     async def ListIndexes(

@@ -4,10 +4,17 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
-from retriever.kernels.chains import append_tokens, collect_chains
+from retriever.kernels.entries import (
+    append_tokens,
+    collect_outputs,
+    collect_sequence,
+    extend_sequence,
+)
 from retriever.kernels.layout import Chains, Scratch
+from retriever.kernels.lending import lend
 from retriever.tree import Source
 
 MIN_CAPACITY: Final = 1024
@@ -60,13 +67,15 @@ class ChainStore:
             np.array([start, start, start], np.int64),
             np.full(max(size, _MIN_LAST) if source == Source.CONTEXT else 1, -1, np.int32),
         )
+        self.lent = lend(self.chains)
+        self._end = start
 
     def __len__(self) -> int:
         """Position after the newest token: of a store from 0, the tokens appended so far.
 
         Overwritten tokens and separators count.
         """
-        return int(self.chains.state[0])
+        return self._end
 
     @property
     def capacity(self) -> int:
@@ -85,7 +94,13 @@ class ChainStore:
 
     def append(self, tokens: TokenIds) -> None:
         """Append int32[n] to the current document."""
-        append_tokens(self.chains, self._orders, tokens)
+        append_tokens(self.lent, self._orders, tokens)
+        self._end += len(tokens)
+
+    def extend(self, tokens: TokenIds, cursor: NDArray[np.int64]) -> None:
+        """Append int32[n] to a sequence, and move its cursor, int64[2]."""
+        extend_sequence(self.lent, self._orders, cursor, tokens)
+        self._end += len(tokens)
 
     def forget_before(self, position: int) -> None:
         """Read nothing before `position` from now on."""
@@ -103,18 +118,44 @@ class ChainStore:
 
     def collect(self, query: TokenIds, depth: int, scratch: Scratch, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row."""
-        return int(
-            collect_chains(
-                self.chains,
-                self._orders,
-                self._max_rows,
-                query,
-                scratch.recent,
-                self._source,
-                self._source == Source.CONTEXT,
-                depth,
-                scratch.rows,
-                scratch.continuations,
-                row,
-            )
+        end: int = collect_outputs(
+            self.lent,
+            self._orders,
+            self._max_rows,
+            query,
+            scratch.recent,
+            self._source,
+            depth,
+            scratch.rows,
+            scratch.continuations,
+            row,
         )
+        return end
+
+    def collect_own(
+        self,
+        query: TokenIds,
+        cursor: NDArray[np.int64],
+        rarity: NDArray[np.float32],
+        depth: int,
+        scratch: Scratch,
+    ) -> int:
+        """Write the first rows of evidence, from the sequence that this is; return how many.
+
+        Marks the query as what is recent, with float32[vocabulary], how rare each token is.
+        """
+        end: int = collect_sequence(
+            self.lent,
+            self._orders,
+            self._max_rows,
+            cursor,
+            query,
+            rarity,
+            scratch.recent,
+            scratch.marked,
+            self._source,
+            depth,
+            scratch.rows,
+            scratch.continuations,
+        )
+        return end

@@ -1,6 +1,7 @@
 """Between values and wire messages, and between errors and gRPC statuses: the one place."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Final
 
 import grpc
@@ -9,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from retriever import errors
 from retriever.drafter import DraftRequest, TokenIds
+from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
 from retriever.limits import checked_tokens
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
@@ -115,6 +117,70 @@ def context_to_message(
         )
     except ValueError as error:
         raise errors.InvalidRequestError(f"a draft does not fit the wire: {error}") from error
+
+
+def explanation_request(
+    context: ArrayLike,
+    budget_nodes: int,
+    min_probability: float,
+    fingerprint: str,
+    max_documents: int,
+) -> pb.ExplainRequest:
+    """Return the wire form of a bare context whose draft is to be explained.
+
+    Raises:
+        InvalidRequestError: these are no token ids, or a number does not fit the wire.
+    """
+    try:
+        return pb.ExplainRequest(
+            context=tokens_to_wire(context),
+            budget_nodes=budget_nodes,
+            min_probability=min_probability,
+            vocabulary_fingerprint=fingerprint,
+            max_documents=max_documents,
+        )
+    except ValueError as error:
+        raise errors.InvalidRequestError(f"a draft does not fit the wire: {error}") from error
+
+
+def explanation_to_message(explanation: Explanation) -> pb.ExplainResponse:
+    """Return the wire form of an explanation."""
+    return pb.ExplainResponse(
+        tree=tree_to_message(explanation.tree),
+        nodes=[
+            pb.NodeProvenance(
+                match_length=node.match_length,
+                count=node.count,
+                context_positions=node.context_positions,
+                documents=[pb.DocumentOccurrence(**asdict(place)) for place in node.documents],
+            )
+            for node in explanation.nodes
+        ],
+    )
+
+
+def explanation_from_message(message: pb.ExplainResponse) -> Explanation:
+    """Return the explanation of a message.
+
+    Raises:
+        InvalidTreeError: there is no tree, or it has another number of nodes.
+    """
+    tree = tree_from_message(message.tree)
+    if len(tree) != len(message.nodes):
+        raise errors.InvalidTreeError(f"{len(tree)} nodes and {len(message.nodes)} explanations")
+    nodes = [
+        NodeProvenance(
+            node.match_length,
+            node.count,
+            tuple(node.context_positions),
+            tuple(
+                DocumentOccurrence(place.index, place.name, place.licence, place.position)
+                for place in node.documents
+            ),
+        )
+        for node in message.nodes
+    ]
+    return Explanation(tree, tuple(nodes))
 
 
 def requests_from_message(message: pb.DraftStreamRequest) -> list[DraftRequest]:

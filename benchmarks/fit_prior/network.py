@@ -56,10 +56,10 @@ class Network(torch.nn.Module):
         given = self.weights
         traits = torch.from_numpy(outcomes.traits)
         nodes = torch.from_numpy(np.repeat(np.arange(len(outcomes)), outcomes.counts))
-        base = traits @ given["traits"].T + given["bias"]
-        hidden = relu(torch.from_numpy(outcomes.features) @ given["evidence"].T + base[nodes])
+        base = traits @ given["traits"] + given["bias"]
+        hidden = relu(torch.from_numpy(outcomes.features) @ given["evidence"] + base[nodes])
         scores = hidden @ given["output"]
-        doubt = relu(traits @ given["doubt_traits"].T + given["doubt_bias"])
+        doubt = relu(traits @ given["doubt_traits"] + given["doubt_bias"])
         none = doubt @ given["doubt_output"] + given["doubt"][tuple(outcomes.places.T)]
         return _surprise(scores, none, nodes, outcomes)
 

@@ -12,7 +12,7 @@ from benchmarks.workloads import Workload
 from retriever.databases import Databases
 from retriever.drafter import TokenIds
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
-from retriever.kernels.layout import Work
+from retriever.kernels.layout import Evidence, Work
 from retriever.kernels.mixing import depth_bucket, match_bucket
 from retriever.mixer import Weights
 from retriever.pools import Pool
@@ -65,7 +65,7 @@ def outcomes_of(work: Work, tokens: TokenIds) -> Iterator[Outcome]:
         hits = np.flatnonzero(work.nodes["token"][first:end] == token)
         chosen = int(hits[0]) if len(hits) else -1
         place = (int(node["voice"]), int(match_bucket(traits)), int(depth_bucket(traits)))
-        yield Outcome(work.evidence[:, first:end].T.copy(), traits, place, chosen)
+        yield Outcome(work.evidence[first:end, : Evidence.SIZE].copy(), traits, place, chosen)
         current = first + chosen
         if chosen < 0 or work.nodes[current]["place"] < 0:
             return

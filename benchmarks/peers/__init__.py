@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final
 
 from benchmarks.peers.hierarchy import HierarchyDrafting
+from benchmarks.peers.infini_gram import InfiniGram
 from benchmarks.peers.prompt_lookup import PromptLookup
 from benchmarks.peers.rest import Rest
 from benchmarks.peers.sam_decoding import SamDecoding
@@ -28,6 +29,12 @@ def _prompt_lookup(
 
 def _rest(indexes: Sequence[Index], outputs: Sequence[TokenIds], _max_budget: int) -> Rest:
     return Rest(indexes, outputs)
+
+
+def _infini_gram(
+    indexes: Sequence[Index], outputs: Sequence[TokenIds], _max_budget: int
+) -> InfiniGram:
+    return InfiniGram(indexes, outputs)
 
 
 def _sam_decoding(
@@ -51,6 +58,7 @@ def _suffix_decoding_tree(
 DRAFTERS: Final[Mapping[str, DrafterFactory]] = {
     "prompt-lookup": _prompt_lookup,
     "rest": _rest,
+    "infini-gram": _infini_gram,
     "hd": HierarchyDrafting,
     "hd-3": partial(HierarchyDrafting, draft_tokens=3),
     "hd-16": partial(HierarchyDrafting, draft_tokens=16),

@@ -24,11 +24,22 @@ class SortedText:
 
     Attributes:
         tokens: unsigned[n].
-        suffixes: uint32[m], positions in the lexicographic order of what stands there.
+        suffixes: uint32[m], positions in the lexicographic order of what stands there; or
+            uint8[m, bytes], the same packed, little-endian.
     """
 
     tokens: NDArray[Any]
-    suffixes: NDArray[np.uint32]
+    suffixes: NDArray[Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of both."""
+        return self.tokens.nbytes + self.suffixes.nbytes
+
+    def packed(self, num_bytes: int) -> "SortedText":
+        """Return the same with positions in so many bytes each."""
+        wide = self.suffixes.astype("<u8").view(np.uint8).reshape(-1, 8)
+        return SortedText(self.tokens, np.ascontiguousarray(wide[:, :num_bytes]))
 
 
 class Datastore:

@@ -3,15 +3,15 @@
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import RECENT_SIZE
 
 _KINDRED: Final = 16
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def mark_recent(
     query: NDArray[np.int32],
     rarity: NDArray[np.float32],
@@ -34,7 +34,7 @@ def mark_recent(
         recent[token & (RECENT_SIZE - 1)] = rarity[token] if known else np.float32(0.5)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def affinity_of(
     tokens: NDArray[Any],
     mask: int,

@@ -3,7 +3,8 @@
 from typing import Final
 
 import numpy as np
-from numba import njit
+
+from retriever.kernels.compiling import kernel
 
 _MANTISSA_BITS: Final = 23
 _BIAS: Final = 127
@@ -11,7 +12,7 @@ _ONE: Final = np.float32(1 / (1 << _MANTISSA_BITS))
 _LOWEST: Final = np.float32(-126.0)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def fast_log2(value: float) -> float:
     """Return log2 of a positive float32: exact at powers of two, straight lines between them.
 
@@ -22,7 +23,7 @@ def fast_log2(value: float) -> float:
     return np.float32(bits) * _ONE - np.float32(_BIAS)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def fast_exp2(value: float) -> float:
     """Return 2 to the power of a float32 below 127, with a relative error under 0.0002."""
     bounded = max(np.float32(value), _LOWEST)
@@ -34,3 +35,10 @@ def fast_exp2(value: float) -> float:
     )
     scale = np.int32((np.int32(whole) + _BIAS) << _MANTISSA_BITS).view(np.float32)
     return np.float32(fitted * scale)
+
+
+@kernel()
+def octaves_below_one(probability: float) -> int:
+    """Return how often 1 must be halved to be no more than a probability, but 31 at most."""
+    exponent = np.int64(np.float32(probability).view(np.int32) >> _MANTISSA_BITS) - _BIAS
+    return min(31, max(0, -exponent))

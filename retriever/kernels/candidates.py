@@ -3,9 +3,9 @@
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import Evidence, Traits
 
 UNKNOWN: Final = -2
@@ -14,7 +14,7 @@ UNKNOWN: Final = -2
 _SLOT_MULTIPLIER: Final = 40503
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def add_rows(
     rows: NDArray[Any],
     continuations: NDArray[np.int32],
@@ -44,15 +44,15 @@ def add_rows(
             )
             if child >= 0:
                 _join(rows, index, nodes, child)
-                evidence[Evidence.ROWS, child] += row.weight
-                evidence[Evidence.AFFINE, child] += affine
+                evidence[child, Evidence.ROWS] += row.weight
+                evidence[child, Evidence.AFFINE] += affine
         index = following
     traits[Traits.MATCH] = longest + depth if longest > 0 else 0
     traits[Traits.DEPTH] = depth
     return num_nodes, total, kindred
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def child_with(
     token: int,
     nodes: NDArray[Any],
@@ -79,12 +79,12 @@ def child_with(
     node.token, node.slot, node.parent = token, slot, parent
     node.first_row, node.heaviest, node.source = -1, -1.0, source
     node.pair, node.triple = UNKNOWN, UNKNOWN
-    for kind in range(Evidence.SIZE):
-        evidence[kind, num_nodes] = 0.0
+    node.place, node.end_child = -1, 0
+    evidence[num_nodes, :] = 0.0
     return num_nodes, num_nodes + 1
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _join(rows: NDArray[Any], index: int, nodes: NDArray[Any], child: int) -> None:
     """Append a row to a node."""
     row, node = rows[index], nodes[child]

@@ -12,11 +12,10 @@ to lead into the ring again; it leads to places that do not match, so it costs p
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.affinity import affinity_of
-from retriever.kernels.borrowing import borrow
+from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import Chains
 
 SEPARATOR: Final = -1
@@ -28,7 +27,7 @@ _PROBES_PER_ROW: Final = 4
 _HEAD_BITS: Final = 0x7FFFFFFF
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def append_tokens(
     chains: Chains,
     orders: NDArray[np.int64],
@@ -41,8 +40,8 @@ def append_tokens(
         orders: int64[orders], the indexed n-gram orders, longest first.
         new_tokens: int32[n], token ids and separators.
     """
-    tokens, heads, links = borrow(chains.tokens), borrow(chains.heads), borrow(chains.links)
-    mask, state, last = tokens.shape[0] - 1, borrow(chains.state), borrow(chains.last)
+    tokens, heads, links = chains.tokens, chains.heads, chains.links
+    mask, state, last = tokens.shape[0] - 1, chains.state, chains.last
     for token in new_tokens:
         position = state[0]
         tokens[position & mask] = token
@@ -61,7 +60,7 @@ def append_tokens(
                 heads[row, bucket] = position & _HEAD_BITS
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def collect_chains(
     chains: Chains,
     orders: NDArray[np.int64],
@@ -94,9 +93,8 @@ def collect_chains(
     Returns:
         The first free row afterwards.
     """
-    tokens, heads, links = borrow(chains.tokens), borrow(chains.heads), borrow(chains.links)
-    rows, continuations, query = borrow(rows), borrow(continuations), borrow(query)
-    recent, state = borrow(recent), borrow(chains.state)
+    tokens, heads, links = chains.tokens, chains.heads, chains.links
+    state = chains.state
     total = state[0]
     mask = tokens.shape[0] - 1
     oldest = max(state[2], total - tokens.shape[0])
@@ -130,7 +128,7 @@ def collect_chains(
     return row
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def head_position(head: int, total: int) -> int:
     """Return the position that a head stands for in a store of `total` tokens, -1 for none."""
     if head < 0:
@@ -138,7 +136,7 @@ def head_position(head: int, total: int) -> int:
     return total - ((total - head) & _HEAD_BITS)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def bucket_of(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_buckets: int) -> int:
     """Hash the `order` tokens from `begin` on; a mask of -1 is for arrays that are no rings."""
     key = np.uint64(order)
@@ -149,7 +147,7 @@ def bucket_of(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_bu
     return np.int64(key & np.uint64(num_buckets - 1))
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def match_length(
     tokens: NDArray[np.int32], position: int, oldest: int, query: NDArray[np.int32]
 ) -> int:
@@ -162,7 +160,7 @@ def match_length(
     return length
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def copy_tokens(
     tokens: NDArray[np.int32], begin: int, end: int, wrap: bool, depth: int, out: NDArray[np.int32]
 ) -> int:
@@ -182,7 +180,7 @@ def copy_tokens(
     return length
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def _write(row: Any, length: int, match: int, source: int) -> None:
     row.length = length
     row.match = match

@@ -9,11 +9,10 @@ equal token says more than elsewhere.
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retriever.kernels.borrowing import borrow
 from retriever.kernels.chains import copy_tokens, match_length
+from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import Chains
 from retriever.tree import Source
 
@@ -30,7 +29,7 @@ _BLIND: Final = 0.5  # and those for which no token speaks
 _CONTEXT: Final = int(Source.CONTEXT)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def move_cursor(cursor: NDArray[np.int64], chains: Chains, begin: int) -> None:
     """Compare tokens that were appended from `begin` on with what was expected.
 
@@ -51,7 +50,7 @@ def move_cursor(cursor: NDArray[np.int64], chains: Chains, begin: int) -> None:
             cursor[POSITION] = -1
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def set_cursor(cursor: NDArray[np.int64], rows: NDArray[Any], num_rows: int) -> None:
     """Move a cursor to the longest match, if that is long: of equals to where it stands already.
 
@@ -71,7 +70,7 @@ def set_cursor(cursor: NDArray[np.int64], rows: NDArray[Any], num_rows: int) -> 
         cursor[POSITION], cursor[MISSES] = place, 0
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def collect_cursor(
     cursor: NDArray[np.int64],
     chains: Chains,
@@ -97,7 +96,7 @@ def collect_cursor(
     """
     if cursor[POSITION] < 0 or cursor[MISSES] == 0:
         return row
-    tokens, rows, continuations = borrow(chains.tokens), borrow(rows), borrow(continuations)
+    tokens = chains.tokens
     total, base, found = chains.state[0], cursor[POSITION], 0
     for place in range(base, min(base + _REACH, total)):
         blind = place == base or place == base + cursor[MISSES]

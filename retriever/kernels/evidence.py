@@ -10,18 +10,18 @@ that is linear, every count contributes its own coefficient and no estimate is m
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.candidates import UNKNOWN, add_rows
-from retriever.kernels.layout import Evidence, Traits
+from retriever.kernels.compiling import kernel
+from retriever.kernels.layout import Chains, Evidence, Tables, Traits, Work
 from retriever.kernels.succession import add_followers, add_live, add_successors, set_states
 
 _UNKNOWN_SHARE: Final = 1e-5  # of a token that the tables do not know
 _NEVER: Final = float(1 << 20)  # distance of a token that is not in the sequence
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def plant(rows: NDArray[Any], num_rows: int, query: NDArray[np.int32], nodes: NDArray[Any]) -> None:
     """Make candidate 0 the root, with all rows, after the query's last tokens."""
     root = nodes[0]
@@ -37,113 +37,79 @@ def plant(rows: NDArray[Any], num_rows: int, query: NDArray[np.int32], nodes: ND
         rows[index].next = index + 1 if index + 1 < num_rows else -1
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def gather(
     rows: NDArray[Any],
     continuations: NDArray[np.int32],
-    starts1: NDArray[np.uint32],
-    starts2: NDArray[np.uint32],
-    starts3: NDArray[np.uint32],
-    tokens2: NDArray[Any],
-    tokens3: NDArray[Any],
-    tokens4: NDArray[Any],
-    counts1: NDArray[np.uint8],
-    counts2: NDArray[np.uint8],
-    counts3: NDArray[np.uint8],
-    counts4: NDArray[np.uint8],
-    values: NDArray[np.float32],
-    shares: NDArray[np.float32],
+    tables: Tables,
     live: NDArray[np.int64],
-    sequence: NDArray[np.int32],
-    heads: NDArray[np.int32],
-    links: NDArray[np.int32],
-    last: NDArray[np.int32],
-    length: int,
+    context: Chains,
     doubt: float,
-    nodes: NDArray[Any],
-    evidence: NDArray[np.float32],
-    traits: NDArray[np.float32],
-    slots: NDArray[np.int32],
-    tail: NDArray[np.int32],
-    followers: NDArray[np.int32],
+    work: Work,
     current: int,
     num_nodes: int,
 ) -> int:
     """Add the candidates for a node's next token, with their evidence; return the node count.
 
-    Arrays are passed one by one: taking them out of tuples for every node costs more than the
-    work that is done with them.
+    Further in, arrays are passed one by one: whole tuples of them cost more than the work that is
+    done with them.
 
     Args:
         rows: ROW[max_rows], weighed evidence; those of the node are divided among its children.
         continuations: int32[max_rows, max_depth].
-        starts1: of the phrase tables; see `Tables`.
-        starts2: likewise.
-        starts3: likewise.
-        tokens2: likewise; what is beyond the vocabulary is left out.
-        tokens3: likewise.
-        tokens4: likewise.
-        counts1: likewise.
-        counts2: likewise.
-        counts3: likewise.
-        counts4: likewise.
-        values: likewise.
-        shares: likewise.
+        tables: phrase tables; what is beyond the vocabulary is left out.
         live: int64[sets, WAYS], of recent outputs.
-        sequence: tokens of the sequence; see `Chains`.
-        heads: likewise.
-        links: likewise.
-        last: likewise.
-        length: tokens in the sequence.
+        context: of the sequence.
         doubt: weight that stands for whatever no row predicts.
-        nodes: NODE[max_nodes]; children are written from `num_nodes` on.
-        evidence: float32[Evidence.SIZE, max_nodes], likewise.
-        traits: float32[Traits.SIZE], written.
-        slots: int32[power of two], all -1; left so.
-        tail: int32[3], scratch.
-        followers: int32[MAX_FOLLOWERS], scratch.
+        work: scratch; children and their evidence are written from `num_nodes` on, and the node's
+            traits.
         current: the node.
         num_nodes: candidates so far.
     """
+    nodes, evidence, slots, tail = work.nodes, work.evidence, work.slots, work.tail
+    values, shares = tables.values, tables.shares
     node = nodes[current]
+    traits = work.traits[node.place + 1]
     node.first_child = num_nodes
     tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
     end, total, kindred = add_rows(
         rows, continuations, nodes, evidence, slots, current, num_nodes, traits
     )
-    set_states(starts1, starts2, tokens2, tokens3, nodes, current)
+    set_states(tables.starts1, tables.starts2, tables.tokens2, tables.tokens3, nodes, current)
     left: Any = np.float32(1.0)
     end, left = add_successors(
-        starts3, tokens4, counts3, counts4, values, 4, node.triple, left, shares.shape[0],
-        nodes, evidence, slots, current, end, traits,
+        tables.starts3, tables.tokens4, tables.counts3, tables.counts4, values, 4, node.triple,
+        left, shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
     end, left = add_successors(
-        starts2, tokens3, counts2, counts3, values, 3, node.pair, left, shares.shape[0],
-        nodes, evidence, slots, current, end, traits,
+        tables.starts2, tables.tokens3, tables.counts2, tables.counts3, values, 3, node.pair,
+        left, shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
-    known = 0 <= node.token < counts1.shape[0]
+    known = node.token if 0 <= node.token < tables.counts1.shape[0] else -1
     end, corpus_left = add_successors(
-        starts1, tokens2, counts1, counts2, values, 2, node.token if known else -1, left,
-        shares.shape[0], nodes, evidence, slots, current, end, traits,
+        tables.starts1, tables.tokens2, tables.counts1, tables.counts2, values, 2, known,
+        left, shares.shape[0], nodes, evidence, slots, current, end, traits,
     )  # fmt: skip
     left = np.float32(1.0)
     for order in (2, 1):
         end, left = add_followers(
-            sequence, heads, links, length, order, left,
-            nodes, evidence, slots, tail, followers, current, end, traits,
+            context.tokens, context.heads, context.links, context.state[0], order, left,
+            nodes, evidence, slots, tail, work.followers, current, end, traits,
         )  # fmt: skip
     for order in (3, 2):
         end, left = add_live(live, order, left, nodes, evidence, slots, tail, current, end, traits)
     node.end_child = end
     traits[Traits.ROWS] = total + doubt
     _estimate(shares, doubt, corpus_left, left, total, kindred, nodes, evidence, num_nodes, end)
-    _date(sequence, last, length + node.depth, nodes, evidence, num_nodes, end)
+    _date(
+        context.tokens, context.last, context.state[0] + node.depth, nodes, evidence, num_nodes, end
+    )
     for child in range(num_nodes, end):
         slots[nodes[child].slot] = -1
     return end
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _estimate(
     shares: NDArray[np.float32],
     doubt: float,
@@ -162,17 +128,17 @@ def _estimate(
     for child in range(first, end):
         token = nodes[child].token
         unigram = shares[token] if token < shares.shape[0] else np.float32(_UNKNOWN_SHARE)
-        corpus = evidence[Evidence.CORPUS, child] + corpus_left * unigram
-        recent = evidence[Evidence.LIVE, child] + left * corpus
-        weight = evidence[Evidence.ROWS, child] + np.float32(doubt) * recent
-        evidence[Evidence.UNIGRAM, child] = unigram
-        evidence[Evidence.CORPUS, child] = corpus
-        evidence[Evidence.LIVE, child] = recent
-        evidence[Evidence.ROWS, child] = scale * weight
-        evidence[Evidence.AFFINE, child] *= kindred_scale
+        corpus = evidence[child, Evidence.CORPUS] + corpus_left * unigram
+        recent = evidence[child, Evidence.LIVE] + left * corpus
+        weight = evidence[child, Evidence.ROWS] + np.float32(doubt) * recent
+        evidence[child, Evidence.UNIGRAM] = unigram
+        evidence[child, Evidence.CORPUS] = corpus
+        evidence[child, Evidence.LIVE] = recent
+        evidence[child, Evidence.ROWS] = scale * weight
+        evidence[child, Evidence.AFFINE] *= kindred_scale
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _date(
     tokens: NDArray[np.int32],
     last: NDArray[np.int32],
@@ -189,4 +155,4 @@ def _date(
         distance = np.float32(_NEVER)
         if position >= 0 and tokens[position] == nodes[child].token:
             distance = np.float32(now - position)
-        evidence[Evidence.RECENCY, child] = distance
+        evidence[child, Evidence.RECENCY] = distance

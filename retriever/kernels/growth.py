@@ -3,20 +3,20 @@
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from retriever.kernels.arithmetic import fast_exp2, fast_log2
-from retriever.kernels.borrowing import borrow
+from retriever.kernels.compiling import kernel
 from retriever.kernels.evidence import gather, plant
+from retriever.kernels.frontier import candidate_of, key_of, least_of, pop, push, rank_of
 from retriever.kernels.layout import NUM_RANKS, Chains, Tables, Work
 from retriever.kernels.mixing import mix
+from retriever.kernels.succession import call_from_memory
 
-_HOPE: Final = 0.4  # children are seldom more probable than this, where it matters
+_HOPE: Final = 0.33  # children are seldom more probable than this, where it matters
 _LEAST: Final = 1e-6  # candidates below it are never worth their place
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def weigh_rows(
     rows: NDArray[Any],
     num_rows: int,
@@ -52,7 +52,7 @@ def weigh_rows(
         rows[index].weight *= counts[rows[index].match]
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def grow_tree(
     rows: NDArray[Any],
     continuations: NDArray[np.int32],
@@ -98,44 +98,31 @@ def grow_tree(
     Returns:
         The number of nodes taken.
     """
-    rows, continuations, live = borrow(rows), borrow(continuations), borrow(live)
-    weights = borrow(weights)
-    nodes, evidence, shares = borrow(work.nodes), borrow(work.evidence), borrow(work.shares)
-    traits, heap, ranks = borrow(work.traits), borrow(work.heap), borrow(work.ranks)
-    slots, tail, followers = borrow(work.slots), borrow(work.tail), borrow(work.followers)
-    starts1, starts2 = borrow(tables.starts1), borrow(tables.starts2)
-    starts3, tokens2 = borrow(tables.starts3), borrow(tables.tokens2)
-    tokens3, tokens4 = borrow(tables.tokens3), borrow(tables.tokens4)
-    counts1, counts2 = borrow(tables.counts1), borrow(tables.counts2)
-    counts3, counts4 = borrow(tables.counts3), borrow(tables.counts4)
-    values, unigrams = borrow(tables.values), borrow(tables.shares)
-    sequence, heads = borrow(context.tokens), borrow(context.heads)
-    links, last, length = borrow(context.links), borrow(context.last), context.state[0]
+    nodes, heap, ranks = work.nodes, work.heap, work.ranks
     plant(rows, num_rows, query, nodes)
     ranks[:] = 0
     num_nodes, heap_size, size, current = 1, 0, 0, 0
+    lowest, spare = NUM_RANKS - 1, -budget
     while True:
-        highest = _rank(nodes[current].probability)  # no candidate is above it
-        lowest = _last_rank(ranks, highest, budget - size)
-        if _rank(nodes[current].probability * _HOPE) <= lowest:
-            own_traits = traits[nodes[current].place + 1]
+        if rank_of(nodes[current].probability * _HOPE) <= lowest:
             num_nodes = gather(
-                rows, continuations,
-                starts1, starts2, starts3, tokens2, tokens3, tokens4,
-                counts1, counts2, counts3, counts4, values, unigrams,
-                live, sequence, heads, links, last, length,
-                doubt, nodes, evidence, own_traits, slots, tail, followers, current, num_nodes,
-            )  # fmt: skip
-            mix(weights[0], nodes[current], own_traits, evidence, shares)
-            heap_size = _offer_children(
-                nodes, shares, heap, ranks, current, heap_size, lowest, min_probability
+                rows, continuations, tables, live, context, doubt, work, current, num_nodes
             )
+            mix(weights[0], work, current)
+            num_offered = _offer_children(
+                tables, live, work, current, heap_size, lowest, min_probability
+            )
+            heap_size += num_offered
+            spare += num_offered
+            while spare >= ranks[lowest]:
+                spare -= ranks[lowest]
+                lowest -= 1
         if heap_size == 0:
             break
-        current = _pop(heap, heap_size, nodes)
+        current = candidate_of(pop(heap, heap_size))
         heap_size -= 1
         node = nodes[current]
-        ranks[_rank(node.probability)] -= 1
+        ranks[rank_of(node.probability)] -= 1
         node.place = size
         token_ids[size] = node.token
         parents[size] = nodes[node.parent].place
@@ -147,94 +134,34 @@ def grow_tree(
     return size
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _offer_children(
-    nodes: NDArray[Any],
-    shares: NDArray[np.float32],
-    heap: NDArray[np.int32],
-    ranks: NDArray[np.int32],
+    tables: Tables,
+    live: NDArray[np.int64],
+    work: Work,
     current: int,
     heap_size: int,
     lowest: int,
     min_probability: float,
 ) -> int:
-    """Put those candidates of a node on the heap that may yet be taken; return its size.
+    """Put those candidates of a node on the heap that may yet be taken; return how many.
 
-    Those of ranks after `lowest` are not: there are others enough.
+    Those of ranks after `lowest` are not: there are others enough. What will be read of those whose
+    children may be taken as well is called from memory.
     """
-    parent = nodes[current]
-    least = max(min_probability, _LEAST, _probability_at(lowest))
+    nodes, shares, heap, ranks = work.nodes, work.shares, work.heap, work.ranks
+    parent, num_offered = nodes[current], 0
+    above, depth = parent.probability, parent.depth + 1
+    least = np.float32(max(min_probability, _LEAST, least_of(lowest)))
     for child in range(parent.first_child, parent.end_child):
-        probability = parent.probability * shares[child]
-        node = nodes[child]
-        node.place, node.end_child = -1, 0
+        probability = above * shares[child]
         if probability >= least:
-            node.probability = probability
-            node.depth = parent.depth + 1
+            node = nodes[child]
+            node.probability, node.depth = probability, depth
             node.before, node.earlier = parent.token, parent.before
-            ranks[_rank(probability)] += 1
-            _push(heap, heap_size, nodes, child)
-            heap_size += 1
-    return heap_size
-
-
-@njit(cache=True, nogil=True)
-def _rank(probability: float) -> int:
-    """Return which sixteenth of an octave below 1 a probability is in."""
-    return min(NUM_RANKS - 1, max(0, np.int64(np.float32(-16.0) * fast_log2(probability))))
-
-
-@njit(cache=True, nogil=True)
-def _probability_at(rank: int) -> float:
-    """Return the least probability of a rank."""
-    if rank == NUM_RANKS - 1:
-        return np.float32(0.0)
-    octaves = np.float32(rank + 1) / np.float32(16.0)
-    whole = np.ceil(octaves)
-    # As `fast_log2` has it: straight between powers of two.
-    return fast_exp2(-whole) * (np.float32(1.0) + whole - octaves)
-
-
-@njit(cache=True, nogil=True)
-def _last_rank(ranks: NDArray[np.int32], first: int, wanted: int) -> int:
-    """Return the last rank of which anything may be taken: `wanted` others are not below it."""
-    above = 0
-    for rank in range(first, NUM_RANKS - 1):
-        above += ranks[rank]
-        if above >= wanted:
-            return rank
-    return NUM_RANKS - 1
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _precedes(nodes: NDArray[Any], one: int, other: int) -> bool:
-    if nodes[one].probability != nodes[other].probability:
-        return nodes[one].probability > nodes[other].probability
-    return one < other
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _push(heap: NDArray[np.int32], size: int, nodes: NDArray[Any], node: int) -> None:
-    """Add a candidate to a heap of `size`."""
-    place = size
-    while place > 0 and _precedes(nodes, node, heap[(place - 1) >> 1]):
-        heap[place] = heap[(place - 1) >> 1]
-        place = (place - 1) >> 1
-    heap[place] = node
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _pop(heap: NDArray[np.int32], size: int, nodes: NDArray[Any]) -> int:
-    """Take the most probable candidate from a heap of `size`."""
-    best, last = heap[0], heap[size - 1]
-    place = 0
-    while 2 * place + 1 < size - 1:
-        child = 2 * place + 1
-        if child + 1 < size - 1 and _precedes(nodes, heap[child + 1], heap[child]):
-            child += 1
-        if not _precedes(nodes, heap[child], last):
-            break
-        heap[place] = heap[child]
-        place = child
-    heap[place] = last
-    return best
+            ranks[rank_of(probability)] += 1
+            push(heap, heap_size + num_offered, key_of(probability, child))
+            num_offered += 1
+            if probability * np.float32(_HOPE) >= least:
+                call_from_memory(tables, live, work.tail, node)
+    return num_offered

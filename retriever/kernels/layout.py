@@ -6,6 +6,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from retriever.kernels.lending import lend
+
 MAX_MATCH: Final = 32
 """Match lengths are counted up to this many tokens."""
 
@@ -18,8 +20,8 @@ MAX_FOLLOWERS: Final = 16
 NUM_RANKS: Final = 256
 """Ranks that probabilities are sorted into, a sixteenth of an octave each."""
 
-MAX_SUCCESSORS: Final = 72
-"""Most candidates for a node that no row predicts: 32 from the phrase tables, 24 from the sequence
+MAX_SUCCESSORS: Final = 104
+"""Most candidates for a node that no row predicts: 64 from the phrase tables, 24 from the sequence
 and 16 from recent outputs."""
 
 NUM_TABLE_ORDERS: Final = 3
@@ -53,20 +55,20 @@ NODE: Final = np.dtype(
         ("last_row", np.int32),
         ("slot", np.int32),  # where the token stands in the table of siblings
         ("place", np.int32),  # index in the tree, -1 for the root and for what is not in it
-        ("source", np.int32),
-        ("voice", np.int32),  # database of the longest match that agrees with the path
+        ("source", np.int16),
+        ("voice", np.int16),  # database of the longest match that agrees with the path
         ("first_child", np.int32),  # its candidates are first_child to end_child
         ("end_child", np.int32),  # 0 while none were considered
-        ("heaviest", np.float64),  # weight of its heaviest row, whose source it has
-        ("probability", np.float64),
+        ("heaviest", np.float32),  # weight of its heaviest row, whose source it has
+        ("probability", np.float32),
     ],
     align=True,
 )
-"""One candidate for the tree; candidate 0 is the root."""
+"""One candidate for the tree, in 64 bytes; candidate 0 is the root."""
 
 
-class _EvidenceRows(NamedTuple):
-    """Rows of the evidence about candidates: sums at first, features once a node is complete."""
+class _EvidenceColumns(NamedTuple):
+    """Columns of the evidence about candidates: sums at first, features once a node is complete."""
 
     ROWS: int = 0  # weight of the candidate's rows; then how probable they make it
     LIVE: int = 1  # the tables' estimate, corrected by recent outputs and the sequence
@@ -75,9 +77,10 @@ class _EvidenceRows(NamedTuple):
     RECENCY: int = 4  # distance to the candidate's last occurrence in the sequence
     UNIGRAM: int = 5  # its share in the corpus
     SIZE: int = 6
+    WIDTH: int = 8  # of a row, so that one is half a cache line
 
 
-Evidence: Final = _EvidenceRows()
+Evidence: Final = _EvidenceColumns()
 
 
 class _TraitColumns(NamedTuple):
@@ -106,11 +109,11 @@ DEPTH_BUCKETS: Final = 5
 
 WEIGHTS: Final = np.dtype(
     [
-        ("evidence", np.float32, (HIDDEN, Evidence.SIZE)),
-        ("traits", np.float32, (HIDDEN, Traits.SIZE)),
+        ("evidence", np.float32, (Evidence.SIZE, HIDDEN)),
+        ("traits", np.float32, (Traits.SIZE, HIDDEN)),
         ("bias", np.float32, (HIDDEN,)),
         ("output", np.float32, (HIDDEN,)),
-        ("doubt_traits", np.float32, (HIDDEN, Traits.SIZE)),
+        ("doubt_traits", np.float32, (Traits.SIZE, HIDDEN)),
         ("doubt_bias", np.float32, (HIDDEN,)),
         ("doubt_output", np.float32, (HIDDEN,)),
         ("doubt", np.float32, (NUM_SOURCES, MATCH_BUCKETS, DEPTH_BUCKETS)),
@@ -160,18 +163,27 @@ class Chains(NamedTuple):
     last: NDArray[np.int32]
 
 
+class SegmentArrays(NamedTuple):
+    """The arrays of a segment of the corpus; see `kernels.suffixes`."""
+
+    tokens: NDArray[Any]
+    suffixes: NDArray[Any]
+    starts: NDArray[Any]
+
+
 class Work(NamedTuple):
     """The scratch arrays in which a tree grows."""
 
     nodes: NDArray[Any]  # NODE[max_nodes]
-    evidence: NDArray[np.float32]  # float32[Evidence.SIZE, max_nodes]
+    evidence: NDArray[np.float32]  # float32[max_nodes, Evidence.WIDTH]
     shares: NDArray[np.float32]  # float32[max_nodes], probability given the parent
     traits: NDArray[np.float32]  # float32[max_depth + 1, Traits.SIZE], by place in the tree + 1
-    heap: NDArray[np.int32]  # int32[max_nodes], candidates that are not in the tree yet
+    heap: NDArray[np.int64]  # int64[max_nodes], candidates that are not in the tree yet
     ranks: NDArray[np.int32]  # int32[NUM_RANKS], candidates on the heap by their probability
     slots: NDArray[np.int32]  # int32[power of two], never full, all -1 between calls
     tail: NDArray[np.int32]  # int32[3], the last tokens before a candidate
     followers: NDArray[np.int32]  # int32[16], what followed them in the sequence
+    sums: NDArray[np.float32]  # float32[HIDDEN], inputs of the hidden units
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +194,7 @@ class Scratch:
         rows: ROW[max_rows], the evidence.
         continuations: int32[max_rows, max_depth], what followed each occurrence.
         work: where the tree grows.
+        lent: the same, lent to kernels.
         counts: float64[MAX_MATCH + 1], evidence by match length.
         recent: float32[RECENT_SIZE], rarity of the last tokens at their id modulo the size, 0 for
             all other tokens.
@@ -194,6 +207,7 @@ class Scratch:
     rows: NDArray[Any] = field(init=False)
     continuations: NDArray[np.int32] = field(init=False)
     work: Work = field(init=False)
+    lent: NDArray[Any] = field(init=False)
     counts: NDArray[np.float64] = field(init=False)
     recent: NDArray[np.float32] = field(init=False)
     marked: NDArray[np.int32] = field(init=False)
@@ -205,16 +219,18 @@ class Scratch:
         object.__setattr__(self, "continuations", continuations)
         work = Work(
             np.zeros(self.max_nodes, NODE),
-            np.zeros((Evidence.SIZE, self.max_nodes), np.float32),
+            np.zeros((self.max_nodes, Evidence.WIDTH), np.float32),
             np.zeros(self.max_nodes, np.float32),
             np.zeros((self.max_depth + 1, Traits.SIZE), np.float32),
-            np.zeros(self.max_nodes, np.int32),
+            np.zeros(self.max_nodes, np.int64),
             np.zeros(NUM_RANKS, np.int32),
             np.full(num_slots, -1, np.int32),
             np.zeros(NUM_TABLE_ORDERS, np.int32),
             np.zeros(MAX_FOLLOWERS, np.int32),
+            np.zeros(HIDDEN, np.float32),
         )
         object.__setattr__(self, "work", work)
+        object.__setattr__(self, "lent", lend(work))
         object.__setattr__(self, "counts", np.zeros(MAX_MATCH + 1))
         object.__setattr__(self, "recent", np.zeros(RECENT_SIZE, np.float32))
         object.__setattr__(self, "marked", np.zeros(MAX_MATCH, np.int32))

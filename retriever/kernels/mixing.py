@@ -11,11 +11,10 @@ mean what they say for the text at hand.
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.arithmetic import fast_exp2, fast_log2
-from retriever.kernels.borrowing import borrow
+from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import (
     DEPTH_BUCKETS,
     HIDDEN,
@@ -25,33 +24,30 @@ from retriever.kernels.layout import (
     Work,
 )
 
-_LEAST: Final = np.float32(1e-6)
-_LEAST_AFFINE: Final = np.float32(1e-3)
+_LEAST_BLAME: Final = np.float32(0.002)  # that a candidate's score is moved for
+
+# Of evidence by its kind: what is added to it, and how its logarithm is moved and scaled.
+_LEAST: Final = np.array([1e-6, 1e-6, 1e-6, 1e-3, 0, 1e-6, 1, 1], np.float32)
+_SHIFT: Final = np.array([8, 8, 8, 5, -10, 12, 0, 0], np.float32)
+_SCALE: Final = np.array([0.25, 0.25, 0.25, 0.3, 0.15, 0.25, 0, 0], np.float32)
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def to_features(evidence: NDArray[np.float32], first: int, end: int) -> None:
     """Replace evidence by its logarithms, moved and scaled to about -2 to 2.
 
     Args:
-        evidence: float32[Evidence.SIZE, max_nodes]; columns `first` to `end` are written.
+        evidence: float32[max_nodes, Evidence.WIDTH]; rows `first` to `end` are written.
         first: first candidate.
         end: after the last one.
     """
-    rows, live = evidence[Evidence.ROWS, first:end], evidence[Evidence.LIVE, first:end]
-    corpus, affine = evidence[Evidence.CORPUS, first:end], evidence[Evidence.AFFINE, first:end]
-    recency = evidence[Evidence.RECENCY, first:end]
-    unigram = evidence[Evidence.UNIGRAM, first:end]
-    for index in range(end - first):
-        rows[index] = (fast_log2(rows[index] + _LEAST) + np.float32(8)) * np.float32(0.25)
-        live[index] = (fast_log2(live[index] + _LEAST) + np.float32(8)) * np.float32(0.25)
-        corpus[index] = (fast_log2(corpus[index] + _LEAST) + np.float32(8)) * np.float32(0.25)
-        affine[index] = (fast_log2(affine[index] + _LEAST_AFFINE) + np.float32(5)) * np.float32(0.3)
-        recency[index] = (fast_log2(recency[index]) - np.float32(10)) * np.float32(0.15)
-        unigram[index] = (fast_log2(unigram[index] + _LEAST) + np.float32(12)) * np.float32(0.25)
+    for candidate in range(first, end):
+        row = evidence[candidate]
+        for kind in range(Evidence.WIDTH):
+            row[kind] = (fast_log2(row[kind] + _LEAST[kind]) + _SHIFT[kind]) * _SCALE[kind]
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def to_traits(traits: NDArray[np.float32]) -> None:
     """Replace what is known of a node by logarithms of it, scaled likewise."""
     for index in (Traits.MATCH, Traits.DEPTH):
@@ -61,7 +57,7 @@ def to_traits(traits: NDArray[np.float32]) -> None:
         traits[index] = fast_log2(traits[index] + np.float32(0.1)) * np.float32(0.2)
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def score(
     weights: Any,
     traits: NDArray[np.float32],
@@ -69,29 +65,31 @@ def score(
     scores: NDArray[np.float32],
     first: int,
     end: int,
+    sums: NDArray[np.float32],
 ) -> None:
-    """Write the scores of candidates `first` to `end`, float32[end - first]."""
-    rows, live = evidence[Evidence.ROWS, first:end], evidence[Evidence.LIVE, first:end]
-    corpus, affine = evidence[Evidence.CORPUS, first:end], evidence[Evidence.AFFINE, first:end]
-    recency = evidence[Evidence.RECENCY, first:end]
-    unigram = evidence[Evidence.UNIGRAM, first:end]
-    bias, output = weights.bias, weights.output
-    of_traits, of_evidence = weights.traits, weights.evidence
-    scores[:] = np.float32(0.0)
+    """Write the scores of candidates `first` to `end`, float32[end - first].
+
+    Loops over the hidden units become vector code; `sums`, float32[HIDDEN], is scratch.
+    """
+    bias, of_traits, of_evidence = weights.bias, weights.traits, weights.evidence
+    output = weights.output
     for unit in range(HIDDEN):
-        base = bias[unit]
+        sum_ = bias[unit]
         for trait in range(Traits.SIZE):
-            base += of_traits[unit, trait] * traits[trait]
-        w0, w1, w2 = of_evidence[unit, 0], of_evidence[unit, 1], of_evidence[unit, 2]
-        w3, w4, w5 = of_evidence[unit, 3], of_evidence[unit, 4], of_evidence[unit, 5]
-        out = output[unit]
-        for index in range(end - first):
-            sum_ = base + w0 * rows[index] + w1 * live[index] + w2 * corpus[index]
-            sum_ += w3 * affine[index] + w4 * recency[index] + w5 * unigram[index]
-            scores[index] += out * max(sum_, np.float32(0.0))
+            sum_ += of_traits[trait, unit] * traits[trait]
+        sums[unit] = sum_
+    for index in range(end - first):
+        row = evidence[first + index]
+        total = np.float32(0.0)
+        for unit in range(HIDDEN):
+            sum_ = sums[unit]
+            for kind in range(Evidence.SIZE):
+                sum_ += of_evidence[kind, unit] * row[kind]
+            total += output[unit] * max(sum_, np.float32(0.0))
+        scores[index] = total
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float:
     """Return the score of "none of the candidates"."""
     bias, output, of_traits = weights.doubt_bias, weights.doubt_output, weights.doubt_traits
@@ -99,24 +97,24 @@ def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float
     for unit in range(HIDDEN):
         sum_ = bias[unit]
         for trait in range(Traits.SIZE):
-            sum_ += of_traits[unit, trait] * traits[trait]
+            sum_ += of_traits[trait, unit] * traits[trait]
         total += output[unit] * max(sum_, np.float32(0.0))
     return total
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def match_bucket(traits: NDArray[np.float32]) -> int:
     """Return the bucket of a match length: 0, 1, 2 to 3, 4 to 7, to 15, to 31, more."""
     return min(MATCH_BUCKETS - 1, np.int64(np.ceil(traits[Traits.MATCH] * np.float32(2))))
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def depth_bucket(traits: NDArray[np.float32]) -> int:
     """Return the bucket of a depth: 0, 1, 2 to 3, 4 to 7, more."""
     return min(DEPTH_BUCKETS - 1, np.int64(np.ceil(traits[Traits.DEPTH] * np.float32(2) - 0.01)))
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def to_shares(shares: NDArray[np.float32], doubt: float) -> None:
     """Replace scores by probabilities, which leave room for "none of these"."""
     highest = np.float32(doubt)
@@ -131,32 +129,25 @@ def to_shares(shares: NDArray[np.float32], doubt: float) -> None:
         shares[index] *= scale
 
 
-@njit(cache=True, nogil=True)
-def mix(
-    weights: Any,
-    node: Any,
-    traits: NDArray[np.float32],
-    evidence: NDArray[np.float32],
-    shares: NDArray[np.float32],
-) -> None:
+@kernel()
+def mix(weights: Any, work: Work, current: int) -> None:
     """Write the probabilities of a node's candidates, given the node.
 
     Args:
         weights: one record of WEIGHTS.
-        node: one record of NODE.
-        traits: float32[Traits.SIZE], of the node as `gather` left it; becomes features.
-        evidence: float32[Evidence.SIZE, max_nodes], likewise.
-        shares: float32[max_nodes], written.
+        work: as `gather` left it: traits and evidence become features, shares are written.
+        current: the node.
     """
-    first, end = node.first_child, node.end_child
-    to_features(evidence, first, end)
+    node = work.nodes[current]
+    first, end, traits = node.first_child, node.end_child, work.traits[node.place + 1]
+    to_features(work.evidence, first, end)
     to_traits(traits)
-    scores = shares[first:end]
-    score(weights, traits, evidence, scores, first, end)
+    scores = work.shares[first:end]
+    score(weights, traits, work.evidence, scores, first, end, work.sums)
     to_shares(scores, score_doubt(weights, traits, node.voice))
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float) -> int:
     """Move the weights by what came next; return for how many nodes.
 
@@ -168,8 +159,7 @@ def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: fl
         tokens: int32[n], what came next.
         rate: size of a step.
     """
-    weights, nodes, shares = borrow(weights), borrow(work.nodes), borrow(work.shares)
-    evidence, traits = borrow(work.evidence), borrow(work.traits)
+    nodes, evidence, traits, shares = work.nodes, work.evidence, work.traits, work.shares
     current = 0
     for depth in range(tokens.shape[0]):
         node = nodes[current]
@@ -188,7 +178,7 @@ def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: fl
     return tokens.shape[0]
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _descend(
     weights: Any,
     node: Any,
@@ -199,47 +189,47 @@ def _descend(
     rate: float,
 ) -> None:
     """Take one step down the gradient of the surprise at a node."""
-    first, end = node.first_child, node.end_child
     left = np.float32(1.0)
-    for child in range(first, end):
+    for child in range(node.first_child, node.end_child):
         left -= shares[child]
         blame = shares[child] - np.float32(1.0 if child == outcome else 0.0)
-        if abs(blame) > np.float32(0.002):
-            _blame_candidate(weights, evidence[:, child], traits, rate * blame)
+        if abs(blame) > _LEAST_BLAME:
+            _blame_candidate(weights, evidence[child], traits, rate * blame)
     blame = rate * (max(left, np.float32(0.0)) - np.float32(1.0 if outcome < 0 else 0.0))
     weights.doubt[node.voice, match_bucket(traits), depth_bucket(traits)] -= blame
     _blame_doubt(weights, traits, blame)
 
 
-@njit(cache=True, nogil=True)
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def _blame_candidate(
     weights: Any, features: NDArray[np.float32], traits: NDArray[np.float32], step: float
 ) -> None:
+    bias, of_traits, of_evidence = weights.bias, weights.traits, weights.evidence
+    output = weights.output
     for unit in range(HIDDEN):
-        sum_ = weights.bias[unit]
+        sum_ = bias[unit]
         for trait in range(Traits.SIZE):
-            sum_ += weights.traits[unit, trait] * traits[trait]
-        for index in range(Evidence.SIZE):
-            sum_ += weights.evidence[unit, index] * features[index]
-        if sum_ > 0:
-            through = step * weights.output[unit]
-            weights.output[unit] -= step * sum_
-            weights.bias[unit] -= through
-            for trait in range(Traits.SIZE):
-                weights.traits[unit, trait] -= through * traits[trait]
-            for index in range(Evidence.SIZE):
-                weights.evidence[unit, index] -= through * features[index]
+            sum_ += of_traits[trait, unit] * traits[trait]
+        for kind in range(Evidence.SIZE):
+            sum_ += of_evidence[kind, unit] * features[kind]
+        through = step * output[unit] if sum_ > 0 else np.float32(0.0)
+        output[unit] -= step * max(sum_, np.float32(0.0))
+        bias[unit] -= through
+        for trait in range(Traits.SIZE):
+            of_traits[trait, unit] -= through * traits[trait]
+        for kind in range(Evidence.SIZE):
+            of_evidence[kind, unit] -= through * features[kind]
 
 
-@njit(cache=True, nogil=True)
+@kernel(fastmath={"contract", "reassoc", "nsz"})
 def _blame_doubt(weights: Any, traits: NDArray[np.float32], step: float) -> None:
+    bias, output, of_traits = weights.doubt_bias, weights.doubt_output, weights.doubt_traits
     for unit in range(HIDDEN):
-        sum_ = weights.doubt_bias[unit]
+        sum_ = bias[unit]
         for trait in range(Traits.SIZE):
-            sum_ += weights.doubt_traits[unit, trait] * traits[trait]
-        if sum_ > 0:
-            through = step * weights.doubt_output[unit]
-            weights.doubt_output[unit] -= step * sum_
-            weights.doubt_bias[unit] -= through
-            for trait in range(Traits.SIZE):
-                weights.doubt_traits[unit, trait] -= through * traits[trait]
+            sum_ += of_traits[trait, unit] * traits[trait]
+        through = step * output[unit] if sum_ > 0 else np.float32(0.0)
+        output[unit] -= step * max(sum_, np.float32(0.0))
+        bias[unit] -= through
+        for trait in range(Traits.SIZE):
+            of_traits[trait, unit] -= through * traits[trait]

@@ -9,9 +9,9 @@ length, and the longest shorter beginning that it ends with (`shorter`, `NO_BEGI
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import MAX_MATCH
 
 NO_BEGINNING: Final = -1
@@ -21,7 +21,7 @@ MAX_BEGINNINGS: Final = 32
 """Beginnings that one draft looks at, the longest first."""
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def collect_phrases(
     tokens: NDArray[np.int32],
     starts: NDArray[np.int64],
@@ -75,7 +75,8 @@ def collect_phrases(
                 continue
             begin = starts[phrase] + length
             num_tokens = min(depth, starts[phrase + 1] - begin)
-            continuations[row, :num_tokens] = tokens[begin : begin + num_tokens]
+            for offset in range(num_tokens):
+                continuations[row, offset] = tokens[begin + offset]
             rows[row].length = num_tokens
             rows[row].match = min(length, MAX_MATCH)
             rows[row].source = source
@@ -86,7 +87,7 @@ def collect_phrases(
     return row
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def _is_known(
     first_phrases: NDArray[np.int32],
     last_phrases: NDArray[np.int32],

@@ -7,17 +7,26 @@ the estimate is left for the next shorter context.
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.arithmetic import octaves_below_one
 from retriever.kernels.candidates import UNKNOWN, child_with
 from retriever.kernels.chains import bucket_of, head_position
-from retriever.kernels.layout import Evidence, Traits
+from retriever.kernels.compiling import kernel
+from retriever.kernels.layout import Evidence, Tables, Traits
+from retriever.kernels.prefetching import prefetch
 from retriever.kernels.successors import WAYS, check_of, entry_count, entry_token, hash_context
 from retriever.tree import Source
 
-MOST_SUCCESSORS: Final = (16, 8, 8)
-"""Successors to read in the phrase tables for contexts of one, two and three tokens."""
+MOST_SUCCESSORS: Final = (32, 16, 16)
+"""Successors to read in the phrase tables for contexts of one, two and three tokens, at the root.
+
+Elsewhere half of them are read for every octave that the node is less probable: the n-th most
+frequent has at most an n-th of a probability that must be large to matter.
+"""
+
+LEAST_SUCCESSORS: Final = (4, 2, 2)
+"""Successors to read however improbable the node is."""
 
 MOST_FOLLOWERS: Final = (16, 8)
 """Occurrences to read in the sequence for contexts of one and two tokens."""
@@ -34,7 +43,7 @@ _GENERATIONS: Final = int(Source.GENERATIONS)
 _PHRASES: Final = int(Source.PHRASES)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def set_states(
     starts1: NDArray[np.uint32],
     starts2: NDArray[np.uint32],
@@ -54,7 +63,31 @@ def set_states(
         node.triple = find_successor(starts2, tokens3, above, node.token)
 
 
-@njit(cache=True, nogil=True)
+@kernel(inline="always")
+def call_from_memory(
+    tables: Tables, live: NDArray[np.int64], tail: NDArray[np.int32], node: Any
+) -> None:
+    """Ask memory for what the functions below will read first, if the node is considered."""
+    tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
+    for order in (2, 3):
+        prefetch(live, (hash_context(tail, order) & (live.shape[0] - 1)) * WAYS)
+    if 0 <= node.token < tables.starts1.shape[0]:
+        begin = np.int64(tables.starts1[node.token])
+        prefetch(tables.tokens2, begin)
+        prefetch(tables.counts2, begin)
+    if 0 <= node.pair < tables.starts2.shape[0]:
+        begin = np.int64(tables.starts2[node.pair])
+        prefetch(tables.tokens3, begin)
+        prefetch(tables.counts3, begin)
+        prefetch(tables.counts2, node.pair)
+    if 0 <= node.triple < tables.starts3.shape[0]:
+        begin = np.int64(tables.starts3[node.triple])
+        prefetch(tables.tokens4, begin)
+        prefetch(tables.counts4, begin)
+        prefetch(tables.counts3, node.triple)
+
+
+@kernel()
 def find_successor(starts: NDArray[np.uint32], tokens: NDArray[Any], entry: int, token: int) -> int:
     """Return the entry of a token among an entry's successors, one level further, or -1.
 
@@ -77,7 +110,7 @@ def find_successor(starts: NDArray[np.uint32], tokens: NDArray[Any], entry: int,
     return begin if begin < end else -1
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def add_successors(
     starts: NDArray[np.uint32],
     tokens: NDArray[Any],
@@ -108,14 +141,16 @@ def add_successors(
     strength = np.float32(_CORPUS_STRENGTH[level - 2])
     share = left / (total + strength)
     begin = np.int64(starts[entry])
-    end = min(np.int64(starts[entry + 1]), begin + MOST_SUCCESSORS[level - 2], tokens.shape[0])
+    most = MOST_SUCCESSORS[level - 2] >> octaves_below_one(nodes[current].probability)
+    most = max(most, LEAST_SUCCESSORS[level - 2])
+    end = min(np.int64(starts[entry + 1]), begin + most, tokens.shape[0])
     for successor in range(begin, end):
         token = np.int64(tokens[successor])
         if token >= vocabulary_size:
             continue  # damaged
         child, num_nodes = child_with(token, nodes, evidence, slots, current, num_nodes, _PHRASES)
         if child >= 0:
-            evidence[Evidence.CORPUS, child] += share * values[counts[successor]]
+            evidence[child, Evidence.CORPUS] += share * values[counts[successor]]
             if level == 2:  # noqa: PLR2004
                 nodes[child].pair = successor
             elif level == 3:  # noqa: PLR2004
@@ -123,7 +158,7 @@ def add_successors(
     return num_nodes, share * strength
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def add_followers(
     sequence: NDArray[np.int32],
     heads: NDArray[np.int32],
@@ -155,11 +190,11 @@ def add_followers(
             followers[index], nodes, evidence, slots, current, num_nodes, _CONTEXT
         )
         if child >= 0:
-            evidence[Evidence.LIVE, child] += share
+            evidence[child, Evidence.LIVE] += share
     return num_nodes, share * strength
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _follow(
     tokens: NDArray[np.int32],
     heads: NDArray[np.int32],
@@ -187,7 +222,7 @@ def _follow(
     return found
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def add_live(
     live: NDArray[np.int64],
     order: int,
@@ -220,5 +255,5 @@ def add_live(
                 _GENERATIONS,
             )  # fmt: skip
             if child >= 0:
-                evidence[Evidence.LIVE, child] += share * np.float32(count)
+                evidence[child, Evidence.LIVE] += share * np.float32(count)
     return num_nodes, share * strength

@@ -9,8 +9,9 @@ rule of Misra and Gries, so counts are never too high, and what is no longer see
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from retriever.kernels.compiling import kernel
 
 WAYS: Final = 8
 """Entries in a set."""
@@ -26,7 +27,7 @@ _MAX_COUNT: Final = 0x7FFF
 _MAX_CHECK: Final = 0x7FFF
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def hash_context(tail: NDArray[np.int32], order: int) -> int:
     """Return 63 bits for the last `order` tokens of int32[3]."""
     key = np.uint64(order)
@@ -36,7 +37,7 @@ def hash_context(tail: NDArray[np.int32], order: int) -> int:
     return np.int64(key >> np.uint64(1))
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def count_tokens(
     table: NDArray[np.int64], tokens: NDArray[np.int32], begin: int, end: int, step: int
 ) -> None:
@@ -66,7 +67,7 @@ def count_tokens(
                 _count(table, hash_context(tail, back), token, step)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _count(table: NDArray[np.int64], key: int, token: int, step: int) -> None:
     ways = table[key & (table.shape[0] - 1)]
     check = check_of(key)
@@ -88,18 +89,18 @@ def _count(table: NDArray[np.int64], key: int, token: int, step: int) -> None:
         ways[least] -= np.int64(1) << _COUNT_SHIFT
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def check_of(key: int) -> int:
     """Return the 15 bits by which contexts of one set are told apart."""
     return (key >> 40) & _MAX_CHECK
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def _entry(check: int, count: int, token: int) -> int:
     return (check << _CHECK_SHIFT) | (count << _COUNT_SHIFT) | token
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def entry_count(entry: int, check: int) -> int:
     """Return the count of an entry, or 0 if it is free or of another context."""
     if entry == 0 or entry >> _CHECK_SHIFT != check:
@@ -107,7 +108,7 @@ def entry_count(entry: int, check: int) -> int:
     return (entry >> _COUNT_SHIFT) & _MAX_COUNT
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def entry_token(entry: int) -> int:
     """Return the token of an entry."""
     return entry & 0xFFFFFFFF

@@ -8,14 +8,13 @@ unsigned[vocabulary + 1], where in `suffixes` those that begin with each token b
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from retriever.kernels.affinity import affinity_of
-from retriever.kernels.borrowing import borrow
+from retriever.kernels.compiling import kernel
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def collect_suffixes(
     tokens: NDArray[Any],
     suffixes: NDArray[Any],
@@ -55,9 +54,9 @@ def collect_suffixes(
     Returns:
         The first free row afterwards, and the length of the longest match.
     """
-    tokens, suffixes, starts = borrow(tokens), borrow(suffixes), borrow(starts)
-    rows, continuations, query = borrow(rows), borrow(continuations), borrow(query)
-    recent, found = borrow(recent), 0
+    found = 0
+    if longest > shortest and not _occurs(tokens, suffixes, starts, query, shortest):
+        return row, 0  # nor does any longer end
     separator = np.int64(np.iinfo(tokens.dtype).max)
     for length in range(min(longest, query.shape[0]), shortest - 1, -1):
         pattern = query[query.shape[0] - length :]
@@ -84,7 +83,22 @@ def collect_suffixes(
     return row, found
 
 
-@njit(cache=True, nogil=True)
+@kernel()
+def _occurs(
+    tokens: NDArray[Any],
+    suffixes: NDArray[Any],
+    starts: NDArray[Any],
+    query: NDArray[np.int32],
+    length: int,
+) -> bool:
+    """Tell whether the last tokens of the query occur; fewer than `length` always do."""
+    if query.shape[0] < length:
+        return True
+    begin, end = find_interval(tokens, suffixes, starts, query[query.shape[0] - length :])
+    return begin < end
+
+
+@kernel()
 def find_interval(
     tokens: NDArray[Any], suffixes: NDArray[Any], starts: NDArray[Any], pattern: NDArray[np.int32]
 ) -> tuple[int, int]:
@@ -102,7 +116,7 @@ def find_interval(
     return begin, _bisect(tokens, suffixes, pattern, begin, min(begin + width, end), 1)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def _bisect(
     tokens: NDArray[Any],
     suffixes: NDArray[Any],
@@ -121,7 +135,7 @@ def _bisect(
     return low
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def _compare(tokens: NDArray[Any], position: int, pattern: NDArray[np.int32]) -> int:
     """Order the suffix at `position` against the pattern: -1, 0 where it starts so, or 1."""
     for offset in range(1, pattern.shape[0]):  # the first token is equal: `starts` says so
@@ -133,7 +147,7 @@ def _compare(tokens: NDArray[Any], position: int, pattern: NDArray[np.int32]) ->
     return 0
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def _goes_on(tokens: NDArray[Any], position: int, query: NDArray[np.int32], length: int) -> bool:
     """Whether the match is longer than `length`: the token before it fits too."""
     if position == 0 or position > tokens.shape[0] or length >= query.shape[0]:
@@ -141,7 +155,7 @@ def _goes_on(tokens: NDArray[Any], position: int, query: NDArray[np.int32], leng
     return np.int64(tokens[position - 1]) == np.int64(query[query.shape[0] - length - 1])
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def _copy(
     tokens: NDArray[Any], begin: int, vocabulary_size: int, depth: int, out: NDArray[np.int32]
 ) -> int:
@@ -156,7 +170,7 @@ def _copy(
     return length
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel(inline="always")
 def _write(row: Any, length: int, match: int, source: int, count: float) -> None:
     row.length = length
     row.match = match

@@ -52,6 +52,52 @@ class DraftResponse(_message.Message):
     tree: DraftTree
     def __init__(self, tree: _Optional[_Union[DraftTree, _Mapping]] = ...) -> None: ...
 
+class ExplainRequest(_message.Message):
+    __slots__ = ("context", "budget_nodes", "min_probability", "vocabulary_fingerprint", "max_documents")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_NODES_FIELD_NUMBER: _ClassVar[int]
+    MIN_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MAX_DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    context: _containers.RepeatedScalarFieldContainer[int]
+    budget_nodes: int
+    min_probability: float
+    vocabulary_fingerprint: str
+    max_documents: int
+    def __init__(self, context: _Optional[_Iterable[int]] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_documents: _Optional[int] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("tree", "nodes")
+    TREE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    tree: DraftTree
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeProvenance]
+    def __init__(self, tree: _Optional[_Union[DraftTree, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeProvenance, _Mapping]]] = ...) -> None: ...
+
+class NodeProvenance(_message.Message):
+    __slots__ = ("match_length", "count", "context_positions", "documents")
+    MATCH_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    match_length: int
+    count: int
+    context_positions: _containers.RepeatedScalarFieldContainer[int]
+    documents: _containers.RepeatedCompositeFieldContainer[DocumentOccurrence]
+    def __init__(self, match_length: _Optional[int] = ..., count: _Optional[int] = ..., context_positions: _Optional[_Iterable[int]] = ..., documents: _Optional[_Iterable[_Union[DocumentOccurrence, _Mapping]]] = ...) -> None: ...
+
+class DocumentOccurrence(_message.Message):
+    __slots__ = ("index", "name", "licence", "position")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LICENCE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    index: str
+    name: str
+    licence: str
+    position: int
+    def __init__(self, index: _Optional[str] = ..., name: _Optional[str] = ..., licence: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
+
 class OpenSessionRequest(_message.Message):
     __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -95,12 +141,14 @@ class DraftStreamResponse(_message.Message):
     def __init__(self, trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
-    __slots__ = ("session_id", "new_token_ids")
+    __slots__ = ("session_id", "new_token_ids", "forget")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    forget: bool
+    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., forget: bool = ...) -> None: ...
 
 class CloseSessionResponse(_message.Message):
     __slots__ = ()

@@ -43,6 +43,11 @@ class RetrieverServiceStub(object):
                 request_serializer=retriever_dot_v1_dot_retriever__pb2.DraftRequest.SerializeToString,
                 response_deserializer=retriever_dot_v1_dot_retriever__pb2.DraftResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/retriever.v1.RetrieverService/Explain',
+                request_serializer=retriever_dot_v1_dot_retriever__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=retriever_dot_v1_dot_retriever__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.OpenSession = channel.unary_unary(
                 '/retriever.v1.RetrieverService/OpenSession',
                 request_serializer=retriever_dot_v1_dot_retriever__pb2.OpenSessionRequest.SerializeToString,
@@ -75,6 +80,14 @@ class RetrieverServiceServicer(object):
     def Draft(self, request, context):
         """Drafts from a bare context, without a session: the context itself, recent generations and
         the indexes are asked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Drafts as Draft does, and tells what spoke for each node: for looking into drafts, not for
+        decoding with them. Of recent generations it gives numbers alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,6 +130,11 @@ def add_RetrieverServiceServicer_to_server(servicer, server):
                     servicer.Draft,
                     request_deserializer=retriever_dot_v1_dot_retriever__pb2.DraftRequest.FromString,
                     response_serializer=retriever_dot_v1_dot_retriever__pb2.DraftResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=retriever_dot_v1_dot_retriever__pb2.ExplainRequest.FromString,
+                    response_serializer=retriever_dot_v1_dot_retriever__pb2.ExplainResponse.SerializeToString,
             ),
             'OpenSession': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenSession,
@@ -170,6 +188,33 @@ class RetrieverService(object):
             '/retriever.v1.RetrieverService/Draft',
             retriever_dot_v1_dot_retriever__pb2.DraftRequest.SerializeToString,
             retriever_dot_v1_dot_retriever__pb2.DraftResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/retriever.v1.RetrieverService/Explain',
+            retriever_dot_v1_dot_retriever__pb2.ExplainRequest.SerializeToString,
+            retriever_dot_v1_dot_retriever__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,10 @@ class RetrieverServiceStub:
     """Drafts from a bare context, without a session: the context itself, recent generations and
     the indexes are asked.
     """
+    Explain: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ExplainRequest, _retriever_pb2.ExplainResponse]
+    """Drafts as Draft does, and tells what spoke for each node: for looking into drafts, not for
+    decoding with them. Of recent generations it gives numbers alone.
+    """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.OpenSessionRequest, _retriever_pb2.OpenSessionResponse]
     """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel."""
     DraftStream: _grpc.StreamStreamMultiCallable[_retriever_pb2.DraftStreamRequest, _retriever_pb2.DraftStreamResponse]
@@ -65,6 +69,10 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     Draft: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DraftRequest, _retriever_pb2.DraftResponse]  # type: ignore[assignment]
     """Drafts from a bare context, without a session: the context itself, recent generations and
     the indexes are asked.
+    """
+    Explain: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ExplainRequest, _retriever_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Drafts as Draft does, and tells what spoke for each node: for looking into drafts, not for
+    decoding with them. Of recent generations it gives numbers alone.
     """
     OpenSession: _aio.UnaryUnaryMultiCallable[_retriever_pb2.OpenSessionRequest, _retriever_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel."""
@@ -93,6 +101,16 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_retriever_pb2.DraftResponse, _abc.Awaitable[_retriever_pb2.DraftResponse]]:
         """Drafts from a bare context, without a session: the context itself, recent generations and
         the indexes are asked.
+        """
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _retriever_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.ExplainResponse, _abc.Awaitable[_retriever_pb2.ExplainResponse]]:
+        """Drafts as Draft does, and tells what spoke for each node: for looking into drafts, not for
+        decoding with them. Of recent generations it gives numbers alone.
         """
 
     @_abc_1.abstractmethod

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.build import build_from_tokens
+from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Index, Vocabulary
 from tests.benchmarks.drafting import IndexMaker
 
@@ -14,7 +14,8 @@ def make_index(tmp_path: Path) -> IndexMaker:
     def make(*documents: list[int]) -> Index:
         path = tmp_path / "index"
         named = [(f"document-{i}", document) for i, document in enumerate(documents)]
-        build_from_tokens(named, path, Vocabulary(50, "ab" * 32))
+        options = BuildOptions(deduplicate=False)
+        build_from_tokens(named, path, Vocabulary(50, "ab" * 32), options)
         return Index.open(path)
 
     return make

@@ -19,7 +19,7 @@ from benchmarks.fit_prior.recording import Recorder, record, variants
 from benchmarks.workloads import Workload
 from retriever.drafter import DraftRequest
 from retriever.embedded import EmbeddedDrafter
-from retriever.kernels.layout import Evidence, Traits
+from retriever.kernels.layout import HIDDEN, Evidence, Traits
 from retriever.kernels.mixing import depth_bucket, match_bucket, score, score_doubt, to_shares
 from retriever.mixer import blank_weights, from_values, prior_weights
 from retriever.replay import replay
@@ -39,9 +39,11 @@ def random_outcome(rng: np.random.Generator) -> Outcome:
 
 def surprise_of(weights: Any, outcome: Outcome) -> float:
     """What the kernels make of one outcome."""
-    evidence = np.ascontiguousarray(outcome.features.T)
+    evidence = np.zeros((len(outcome.features), Evidence.WIDTH), np.float32)
+    evidence[:, : Evidence.SIZE] = outcome.features
+    sums = np.zeros(HIDDEN, np.float32)
     shares = np.zeros(len(outcome.features), np.float32)
-    score(weights[0], outcome.traits, evidence, shares, 0, len(shares))
+    score(weights[0], outcome.traits, evidence, shares, 0, len(shares), sums)
     to_shares(shares, score_doubt(weights[0], outcome.traits, outcome.place[0]))
     return float(-np.log2(shares[outcome.chosen] if outcome.chosen >= 0 else 1 - shares.sum()))
 

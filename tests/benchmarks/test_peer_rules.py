@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.peers.hierarchy import HierarchyDrafting
+from benchmarks.peers.infini_gram import InfiniGram
 from benchmarks.peers.prompt_lookup import PromptLookup
 from benchmarks.peers.rest import Rest
 from benchmarks.peers.sam_decoding import SamDecoding
@@ -55,6 +56,20 @@ def test_rest_reads_shorter_ends_only_where_the_longer_do_not_occur(make_index: 
     index = make_index([4, 1, 2, 3], [2, 9], [2, 9], [2, 9])
     assert paths(draft_for(Rest([index], []), [4, 1, 2], 1)) == [(3,)]
     assert paths(draft_for(Rest([index], []), [5, 5, 2], 1)) == [(9,)]
+
+
+def test_infini_gram_takes_the_longest_end_of_whatever_length(make_index: IndexMaker) -> None:
+    long = list(range(10, 49))
+    index = make_index([*long, 1], [*long[-20:], 2], [*long[-20:], 2], [48, 3])
+    assert paths(draft_for(InfiniGram([index], []), [9, *long], 1)) == [(1,)]
+    assert paths(draft_for(InfiniGram([index], []), [9, *long[-20:]], 2)) == [(2,), (1,)]
+    assert paths(draft_for(InfiniGram([index], []), [9, 48], 1)) == [(2,)]
+    assert len(draft_for(InfiniGram([index], []), [4, 5], 1)) == 0
+
+
+def test_infini_gram_takes_seven_bytes_a_token(make_index: IndexMaker) -> None:
+    index = make_index([1, 2, 3, 4] * 250)
+    assert InfiniGram([index], []).num_bytes == 7 * 1000 + 2  # and the separator
 
 
 def test_hierarchy_asks_its_databases_in_order(make_index: IndexMaker) -> None:

@@ -242,6 +242,22 @@ def test_an_unreachable_server_costs_drafts_only(
     assert alone["num_failures"] > 0
 
 
+def test_unreachable_servers_of_parts_cost_drafts_only(
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "8", "--json")
+    generate(monkeypatch, model_directory, *arguments)
+    plain = json.loads(capsys.readouterr().out)
+    servers = ("--server", "127.0.0.1:1", "--server", "127.0.0.1:2")
+    assert generate(monkeypatch, model_directory, *arguments, *servers) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == plain["token_ids"]
+    lost = [record for record in caplog.messages if "go on without shard" in record]
+    assert sorted(record.split()[5] for record in lost) == ["127.0.0.1:1:", "127.0.0.1:2:"]
+
+
 def test_bench_reports_figures_by_category(
     model_directory: Path,
     questions: Path,

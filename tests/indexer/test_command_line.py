@@ -1,3 +1,4 @@
+import io
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 Cli = Callable[..., tuple[int, str, str]]
+TextsOf = Callable[[Path], dict[str, str]]
 
 
 @pytest.fixture
@@ -52,6 +54,7 @@ def test_build_reports_what_it_did(
         "segments": 1,
         "bytes": 11,
         "skipped": {"not text": 1},
+        "screened": None,
     }
 
 
@@ -66,6 +69,51 @@ def test_options_of_build_reach_the_builder(
     report = json.loads(out)
     assert (status, report["skipped"]) == (0, {"too large": 1})
     assert (report["documents"], report["segments"]) == (2, 2)
+
+
+def test_options_for_sources_reach_the_reader(
+    cli: Cli, texts_of: TextsOf, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    source = tmp_path / "source"
+    (source / "old").mkdir(parents=True)
+    (source / "a.odd").write_bytes("caf\u00e9".encode("latin-1"))
+    for name in ("b.md", "c.odd", "old/d.odd"):
+        (source / name).write_text(name)
+    patterns = ("--include", "*.odd", "--include", "*.md", "--exclude", "c.*", "--exclude", "old/")
+    meaning = (
+        "--encoding",
+        "latin-1",
+        "--licence",
+        "MIT",
+        "--licence-field",
+        "by",
+        "--git",
+        "never",
+    )
+    arguments = ("-o", tmp_path / "x", "--tokenizer", tokenizer_folder, *patterns, *meaning)
+    assert cli("build", source, *arguments)[0] == 0
+    assert texts_of(tmp_path / "x") == {f"{source}/a.odd": "caf\u00e9", f"{source}/b.md": "b.md"}
+    status, _, err = cli("build", source, *arguments, "--overwrite", "--include", "!")
+    assert (status, err.count("\n"), "--include" in err) == (1, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("stdin_format", "expected"),
+    [("jsonl", {"stdin:1": "one"}), ("text", {"stdin": '{"text": "one"}\n'})],
+)
+def test_standard_input_is_a_source(  # noqa: PLR0913, PLR0917  (fixtures)
+    stdin_format: str,
+    expected: dict[str, str],
+    cli: Cli,
+    texts_of: TextsOf,
+    tmp_path: Path,
+    tokenizer_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "one"}\n')))
+    arguments = ("-o", tmp_path / "x", "--tokenizer", tokenizer_folder)
+    assert cli("build", "-", *arguments, "--stdin-format", stdin_format)[0] == 0
+    assert texts_of(tmp_path / "x") == expected
 
 
 def test_segments_beyond_the_format_are_a_usage_error(

@@ -1,5 +1,4 @@
 import gzip
-import json
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -10,23 +9,17 @@ from transformers import PreTrainedTokenizerBase
 
 from indexer.build import BuildOptions, build_index
 from indexer.errors import SourceError
-from indexer.sources import find_files, read_documents
+from indexer.sources import SourceOptions, plan
 from indexer.tally import Tally
+from tests.indexer.source_reading import json_lines, read_all, texts
 
 TextsOf = Callable[[Path], dict[str, str]]
 
 
 def read(*sources: Path, max_bytes: int = 1000) -> tuple[dict[str, str], Counter[str]]:
-    tally = Tally()
-    files = find_files(sources, tally)
-    documents = list(read_documents(files, "text", max_bytes, tally))
-    assert tally.num_bytes_read == tally.num_bytes_found
-    assert len(dict(documents)) == len(documents)
-    return dict(documents), tally.skipped
-
-
-def lines(*rows: object) -> str:
-    return "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    documents, tally = read_all(*sources, max_document_bytes=max_bytes)
+    assert tally.skipped_places.keys() == tally.skipped.keys()
+    return texts(documents), tally.skipped
 
 
 def test_folders_are_read_by_suffix_in_order_of_names(tmp_path: Path) -> None:
@@ -73,7 +66,7 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
 def test_json_lines_are_documents_and_other_lines_are_counted(suffix: str, tmp_path: Path) -> None:
-    content = lines(
+    content = json_lines(
         {"text": "first", "id": 1},
         "",
         {"other": "field"},
@@ -95,7 +88,7 @@ def test_of_what_is_left_out_the_first_place_is_named(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(lines({"text": "first"}, "{", {"other": 1}, {"other": 1}, {"text": " "}))
+    path.write_text(json_lines({"text": "first"}, "{", {"other": 1}, {"other": 1}, {"text": " "}))
     report = build_index([path], tmp_path / "index", tokenizer)
     assert report.skipped_places == {
         "not JSON": f"{path}:2",
@@ -108,16 +101,16 @@ def test_of_what_is_left_out_the_first_place_is_named(
 
 def test_of_a_damaged_gzip_the_lines_before_the_damage_stay(tmp_path: Path) -> None:
     rows = [{"text": f"row {i} " + os.urandom(200).hex()} for i in range(300)]
-    whole = gzip.compress(lines(*rows).encode())
+    whole = gzip.compress(json_lines(*rows).encode())
     cut, flipped, fake = (tmp_path / f"{name}.jsonl.gz" for name in ("cut", "flipped", "fake"))
     cut.write_bytes(whole[: len(whole) // 2])
     flipped.write_bytes(whole[: len(whole) // 2] + bytes(500) + whole[len(whole) // 2 + 500 :])
     fake.write_bytes(b"this is no gzip")
     for path, least in [(cut, 100), (flipped, 100), (fake, 0)]:
         documents, skipped = read(path)
-        texts = list(documents.values())
-        assert texts[:least] == [row["text"] for row in rows[:least]]
-        assert len(texts) < 300
+        found = list(documents.values())
+        assert found[:least] == [row["text"] for row in rows[:least]]
+        assert len(found) < 300
         assert skipped["unreadable: damaged gzip"] == 1
 
 
@@ -135,7 +128,7 @@ def test_what_is_not_text_is_skipped_and_counted(
     (source / "limit.txt").write_text("x" * 100)
     (source / "surrogate.jsonl").write_text('{"text": "half \\ud800 of a pair"}\n')
     report = build_index(
-        [source], tmp_path / "index", tokenizer, BuildOptions(max_document_bytes=100)
+        [source], tmp_path / "index", tokenizer, BuildOptions(SourceOptions(max_document_bytes=100))
     )
     assert report.skipped == {"empty": 2, "not text": 3, "too large": 1}
     assert texts_of(tmp_path / "index") == {
@@ -166,10 +159,10 @@ def test_unreadable_files_and_pipes_are_skipped_and_counted(
 
 def test_a_missing_source_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"nowhere: No such file"):
-        find_files([tmp_path / "nowhere"], Tally())
+        plan([tmp_path / "nowhere"], SourceOptions(), Tally())
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SourceError, match="neither a file nor a folder"):
-        find_files([tmp_path / "pipe"], Tally())
+        plan([tmp_path / "pipe"], SourceOptions(), Tally())
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\0"])

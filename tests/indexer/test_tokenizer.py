@@ -191,3 +191,10 @@ def test_reading_an_index_loads_no_tokenizer_and_no_compiler() -> None:
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**31, 2**32])
+def test_vocabularies_that_no_engine_can_have_are_refused(size: int) -> None:
+    with pytest.raises(TokenizerError, match=f"{size} tokens is not supported"):
+        Vocabulary(size, "ab")
+    assert Vocabulary(2**31 - 1, "ab").size == 2**31 - 1

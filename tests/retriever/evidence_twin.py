@@ -11,7 +11,8 @@ from tests.retriever.successors_twin import counts_in, place_of
 from tests.retriever.twins import Row, bucket_of
 
 CORPUS_STRENGTH = {1: 20.0, 2: 4.0, 3: 2.0}
-MOST_SUCCESSORS = {1: 16, 2: 8, 3: 8}
+MOST_SUCCESSORS = {1: 32, 2: 16, 3: 16}
+LEAST_SUCCESSORS = {1: 4, 2: 2, 3: 2}
 LIVE_STRENGTH = {2: 3.0, 3: 1.5}
 CONTEXT_STRENGTH = {1: 4.0, 2: 1.0}
 MOST_FOLLOWERS = {1: 16, 2: 8}
@@ -62,8 +63,10 @@ class EvidenceTwin:
         self._last = {token % num_last: place for place, token in enumerate(self._sequence)}
         self._num_last = num_last
 
-    def gather(self, rows: Sequence[Row], path: tuple[int, ...], doubt: float) -> Known:
-        """What is known after the sequence and a path from there."""
+    def gather(
+        self, rows: Sequence[Row], path: tuple[int, ...], doubt: float, probability: float
+    ) -> Known:
+        """What is known after the sequence and a path from there that is so probable."""
         text = [*self._sequence, *path]
         agreeing = [row for row in rows if row.continuation[: len(path)] == path]
         total = sum(row.weight for row in agreeing)
@@ -73,7 +76,7 @@ class EvidenceTwin:
             for row in agreeing
             if len(row.continuation) > len(path)
         ]
-        corpus = {order: self._corpus_counts(text, order) for order in (1, 2, 3)}
+        corpus = {order: self._corpus_counts(text, order, probability) for order in (1, 2, 3)}
         followers = {order: self._followers(text, order) for order in (1, 2)}
         live = {order: self._live_counts(text, order) for order in (2, 3)}
         known = Known()
@@ -115,13 +118,18 @@ class EvidenceTwin:
         ]
         return known
 
-    def _corpus_counts(self, text: list[int], order: int) -> tuple[Counts, float]:
+    def _corpus_counts(
+        self, text: list[int], order: int, probability: float
+    ) -> tuple[Counts, float]:
         """The most frequent successors of the last tokens, and how often these occur."""
         context = text[-order:]
         entry = self._phrases.find(context) if len(context) == order else None
         if entry is None:
             return {}, 0.0
-        successors = self._phrases.successors(context)[: MOST_SUCCESSORS[order]]
+        most = MOST_SUCCESSORS[order]
+        while probability < 1 and most > LEAST_SUCCESSORS[order]:
+            most, probability = most // 2, 2 * probability
+        successors = self._phrases.successors(context)[:most]
         return dict(successors), float(COUNT_SCALE[self._phrases.counts[order - 1][entry]])
 
     def _followers(self, text: list[int], order: int) -> Counts:

@@ -71,14 +71,14 @@ def depth_bucket(depth: int) -> int:
 def score(of: Parameters, evidence: Sequence[float], traits: Sequence[float]) -> float:
     """The score of a candidate."""
     hidden = (
-        of["bias"] + of["traits"] @ trait_features(traits) + of["evidence"] @ features(evidence)
+        of["bias"] + trait_features(traits) @ of["traits"] + features(evidence) @ of["evidence"]
     )
     return float(of["output"] @ np.maximum(hidden, 0))
 
 
 def doubt_score(of: Parameters, voice: int, traits: Sequence[float]) -> float:
     """The score of "none of these"."""
-    hidden = of["doubt_bias"] + of["doubt_traits"] @ trait_features(traits)
+    hidden = of["doubt_bias"] + trait_features(traits) @ of["doubt_traits"]
     cell = of["doubt"][voice, match_bucket(int(traits[0])), depth_bucket(int(traits[1]))]
     return float(cell + of["doubt_output"] @ np.maximum(hidden, 0))
 

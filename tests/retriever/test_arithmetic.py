@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from retriever.kernels.arithmetic import fast_exp2, fast_log2
+from retriever.kernels.arithmetic import fast_exp2, fast_log2, octaves_below_one
 from tests.retriever import mixing_twin
 
 
@@ -67,3 +67,11 @@ def test_arithmetic_equals_its_twin() -> None:
     exponents = np.linspace(-130, 126, 3000).astype(np.float32)
     expected = [mixing_twin.exp2(float(value)) for value in exponents]
     np.testing.assert_allclose(powers(exponents), expected, rtol=1e-5)
+
+
+def test_octaves_are_counted_up_to_31() -> None:
+    for octaves in range(50):
+        for within in (1.0, 1.1, 1.999):
+            probability = min(1.0, math.ldexp(within, -octaves))
+            assert octaves_below_one(probability) == min(31, octaves)
+    assert octaves_below_one(0.0) == 31

@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from retriever import databases
 from retriever.databases import Context
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.embedded import EmbeddedDrafter
 from retriever.kernels.cursors import collect_cursor, move_cursor, set_cursor
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
 from retriever.tree import DraftTree
-from tests.retriever.cursor_twin import LONG, LOST, CursorTwin
+from tests.retriever.cursor_twin import LONG, LOST, CursorTwin, collect_without_cursor
 from tests.retriever.twins import Row
 
 NUM_SEEDS = 3000
@@ -189,7 +188,7 @@ def num_right(edit: str) -> NDArray[np.int64]:
 def test_copying_goes_on_after_an_edit(edit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tokens after it in most files, where words are ambiguous, and earlier than otherwise."""
     right = num_right(edit)
-    monkeypatch.setattr(databases, "set_cursor", no_cursor)
+    monkeypatch.setattr(Context, "collect", collect_without_cursor)
     right_without = num_right(edit)
     whole, whole_without = (right == AHEAD).sum(axis=0), (right_without == AHEAD).sum(axis=0)
     assert whole[2] >= 0.7 * NUM_FILES
@@ -212,12 +211,13 @@ def test_copying_is_offered_before_any_token_agrees(
         wanted = np.array(after[:AHEAD], np.int32)
         with monkeypatch.context() as patch:
             assert len(drafts_after(file, before, after)[0].follow(wanted)) == AHEAD
-            patch.setattr(databases, "set_cursor", no_cursor)
+            patch.setattr(Context, "collect", collect_without_cursor)
             assert len(drafts_after(file, before, after)[0].follow(wanted)) == 0
 
 
-def no_cursor(*_: object) -> None:
-    """Leaves a cursor unset, hence without effect."""
+def collect(context: Context, scratch: Scratch) -> int:
+    """Rows of a sequence in whose corpus no token is known."""
+    return context.collect(context.last(MAX_MATCH), np.empty(0, np.float32), AHEAD, scratch)
 
 
 def test_a_cursor_outlives_the_store_it_was_set_in() -> None:
@@ -225,22 +225,22 @@ def test_a_cursor_outlives_the_store_it_was_set_in() -> None:
     context = Context(file)
     context.append(np.append(np.arange(2000, 2300), file[:222]).astype(np.int32))
     capacity, scratch = len(context.chains.tokens), Scratch(AHEAD)
-    context.collect(context.last(MAX_MATCH), AHEAD, scratch, 0)
+    collect(context, scratch)
     context.append(np.array([901, 902, 903], np.int32))
     assert len(context.chains.tokens) > capacity
-    num_rows = context.collect(context.last(MAX_MATCH), AHEAD, scratch, 0)
+    num_rows = collect(context, scratch)
     found = [(place, row.continuation) for place, row in rows_in(scratch, 0, num_rows)]
     assert found == [(place, tuple(range(place, place + AHEAD))) for place in (222, 225)]
     context.append(file[230:231])
-    num_rows = context.collect(context.last(MAX_MATCH), AHEAD, scratch, 0)
+    num_rows = collect(context, scratch)
     assert 231 in [place for place, row in rows_in(scratch, 0, num_rows) if row.count > 1]
 
 
 def test_a_cursor_is_given_up_after_long_disagreement() -> None:
     context, scratch = Context(np.arange(500, dtype=np.int32)), Scratch(AHEAD)
     context.append(np.arange(100, dtype=np.int32))
-    context.collect(context.last(MAX_MATCH), AHEAD, scratch, 0)
+    collect(context, scratch)
     context.append(np.arange(1000, 1000 + LOST, dtype=np.int32))
-    assert context.collect(context.last(MAX_MATCH), AHEAD, scratch, 0) == 2
+    assert collect(context, scratch) == 2
     context.append(np.array([2000], np.int32))
-    assert context.collect(context.last(MAX_MATCH), AHEAD, scratch, 0) == 0
+    assert collect(context, scratch) == 0

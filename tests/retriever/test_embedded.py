@@ -19,11 +19,12 @@ from retriever import (
     TokenIds,
     UnknownSessionError,
     VocabularyMismatchError,
-    databases,
 )
+from retriever.databases import Context
 from retriever.embedded import EmbeddedDrafter
 from retriever.limits import Limits
 from retriever.sessions import Sessions
+from tests.retriever.cursor_twin import collect_without_cursor
 
 
 def ids(*tokens: int) -> TokenIds:
@@ -116,7 +117,7 @@ def test_drafting_in_steps_equals_drafting_from_the_whole(
     index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what is kept between steps, only weights and cursors change what is drafted."""
-    monkeypatch.setattr(databases, "set_cursor", lambda *_: None)
+    monkeypatch.setattr(Context, "collect", collect_without_cursor)
     rng = np.random.default_rng(11)
     stepped = EmbeddedDrafter.open_indexes([index])
     tokens = stepped.indexes[0].segments[0].tokens

@@ -39,9 +39,10 @@ def check_node(world: World, known: Known, current: int, end: int) -> None:
     assert (work.slots == -1).all()
 
 
-def descend(world: World, parent: int, child: int) -> None:
+def descend(world: World, parent: int, child: int, share: float) -> None:
     """What `grow_tree` notes of a candidate that it offers."""
     nodes = world.scratch.work.nodes
+    nodes[child]["probability"] = nodes[parent]["probability"] * share
     nodes[child]["depth"] = nodes[parent]["depth"] + 1
     nodes[child]["before"], nodes[child]["earlier"] = (
         nodes[parent]["token"],
@@ -64,9 +65,11 @@ def test_evidence_equals_the_twins() -> None:
             current, path = frontier.pop(int(rng.integers(len(frontier))))
             end = world.gather(current, num_nodes)
             check_states(world, current, path)
-            check_node(world, twin.gather(world.rows, path, DOUBT), current, end)
+            probability = float(world.scratch.work.nodes[current]["probability"])
+            known = twin.gather(world.rows, path, DOUBT, probability)
+            check_node(world, known, current, end)
             for child in range(num_nodes, end):
-                descend(world, current, child)
+                descend(world, current, child, float(rng.random() ** 3))
                 frontier.append((child, (*path, int(world.scratch.work.nodes[child]["token"]))))
             num_nodes = end
             nodes_seen += 1
@@ -110,7 +113,7 @@ def test_candidates_beyond_the_room_for_them_are_left_out() -> None:
         world.plant()
         end = world.gather(0, 1)
         assert end <= max_nodes
-        known = world.twin().gather(world.rows, (), DOUBT)
+        known = world.twin().gather(world.rows, (), DOUBT, 1.0)
         found = evidence_of(world, 1, end)
         assert len(found) == min(max_nodes - 1, len(known.candidates))
         for token, values in found.items():

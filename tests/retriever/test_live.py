@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.planted import word_tokenizer
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
-from retriever import Drafter, DraftRequest, DraftTree, RemoteDrafter, Source, live
+from retriever import Drafter, DraftRequest, DraftTree, RemoteDrafter, Source, embedded, live
 from retriever.embedded import EmbeddedDrafter
+from retriever.provenance import trace_nodes
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import LENGTH, NUM_WORDS, Library, document
 
@@ -152,6 +154,22 @@ def test_who_still_uses_the_old_snapshot_keeps_it(
     del current
     library.add(102)
     assert 0 not in library.snapshots()
+
+
+def test_what_is_explained_is_the_corpus_that_was_drafted_from(
+    library: Library, drafter: EmbeddedDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trace_late(*arguments: Any) -> Any:
+        library.remove(5)
+        assert drafter.refresh()
+        return trace_nodes(*arguments)
+
+    monkeypatch.setattr(embedded, "trace_nodes", trace_late)
+    explanation = drafter.explain(document(5)[:SEEN], 16)
+    assert is_known(explanation.tree, 5)
+    names = [each.name for node in explanation.nodes for each in node.documents]
+    assert any(name.endswith("document-5.txt") for name in names)
+    assert not is_known(drafter.draft_context(document(5)[:SEEN], 16), 5)
 
 
 def test_only_what_changed_is_opened_anew(

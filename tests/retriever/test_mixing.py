@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from retriever.kernels.layout import MAX_MATCH, NUM_SOURCES, Scratch, Traits, Work
+from retriever.kernels.layout import MAX_MATCH, NUM_SOURCES, Evidence, Scratch, Traits, Work
 from retriever.kernels.mixing import depth_bucket, learn, match_bucket, mix, to_traits
 from retriever.mixer import Weights, blank_weights, prior_weights
 from retriever.predictor import DEFAULT_PRIOR
@@ -38,9 +38,9 @@ class Node:
         root["voice"] = self.voice
         work.nodes["token"][1:] = np.arange(end - 1)
         work.nodes["place"][1:] = -1
-        work.evidence[:, 1:] = self.evidence.T
+        work.evidence[1:, : Evidence.SIZE] = self.evidence
         work.traits[0] = self.traits
-        mix(weights[0], root, work.traits[0], work.evidence, work.shares)
+        mix(weights[0], work, 0)
         return work.shares[1:end]
 
     def twin(self, of: Parameters) -> list[float]:

@@ -29,7 +29,8 @@ class TreeTwin:
     def known(self, path: Path) -> Known:
         """What is known of a node."""
         if path not in self._known:
-            self._known[path] = self._evidence.gather(self.world.rows, path, DOUBT)
+            probability = self.probability(path)
+            self._known[path] = self._evidence.gather(self.world.rows, path, DOUBT, probability)
         return self._known[path]
 
     def shares(self, path: Path) -> dict[int, float]:

@@ -15,7 +15,7 @@ from retriever.databases import Context
 from retriever.generations import Generations
 from retriever.kernels.evidence import gather, plant
 from retriever.kernels.growth import grow_tree
-from retriever.kernels.layout import MAX_MATCH, Scratch, Tables
+from retriever.kernels.layout import MAX_MATCH, Evidence, Scratch, Tables
 from retriever.mixer import Weights
 from retriever.tables import to_kernel
 from retriever.tree import DraftTree
@@ -66,17 +66,10 @@ class World:
 
     def gather(self, current: int, num_nodes: int) -> int:
         """Gather for a node, whose traits then stand first; return the node count."""
-        work, tables, chains = self.scratch.work, self.tables, self.context.chains
         return int(
             gather(
-                self.scratch.rows, self.scratch.continuations,
-                tables.starts1, tables.starts2, tables.starts3,
-                tables.tokens2, tables.tokens3, tables.tokens4,
-                tables.counts1, tables.counts2, tables.counts3, tables.counts4,
-                tables.values, tables.shares, self.generations.live,
-                chains.tokens, chains.heads, chains.links, chains.last, len(self.sequence), DOUBT,
-                work.nodes, work.evidence, work.traits[0], work.slots, work.tail, work.followers,
-                current, num_nodes,
+                self.scratch.rows, self.scratch.continuations, self.tables, self.generations.live,
+                self.context.chains, DOUBT, self.scratch.work, current, num_nodes,
             )
         )  # fmt: skip
 
@@ -156,4 +149,4 @@ def evidence_of(world: World, first: int, end: int) -> dict[int, list[float]]:
     work = world.scratch.work
     tokens = work.nodes["token"][first:end].tolist()
     assert len(set(tokens)) == len(tokens)
-    return dict(zip(tokens, work.evidence[:, first:end].T.tolist(), strict=True))
+    return dict(zip(tokens, work.evidence[first:end, : Evidence.SIZE].tolist(), strict=True))

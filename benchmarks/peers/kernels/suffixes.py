@@ -1,14 +1,39 @@
 """Suffix arrays, searched by bisection: where a pattern occurs, and what follows it.
 
 `tokens` is unsigned[n] with the dtype's maximum after each document, `suffixes` unsigned[m] the
-positions in the order of what stands there, patterns and queries are int32.
+positions in the order of what stands there, or uint8[m, bytes] the same packed into few bytes;
+patterns and queries are int32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.extending import overload
 from numpy.typing import NDArray
+
+
+def position_at(suffixes: NDArray[Any], index: int) -> int:
+    """Return the position of a suffix; little-endian where it is packed into bytes."""
+    if suffixes.ndim == 1:
+        return int(suffixes[index])
+    return int.from_bytes(suffixes[index].tobytes(), "little")
+
+
+@overload(position_at, inline="always")
+def _position_at(suffixes: Any, index: Any) -> Callable[..., int]:
+    def plain(suffixes: Any, index: Any) -> int:
+        return np.int64(suffixes[index])
+
+    def packed(suffixes: Any, index: Any) -> int:
+        position = np.int64(0)
+        for byte in range(suffixes.shape[1]):
+            position |= np.int64(suffixes[index, byte]) << (8 * byte)
+        return position
+
+    del index
+    return plain if suffixes.ndim == 1 else packed
 
 
 @njit(cache=True, nogil=True)
@@ -50,7 +75,7 @@ def _bisect(
     """Return the first suffix that compares to the pattern as `bound` or greater."""
     while low < high:
         middle = (low + high) >> 1
-        if _compare(tokens, suffixes[middle], pattern) < bound:
+        if _compare(tokens, position_at(suffixes, middle), pattern) < bound:
             low = middle + 1
         else:
             high = middle
@@ -91,7 +116,7 @@ def read_rows(
     separator = np.int64(np.iinfo(tokens.dtype).max)
     rows[:] = -1
     for row in range(len(rows)):
-        position = np.int64(suffixes[begin + (end - begin) * row // len(rows)]) + skip
+        position = position_at(suffixes, begin + (end - begin) * row // len(rows)) + skip
         for offset in range(rows.shape[1]):
             if position + offset >= len(tokens) or np.int64(tokens[position + offset]) == separator:
                 break

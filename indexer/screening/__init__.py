@@ -1,0 +1,1 @@
+"""What must never be drafted is taken out here, before it becomes tokens."""

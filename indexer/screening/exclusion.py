@@ -1,0 +1,79 @@
+"""Which lines of a text hold a listed phrase, in one pass for all phrases."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+from unicodedata import normalize
+
+import ahocorasick
+
+from indexer.screening.phrases import ExcludedPhrases
+
+Span = tuple[int, int]
+Hits = dict[int, set[int]]
+
+_END: Final = "\n"
+
+
+class PhraseFinder:
+    """An Aho-Corasick automaton (Aho and Corasick, 1975) of all phrases.
+
+    A phrase is found where it stands as it is written, and where text and phrase are the same in
+    Unicode's normal form C, so that an accent may be a character of its own in either. Without
+    case both are folded first, as Unicode defines it (The Unicode Standard, D145: canonical
+    caseless matching). Most text is its own normal form, and is passed over once.
+
+    Args:
+        phrases: what is looked for.
+        ignore_case: an upper case letter equals its lower case.
+    """
+
+    def __init__(self, phrases: ExcludedPhrases, *, ignore_case: bool) -> None:
+        self._ignore_case = ignore_case
+        self._automaton: Any = ahocorasick.Automaton(ahocorasick.STORE_INTS)
+        for text, line in zip(phrases.texts, phrases.lines, strict=True):
+            for form in _forms(text, ignore_case=ignore_case):
+                if form not in self._automaton:
+                    self._automaton.add_word(form, line)
+        self._automaton.make_automaton()
+
+    def find(self, text: str) -> Hits:
+        """Return the lines that hold a phrase, from 0, with the numbers of the phrases in each.
+
+        A line ends with a line feed. Takes time with the length of the text and of what it holds.
+        """
+        hits: Hits = {}
+        for form in _forms(text, ignore_case=self._ignore_case):
+            line, counted = 0, 0
+            for last, phrase in self._automaton.iter(form):
+                line += form.count(_END, counted, last)
+                counted = last
+                hits.setdefault(line, set()).add(phrase)
+        return hits
+
+
+def spans_of(text: str, hits: Hits) -> list[Span]:
+    """Return where the lines with hits begin and end in the text, line feeds included."""
+    return [span for line, span in enumerate(_lines(text)) if line in hits] if hits else []
+
+
+def _lines(text: str) -> Iterator[Span]:
+    start = 0
+    for line in text.split(_END):
+        end = start + len(line) + 1
+        yield start, min(end, len(text))
+        start = end
+
+
+def _forms(text: str, *, ignore_case: bool) -> set[str]:
+    """Return the forms in which texts and phrases are compared, as one character per UTF-8 byte.
+
+    None adds or removes a line feed. The automaton looks through the children of a node one by
+    one: bytes are few, characters are many.
+    """
+    if text.isascii():
+        return {text.lower() if ignore_case else text}
+    if ignore_case:
+        forms = {text.casefold(), normalize("NFC", normalize("NFD", text).casefold())}
+    else:
+        forms = {text, normalize("NFC", text)}
+    return {form.encode("utf-8", "surrogatepass").decode("latin-1") for form in forms}

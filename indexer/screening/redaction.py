@@ -1,0 +1,149 @@
+"""Where the secrets of a text are: by a library's rules, by a few of our own, and repeated."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+import ahocorasick
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.errors import IndexerError
+from indexer.screening.patterns import EMAIL_ADDRESS, OWN_RULES
+
+PLACEHOLDER: Final = "[REDACTED]"
+
+# However a rule of the library behaves on hostile text, it sees so much at a time, and a secret
+# no longer than the overlap is seen whole.
+_WINDOW_BYTES: Final = 1 << 17
+_OVERLAP_BYTES: Final = 1 << 14
+
+# UTF-8 (RFC 3629, section 3): the bytes of a character after its first.
+_LEAD_BITS: Final = 0xC0
+_CONTINUATION: Final = 0x80
+
+# A shorter value, or a word, is a secret only where it was found: it means other things elsewhere.
+# Addresses and blocks of keys are known by their form wherever they stand.
+_MIN_REPEATED: Final = 6
+_MAX_REPEATED: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Secret:
+    """A secret's place in a text, as a slice of its characters, and its kind."""
+
+    start: int
+    end: int
+    kind: str
+
+
+class SecretFinder:
+    """Finds keys, tokens, private-key blocks, passwords in URLs and e-mail addresses, offline.
+
+    Most rules are Kingfisher's; it never asks anyone whether a key is valid.
+
+    Raises:
+        IndexerError: Kingfisher is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            library: Any = import_module("kingfisher_sdk")
+        except ImportError as error:
+            raise IndexerError(
+                "redaction needs the library Kingfisher: pip install 'foredraft[redact]'"
+            ) from error
+        self._scanner = library.Scanner(library.Rules(confidence="low"))
+
+    def find(self, text: str) -> list[Secret]:
+        """Return the secrets of a text in order; none overlap.
+
+        Takes time with the length of the text, and sixty times what its secrets measure in memory.
+        """
+        found = _merged([*self._by_library(text), *_by_own_rules(text)])
+        return _merged([*found, *_repeated(text, found)]) if found else found
+
+    def _by_library(self, text: str) -> Iterator[Secret]:
+        encoded = text.encode("utf-8", "surrogatepass")
+        spans = {
+            (start + finding.location["start_offset"], start + finding.location["end_offset"]): (
+                finding.rule_id
+            )
+            for start, window in _windows(encoded)
+            for finding in self._scanner.scan(window)
+        }
+        if not spans:
+            return
+        begun = _characters_begun(encoded)
+        for (start, end), rule in spans.items():
+            if start < end:
+                yield Secret(int(begun[start]) - 1, int(begun[end - 1]), _kind_of(rule))
+
+
+def redacted(text: str, secrets: Iterable[Secret], removed: Iterable[tuple[int, int]] = ()) -> str:
+    """Return the text with a placeholder for each secret and without the removed spans.
+
+    Of a secret that reaches beyond a removed span, the placeholder stays.
+    """
+    edits = [(secret.start, secret.end, PLACEHOLDER) for secret in secrets]
+    edits += [(start, end, "") for start, end in removed]
+    pieces, done = [], 0
+    for start, end, replacement in sorted(edits, key=lambda edit: (edit[0], edit[2])):
+        if end > done:
+            pieces += [text[done:start], replacement]
+            done = end
+    return "".join([*pieces, text[done:]])
+
+
+def _by_own_rules(text: str) -> Iterator[Secret]:
+    for kind, find in OWN_RULES.items():
+        yield from (Secret(start, end, kind) for start, end in find(text))
+
+
+def _repeated(text: str, found: list[Secret]) -> Iterator[Secret]:
+    """Yield where secrets stand again, though nothing beside them says what they are."""
+    automaton: Any = ahocorasick.Automaton()
+    for secret in found:
+        value = text[secret.start : secret.end]
+        by_form = secret.kind == EMAIL_ADDRESS or len(value) > _MAX_REPEATED
+        if len(value) >= _MIN_REPEATED and not by_form and not _is_word(value):
+            automaton.add_word(value, (len(value), secret.kind))
+    if len(automaton):
+        automaton.make_automaton()
+        for last, (length, kind) in automaton.iter_long(text):
+            yield Secret(last + 1 - length, last + 1, kind)
+
+
+def _is_word(value: str) -> bool:
+    return value.isalpha() and value in {value.lower(), value.upper(), value.capitalize()}
+
+
+def _merged(secrets: Iterable[Secret]) -> list[Secret]:
+    """Join secrets that overlap; the one that begins first gives the kind, then the longest."""
+    merged: list[Secret] = []
+    for secret in sorted(secrets, key=lambda found: (found.start, -found.end, found.kind)):
+        if merged and secret.start < merged[-1].end:
+            last = merged.pop()
+            merged.append(Secret(last.start, max(last.end, secret.end), last.kind))
+        else:
+            merged.append(secret)
+    return merged
+
+
+def _windows(encoded: bytes) -> Iterator[tuple[int, bytes]]:
+    """Cut bytes into overlapping pieces, each with where it begins."""
+    step = _WINDOW_BYTES - _OVERLAP_BYTES
+    for start in range(0, max(len(encoded) - _OVERLAP_BYTES, 1), step):
+        yield start, encoded[start : start + _WINDOW_BYTES]
+
+
+def _characters_begun(encoded: bytes) -> NDArray[np.int32]:
+    """Return how many characters have begun up to and with each byte: int32[bytes]."""
+    lead_bits = np.frombuffer(encoded, np.uint8) & _LEAD_BITS
+    return np.cumsum(lead_bits != _CONTINUATION, dtype=np.int32)
+
+
+def _kind_of(rule_id: str) -> str:
+    """Return the name of a rule without that of its collection."""
+    return rule_id.rpartition("/")[2].rpartition(".")[2]

@@ -1,0 +1,127 @@
+"""Screening one document: excluded phrases keep it out, or lines of it; secrets are replaced."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from indexer.screening.exclusion import Hits, PhraseFinder, spans_of
+from indexer.screening.phrases import ExcludedPhrases
+from indexer.screening.redaction import Secret, SecretFinder, redacted
+from indexer.screening.tally import ScreenTally
+
+EXCLUDED: Final = "excluded phrase"
+WITHHELD: Final = "(a name with an excluded phrase)"
+
+
+class ExcludeScope(StrEnum):
+    """What is left out where a listed phrase stands."""
+
+    DOCUMENT = "document"
+    LINE = "line"
+
+
+@dataclass(frozen=True, slots=True)
+class ScreenOptions:
+    """What is screened for; can be pickled, and carries the phrases with it.
+
+    Attributes:
+        phrases: documents or lines that hold one of them are left out.
+        scope: whether whole documents are left out, or lines. A document whose name or licence
+            holds a phrase is left out in either case.
+        ignore_case: phrases are found in upper and lower case.
+        redact: secrets are replaced by a placeholder.
+    """
+
+    phrases: ExcludedPhrases | None = None
+    scope: ExcludeScope = ExcludeScope.DOCUMENT
+    ignore_case: bool = False
+    redact: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is screened for."""
+        return self.phrases is not None or self.redact
+
+
+NO_SCREENING: Final = ScreenOptions()
+
+
+class Screened(NamedTuple):
+    """A document as it may be indexed."""
+
+    name: str
+    text: str
+    licence: str = ""
+
+
+class Screen:
+    """Screens documents one by one; made once per process, for making it takes seconds.
+
+    Args:
+        options: what is screened for.
+
+    Attributes:
+        tally: what was taken out so far.
+
+    Raises:
+        IndexerError: secrets are to be redacted, and the library for it is not installed.
+    """
+
+    def __init__(self, options: ScreenOptions) -> None:
+        self._phrases: PhraseFinder | None = None
+        if options.phrases is not None:
+            self._phrases = PhraseFinder(options.phrases, ignore_case=options.ignore_case)
+        self._by_line = options.scope is ExcludeScope.LINE
+        self._secrets = SecretFinder() if options.redact else None
+        self.tally = ScreenTally()
+
+    def take_tally(self) -> ScreenTally:
+        """Return what was taken out since the last call, and begin anew."""
+        taken, self.tally = self.tally, ScreenTally()
+        return taken
+
+    def screen(self, name: str, text: str, licence: str = "") -> Screened | None:
+        """Return the document without what is screened for; None if it must be left out.
+
+        Phrases are sought in the document as it came and again once secrets are replaced, so that
+        what is returned holds none.
+        """
+        found = [*self._excluded(name), *self._excluded(licence)]
+        secrets = [self._redactable(name), self._redactable(licence), self._redactable(text)]
+        shown_name, shown_licence = redacted(name, secrets[0]), redacted(licence, secrets[1])
+        found += [*self._excluded(shown_name), *self._excluded(shown_licence)]
+        place = WITHHELD if found else shown_name
+        kept = self._kept(text, secrets[2], found, place)
+        if kept is None:
+            return None
+        self.tally.redact((secret.kind for of_part in secrets for secret in of_part), place)
+        return Screened(shown_name, kept, shown_licence)
+
+    def _kept(
+        self, text: str, secrets: list[Secret], found: Iterable[int], place: str
+    ) -> str | None:
+        """Return what may stay of the text; None if nothing may, also for phrases found before."""
+        rounds = (secrets, []) if secrets else (secrets,)
+        excluded = set(found)
+        lines: list[set[int]] = []
+        for in_round in rounds:
+            hits = self._hits(text)
+            lines += hits.values()
+            if not self._by_line:
+                excluded.update(*hits.values())
+            text = redacted(text, in_round, spans_of(text, hits))
+        if excluded:
+            self.tally.exclude_document(excluded, place)
+            return None
+        self.tally.exclude_lines(lines, place)
+        return text
+
+    def _hits(self, text: str) -> Hits:
+        return self._phrases.find(text) if self._phrases is not None else {}
+
+    def _excluded(self, label: str) -> set[int]:
+        return set().union(*self._hits(label).values())
+
+    def _redactable(self, text: str) -> list[Secret]:
+        return self._secrets.find(text) if self._secrets is not None else []

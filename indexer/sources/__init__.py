@@ -1,0 +1,36 @@
+"""What is to be indexed: found, cut into blocks for parallel work, and read as documents.
+
+`plan` lists files and cuts them into blocks; `read` yields the documents of a block, in any
+process. The blocks in order hold what the sources hold in order, whoever reads them.
+"""
+
+from indexer.sources.blocks import SourceBlock, SourceDocument
+from indexer.sources.options import (
+    DEFAULT_BLOCK_BYTES,
+    DEFAULT_FIELD,
+    DEFAULT_MAX_DOCUMENT_BYTES,
+    NOT_TEXT,
+    STANDARD_INPUT,
+    TOO_LARGE,
+    Git,
+    SourceOptions,
+    StdinFormat,
+)
+from indexer.sources.planning import plan
+from indexer.sources.reading import read
+
+__all__ = [
+    "DEFAULT_BLOCK_BYTES",
+    "DEFAULT_FIELD",
+    "DEFAULT_MAX_DOCUMENT_BYTES",
+    "NOT_TEXT",
+    "STANDARD_INPUT",
+    "TOO_LARGE",
+    "Git",
+    "SourceBlock",
+    "SourceDocument",
+    "SourceOptions",
+    "StdinFormat",
+    "plan",
+    "read",
+]

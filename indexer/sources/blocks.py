@@ -1,0 +1,103 @@
+"""The values that a plan is made of: files, their pieces, and blocks of them; and documents."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from indexer.sources.formats import Format
+
+# A file costs an opening even if it is empty: so many bytes it counts at least.
+_MIN_WEIGHT_BYTES: Final = 4096
+
+
+def name_of(path: Path) -> str:
+    """Return a path as it is shown: with slashes, and with what is not UTF-8 replaced."""
+    return os.fsencode(path.as_posix()).decode("utf-8", "replace")
+
+
+class UnusableError(Exception):
+    """A document cannot be used; the message is the reason that it is counted under."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceDocument:
+    """A document as it was found.
+
+    Attributes:
+        name: its path; in JSON lines followed by `:` and the line, counted from 1; in tables by
+            `:` and the row, counted from 0.
+        licence: an SPDX identifier or whatever the source says; empty if unknown.
+        text: may be empty, or hold what cannot be indexed, such as NUL.
+    """
+
+    name: str
+    licence: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file to be read.
+
+    Attributes:
+        path: where it is.
+        name: what it is called in names of documents: its path, with what is not UTF-8 replaced.
+        format: how it is read.
+        licence: of its documents, unless they have their own; empty if unknown.
+        num_bytes: its size on disk.
+    """
+
+    path: Path
+    name: str
+    format: Format
+    licence: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePiece:
+    """A file, or a range of its lines or rows.
+
+    Attributes:
+        file: the file.
+        num_bytes: the piece's share of the file's size on disk.
+        start: offset of the first byte; in tables the first row group or record batch.
+        end: offset behind the last byte; in tables the row group or record batch behind the last.
+        first: how many lines or rows of the file stand before the piece.
+    """
+
+    file: SourceFile
+    num_bytes: int
+    start: int = 0
+    end: int = sys.maxsize
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBlock:
+    """What one task reads; can be pickled, holds nothing open, and knows of no other block."""
+
+    pieces: tuple[SourcePiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its pieces on disk."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+def gather(pieces: Iterable[SourcePiece], block_bytes: int) -> Iterator[SourceBlock]:
+    """Yield blocks of about `block_bytes`: small pieces together, a large one by itself."""
+    gathered: list[SourcePiece] = []
+    size = 0
+    for piece in pieces:
+        weight = max(piece.num_bytes, _MIN_WEIGHT_BYTES)
+        if gathered and size + weight > block_bytes:
+            yield SourceBlock(tuple(gathered))
+            gathered, size = [], 0
+        gathered.append(piece)
+        size += weight
+    if gathered:
+        yield SourceBlock(tuple(gathered))

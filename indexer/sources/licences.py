@@ -1,0 +1,104 @@
+"""Under which licence documents are: what a file says in its head, or the nearest licence file."""
+
+import json
+import os
+import re
+from hashlib import blake2b
+from pathlib import Path, PurePath
+from typing import Final
+
+from identify.identify import license_id
+
+from indexer.sources.formats import is_code
+from indexer.sources.saved import INFO_FILE, is_saved_dataset
+
+_HEAD_CHARACTERS: Final = 2048
+_TAG: Final = "SPDX-License-Identifier:"
+# An expression ends where no operator follows: what closes the comment is no part of it.
+_EXPRESSION: Final = re.compile(
+    rf"{_TAG}[ \t]*([\w.+:()-]+(?:[ \t]+(?:AND|OR|WITH)[ \t]+[\w.+:()-]+)*)"
+)
+_LICENCE_FILE: Final = re.compile(r"(?:(?:un)?licen[cs]e|copying)(?:[-_.].+)?", re.IGNORECASE)
+_MAX_LICENCE_BYTES: Final = 1 << 17
+
+
+def declared_licence(text: str) -> str:
+    """Return the SPDX expression in the first lines of a text; empty if there is none."""
+    head = text[:_HEAD_CHARACTERS]
+    found = _EXPRESSION.search(head) if _TAG in head else None
+    return found[1].rstrip("-") if found else ""
+
+
+def licence_in(value: object) -> str:
+    """Return the licence that a field holds: a text, or several; empty if it holds none."""
+    if isinstance(value, list):
+        return ", ".join(item for item in value if item and isinstance(item, str))
+    return value if isinstance(value, str) else ""
+
+
+class LicenceFiles:
+    """Finds the nearest licence file at or above a folder, and no higher than the source.
+
+    The nearest one counts, even where its text is not recognised. Where a folder has several, all
+    that are recognised are named: only a person can say how they go together.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self._source = source
+        self._found: dict[Path, str] = {}
+        self._recognised: dict[bytes, str] = {}
+
+    def of(self, folder: Path) -> str:
+        """Return SPDX identifiers for the files of a folder below the source; empty if unknown."""
+        passed = []
+        while (licence := self._own(folder)) is None:
+            passed.append(folder)
+            folder = folder.parent
+        self._found.update(dict.fromkeys(passed, licence))
+        return licence
+
+    def _own(self, folder: Path) -> str | None:
+        if folder not in self._found:
+            own = self._licence_in(folder)
+            if own is None and folder != self._source:
+                return None
+            self._found[folder] = own or ""
+        return self._found[folder]
+
+    def _licence_in(self, folder: Path) -> str | None:
+        """Return the licences whose texts lie in a folder; None if there is no licence file."""
+        try:
+            names = sorted(path.name for path in folder.iterdir())
+        except OSError:
+            return None
+        if is_saved_dataset(names):
+            return _licence_of_dataset(folder)
+        named = [folder / name for name in names if _is_licence_file(name)]
+        texts = [path for path in named if path.is_file()]
+        if not texts:
+            return None
+        return ", ".join(dict.fromkeys(filter(None, map(self._recognise, texts))))
+
+    def _recognise(self, path: Path) -> str:
+        """Return the identifier of a licence's text; recognising takes milliseconds."""
+        try:
+            if path.stat().st_size > _MAX_LICENCE_BYTES:
+                return ""
+            digest = blake2b(path.read_bytes()).digest()
+            if digest not in self._recognised:
+                self._recognised[digest] = license_id(os.fspath(path)) or ""
+        except (OSError, ValueError):
+            return ""
+        return self._recognised[digest]
+
+
+def _is_licence_file(name: str) -> bool:
+    return bool(_LICENCE_FILE.fullmatch(name)) and not is_code(PurePath(name).suffix.lower())
+
+
+def _licence_of_dataset(folder: Path) -> str | None:
+    try:
+        info = json.loads((folder / INFO_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return licence_in(info.get("license")) or None if isinstance(info, dict) else None

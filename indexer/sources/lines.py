@@ -1,0 +1,126 @@
+"""JSON lines: a document a line, cut at line ends, read from any line on."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+from indexer.sources.blocks import SourceDocument, SourceFile, SourcePiece, UnusableError
+from indexer.sources.formats import Compression
+from indexer.sources.licences import licence_in
+from indexer.sources.options import NOT_TEXT, TOO_LARGE, SourceOptions
+from indexer.sources.streams import (
+    BOM_BYTES,
+    bounded_lines,
+    decoded,
+    encoding_of,
+    has_plain_newlines,
+    opened,
+)
+from indexer.tally import Tally
+
+_READ_BYTES: Final = 1 << 20
+
+# JSON writes a byte of text with up to six characters; the rest of a line is names and marks.
+_ESCAPED_BYTES: Final = 6
+_LINE_OVERHEAD_BYTES: Final = 1 << 16
+
+
+def cut_lines(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
+    """Cut a file at line ends into pieces of a little more than `block_bytes`.
+
+    What is compressed, or has line breaks that are not single bytes, is not cut.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if file.format.compression != Compression.NONE or file.num_bytes <= options.block_bytes:
+        return [SourcePiece(file, file.num_bytes)]
+    with file.path.open("rb") as stream:
+        encoding = encoding_of(stream.read(BOM_BYTES), options.encoding)
+        if not has_plain_newlines(encoding):
+            return [SourcePiece(file, file.num_bytes)]
+        stream.seek(0)
+        cuts = [(0, 0), *_cuts(stream, options.block_bytes)]
+    ends = [start for start, _ in cuts[1:]] + [max(file.num_bytes, cuts[-1][0])]
+    return [
+        SourcePiece(file, end - start, start, end, first)
+        for (start, first), end in zip(cuts, ends, strict=True)
+        if end > start
+    ]
+
+
+def _cuts(stream: Any, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield offsets of lines, each at least `block_bytes` after the last, and the lines before."""
+    offset = num_lines = 0
+    target = block_bytes
+    while chunk := stream.read(_READ_BYTES):
+        counted = 0
+        while target <= offset + len(chunk):
+            end = chunk.find(b"\n", max(target - offset - 1, 0)) + 1
+            if end == 0:
+                break
+            num_lines += chunk.count(b"\n", counted, end)
+            counted = end
+            yield offset + end, num_lines
+            target = offset + end + block_bytes
+        num_lines += chunk.count(b"\n", counted)
+        offset += len(chunk)
+
+
+def read_lines(
+    piece: SourcePiece, options: SourceOptions, tally: Tally
+) -> Iterator[SourceDocument]:
+    """Yield the documents of a piece; count the lines that are none.
+
+    Raises:
+        OSError: the file cannot be read.
+        UnicodeError: what follows is not text.
+        streams.DAMAGED: what follows cannot be decompressed.
+    """
+    before = tally.num_bytes_read
+    with opened(piece.file) as (stream, raw):
+        encoding = encoding_of(stream.peek(BOM_BYTES), options.encoding)
+        if piece.start:
+            stream.seek(piece.start)
+        with decoded(stream, encoding) as lines:
+            for number, line in _numbered(piece, lines, options):
+                tally.num_bytes_read = before + min(raw.tell() - piece.start, piece.num_bytes)
+                name = f"{piece.file.name}:{number}"
+                try:
+                    text = _text_of(line, encoding)
+                    if not text.isspace():
+                        yield _document(_parsed(text), name, piece.file, options)
+                except UnusableError as unusable:
+                    tally.skip(str(unusable), name)
+
+
+def _numbered(
+    piece: SourcePiece, stream: Any, options: SourceOptions
+) -> Iterator[tuple[int, str | bytes | None]]:
+    max_line = _ESCAPED_BYTES * options.max_document_bytes + _LINE_OVERHEAD_BYTES
+    lines = bounded_lines(stream, max_line, piece.end - piece.start)
+    return enumerate(lines, piece.first + 1)
+
+
+def _text_of(line: str | bytes | None, encoding: str) -> str:
+    if line is None:
+        raise UnusableError(TOO_LARGE)
+    try:
+        return line if isinstance(line, str) else line.decode(encoding)
+    except UnicodeError:
+        raise UnusableError(NOT_TEXT) from None
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        raise UnusableError("not JSON") from None
+
+
+def _document(value: Any, name: str, file: SourceFile, options: SourceOptions) -> SourceDocument:
+    text = value.get(options.field) if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise UnusableError(f"no text in field {options.field!r}")
+    own = licence_in(value.get(options.licence_field)) if options.licence_field else ""
+    return SourceDocument(name, options.licence or own or file.licence, text)

@@ -1,0 +1,80 @@
+"""Planning: the files of all sources, cut into blocks of about one size."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from indexer.errors import SourceError, reason_of
+from indexer.sources.blocks import SourceBlock, SourceFile, SourcePiece, gather, name_of
+from indexer.sources.columns import TableError
+from indexer.sources.finding import Finder
+from indexer.sources.formats import Form
+from indexer.sources.lines import cut_lines
+from indexer.sources.options import STANDARD_INPUT, SourceOptions
+from indexer.sources.standard_input import keep_standard_input
+from indexer.sources.tables import DamagedTableError, cut_table
+from indexer.tally import Tally
+
+
+def plan(
+    sources: Sequence[Path | str],
+    options: SourceOptions,
+    tally: Tally,
+    scratch: Path | None = None,
+) -> list[SourceBlock]:
+    """Cut sources into blocks, in order: sources as given, folders in order of names.
+
+    The blocks depend on the sources and the options alone. JSON lines of more than a block are cut
+    at line ends, tables between row groups or record batches; what is compressed is not cut.
+
+    Args:
+        sources: files and folders; `-` stands for standard input.
+        options: how to find, cut and read.
+        tally: counts files that are passed over, and the bytes of those that are not.
+        scratch: a folder that stays until all is read; needed for standard input.
+
+    Raises:
+        SourceError: a source does not exist or is neither a file nor a folder; it consists of
+            tables out of which no document can be read; or standard input cannot be kept.
+    """
+    finder = Finder(options, tally)
+    pieces: list[SourcePiece] = []
+    standard_input = [source for source in sources if str(source) == STANDARD_INPUT]
+    if len(standard_input) > 1:
+        raise SourceError("standard input can be read once: name - once")
+    for source in sources:
+        if source in standard_input:
+            files = iter([keep_standard_input(scratch, options)])
+        else:
+            files = finder.files_of(Path(source))
+        pieces += _pieces_of(name_of(Path(source)), files, options, tally)
+    tally.num_bytes_found += sum(piece.num_bytes for piece in pieces)
+    return list(gather(pieces, options.block_bytes))
+
+
+def _pieces_of(
+    source: str, files: Iterator[SourceFile], options: SourceOptions, tally: Tally
+) -> Iterator[SourcePiece]:
+    """Yield the pieces of a source's files; what is nothing but unusable tables is an error."""
+    num_files = 0
+    refused = []
+    for file in files:
+        num_files += 1
+        try:
+            yield from _pieces(file, options)
+        except TableError as error:
+            refused.append(error)
+            tally.skip(error.reason, file.name)
+        except DamagedTableError as error:
+            tally.skip(f"unreadable: {error}", file.name)
+        except OSError as error:
+            tally.skip(f"unreadable: {reason_of(error)}", file.name)
+    if refused and len(refused) == num_files:
+        raise SourceError(f"{source}: {refused[0]}")
+
+
+def _pieces(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
+    if file.format.is_table:
+        return cut_table(file, options)
+    if file.format.form == Form.LINES:
+        return cut_lines(file, options)
+    return [SourcePiece(file, file.num_bytes)]

@@ -1,0 +1,109 @@
+"""The command that explains a draft."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from indexer.errors import reason_of
+from indexer.tokenizer import DEFAULT_MODEL
+from retriever.clear_errors import clear_errors
+from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
+from retriever.encoding import ChatEncoder
+from retriever.errors import InvalidRequestError
+from retriever.explanation_tree import rendered
+from retriever.files import check_files
+from retriever.limits import DEFAULT_DOCUMENTS, MAX_DOCUMENTS
+from retriever.options import Indexes
+
+
+def explain(  # noqa: PLR0913  (a command has as many options as it has)
+    *,
+    index: Indexes = None,
+    context: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What comes before the draft, as text.")
+    ] = None,
+    context_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The same, in a file of UTF-8.")
+    ] = None,
+    context_ids: Annotated[
+        str | None, typer.Option(metavar="IDS", help="The same, as token ids: 12,7,401.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The tokenizer of texts: a hub id, a folder or a .gguf file. Default: "
+            f"{DEFAULT_MODEL}; with --context-ids none, and tokens are shown as ids.",
+        ),
+    ] = None,
+    budget: Annotated[
+        int,
+        typer.Option(min=0, max=DEFAULT_LIMITS.max_budget_nodes, help="Nodes in the tree."),
+    ] = 32,
+    documents: Annotated[
+        int, typer.Option(min=0, max=MAX_DOCUMENTS, help="Most documents to name for a node.")
+    ] = DEFAULT_DOCUMENTS,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the tree as JSON, on standard output.")
+    ] = False,
+) -> None:
+    """Show the draft for a context, and for each token where it comes from.
+
+    Named are its database, after how many equal tokens and how often it was found, and documents
+    that it stands in, with their licences.
+    """
+    with clear_errors():
+        check_files(index or [], [])
+        encoder = ChatEncoder(tokenizer)
+        tokens = _tokens(encoder, context, context_file, context_ids)
+        drafter = EmbeddedDrafter.open_indexes(index or [], vocabulary=encoder.vocabulary)
+        with ExitStack() as stack:
+            stack.callback(drafter.shut_down)
+            explanation = drafter.explain(tokens, budget, max_documents=documents)
+        known = encoder.vocabulary is not None
+        text_of = (lambda token: str(encoder.tokenizer.decode([token]))) if known else None
+        if as_json:
+            typer.echo(json.dumps(explanation.as_json(text_of)))
+        else:
+            Console().print(rendered(explanation, text_of))
+
+
+def _tokens(
+    encoder: ChatEncoder, text: str | None, file: Path | None, ids: str | None
+) -> list[int]:
+    """Return the context, which is given in one of three ways."""
+    if sum(given is not None for given in (text, file, ids)) != 1:
+        raise InvalidRequestError("give one of --context, --context-file and --context-ids")
+    if ids is not None:
+        return _parsed(ids)
+    if file is not None:
+        text = _read(file)
+    return encoder.encode_output(_encodable(text or ""))
+
+
+def _parsed(ids: str) -> list[int]:
+    try:
+        return [int(token) for token in ids.replace(",", " ").split()]
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"--context-ids takes numbers with commas between them: {error}"
+        ) from error
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{file} cannot be read: {reason_of(error)}") from error
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("the context is no text: it is not UTF-8") from error
+    return text

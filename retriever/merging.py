@@ -1,0 +1,98 @@
+"""Merging the trees that several drafters grew for one sequence into one.
+
+The drafters share part of their evidence (the sequence, what was generated lately) and each has
+some of its own (its part of a corpus). What they share must not count twice, so their
+probabilities are not multiplied; who has found something is sure of it and who has not is vague,
+so that their mean would drown what one of them knows. A power mean lies between mean and maximum,
+and of equal trees it is that tree. docs/decisions/2026-11-21-sharding.md has the measurements.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retriever.tree import ROOT, DraftTree
+
+EXPONENT: Final = 3.0
+"""Of the power mean: 1 would be the mean, infinity the maximum."""
+
+ABSENT_SHARE: Final = 0.5
+"""A node that a full tree lacks is at most as probable as its last node; it is taken to be half
+as probable."""
+
+_Node = tuple[int, int]
+
+
+def merge_trees(
+    trees: Sequence[DraftTree], budget_nodes: int, min_probability: float = 0.0
+) -> DraftTree:
+    """Merge trees that were grown for one sequence with one budget and one threshold.
+
+    The probability of a path is the power mean of what the trees give it. Its node keeps the
+    source of the tree that finds it most probable; of equals, of the first.
+
+    Args:
+        trees: the trees; empty ones say that nothing is known to their drafters.
+        budget_nodes: most nodes that each of them, and the merged one, may have.
+        min_probability: nodes less probable than this were left out, and are.
+    """
+    trees = [tree.prefix(budget_nodes) for tree in trees]
+    if sum(len(tree) > 0 for tree in trees) == 0:
+        return DraftTree.empty()
+    if len(trees) == 1:
+        return trees[0]
+    union: dict[_Node, int] = {}
+    places = [np.array(list(_join(tree, union)), np.int64) for tree in trees]
+    beliefs = np.empty((len(union), len(trees)))
+    sources = np.empty((len(union), len(trees)), np.uint8)
+    for column, (tree, nodes) in enumerate(zip(trees, places, strict=True)):
+        beliefs[:, column] = _absent(tree, budget_nodes, min_probability)
+        beliefs[nodes, column] = tree.probabilities
+        sources[nodes, column] = tree.sources
+    return _best(union, beliefs, sources, budget_nodes, min_probability)
+
+
+def _join(tree: DraftTree, union: dict[_Node, int]) -> Iterator[int]:
+    """Enter a tree's nodes into the union, where parents come first; yield their places in it."""
+    places: list[int] = []
+    pairs = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
+    for parent, token in pairs:
+        node = (ROOT if parent == ROOT else places[parent], token)
+        places.append(union.setdefault(node, len(union)))
+        yield places[-1]
+
+
+def _absent(tree: DraftTree, budget_nodes: int, min_probability: float) -> float:
+    """Return how probable a tree makes the nodes that it lacks."""
+    if 0 < len(tree) == budget_nodes:
+        return ABSENT_SHARE * float(tree.probabilities[-1])
+    return ABSENT_SHARE * min_probability
+
+
+def _best(
+    union: dict[_Node, int],
+    beliefs: NDArray[np.float64],
+    sources: NDArray[np.uint8],
+    budget_nodes: int,
+    min_probability: float,
+) -> DraftTree:
+    """Return the most probable nodes of a union, given float64[nodes, trees] of probabilities."""
+    means = np.mean(beliefs**EXPONENT, axis=1) ** (1 / EXPONENT)
+    pooled = means.astype(np.float32).tolist()
+    parents, token_ids = zip(*union, strict=True)
+    for node, parent in enumerate(parents):  # rounding could lift a child above its parent
+        if parent != ROOT:
+            pooled[node] = min(pooled[node], pooled[parent])
+    probabilities = np.array(pooled, np.float32)
+    order = np.argsort(-probabilities, kind="stable")[:budget_nodes]
+    order = order[probabilities[order] >= min_probability]
+    places = np.full(len(union) + 1, ROOT, np.int32)  # the last one stands for the root
+    places[order] = np.arange(len(order))
+    return DraftTree(
+        np.array(token_ids, np.int32)[order],
+        places[np.array(parents, np.int64)[order]],
+        probabilities[order],
+        sources[order, np.argmax(beliefs[order], axis=1)],
+    )

@@ -1,0 +1,43 @@
+"""The stream of drafts: one call that lasts, with a message in each direction for every step."""
+
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+from retriever.v1 import retriever_pb2 as pb
+from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from retriever.watchdog import Watchdog
+
+
+class Stream:
+    """One bidirectional call: a message out, a message in.
+
+    Args:
+        stub: of the service.
+        timeout_s: longest wait for an answer, in seconds; the call is cancelled then.
+    """
+
+    def __init__(self, stub: RetrieverServiceStub, timeout_s: float) -> None:
+        self._outbox: SimpleQueue[pb.DraftStreamRequest | None] = SimpleQueue()
+        self._call = stub.DraftStream(self._messages(), wait_for_ready=False)
+        self._watchdog = Watchdog(timeout_s, self._call.cancel)
+
+    def exchange(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
+        """Send a message and await its answer.
+
+        Raises:
+            grpc.RpcError: the call has ended, by itself or at the timeout.
+        """
+        with self._watchdog:
+            self._outbox.put(message)
+            response: pb.DraftStreamResponse = next(self._call)
+            return response
+
+    def end(self) -> None:
+        """End the call."""
+        self._outbox.put(None)
+        self._call.cancel()
+        self._watchdog.stop()
+
+    def _messages(self) -> Iterator[pb.DraftStreamRequest]:
+        while (message := self._outbox.get()) is not None:
+            yield message
