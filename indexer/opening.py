@@ -74,6 +74,10 @@ class Snapshot:
     phrases: PhraseTables
 
 
+Before = tuple[Contents, Snapshot] | None
+"""An earlier snapshot of the same folder, and what it published; None where there is none."""
+
+
 def check_size(path: Path, num_bytes: int) -> None:
     """Check that a file exists and has its size.
 
@@ -108,17 +112,37 @@ def check_file(path: Path, expected: FileRecord) -> None:
         )
 
 
-def open_snapshot(path: Path, contents: Contents) -> Snapshot:
+def open_snapshot(path: Path, contents: Contents, before: Before = None) -> Snapshot:
     """Map and check all that the catalog of the index at `path` lists.
+
+    Args:
+        path: the index's directory.
+        contents: what its catalog lists.
+        before: what it shares is taken as it is mapped.
 
     Raises:
         DamagedIndexError: see `open_segment` and `open_phrases`.
     """
     size = contents.vocabulary.size
-    return Snapshot(
-        tuple(open_segment(path, record, size) for record in contents.segments),
-        open_phrases(path, contents.phrases, size),
-    )
+    mapped = _mapped(before)
+    segments = [
+        mapped[record.name][1]
+        if record.name in mapped and mapped[record.name][0] == record
+        else open_segment(path, record, size)
+        for record in contents.segments
+    ]
+    if before is not None and before[0].phrases == contents.phrases:
+        return Snapshot(tuple(segments), before[1].phrases)
+    return Snapshot(tuple(segments), open_phrases(path, contents.phrases, size))
+
+
+def _mapped(before: Before) -> dict[str, tuple[SegmentRecord, Segment]]:
+    """Return the segments of a snapshot by name, each with its record."""
+    if before is None:
+        return {}
+    contents, snapshot = before
+    pairs = zip(contents.segments, snapshot.segments, strict=True)
+    return {record.name: (record, segment) for record, segment in pairs}
 
 
 def open_segment(path: Path, record: SegmentRecord, vocabulary_size: int) -> Segment:

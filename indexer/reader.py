@@ -4,19 +4,19 @@ Loads numpy only. Opening maps files and reads none of them but the snapshot, so
 milliseconds whatever the size of the index.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
 from indexer.counts import COUNT_VALUES
 from indexer.errors import DamagedIndexError, IndexerError, TokenizerMismatchError
 from indexer.format import token_dtype
-from indexer.opening import Segment, Snapshot, open_snapshot
+from indexer.opening import Before, Segment, Snapshot, open_snapshot
 from indexer.phrases import PhraseTables
 from indexer.records import Document
-from indexer.same_folder import folder_identity, from_same_folder
-from indexer.snapshots import HeldSnapshot, hold_latest, published_numbers
-from indexer.tables import merge_tables
+from indexer.same_folder import Identity, folder_identity, from_same_folder
+from indexer.snapshots import HeldSnapshot, hold_latest
+from indexer.table_sums import sum_tables
 from indexer.tokenizer import Vocabulary
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "PhraseTables",
     "Segment",
     "Vocabulary",
-    "merge_tables",
+    "sum_tables",
     "token_dtype",
 ]
 
@@ -50,7 +50,7 @@ class Index:
     """
 
     def __init__(
-        self, path: Path, held: HeldSnapshot, snapshot: Snapshot, identity: tuple[int, int]
+        self, path: Path, held: HeldSnapshot, snapshot: Snapshot, identity: Identity
     ) -> None:
         contents = held.contents
         self.path = path
@@ -95,16 +95,19 @@ class Index:
             IndexerError: the folder cannot be opened, or is replaced all the time.
         """
         path = Path(path)
-        return from_same_folder(path, lambda: cls._open(path, vocabulary), cls.close)
+        return from_same_folder(path, lambda: cls._open(path, vocabulary, _nothing), cls.close)
 
     @classmethod
-    def _open(cls, path: Path, vocabulary: Vocabulary | None) -> Self:
+    def _open(
+        cls, path: Path, vocabulary: Vocabulary | None, before: Callable[[Identity], Before]
+    ) -> Self:
         identity = folder_identity(path)
         held = hold_latest(path)
         try:
             if vocabulary is not None:
                 _check_vocabulary(path, held.contents.vocabulary, vocabulary)
-            return cls(path, held, open_snapshot(path, held.contents), identity)
+            snapshot = open_snapshot(path, held.contents, before(identity))
+            return cls(path, held, snapshot, identity)
         except BaseException:
             held.close()
             raise
@@ -112,13 +115,31 @@ class Index:
     def is_latest(self) -> bool:
         """Tell whether the index at the path is still what was opened; costs some 20 us.
 
-        Where the index is gone or unreadable, what is open is as new as can be had.
+        Where it is gone or unreadable, it is not, and `reopened` says why.
         """
         try:
-            is_same = folder_identity(self.path) == self._identity
-            return is_same and published_numbers(self.path)[-1] == self.number
+            return self._held is not None and self._held.is_latest()
         except (OSError, IndexerError):
-            return True
+            return False
+
+    def reopened(self) -> Self:
+        """Open the latest snapshot of what is at the path now; this one stays open.
+
+        Segments and phrase tables that both have are the same objects, mapped once.
+
+        Raises:
+            IndexerError: as `open`; an index of another vocabulary than this one is refused.
+        """
+        return from_same_folder(
+            self.path,
+            lambda: self._open(self.path, self.vocabulary, self._shared_with),
+            type(self).close,
+        )
+
+    def _shared_with(self, identity: Identity) -> Before:
+        if self._held is None or self._identity != identity:
+            return None
+        return self._held.contents, Snapshot(self.segments, self.phrases)
 
     def document_at(self, segment: int, position: int) -> Document:
         """Return the document that holds a token; a separator belongs to the one it ends.
@@ -177,8 +198,12 @@ class Index:
         self.close()
 
 
+def _nothing(_identity: Identity) -> Before:
+    return None
+
+
 def _check_vocabulary(path: Path, built_for: Vocabulary, at_hand: Vocabulary) -> None:
-    if built_for.fingerprint != at_hand.fingerprint:
+    if built_for != at_hand:
         raise TokenizerMismatchError(
             f"index {path} was built for another tokenizer ({_describe(built_for)}), "
             f"not for this one ({_describe(at_hand)}): rebuild it with --tokenizer"

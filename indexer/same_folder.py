@@ -12,6 +12,9 @@ _MAX_ATTEMPTS: Final = 20
 
 _T = TypeVar("_T")
 
+Identity = tuple[int, int]
+"""Device and number of a folder."""
+
 
 def from_same_folder(
     path: Path, read: Callable[[], _T], discard: Callable[[_T], None] = lambda _: None
@@ -64,7 +67,7 @@ def _held(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def folder_identity(path: Path) -> tuple[int, int]:
+def folder_identity(path: Path) -> Identity:
     """Return what tells the folder at a path from another one that is put there.
 
     Raises:

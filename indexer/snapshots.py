@@ -52,6 +52,7 @@ class HeldSnapshot:
 
     def __init__(self, index: Path, number: int, descriptor: int) -> None:
         self.number = number
+        self._index = index
         self._descriptor: int | None = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
         try:
@@ -61,6 +62,19 @@ class HeldSnapshot:
         except BaseException:
             self.close()
             raise
+
+    def is_latest(self) -> bool:
+        """Tell whether this very file is the latest snapshot of what is at the index's path.
+
+        Raises:
+            IndexerError: there is no index.
+            OSError: it changes at this moment.
+        """
+        number = published_numbers(self._index)[-1]
+        if number != self.number or self._descriptor is None:
+            return False
+        there = (self._index / CATALOG_FOLDER / ordinal_name(number)).stat()
+        return os.path.samestat(there, os.fstat(self._descriptor))
 
     def close(self) -> None:
         """Let go of the snapshot."""

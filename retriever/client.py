@@ -43,6 +43,7 @@ class IndexInfo:
     num_documents: int
     vocabulary_size: int
     vocabulary_fingerprint: str
+    snapshot: int = 0
 
 
 class RemoteDrafter:
@@ -187,6 +188,7 @@ class RemoteDrafter:
                 index.num_documents,
                 index.vocabulary_size,
                 index.vocabulary_fingerprint,
+                index.snapshot,
             )
             for index in response.indexes
         ]

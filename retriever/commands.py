@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -31,6 +31,8 @@ from retriever.replay import ReplayReport, replay
 from retriever.report_tables import tables
 from retriever.server import serve as serve_forever
 from retriever.traces import read_outputs, read_traces
+
+DEFAULT_REFRESH_S: Final = 5.0
 
 app = typer.Typer(
     help="Serve draft trees from indexes, replay recorded outputs through a drafter, or explain a "
@@ -89,6 +91,15 @@ def serve(
             "(process), or a power failure too, at the cost of a disk write for each (disk)."
         ),
     ] = "process",
+    refresh: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="How often to look whether an index has changed, and to draft from what it has "
+            "become; 0: never.",
+        ),
+    ] = DEFAULT_REFRESH_S,
 ) -> None:
     """Serve drafts over gRPC until interrupted.
 
@@ -108,6 +119,7 @@ def serve(
             state=state,
             durability=durability,
             phrases=_listed(phrases, encoder, index),
+            refresh_s=refresh,
         )
         try:
             asyncio.run(serve_forever(drafter, address))

@@ -151,6 +151,12 @@ class Databases:
     longest_match: int = MAX_MATCH
     phrases: PhraseCursor | None = None
 
+    def turn_to(self, corpus: Corpus) -> None:
+        """Draft from this corpus from now on."""
+        if corpus is not self.corpus:
+            self.corpus = corpus
+            self.longest_match = MAX_MATCH
+
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n] to the sequence."""
         if len(tokens):

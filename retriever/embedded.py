@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from indexer.reader import Index, Vocabulary
-from retriever.databases import Context, Corpus, Databases
+from retriever.corpora import shared_vocabulary
+from retriever.databases import Context, Databases
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import (
     InvalidRequestError,
@@ -30,13 +31,13 @@ from retriever.limits import (
     check_tenant_name,
     checked_tokens,
 )
+from retriever.live import LiveCorpora
 from retriever.log_store import Durability
 from retriever.phrases import ListedPhrases
 from retriever.pools import Pool, Pools
 from retriever.predictor import Predictor
 from retriever.provenance import Evidence, locate, trace_nodes
 from retriever.sessions import Session, Sessions
-from retriever.tables import tables_of
 from retriever.tree import DraftTree
 
 DEFAULT_LIMITS: Final = Limits()
@@ -65,6 +66,8 @@ class EmbeddedDrafter:
         durability: with "process", outputs survive the end of this process, however it comes;
             with "disk" that of the machine too, at the price of waiting for it in every `close`.
         phrases: what is listed to be written verbatim.
+        refresh_s: look every so many seconds whether an index has changed, in a thread of our own,
+            and draft from what it has become; 0 for never. `refresh` does so at once.
         predictor: what grows the trees, with room for `limits`; made here if None.
 
     Raises:
@@ -82,22 +85,23 @@ class EmbeddedDrafter:
         state: Path | None = None,
         durability: Durability = "process",
         phrases: ListedPhrases | None = None,
+        refresh_s: float = 0.0,
         predictor: Predictor | None = None,
     ) -> None:
-        self.indexes = tuple(indexes)
         self.limits = limits
-        self.vocabulary = _shared_vocabulary(self.indexes, vocabulary)
+        self.vocabulary = shared_vocabulary(indexes, vocabulary)
         self._phrases = phrases if phrases is not None else ListedPhrases(())
         _check_phrases(self._phrases, self.vocabulary)
-        segments = [segment for index in self.indexes for segment in index.segments]
-        self._corpus = Corpus(segments, tables_of(self.indexes))
+        self._lock = Lock()
+        self._sessions = Sessions(limits)
+        self._live = LiveCorpora(indexes, self._sessions, self._lock)
         self._predictor = predictor or Predictor(limits.max_budget_nodes)
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
         self._pools = Pools.open(limits, state, self._fingerprint, durability)
         self._fingerprint = self._fingerprint or self._pools.fingerprint
         self._pools.get("")  # whoever names no tenant does not wait for the log
-        self._sessions = Sessions(limits)
-        self._lock = Lock()
+        if refresh_s > 0:
+            self._live.watch(refresh_s)
 
     @classmethod
     def open_indexes(  # noqa: PLR0913  (likewise)
@@ -109,6 +113,7 @@ class EmbeddedDrafter:
         state: Path | None = None,
         durability: Durability = "process",
         phrases: ListedPhrases | None = None,
+        refresh_s: float = 0.0,
     ) -> Self:
         """Open the indexes at `paths` and draft from them; the rest is as for the constructor.
 
@@ -127,11 +132,22 @@ class EmbeddedDrafter:
                 state=state,
                 durability=durability,
                 phrases=phrases,
+                refresh_s=refresh_s,
             )
         except BaseException:
             for index in indexes:
                 index.close()
             raise
+
+    @property
+    def indexes(self) -> tuple[Index, ...]:
+        """The indexes, as they are drafted from now."""
+        return self._live.current.indexes
+
+    @property
+    def refresh_failures(self) -> int:
+        """How often an index had changed, or was gone, and could not be opened again."""
+        return self._live.failures
 
     @property
     def log_failures(self) -> int:
@@ -167,7 +183,12 @@ class EmbeddedDrafter:
             steps = [self._step(request) for request in requests]
             for step in steps:  # all before any draft: what is learned from is the last draft
                 self._predictor.commit(step.session.databases, step.new_tokens)
-            return [self._draft(step) for step in steps]
+            return [
+                self._draft(
+                    step.session.databases, step.request.budget_nodes, step.request.min_probability
+                )
+                for step in steps
+            ]
 
     def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
@@ -217,7 +238,7 @@ class EmbeddedDrafter:
         check_draft(budget_nodes, min_probability, self.limits)
         databases = self._databases(tokens, self._pool(tenant))
         with self._lock:
-            return self._predictor.draft(databases, budget_nodes, min_probability)
+            return self._draft(databases, budget_nodes, min_probability)
 
     def explain(
         self,
@@ -249,10 +270,11 @@ class EmbeddedDrafter:
         check_draft(budget_nodes, min_probability, self.limits)
         databases = self._databases(tokens, self._pool(tenant))
         with self._lock:
-            tree = self._predictor.draft(databases, budget_nodes, min_probability)
+            tree = self._draft(databases, budget_nodes, min_probability)
             evidence = Evidence.of(self._predictor, budget_nodes)
+            indexes = self.indexes  # those that the draft is from, whatever comes meanwhile
         supports = trace_nodes(tree, databases, evidence)
-        return Explanation(tree, tuple(locate(supports, self.indexes, max_documents)))
+        return Explanation(tree, tuple(locate(supports, indexes, max_documents)))
 
     def remember(self, output: ArrayLike, *, tenant: str = "") -> None:
         """Add the output of a sequence that was generated elsewhere to the generations.
@@ -280,10 +302,19 @@ class EmbeddedDrafter:
                 self._sessions.forget(pool)
             self._pools.delete_logged(tenant)
 
+    def refresh(self) -> bool:
+        """Draft from what the indexes are now; tell whether any has changed.
+
+        An index that cannot be opened is drafted from as it was: it is counted in
+        `refresh_failures`, the reason logged, and the next refresh tries again. Sessions go on;
+        drafts are made meanwhile, until the new corpus is open and warm.
+        """
+        return self._live.refresh()
+
     def warm(self) -> None:
         """Compile or load all kernels now, so that no draft waits for it."""
         context = np.zeros(2 * MAX_MATCH, np.int32)
-        nobody = Databases(Context(context), Pool("", Generations(0)), self._corpus)
+        nobody = Databases(Context(context), Pool("", Generations(0)), self._live.current.corpus)
         nobody.pool.generations.add(context)
         with self._lock:
             self._predictor.draft(nobody, 1, 0.0)
@@ -312,9 +343,8 @@ class EmbeddedDrafter:
 
     def shut_down(self) -> None:
         """Close the indexes and the state directory."""
+        self._live.shut_down()
         self._pools.close()
-        for index in self.indexes:
-            index.close()
 
     def _checked(self, tokens: ArrayLike) -> TokenIds:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
@@ -327,7 +357,7 @@ class EmbeddedDrafter:
         return Databases(
             Context(prompt),
             pool,
-            self._corpus,
+            self._live.current.corpus,
             learns=remember,
             phrases=self._phrases.cursor(prompt) if self._phrases else None,
         )
@@ -346,23 +376,9 @@ class EmbeddedDrafter:
             )
         return _Step(session, tokens, request)
 
-    def _draft(self, step: _Step) -> DraftTree:
-        return self._predictor.draft(
-            step.session.databases, step.request.budget_nodes, step.request.min_probability
-        )
-
-
-def _shared_vocabulary(
-    indexes: Sequence[Index], vocabulary: Vocabulary | None
-) -> Vocabulary | None:
-    for index in indexes:
-        vocabulary = vocabulary or index.vocabulary
-        if index.vocabulary.fingerprint != vocabulary.fingerprint:
-            raise InvalidRequestError(
-                f"index {index.path} is of another tokenizer than {indexes[0].path}: "
-                "build both with the same --tokenizer"
-            )
-    return vocabulary
+    def _draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
+        databases.turn_to(self._live.current.corpus)
+        return self._predictor.draft(databases, budget, min_probability)
 
 
 def _check_phrases(phrases: ListedPhrases, vocabulary: Vocabulary | None) -> None:

@@ -103,6 +103,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
                     num_documents=index.num_documents,
                     vocabulary_size=index.vocabulary.size,
                     vocabulary_fingerprint=index.vocabulary.fingerprint,
+                    snapshot=index.number,
                 )
                 for index in self._drafter.indexes
             ]

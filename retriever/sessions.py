@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
-from retriever.databases import Databases
+from retriever.databases import Corpus, Databases
+from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError, SessionExistsError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.pools import Pool
@@ -86,6 +88,16 @@ class Sessions:
         for session in self._by_name.values():
             if session.databases.pool is pool:
                 session.remember = session.databases.learns = False
+
+    def last_tokens(self, max_sessions: int, num_tokens: int) -> list[TokenIds]:
+        """Return copies of the last tokens, int32[n] each, of the sessions that were used last."""
+        latest = islice(reversed(self._by_name.values()), max_sessions)
+        return [session.databases.context.last(num_tokens).copy() for session in latest]
+
+    def turn_to(self, corpus: Corpus) -> None:
+        """Draft all sessions from this corpus from now on: idle ones keep no other one open."""
+        for session in self._by_name.values():
+            session.databases.turn_to(corpus)
 
     def _end_idle(self) -> bool:
         """End the session that has been idle longest, if that is long enough."""

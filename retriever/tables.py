@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from indexer.reader import COUNT_VALUES, Index, PhraseTables, merge_tables, token_dtype
+from indexer.reader import COUNT_VALUES, Index, PhraseTables, sum_tables, token_dtype
 from retriever.kernels.layout import Tables
 
 _FREQUENT: Final = 4.0  # natural logarithm of how rare a token is that counts as not rare at all
@@ -15,13 +15,17 @@ _RARE: Final = 12.0  # and of one that counts as rare as can be
 def tables_of(indexes: Sequence[Index]) -> Tables:
     """Return the phrase tables of indexes of one vocabulary as kernels read them.
 
-    Those of a single index stay mapped; those of several are added up in memory.
+    Those of a single index stay mapped. Those of several are added up, in a temporary file that is
+    mapped as well unless they are small.
+
+    Raises:
+        indexer.errors.IndexerError: they cannot be added up.
     """
     if not indexes:
         return to_kernel(PhraseTables.empty(0, np.dtype(token_dtype(0))))
     if len(indexes) == 1:
         return to_kernel(indexes[0].phrases)
-    return to_kernel(merge_tables([index.phrases for index in indexes]))
+    return to_kernel(sum_tables([index.phrases for index in indexes]))
 
 
 def to_kernel(tables: PhraseTables) -> Tables:

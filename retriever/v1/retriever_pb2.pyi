@@ -165,15 +165,17 @@ class ListIndexesResponse(_message.Message):
     def __init__(self, indexes: _Optional[_Iterable[_Union[IndexInfo, _Mapping]]] = ...) -> None: ...
 
 class IndexInfo(_message.Message):
-    __slots__ = ("name", "num_tokens", "num_documents", "vocabulary_size", "vocabulary_fingerprint")
+    __slots__ = ("name", "num_tokens", "num_documents", "vocabulary_size", "vocabulary_fingerprint", "snapshot")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     name: str
     num_tokens: int
     num_documents: int
     vocabulary_size: int
     vocabulary_fingerprint: str
-    def __init__(self, name: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_documents: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ...) -> None: ...
+    snapshot: int
+    def __init__(self, name: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_documents: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., snapshot: _Optional[int] = ...) -> None: ...

@@ -117,7 +117,7 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListIndexes(self, request, context):
-        """Lists the indexes that drafts are taken from, and the vocabulary that token ids belong to.
+        """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids belong to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

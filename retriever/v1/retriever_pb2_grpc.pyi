@@ -55,7 +55,7 @@ class RetrieverServiceStub:
     CloseSession: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]
     """Ends a session."""
     ListIndexes: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]
-    """Lists the indexes that drafts are taken from, and the vocabulary that token ids belong to."""
+    """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids belong to."""
 
 @_typing.type_check_only
 class RetrieverServiceAsyncStub(RetrieverServiceStub):
@@ -84,7 +84,7 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     CloseSession: _aio.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session."""
     ListIndexes: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]  # type: ignore[assignment]
-    """Lists the indexes that drafts are taken from, and the vocabulary that token ids belong to."""
+    """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids belong to."""
 
 class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
@@ -146,6 +146,6 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.ListIndexesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.ListIndexesResponse, _abc.Awaitable[_retriever_pb2.ListIndexesResponse]]:
-        """Lists the indexes that drafts are taken from, and the vocabulary that token ids belong to."""
+        """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids belong to."""
 
 def add_RetrieverServiceServicer_to_server(servicer: RetrieverServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

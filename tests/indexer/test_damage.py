@@ -32,7 +32,8 @@ FUZZ = """
 import json, sys
 from pathlib import Path
 from indexer.errors import DamagedIndexError, IndexerError
-from indexer.reader import Index, merge_tables
+from indexer.reader import Index
+from indexer.tables import merge_tables
 from indexer.summary import summarise
 from indexer.tokenise import stored_encoder
 from indexer.verify import verify_index
