@@ -5,6 +5,7 @@ it anywhere: blocks of sources become parts, parts without duplicates become seg
 segments' n-grams become phrase tables.
 """
 
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,15 @@ from indexer.engines import Engine
 from indexer.format import (
     DIGEST_BYTES,
     PHRASES_FOLDER,
+    SCRATCH_FOLDER,
     ordinal_name,
     token_dtype,
 )
-from indexer.opening import open_segment
-from indexer.output import write_array
 from indexer.parts import Part, PartWriter, TokenisedDocument, kept_runs
+from indexer.phrase_writer import write_phrases
 from indexer.records import Contents, PhrasesRecord, SegmentRecord
 from indexer.segments import Piece, SegmentTask, write_segment
 from indexer.sources import SourceFile, read_documents
-from indexer.tables import build_tables
 from indexer.tally import Tally
 from indexer.tokenise import stored_encoder, tokenise, usable_texts
 
@@ -158,12 +158,12 @@ def renewed_phrases(
 
 
 def _write_phrases(engine: Engine, folder: Path, name: str, contents: Contents) -> PhrasesRecord:
-    del engine
+    scratch, place = folder / SCRATCH_FOLDER / "phrases", folder / PHRASES_FOLDER / name
     size = contents.vocabulary.size
-    segments = [open_segment(folder, record, size) for record in contents.segments]
-    tables = build_tables(segments, size)
-    place = folder / PHRASES_FOLDER / name
-    files = {file: write_array(place / file, array) for file, array in tables.files().items()}
+    try:
+        files = write_phrases(engine, folder, contents.segments, size, scratch, place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return PhrasesRecord(name, tuple(record.name for record in contents.segments), files)
 
 

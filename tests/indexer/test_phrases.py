@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer import ngrams, tables
+from indexer import phrase_writer, ranges, tables
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.documents import DocumentTableBuilder
 from indexer.errors import DamagedIndexError
 from indexer.format import token_dtype
 from indexer.opening import Segment
+from indexer.phrase_writer import build_tables
 from indexer.phrases import PhraseTables
 from indexer.reader import Index, Vocabulary
 from indexer.suffixes import first_token_starts, sort_suffixes
-from indexer.tables import build_tables, merge_tables, size_limit
+from indexer.tables import merge_tables, size_limit
 from tests.indexer.phrase_twins import count_all, levels_in, rounded, slow_levels, slow_num_bytes
 
 Documents = list[list[int]]
@@ -67,7 +68,7 @@ def test_tables_are_those_of_a_dictionary(
     vocabulary_size: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(ngrams, "_STRIDE", rng.choice([1, 2, 7, 40, 1 << 20]))
+    monkeypatch.setattr(ranges, "_STRIDE", rng.choice([1, 2, 7, 40, 1 << 20]))
     alphabet = rng.choice(ALPHABETS[vocabulary_size])
     segments = [random_documents(rng, alphabet) for _ in range(rng.randrange(1, 5))]
     built = tables_of(vocabulary_size, *segments)
@@ -137,8 +138,8 @@ def test_the_rarest_ngrams_of_each_length_go_in_turn_until_the_rest_fits(
     whole = slow_num_bytes(kept, token_bytes)
     sizes = set()
     for max_bytes in [0, 8, 9, *rng.sample(range(whole), 12), whole - 1, whole]:
-        monkeypatch.setattr(tables, "size_limit", lambda _, limit=max_bytes: limit)
-        monkeypatch.setattr(ngrams, "_STRIDE", rng.choice([1, 50, 1 << 20]))
+        monkeypatch.setattr(phrase_writer, "size_limit", lambda _, limit=max_bytes: limit)
+        monkeypatch.setattr(ranges, "_STRIDE", rng.choice([1, 50, 1 << 20]))
         built = tables_of(vocabulary_size, documents[::2], documents[1::2])
         expected = slow_levels(
             counts, vocabulary_size, max_bytes=max_bytes, token_bytes=token_bytes
@@ -162,7 +163,7 @@ def test_a_size_limit_costs_first_ngrams_of_four_tokens_then_of_two_then_of_thre
     whole = slow_num_bytes(slow_levels(counts, 30), 2)
     entries = []
     for missing_bytes in (0, 1, 3, 4, 25):
-        monkeypatch.setattr(tables, "size_limit", lambda _, less=missing_bytes: whole - less)
+        monkeypatch.setattr(phrase_writer, "size_limit", lambda _, less=missing_bytes: whole - less)
         entries.append(tables_of(30, documents).num_entries[1:])
     assert entries == [(9, 4, 2), (9, 4, 1), (9, 4, 1), (6, 4, 1), (6, 2, 1)]
 
