@@ -171,7 +171,8 @@ def read_parts(
 ) -> list[Part]:
     """Read and tokenise all sources; count."""
     parts = []
-    for part, counted in engine.map(write_part, tasks, 1 << 29):
+    need = max((task.memory_bytes for task in tasks), default=0)
+    for part, counted in engine.map(write_part, tasks, need):
         tally.merge(counted)
         tally.num_documents += part.num_documents
         tally.num_tokens += part.num_tokens
@@ -230,7 +231,8 @@ def _write_index(  # noqa: PLR0913, PLR0917
     tally: Tally,
 ) -> Contents:
     """Write segments and phrases, then the snapshot that makes them an index."""
-    groups = gather(chosen_pieces(parts, [], options, tally), options.max_segment_tokens)
+    most = options.segment_tokens(vocabulary.size)
+    groups = gather(chosen_pieces(parts, [], options, tally), most)
     segments = write_segments(options.engine, folder, groups, 0, vocabulary.size)
     if not segments:
         raise no_document(tally)

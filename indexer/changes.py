@@ -64,7 +64,7 @@ def add_documents(
         pieces = chosen_pieces(parts, known, options, tally)
         if not pieces:
             raise no_document(tally)
-        groups = gather(pieces, options.max_segment_tokens)
+        groups = gather(pieces, options.segment_tokens(contents.vocabulary.size))
         added = _segments(options.engine, writer, groups)
         _publish(options.engine, writer, (*contents.segments, *added))
     return ChangeReport(
@@ -141,7 +141,8 @@ def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
     """
     started = time.perf_counter()
     with writing(Path(path), "compact") as writer:
-        groups = _neighbours(_parts_of(writer), options.max_segment_tokens)
+        most = options.segment_tokens(writer.contents.vocabulary.size)
+        groups = _neighbours(_parts_of(writer), most)
         before = len(writer.contents.segments)
         merged = iter(
             _segments(options.engine, writer, [group for group in groups if len(group) > 1])

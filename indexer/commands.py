@@ -9,9 +9,11 @@ from typing import Annotated
 
 import typer
 
-from indexer.build import BuildOptions, build_index
+from indexer.build import build_index
 from indexer.errors import IndexerError
 from indexer.format import MAX_POSITIONS
+from indexer.memory import default_limit, parse_size
+from indexer.options import ENGINES, BuildOptions, engine_of
 from indexer.progress import BuildProgress
 from indexer.segments import MAX_SEGMENT_TOKENS
 from indexer.sources import DEFAULT_FIELD, DEFAULT_MAX_DOCUMENT_BYTES
@@ -29,6 +31,27 @@ app = typer.Typer(
 _IndexPath = Annotated[Path, typer.Argument(metavar="DIR", help="The index's folder.")]
 _Json = Annotated[
     bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
+]
+_Engine = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(ENGINES),
+        help="Where to work: in several processes, on Ray (folders must be shared by all its "
+        "machines), or in this process alone. The index is the same.",
+    ),
+]
+_Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes at once, at most.", show_default="one per processor"),
+]
+_Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for all processes together, like 4G. Fewer work at once, and segments are "
+        "smaller, if it would not do otherwise.",
+        show_default="half of what is available",
+    ),
 ]
 
 
@@ -73,21 +96,32 @@ def build(
         typer.Option(
             min=1,
             max=MAX_POSITIONS,
-            help="Begin a new segment rather than exceed this. A build takes some thirty bytes of "
-            "memory per token of a full segment; look-ups take longer with more segments.",
+            help="Begin a new segment rather than exceed this. Sorting one takes some twenty bytes "
+            "of memory per token; look-ups take longer with more segments.",
         ),
     ] = MAX_SEGMENT_TOKENS,
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Replace the index at DIR once the new one is whole."),
     ] = False,
+    engine: _Engine = "processes",
+    workers: _Workers = None,
+    memory: _Memory = None,
     as_json: _Json = False,
 ) -> None:
     """Build an index from folders, files and JSON lines.
 
     For example: python -m indexer build src docs answers.jsonl.gz --output my.index
     """
-    options = BuildOptions(field, max_document_bytes, segment_tokens, overwrite)
+    limit = default_limit() if memory is None else parse_size(memory)
+    options = BuildOptions(
+        field,
+        max_document_bytes,
+        segment_tokens,
+        overwrite,
+        engine=engine_of(engine, workers, limit),
+        memory_bytes=limit,
+    )
     with BuildProgress() as progress:
         report = build_index(sources, output, tokenizer, options, progress)
     typer.echo(json.dumps(report.to_json()) if as_json else report.describe())

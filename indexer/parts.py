@@ -92,7 +92,7 @@ class PartWriter:
     """Writes a part, document by document; memory holds the names and no more.
 
     Args:
-        folder: to be made.
+        folder: to be made; a part that was left unfinished there is written over.
         dtype: of tokens.
         keeps_texts: whether to store the texts of the documents, which must have one.
 
@@ -108,7 +108,7 @@ class PartWriter:
         self.length = 0
         self._stack = ExitStack()
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             self._tokens = self._stack.enter_context((folder / TOKENS_FILE).open("wb"))
             if keeps_texts:
                 self._texts = self._stack.enter_context(text_stream(folder / TEXTS_FILE))

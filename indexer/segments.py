@@ -127,9 +127,10 @@ def _length(part: Part) -> int:
 def _joined(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> tuple[NDArray[Any], DocumentTable]:
     """Return the tokens of all pieces, and their documents."""
     runs = [(piece.part, *run) for piece in pieces for run in piece.runs]
+    opened = {part.folder: (part.documents(), part.tokens(dtype)) for part in {r[0] for r in runs}}
     tables, columns, offsets, length = [], [], [], 0
     for part, begin, end in runs:
-        documents, tokens = part.documents(), part.tokens(dtype)
+        documents, tokens = opened[part.folder]
         first = int(documents.starts[begin])
         last = int(documents.starts[end]) if end < len(documents) else len(tokens)
         if not first < last <= len(tokens):

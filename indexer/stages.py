@@ -27,16 +27,19 @@ from indexer.phrase_writer import write_phrases
 from indexer.records import Contents, PhrasesRecord, SegmentRecord
 from indexer.segments import Piece, SegmentTask, write_segment
 from indexer.sources import SourceFile, read_documents
+from indexer.suffixes import sorting_bytes
 from indexer.tally import Tally
-from indexer.tokenise import stored_encoder, tokenise, usable_texts
+from indexer.tokenise import stored_encoder, tokenise, tokenising_bytes, usable_texts
 
 DUPLICATE: Final = "exact duplicate"
 
 _UNCOUNTED_SHARE: Final = 8
 """Phrase tables are made anew once more than one in so many tokens is not counted in them."""
 
-_SORTING_BYTES_PER_TOKEN: Final = 30
-_TOKENISING_BYTES: Final = 1 << 29
+_BYTES_PER_VOCABULARY_ENTRY: Final = 16
+
+_BYTES_PER_DOCUMENT: Final = 512
+"""Of memory while a segment is written: of its place in the tables, and its name twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,15 @@ class PartTask:
     field: str
     max_document_bytes: int
     keep_texts: bool
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory `write_part` takes at most."""
+        largest = max(
+            self.max_document_bytes if file.name.lower().endswith(".gz") else file.num_bytes
+            for file in self.files
+        )
+        return tokenising_bytes(min(largest, self.max_document_bytes))
 
 
 def write_part(task: PartTask) -> tuple[Part, Tally]:
@@ -98,18 +110,19 @@ def without_duplicates(
         known: uint8[n, DIGEST_BYTES] each, digests of documents that are there already.
         tally: counts the duplicates.
     """
-    tables = [part.documents() for part in parts]
-    digests = np.concatenate([*known, *(table.digests for table in tables)])
+    digests = np.concatenate([*known, *(part.documents().digests for part in parts)])
     is_first = np.zeros(len(digests), np.bool_)
     keys = np.ascontiguousarray(digests).view(f"V{DIGEST_BYTES}").reshape(-1)
     is_first[np.unique(keys, return_index=True)[1]] = True
     begin = sum(len(each) for each in known)
     pieces = []
-    for part, table in zip(parts, tables, strict=True):
-        kept = is_first[begin : begin + len(table)]
-        begin += len(table)
-        for number in np.flatnonzero(~kept).tolist():
-            tally.skip(DUPLICATE, table.name(number))
+    for part in parts:
+        kept = is_first[begin : begin + part.num_documents]
+        begin += part.num_documents
+        if not kept.all():
+            table = part.documents()
+            for number in np.flatnonzero(~kept).tolist():
+                tally.skip(DUPLICATE, table.name(number))
         if kept.any():
             pieces.append(Piece(part, tuple(kept_runs(kept))))
     return pieces
@@ -127,8 +140,8 @@ def write_segments(
         SegmentTask(folder, ordinal_name(number), tuple(group), vocabulary_size)
         for number, group in enumerate(groups, first)
     ]
-    longest = max((_num_tokens(task.pieces) for task in tasks), default=0)
-    return list(engine.map(write_segment, tasks, longest * _SORTING_BYTES_PER_TOKEN))
+    need = max((_segment_bytes(task) for task in tasks), default=0)
+    return list(engine.map(write_segment, tasks, need))
 
 
 def renewed_phrases(
@@ -167,5 +180,22 @@ def _write_phrases(engine: Engine, folder: Path, name: str, contents: Contents) 
     return PhrasesRecord(name, tuple(record.name for record in contents.segments), files)
 
 
-def _num_tokens(pieces: Iterable[Piece]) -> int:
-    return sum(piece.part.num_tokens for piece in pieces)
+def _segment_bytes(task: SegmentTask) -> int:
+    """Return how much memory `write_segment` takes at most."""
+    num_documents = sum(end - begin for piece in task.pieces for begin, end in piece.runs)
+    num_tokens = sum(_num_tokens(piece) for piece in task.pieces)
+    return (
+        sorting_bytes(num_tokens, task.vocabulary_size)
+        + _BYTES_PER_DOCUMENT * num_documents
+        + _BYTES_PER_VOCABULARY_ENTRY * task.vocabulary_size
+    )
+
+
+def _num_tokens(piece: Piece) -> int:
+    """Return the length of a piece, separators included."""
+    starts = piece.part.documents().starts
+    length = piece.part.num_tokens + piece.part.num_documents
+    return sum(
+        (int(starts[end]) if end < len(starts) else length) - int(starts[begin])
+        for begin, end in piece.runs
+    )
