@@ -14,8 +14,8 @@ from indexer.opening import Segment
 _STRIDE: Final = 1 << 20
 """Occurrences that are looked at together."""
 
-COUNTING_BYTES: Final = 384 << 20
-"""What `count_range` takes at most, mapped files not counted: measured are 330 MB."""
+COUNTING_BYTES: Final = 256 << 20
+"""What `count_range` takes at most, mapped files not counted: measured are 180 MB."""
 
 _MAX_PREFIX: Final = MAX_ORDER - 2
 

@@ -61,6 +61,7 @@ class RayCluster:
         each = memory_bytes + _INTERPRETER_BYTES
         fitting = num_that_fit(self.memory_bytes, bytes_taken(), each)
         ray = _connected(self.workers, self.memory_bytes)
+        _check_nodes(ray, each)
         remote = ray.remote(num_cpus=1, memory=each, max_retries=MAX_RETRIES)(_call)
         here = Path.cwd()
         calls = (partial(remote.remote, here, _paths_in(task), function, task) for task in tasks)
@@ -90,6 +91,12 @@ def _connected(workers: int, memory_bytes: int) -> Any:
         sizes = {"_memory": memory_bytes, "object_store_memory": _OBJECT_STORE_BYTES}
         ray.init(address="local", num_cpus=workers, include_dashboard=False, **sizes, **quiet)
     return ray
+
+
+def _check_nodes(ray: Any, each: int) -> None:
+    """Check that a task fits on some machine: Ray would wait for one for ever."""
+    memory = [node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]]
+    num_that_fit(int(max(memory, default=0)), 0, each)
 
 
 def _in_order(ray: Any, calls: Iterator[Callable[[], Any]], most: int) -> Iterator[Any]:

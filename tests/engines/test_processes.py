@@ -12,6 +12,7 @@ from indexer.engines import Serial
 from indexer.engines.processes import ProcessPool
 from indexer.errors import IndexerError, SourceError
 from tests.engines import tasks
+from tests.engines.process_memory import is_alive, members
 from tests.engines.tasks import Task
 
 GIB = 1 << 30
@@ -20,15 +21,6 @@ ROOT = Path(__file__).parents[2]
 
 def numbered(count: int, folder: Path) -> list[Task]:
     return [Task(number, folder) for number in range(count)]
-
-
-def is_alive(pid: int) -> bool:
-    """Tell whether a process runs; one that ended and was not asked about does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:
@@ -47,7 +39,7 @@ def test_results_come_in_the_order_of_tasks(workers: int, tmp_path: Path) -> Non
 
 def test_an_error_of_a_task_is_raised_as_it_is(tmp_path: Path) -> None:
     results = ProcessPool(2, 8 * GIB).map(tasks.fail_at_three, numbered(9, tmp_path), 1 << 20)
-    with pytest.raises(SourceError, match="^three$"):
+    with pytest.raises(SourceError, match=r"^three$"):
         list(results)
 
 
@@ -110,20 +102,7 @@ def test_workers_end_with_the_process_that_started_them(
     _, said = started.communicate(timeout=10)
     assert said.count("Traceback") == (end is signal.SIGINT)
     wait_until(lambda: not any(map(is_alive, workers)), 5)
-    wait_until(lambda: not _members(started.pid), 5)
-
-
-def _members(session: int) -> list[int]:
-    """Return the living processes of a session."""
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-    return [pid for pid in pids if is_alive(pid) and _session_of(pid) == session]
-
-
-def _session_of(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return -1
+    wait_until(lambda: not members(started.pid), 5)
 
 
 def test_a_pool_has_a_worker() -> None:

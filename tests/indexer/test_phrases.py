@@ -117,6 +117,28 @@ def test_pairs_that_occur_once_have_an_entry_and_longer_ngrams_do_not() -> None:
     assert built.count_of(once[2:]) == 1
 
 
+@pytest.mark.parametrize("stride", [1, 5, 40, 300])
+def test_very_frequent_tokens_are_divided_and_the_tables_are_the_same(
+    stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(stride)
+    documents = [[7, *rng.choices(range(30), k=rng.randrange(1, 9))] for _ in range(60)]
+    documents += [[7, 7, *rng.choices(range(30), k=5)] for _ in range(60)]
+    documents += [[7, 7, 7, rng.randrange(30), 3] for _ in range(60)]
+    documents += [[9, 8]] * 50  # a frequent pair that nothing follows
+    monkeypatch.setattr(ranges, "_STRIDE", stride)
+    segments = [segment_of(documents[number::3], 30) for number in range(3)]
+    planned = list(ranges.plan_ranges(segments, 30))
+    lengths = {len(each.prefix) for each in planned}
+    assert max(lengths) == (1 if stride == 300 else 2)
+    for each in planned:
+        sizes = [len(level) for level in ranges.count_range(segments, each, 30)]
+        assert sizes[0] <= stride or each.end - each.begin == 1
+        assert sizes[2] <= max(stride, 30)
+    built = build_tables(segments, 30)
+    assert levels_in(built) == slow_levels(count_all(documents), 30)
+
+
 def test_one_context_may_have_the_whole_vocabulary_for_successors() -> None:
     built = tables_of(70_000, [[69_999, token] for token in range(70_000)])
     assert built.successors([69_999]) == [(token, 1) for token in range(70_000)]
