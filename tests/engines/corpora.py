@@ -38,14 +38,19 @@ def write_corpus(folder: Path, num_files: int, num_words: int, seed: int = 0) ->
     return folder
 
 
+def build(sources: Path, output: Path, tokenizer: Path, engine: Engine) -> dict[str, bytes]:
+    """Build in several segments and return all files of the index."""
+    options = BuildOptions(max_segment_tokens=20_000, keep_texts=True, engine=engine)
+    build_index([sources], output, str(tokenizer), options)
+    return _contents(output, "built")
+
+
 def build_and_change(
     sources: Path, more: Path, output: Path, tokenizer: Path, engine: Engine
 ) -> dict[str, bytes]:
     """Build, add, remove and compact; return all files of the index after each."""
     options = BuildOptions(max_segment_tokens=20_000, keep_texts=True, engine=engine)
-    contents: dict[str, bytes] = {}
-    build_index([sources], output, str(tokenizer), options)
-    contents |= _contents(output, "built")
+    contents = build(sources, output, tokenizer, engine)
     add_documents(output, [more], options)
     contents |= _contents(output, "added")
     remove_documents(output, [str(sources / "001.txt")], ["*/more/00[0-2].txt"], options)
