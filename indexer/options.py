@@ -20,7 +20,7 @@ from indexer.suffixes import sorting_bytes
 ENGINES: Final = ("processes", "ray", "serial")
 
 _PROCESS_BYTES: Final = 512 << 20
-"""Of a build's own process and a worker, beside what is sorted: measured are 400 MB."""
+"""Of a build's own process and a worker, beside what is sorted; an estimate."""
 
 _LEAST_SEGMENT_TOKENS: Final = 1 << 20
 

@@ -67,7 +67,7 @@ def write_phrases(  # noqa: PLR0913, PLR0917
     """Write the phrase tables of all documents in segments; docs/format.md says which.
 
     Memory holds one range of n-grams for each process, whatever the corpus. The scratch folder
-    needs some five bytes for each token of it.
+    needs two to three bytes for each token of it.
 
     Args:
         engine: where to count.

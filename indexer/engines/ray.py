@@ -22,7 +22,7 @@ MAX_RETRIES: Final = 2
 """Of a task whose worker died."""
 
 _INTERPRETER_BYTES: Final = 128 << 20
-"""Of a worker of Ray that has imported what the tasks need: measured are 100 MB."""
+"""Of a worker of Ray that has imported what the tasks need; an estimate."""
 
 _OBJECT_STORE_BYTES: Final = 80 << 20
 """Results are small, and what is large goes by way of files; Ray takes no less than 75 MiB."""
