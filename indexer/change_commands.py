@@ -10,6 +10,7 @@ from indexer.choosing import ListedDocument, chosen_documents
 from indexer.command_options import (
     SOURCE_HELP,
     Encoding,
+    Engine,
     Exclude,
     ExcludeIgnoreCase,
     ExcludePhrases,
@@ -22,10 +23,13 @@ from indexer.command_options import (
     Licence,
     LicenceField,
     MaxDocumentBytes,
+    Memory,
     Redact,
     Scope,
     SegmentTokens,
     StdinFormat,
+    Workers,
+    engine_options,
     screen_options,
 )
 from indexer.options import BuildOptions
@@ -57,6 +61,9 @@ def add_command(
     redact: Redact = False,
     segment_tokens: SegmentTokens = MAX_SEGMENT_TOKENS,
     keep_duplicates: KeepDuplicates = False,
+    engine: Engine = "processes",
+    workers: Workers = None,
+    memory: Memory = None,
     as_json: Json = False,
 ) -> None:
     """Add documents to an index, while it is read.
@@ -81,7 +88,15 @@ def add_command(
     screen = screen_options(
         exclude_phrases, exclude_scope, ignore_case=exclude_ignore_case, redact=redact
     )
-    options = BuildOptions(found, segment_tokens, deduplicate=not keep_duplicates, screen=screen)
+    engine_, limit = engine_options(engine, workers, memory)
+    options = BuildOptions(
+        found,
+        segment_tokens,
+        deduplicate=not keep_duplicates,
+        screen=screen,
+        engine=engine_,
+        memory_bytes=limit,
+    )
     with BuildProgress() as progress:
         report = add_documents(path, sources, options, progress)
     _show(report, as_json=as_json)
@@ -108,6 +123,9 @@ def remove_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List what would go, and change nothing.")
     ] = False,
+    engine: Engine = "processes",
+    workers: Workers = None,
+    memory: Memory = None,
     as_json: Json = False,
 ) -> None:
     """Remove documents from an index, while it is read.
@@ -123,13 +141,18 @@ def remove_command(
     if dry_run:
         _show_documents(chosen_documents(path, names, patterns), as_json=as_json)
     else:
-        _show(remove_documents(path, names, patterns), as_json=as_json)
+        engine_, limit = engine_options(engine, workers, memory)
+        options = BuildOptions(engine=engine_, memory_bytes=limit)
+        _show(remove_documents(path, names, patterns, options), as_json=as_json)
 
 
 def compact_command(
     path: IndexPath,
     *,
     segment_tokens: SegmentTokens = MAX_SEGMENT_TOKENS,
+    engine: Engine = "processes",
+    workers: Workers = None,
+    memory: Memory = None,
     as_json: Json = False,
 ) -> None:
     """Merge small segments, and count what was added in the phrase tables, while it is read.
@@ -137,8 +160,9 @@ def compact_command(
     Every `add` makes a segment at least, and look-ups take longer with more of them. Also removes
     the files of snapshots that nobody reads any longer.
     """
-    report = compact(path, BuildOptions(max_segment_tokens=segment_tokens))
-    _show(report, as_json=as_json)
+    engine_, limit = engine_options(engine, workers, memory)
+    options = BuildOptions(max_segment_tokens=segment_tokens, engine=engine_, memory_bytes=limit)
+    _show(compact(path, options), as_json=as_json)
 
 
 def _show(report: ChangeReport, *, as_json: bool) -> None:

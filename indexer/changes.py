@@ -53,13 +53,14 @@ def add_documents(
         options = replace(options, keep_texts=contents.keeps_texts)
         tokenizer = _checked_tokenizer(writer)
         blocks = planned(sources, options, tally, scratch)
+        options = options.for_blocks(len(blocks))
         tasks = part_tasks(blocks, scratch, tokenizer, contents.vocabulary, options)
         parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
         if not any(part.num_documents for part in parts):
             raise no_document(tally)
         known = [part.documents().digests for part in _parts_of(writer)]
         pieces = chosen_pieces(parts, known, options, tally)
-        groups = gather(pieces, options.max_segment_tokens)
+        groups = gather(pieces, options.segment_tokens(contents.vocabulary.size))
         added = _segments(options.engine, writer, groups)
         segments = (*contents.segments, *added)
         _publish(options.engine, writer, replace(contents, segments=segments))
@@ -124,7 +125,8 @@ def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
     started = time.perf_counter()
     with writing(Path(path), "compact") as writer:
         before = writer.contents
-        groups = _neighbours(_parts_of(writer), options.max_segment_tokens)
+        most = options.segment_tokens(before.vocabulary.size)
+        groups = _neighbours(_parts_of(writer), most)
         segments = _regrouped(options.engine, writer, groups)
         phrases = before.phrases
         if before.num_uncounted_tokens == 0:  # division into segments changes no byte of them

@@ -5,7 +5,10 @@ from typing import Annotated
 
 import typer
 
+from indexer.engines import Engine as EngineProtocol
 from indexer.format import MAX_POSITIONS
+from indexer.memory import default_limit, parse_size
+from indexer.options import ENGINES, engine_of
 from indexer.screening.phrases import ExcludedPhrases
 from indexer.screening.screen import ExcludeScope, ScreenOptions
 from indexer.sources import Git as GitChoice
@@ -69,8 +72,29 @@ SegmentTokens = Annotated[
     typer.Option(
         min=1,
         max=MAX_POSITIONS,
-        help="Begin a new segment rather than exceed this. A build takes some thirty bytes of "
-        "memory per token of a full segment; look-ups take longer with more segments.",
+        help="Begin a new segment rather than exceed this. Sorting one takes some twenty bytes "
+        "of memory per token; look-ups take longer with more segments.",
+    ),
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(ENGINES),
+        help="Where to work: in several processes, on Ray (folders must be shared by all its "
+        "machines), or in this process alone. The index is the same.",
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes at once, at most.", show_default="one per processor"),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for all processes together, like 4G. Fewer work at once, and segments are "
+        "smaller, if it would not do otherwise.",
+        show_default="half of what is available",
     ),
 ]
 KeepDuplicates = Annotated[
@@ -118,3 +142,11 @@ def screen_options(
     """Return what is screened for, with the phrases of a file."""
     excluded = ExcludedPhrases.load(phrases) if phrases is not None else None
     return ScreenOptions(excluded, scope, ignore_case, redact)
+
+
+def engine_options(
+    engine: str, workers: int | None, memory: str | None
+) -> tuple[EngineProtocol, int]:
+    """Return where to run, and how much memory there is for it."""
+    limit = default_limit() if memory is None else parse_size(memory)
+    return engine_of(engine, workers, limit), limit

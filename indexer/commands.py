@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from indexer.build import BuildOptions, build_index
+from indexer.build import build_index
 from indexer.change_commands import add_command, compact_command, remove_command
 from indexer.choosing import list_documents
 from indexer.command_options import (
     SOURCE_HELP,
     Encoding,
+    Engine,
     Exclude,
     ExcludeIgnoreCase,
     ExcludePhrases,
@@ -27,13 +28,17 @@ from indexer.command_options import (
     Licence,
     LicenceField,
     MaxDocumentBytes,
+    Memory,
     Redact,
     Scope,
     SegmentTokens,
     StdinFormat,
+    Workers,
+    engine_options,
     screen_options,
 )
 from indexer.errors import IndexerError
+from indexer.options import BuildOptions
 from indexer.progress import BuildProgress
 from indexer.rebuilding import build_from_index
 from indexer.screening.screen import ExcludeScope
@@ -111,6 +116,9 @@ def build(
         bool,
         typer.Option("--overwrite", help="Replace the index at DIR once the new one is whole."),
     ] = False,
+    engine: Engine = "processes",
+    workers: Workers = None,
+    memory: Memory = None,
     as_json: Json = False,
 ) -> None:
     """Build an index from folders, repositories, files, JSON lines and tables.
@@ -133,6 +141,7 @@ def build(
     screen = screen_options(
         exclude_phrases, exclude_scope, ignore_case=exclude_ignore_case, redact=redact
     )
+    engine_, limit = engine_options(engine, workers, memory)
     options = BuildOptions(
         found,
         segment_tokens,
@@ -140,6 +149,8 @@ def build(
         deduplicate=not keep_duplicates,
         keep_texts=keep_texts,
         screen=screen,
+        engine=engine_,
+        memory_bytes=limit,
     )
     with BuildProgress() as progress:
         if from_index is not None:

@@ -1,6 +1,6 @@
 """Counting n-grams: in suffix order all occurrences of one stand together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -8,11 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.format import MAX_ORDER, Tokens, separator_of
-from indexer.opening import Segment
 
 _TOKEN_BITS: Final = np.uint64(32)
-_STRIDE: Final = 1 << 20
-"""Suffixes that are looked at together; takes some 130 bytes of memory for each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,36 +32,6 @@ class Level:
 
     def __getitem__(self, kept: NDArray[Any]) -> "Level":
         return Level(self.parents[kept], self.tokens[kept], self.counts[kept])
-
-
-def count_batches(segments: Sequence[Segment], vocabulary_size: int) -> Iterator[list[Level]]:
-    """Yield the n-grams of segments for one range of first tokens after the other.
-
-    So memory is needed for one range at a time: one of few occurrences, or a single token.
-
-    Args:
-        segments: whose arrays are sound.
-        vocabulary_size: largest token id plus one.
-
-    Yields:
-        Levels 2 to 4 of the n-grams that begin with the tokens of the range, each sorted by
-        parent and token. Their counts are exact, over all segments.
-    """
-    occurrences = np.zeros(vocabulary_size + 1, np.int64)
-    for segment in segments:
-        occurrences += segment.starts
-    first = 0
-    while first < vocabulary_size:
-        most = occurrences[first] + _STRIDE
-        end = max(int(np.searchsorted(occurrences, most, side="right")) - 1, first + 1)
-        parts = [
-            count_ngrams(segment.tokens, piece)
-            for segment in segments
-            for piece in _pieces(segment.suffixes[segment.starts[first] : segment.starts[end]])
-        ]
-        if parts:
-            yield merge_levels(parts)
-        first = end
 
 
 def count_ngrams(tokens: Tokens, suffixes: NDArray[np.uint32]) -> list[Level]:
@@ -103,6 +70,7 @@ def merge_levels(parts: Sequence[list[Level]]) -> list[Level]:
     Args:
         parts: levels 2 to 4 of each; may be in any order where there are several.
     """
+    parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) == 1:
         return parts[0]
     merged = []
@@ -145,8 +113,3 @@ def _changes(column: NDArray[Any]) -> NDArray[np.bool_]:
     changes = np.ones(len(column), np.bool_)
     np.not_equal(column[1:], column[:-1], out=changes[1:])
     return changes
-
-
-def _pieces(suffixes: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
-    for begin in range(0, len(suffixes), _STRIDE):
-        yield suffixes[begin : begin + _STRIDE]

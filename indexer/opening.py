@@ -42,6 +42,8 @@ DOCUMENT_DTYPES: Final[dict[str, np.dtype[Any]]] = {
     DIGESTS_FILE: np.dtype(np.uint8),
 }
 
+_SMALL_BYTES: Final = 1 << 16
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
@@ -221,16 +223,18 @@ def _agree(tables: PhraseTables, vocabulary_size: int) -> bool:
 
 
 def map_array(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Map a file as an array, read-only.
+    """Map a file as an array, read-only; a small one is read, because each map holds a descriptor.
 
     Raises:
         DamagedIndexError: it is missing, unreadable, or no whole number of elements long.
     """
     try:
         with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:  # which cannot be mapped
-                return np.empty(0, dtype)
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            content: bytes | mmap.mmap
+            if os.fstat(file.fileno()).st_size < _SMALL_BYTES:
+                content = file.read()
+            else:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return np.frombuffer(content, dtype)
     except (OSError, ValueError) as error:
         raise DamagedIndexError(f"{path} cannot be mapped into memory: {error}") from error

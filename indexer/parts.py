@@ -122,7 +122,7 @@ class PartWriter:
     """Writes a part, document by document; memory holds the names and no more.
 
     Args:
-        folder: to be made.
+        folder: to be made; a part that was left unfinished there is written over.
         dtype: of tokens.
         keeps_texts: whether to store the texts of the documents, which must have one.
 

@@ -17,10 +17,10 @@ from indexer.records import FileRecord
 from indexer.same_folder import from_same_folder
 from indexer.screening.screen import ScreenOptions
 from indexer.snapshots import HeldSnapshot, hold_latest
-from indexer.sources import SourceDocument
+from indexer.sources import DEFAULT_MAX_DOCUMENT_BYTES, SourceDocument
 from indexer.stages import gather_part, scratch_folder
 from indexer.tally import BuildReport, Tally
-from indexer.tokenise import stored_encoder, tokenise, usable_texts
+from indexer.tokenise import stored_encoder, tokenise, tokenising_bytes, usable_texts
 from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer
 
 if TYPE_CHECKING:
@@ -83,6 +83,11 @@ class RetokeniseTask:
     vocabulary_size: int
     screening: ScreenOptions
     keep_texts: bool
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory `retokenise` takes for documents of the usual limit."""
+        return tokenising_bytes(DEFAULT_MAX_DOCUMENT_BYTES)
 
 
 def retokenise(task: RetokeniseTask) -> tuple[Part, Tally]:

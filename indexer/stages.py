@@ -26,25 +26,27 @@ from indexer.format import (
     ordinal_name,
     token_dtype,
 )
-from indexer.opening import open_segment
-from indexer.output import move_folder, write_array
+from indexer.output import move_folder
 from indexer.parts import Part, PartWriter, TokenisedDocument, kept_runs
+from indexer.phrase_writer import write_phrases
 from indexer.records import Contents, PhrasesRecord, SegmentRecord
 from indexer.screening.screen import ScreenOptions
 from indexer.segments import Piece, SegmentTask, write_segment
 from indexer.sources import SourceBlock, SourceOptions, read
-from indexer.tables import build_tables
+from indexer.suffixes import sorting_bytes
 from indexer.tally import Tally
-from indexer.tokenise import stored_encoder, tokenise, usable_texts
+from indexer.tokenise import stored_encoder, tokenise, tokenising_bytes, usable_texts
 
 DUPLICATE: Final = "exact duplicate"
 
 _UNCOUNTED_SHARE: Final = 8
 """Phrase tables are made anew once more than one in so many tokens is not counted in them."""
 
-_SORTING_BYTES_PER_TOKEN: Final = 30
-_TOKENISING_BYTES: Final = 1 << 29
 _SCRATCH_NAME_BYTES: Final = 4
+_BYTES_PER_VOCABULARY_ENTRY: Final = 16
+
+_BYTES_PER_DOCUMENT: Final = 512
+"""Of memory while a segment is written: of its place in the tables, and its name twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,11 @@ class PartTask:
     sources: SourceOptions
     screening: ScreenOptions
     keep_texts: bool
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory `write_part` takes at most."""
+        return tokenising_bytes(self.sources.max_document_bytes)
 
 
 def write_part(task: PartTask) -> tuple[Part, Tally]:
@@ -105,18 +112,19 @@ def without_duplicates(
         known: uint8[n, DIGEST_BYTES] each, digests of documents that are there already.
         tally: counts the duplicates.
     """
-    tables = [part.documents() for part in parts]
-    digests = np.concatenate([*known, *(table.digests for table in tables)])
+    digests = np.concatenate([*known, *(part.documents().digests for part in parts)])
     is_first = np.zeros(len(digests), np.bool_)
     keys = np.ascontiguousarray(digests).view(f"V{DIGEST_BYTES}").reshape(-1)
     is_first[np.unique(keys, return_index=True)[1]] = True
     begin = sum(len(each) for each in known)
     pieces = []
-    for part, table in zip(parts, tables, strict=True):
-        kept = is_first[begin : begin + len(table)]
-        begin += len(table)
-        for number in np.flatnonzero(~kept).tolist():
-            tally.skip(DUPLICATE, table.name(number))
+    for part in parts:
+        kept = is_first[begin : begin + part.num_documents]
+        begin += part.num_documents
+        if not kept.all():
+            table = part.documents()
+            for number in np.flatnonzero(~kept).tolist():
+                tally.skip(DUPLICATE, table.name(number))
         if kept.any():
             pieces.append(Piece(part, tuple(kept_runs(kept))))
     return pieces
@@ -159,8 +167,8 @@ def write_segments(
             SegmentTask(scratch, ordinal_name(number), tuple(group), vocabulary_size)
             for number, group in enumerate(groups, first)
         ]
-        longest = max((_num_tokens(task.pieces) for task in tasks), default=0)
-        records = list(engine.map(write_segment, tasks, longest * _SORTING_BYTES_PER_TOKEN))
+        need = max((_segment_bytes(task) for task in tasks), default=0)
+        records = list(engine.map(write_segment, tasks, need))
         for record in records:
             move_folder(scratch / record.name, folder / SEGMENTS_FOLDER / record.name)
     return records
@@ -191,14 +199,31 @@ def renewed_phrases(
 
 
 def _write_phrases(engine: Engine, folder: Path, name: str, contents: Contents) -> PhrasesRecord:
-    del engine
+    scratch, place = folder / SCRATCH_FOLDER / "phrases", folder / PHRASES_FOLDER / name
     size = contents.vocabulary.size
-    segments = [open_segment(folder, record, size) for record in contents.segments]
-    tables = build_tables(segments, size)
-    place = folder / PHRASES_FOLDER / name
-    files = {file: write_array(place / file, array) for file, array in tables.files().items()}
+    try:
+        files = write_phrases(engine, folder, contents.segments, size, scratch, place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return PhrasesRecord(name, tuple(record.name for record in contents.segments), files)
 
 
-def _num_tokens(pieces: Iterable[Piece]) -> int:
-    return sum(piece.part.num_tokens for piece in pieces)
+def _segment_bytes(task: SegmentTask) -> int:
+    """Return how much memory `write_segment` takes at most."""
+    num_documents = sum(end - begin for piece in task.pieces for begin, end in piece.runs)
+    num_tokens = sum(_num_tokens(piece) for piece in task.pieces)
+    return (
+        sorting_bytes(num_tokens, task.vocabulary_size)
+        + _BYTES_PER_DOCUMENT * num_documents
+        + _BYTES_PER_VOCABULARY_ENTRY * task.vocabulary_size
+    )
+
+
+def _num_tokens(piece: Piece) -> int:
+    """Return the length of a piece, separators included."""
+    starts = piece.part.documents().starts
+    length = piece.part.num_tokens + piece.part.num_documents
+    return sum(
+        (int(starts[end]) if end < len(starts) else length) - int(starts[begin])
+        for begin, end in piece.runs
+    )

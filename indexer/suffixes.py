@@ -5,9 +5,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.format import POSITION_DTYPE, Tokens, separator_of
+from indexer.format import POSITION_DTYPE, Tokens, separator_of, token_dtype
 
-_STRIDE: Final = 1 << 22
+_STRIDE: Final = 1 << 20
+_FIXED_BYTES: Final = 64 << 20
+"""For what is looked at in strides, and the library."""
 
 
 def sort_suffixes(tokens: Tokens) -> NDArray[np.uint32]:
@@ -34,6 +36,19 @@ def sort_suffixes(tokens: Tokens) -> NDArray[np.uint32]:
         return np.empty(0, POSITION_DTYPE)
     keys, width = _sort_keys(tokens, separator)
     return _aligned(divsufsort(keys), width, num_suffixes)
+
+
+def sorting_bytes(num_tokens: int, vocabulary_size: int) -> int:
+    """Return how much memory `sort_suffixes` takes at most, its argument and its result included.
+
+    Args:
+        num_tokens: of the argument, separators included.
+        vocabulary_size: largest token id plus one.
+    """
+    width = (vocabulary_size.bit_length() + 7) // 8
+    order_bytes = 4 if num_tokens * width < 2**31 else 8
+    own = token_dtype(vocabulary_size).itemsize + POSITION_DTYPE.itemsize
+    return _FIXED_BYTES + num_tokens * (width * (1 + order_bytes) + own)
 
 
 def first_token_starts(tokens: Tokens, vocabulary_size: int) -> NDArray[np.uint32]:

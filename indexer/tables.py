@@ -5,16 +5,15 @@ That the shortest and most frequent n-grams draft about as well as all of them i
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from indexer.counts import COUNT_SCALE, encode_counts
 from indexer.errors import DamagedIndexError
-from indexer.format import COUNT_DTYPE, MAX_ORDER, POSITION_DTYPE, token_dtype
-from indexer.ngrams import Level, count_batches, merge_levels
-from indexer.opening import Segment
+from indexer.format import MAX_ORDER, POSITION_DTYPE
+from indexer.ngrams import Level, merge_levels
 from indexer.phrases import PhraseTables
 
 MIN_COUNTS: Final = (1, 2, 2)
@@ -32,29 +31,11 @@ MIN_BYTES: Final = 1 << 23
 _MAX_BYTES: Final = 2**32 - 1
 """Levels 2 to 4 may ever have: entries are numbered in four bytes."""
 
-_NUM_CODES: Final = 256
+NUM_CODES: Final = 256
+"""Of counts: see `indexer.counts`."""
 
 _STARTS_BYTES: Final = POSITION_DTYPE.itemsize * (MAX_ORDER - 2)
 """Of levels without entries."""
-
-
-def build_tables(segments: Sequence[Segment], vocabulary_size: int) -> PhraseTables:
-    """Return the phrase tables of the documents in all segments; docs/format.md says which.
-
-    Takes memory in proportion to the largest tables allowed, and for one batch of counting.
-
-    Args:
-        segments: of one index, whose arrays are sound.
-        vocabulary_size: largest token id plus one.
-    """
-    counts = np.zeros(vocabulary_size, np.int64)
-    for segment in segments:
-        counts += np.diff(segment.starts)
-    dtype = token_dtype(vocabulary_size)
-    gathered = _Gathered(dtype, size_limit(int(counts.sum())))
-    for batch in count_batches(segments, vocabulary_size):
-        gathered.add(batch)
-    return _packed(counts, gathered.levels())
 
 
 def merge_tables(tables: Sequence[PhraseTables]) -> PhraseTables:
@@ -87,7 +68,8 @@ def prune(levels: Sequence[Level], least: Sequence[int]) -> list[Level]:
     """Return the n-grams whose counts, or codes, are at least those given; sorted as they were.
 
     Args:
-        levels: 2 to 4: no n-gram has more than its first tokens.
+        levels: 2 to 4: no n-gram has more than its first tokens. Where there is nothing of a level
+            but of the next one, parents are left as they are.
         least: for each level, never less for longer n-grams.
     """
     pruned = []
@@ -95,7 +77,7 @@ def prune(levels: Sequence[Level], least: Sequence[int]) -> list[Level]:
     for level, least_count in zip(levels, least, strict=True):
         is_kept = level.counts >= least_count
         entries = level[is_kept]
-        if places is not None:
+        if places is not None and len(places):
             entries = Level(places[entries.parents], entries.tokens, entries.counts)
         pruned.append(entries)
         places = np.cumsum(is_kept) - 1
@@ -113,31 +95,33 @@ def in_order(levels: Sequence[Level]) -> list[Level]:
     for level in levels:
         parents = level.parents if places is None else places[level.parents]
         codes = encode_counts(level.counts)
-        order = np.argsort(parents << 8 | (_NUM_CODES - 1 - codes), kind="stable")
+        order = np.argsort(parents << 8 | (NUM_CODES - 1 - codes), kind="stable")
         ordered.append(Level(parents[order], level.tokens[order], codes[order]))
         places = np.empty(len(order), np.int64)
         places[order] = np.arange(len(order))
     return ordered
 
 
-def least_codes(levels: Sequence[Level], max_bytes: int) -> list[int]:
+def least_codes(histograms: NDArray[np.int64], token_bytes: int, max_bytes: int) -> list[int]:
     """Return the least code for each of levels 2 to 4 with which all of them fit.
 
     From `MIN_COUNTS` on they are raised by one in turn, those of n-grams of 4, 2 and 3 tokens,
     until all fit or none are left.
 
     Args:
-        levels: 2 to 4, in order.
+        histograms: int64[3, 256], entries of levels 2 to 4 by code.
+        token_bytes: size of a token.
         max_bytes: of tokens, codes and starts of all three.
     """
-    steps = np.arange(len(levels) * _NUM_CODES)
+    steps = np.arange(len(histograms) * NUM_CODES)
     least = [
-        np.minimum(min_count + (steps + len(levels) - 1 - turn) // len(levels), _NUM_CODES)
+        np.minimum(min_count + (steps + len(histograms) - 1 - turn) // len(histograms), NUM_CODES)
         for min_count, turn in zip(MIN_COUNTS, _TURNS, strict=True)
     ]
+    num_from = np.pad(np.cumsum(histograms[:, ::-1], axis=1)[:, ::-1], ((0, 0), (0, 1)))
     sizes = _STARTS_BYTES + sum(
-        _entry_bytes(number, level.tokens.dtype) * _num_from(level.counts)[codes]
-        for number, (level, codes) in enumerate(zip(levels, least, strict=True))
+        _entry_bytes(number, token_bytes) * num_from[number, codes]
+        for number, codes in enumerate(least)
     )
     step = min(int(np.searchsorted(-sizes, -max_bytes)), len(steps) - 1)
     return [int(codes[step]) for codes in least]
@@ -146,54 +130,14 @@ def least_codes(levels: Sequence[Level], max_bytes: int) -> list[int]:
 def num_bytes(levels: Sequence[Level]) -> int:
     """Return the size of levels 2 to 4 on disk."""
     return _STARTS_BYTES + sum(
-        len(level) * _entry_bytes(number, level.tokens.dtype) for number, level in enumerate(levels)
+        len(level) * _entry_bytes(number, level.tokens.dtype.itemsize)
+        for number, level in enumerate(levels)
     )
 
 
-class _Gathered:
-    """Levels 2 to 4 of the batches so far, and no more of them than twice a limit and a batch.
-
-    What is dropped early would be dropped in the end: with more n-grams, least codes only rise.
-    """
-
-    def __init__(self, dtype: np.dtype[Any], max_bytes: int) -> None:
-        empty = Level(np.empty(0, np.int64), np.empty(0, dtype), np.empty(0, COUNT_DTYPE))
-        self._batches = [[empty] * (MAX_ORDER - 1)]
-        self._least = list(MIN_COUNTS)
-        self._max_bytes = max_bytes
-
-    def add(self, batch: Sequence[Level]) -> None:
-        """Append the n-grams that begin with the next larger tokens, having pruned them."""
-        self._batches.append(prune(in_order(prune(batch, MIN_COUNTS)), self._least))
-        if sum(map(num_bytes, self._batches)) > 2 * self._max_bytes:
-            self._batches = [self.levels()]
-
-    def levels(self) -> list[Level]:
-        """Return all that fits; parents are numbered through."""
-        joined = [self._joined(number) for number in range(MAX_ORDER - 1)]
-        least = least_codes(joined, self._max_bytes)
-        self._least = [max(each) for each in zip(self._least, least, strict=True)]
-        return prune(joined, self._least)
-
-    def _joined(self, number: int) -> Level:
-        levels = [batch[number] for batch in self._batches]
-        below = [len(batch[number - 1]) if number > 0 else 0 for batch in self._batches]
-        offsets = np.cumsum([0, *below[:-1]])
-        return Level(
-            np.concatenate([x.parents + offset for x, offset in zip(levels, offsets, strict=True)]),
-            np.concatenate([level.tokens for level in levels]),
-            np.concatenate([level.counts for level in levels]),
-        )
-
-
-def _num_from(codes: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return for 0 to 256 how many codes are that large or larger."""
-    return np.cumsum(np.bincount(codes, minlength=_NUM_CODES + 1)[::-1])[::-1]
-
-
-def _entry_bytes(number: int, dtype: np.dtype[Any]) -> int:
+def _entry_bytes(number: int, token_bytes: int) -> int:
     is_last = number == MAX_ORDER - 2
-    return dtype.itemsize + 1 + (0 if is_last else POSITION_DTYPE.itemsize)
+    return token_bytes + 1 + (0 if is_last else POSITION_DTYPE.itemsize)
 
 
 def _packed(counts: NDArray[np.int64], levels: Sequence[Level]) -> PhraseTables:

@@ -1,6 +1,6 @@
 """Texts to tokens, in batches that the tokenizer spreads over its threads."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -10,6 +10,7 @@ import numpy as np
 
 from indexer.compression import zstd
 from indexer.errors import TokenizerError, reason_of
+from indexer.format import Tokens
 from indexer.parts import TokenisedDocument
 from indexer.screening.screen import EXCLUDED, NO_SCREENING, Screen, ScreenOptions
 from indexer.sources import NOT_TEXT, TOO_LARGE, SourceDocument
@@ -20,8 +21,21 @@ if TYPE_CHECKING:
 
 EMPTY: Final = "empty"
 
-# Enough texts to keep many cores busy; the tokenizer needs some fifty times this in memory.
-_BATCH_BYTES: Final = 4 << 20
+_BATCH_BYTES: Final = 1 << 20
+"""Of texts that are tokenised together: enough to keep many cores busy."""
+
+_PIECE_CHARACTERS: Final = 1 << 18
+"""Of a long text that are tokenised at once: a batch, where they have four bytes each."""
+
+_BYTES_PER_BYTE: Final = 200
+"""Of memory for a byte of text that is tokenised: measured are up to 191, for texts of a token a
+byte."""
+
+_COPIES: Final = 12
+"""Of memory for a byte of the longest document: its text, read, decoded and cut, and its tokens."""
+
+_FIXED_BYTES: Final = 96 << 20
+"""For the tokenizer itself: measured are 45 MB for a vocabulary of 49,152."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +102,15 @@ def _screen(options: ScreenOptions) -> Screen:
     return Screen(options)
 
 
+def tokenising_bytes(largest_document_bytes: int) -> int:
+    """Return how much memory reading and `tokenise` take at most.
+
+    Args:
+        largest_document_bytes: size of the longest text in UTF-8.
+    """
+    return _FIXED_BYTES + _BYTES_PER_BYTE * _BATCH_BYTES + _COPIES * largest_document_bytes
+
+
 def tokenise(
     documents: Iterable[UsableText], encoder: Any, dtype: np.dtype[Any], tally: Tally
 ) -> Iterator[TokenisedDocument]:
@@ -100,15 +123,41 @@ def tokenise(
         tally: counts.
     """
     for batch in _batches(documents):
-        texts = [document.text for document in batch]
-        encodings = encoder.encode_batch_fast(texts, add_special_tokens=False)
-        for document, encoding in zip(batch, encodings, strict=True):
-            tokens = np.array(encoding.ids, dtype)
+        for document, tokens in zip(batch, _tokens(batch, encoder, dtype), strict=True):
             if len(tokens) == 0:
                 tally.skip(EMPTY, document.name)
                 continue
             tally.num_bytes += document.num_bytes
             yield TokenisedDocument(document.name, document.licence, tokens, document.text)
+
+
+def _tokens(batch: Sequence[UsableText], encoder: Any, dtype: np.dtype[Any]) -> Iterator[Tokens]:
+    """Yield the tokens of each text; a long one, alone in its batch, is tokenised in pieces."""
+    if batch[0].num_bytes > _BATCH_BYTES:
+        pieces = [_encoded([piece], encoder, dtype)[0] for piece in _pieces(batch[0].text)]
+        yield np.concatenate(pieces).astype(dtype, copy=False)
+    else:
+        yield from _encoded([document.text for document in batch], encoder, dtype)
+
+
+def _encoded(texts: list[str], encoder: Any, dtype: np.dtype[Any]) -> list[Tokens]:
+    encodings = encoder.encode_batch_fast(texts, add_special_tokens=False)
+    return [np.array(encoding.ids, dtype) for encoding in encodings]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a long text behind line ends, where there are none behind spaces, else anywhere.
+
+    A tokenizer takes some two hundred times the memory of a text. At a cut the tokens may be other
+    ones than without it, which costs a draft there a token or two.
+    """
+    begin = 0
+    while begin < len(text):
+        end = begin + _PIECE_CHARACTERS
+        if end < len(text):
+            end = text.rfind("\n", begin, end) + 1 or text.rfind(" ", begin, end) + 1 or end
+        yield text[begin:end]
+        begin = end
 
 
 def stored_form(tokenizer: "PreTrainedTokenizerBase") -> bytes:
@@ -156,10 +205,10 @@ def _batches(documents: Iterable[UsableText]) -> Iterator[list[UsableText]]:
     batch: list[UsableText] = []
     size = 0
     for document in documents:
-        batch.append(document)
-        size += document.num_bytes
-        if size >= _BATCH_BYTES:
+        if batch and size + document.num_bytes > _BATCH_BYTES:
             yield batch
             batch, size = [], 0
+        batch.append(document)
+        size += document.num_bytes
     if batch:
         yield batch

@@ -3,18 +3,18 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-import numpy as np
-
 from indexer.consistency import find_inconsistencies, find_wrong_documents
+from indexer.engines import Serial
 from indexer.errors import DamagedIndexError
 from indexer.format import PHRASES_FOLDER, SEGMENTS_FOLDER, TOKENIZER_FILE
 from indexer.opening import check_file, open_phrases, open_segment
+from indexer.phrase_writer import write_phrases
 from indexer.records import Contents, FileRecord, SegmentRecord
 from indexer.same_folder import from_same_folder
 from indexer.snapshots import hold_latest
-from indexer.tables import build_tables
 
 DEFAULT_SAMPLES: Final = 10_000
 
@@ -105,22 +105,21 @@ def _check_segment(
 def _check_phrases(path: Path, contents: Contents, *, segments_are_sound: bool) -> Iterator[str]:
     """Yield what is wrong with the phrase tables; what they count is known of sound segments."""
     record, size = contents.phrases, contents.vocabulary.size
-    damaged = list(_check_files(path / PHRASES_FOLDER / record.name, record.files))
+    folder = path / PHRASES_FOLDER / record.name
+    damaged = list(_check_files(folder, record.files))
     yield from damaged
     try:
-        tables = open_phrases(path, record, size)
+        open_phrases(path, record, size)
     except DamagedIndexError as error:
         if not damaged:
             yield str(error)
         return
     if segments_are_sound and not damaged:
-        segments = [
-            open_segment(path, segment, size)
-            for segment in contents.segments
-            if segment.name in record.segments
-        ]
-        expected = build_tables(segments, size).files()
-        if not all(np.array_equal(array, expected[name]) for name, array in tables.files().items()):
+        counted = [each for each in contents.segments if each.name in record.segments]
+        with TemporaryDirectory() as name:
+            scratch, place = Path(name, "branches"), Path(name, "tables")
+            expected = write_phrases(Serial(), path, counted, size, scratch, place)
+        if any(FileRecord.of_file(folder / each) != expected[each] for each in expected):
             yield "the phrase tables are not those of the segments"
 
 

@@ -5,7 +5,11 @@ writes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+from indexer.errors import IndexerError
+from indexer.memory import bytes_taken, describe_size
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -25,17 +29,41 @@ class Engine(Protocol):
             memory_bytes: what one call takes at most, beside an interpreter.
 
         Raises:
-            IndexerError: as the function raises it, or because processes cannot be kept alive.
+            IndexerError: as the function raises it, or because processes cannot be kept alive, or
+                because one call does not fit into the engine's memory.
         """
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class Serial:
-    """Runs all in this process, one task after the other."""
+    """Runs all in this process, one task after the other.
+
+    Attributes:
+        memory_bytes: that the process may take, or None where that does not matter.
+    """
+
+    memory_bytes: int | None = None
 
     def map(
         self, function: Callable[[_Task], _Result], tasks: Sequence[_Task], memory_bytes: int
     ) -> Iterator[_Result]:
         """See `Engine.map`."""
-        del memory_bytes
+        if self.memory_bytes is not None and tasks:
+            num_that_fit(self.memory_bytes, bytes_taken(), memory_bytes)
         return map(function, tasks)
+
+
+def num_that_fit(limit: int, fixed: int, each: int) -> int:
+    """Return how many times `each` fits into a limit of memory beside what is taken anyway.
+
+    Raises:
+        IndexerError: not once.
+    """
+    if (fits := (limit - fixed) // each) < 1:
+        raise IndexerError(
+            f"{describe_size(limit)} of memory is too little, this build takes "
+            f"{describe_size(fixed + each)}: allow more with --memory, or choose fewer "
+            "--segment-tokens or --max-document-bytes"
+        )
+    return fits

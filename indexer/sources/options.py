@@ -9,7 +9,7 @@ from indexer.sources.patterns import Patterns
 
 DEFAULT_FIELD: Final = "text"
 DEFAULT_MAX_DOCUMENT_BYTES: Final = 10 << 20
-DEFAULT_BLOCK_BYTES: Final = 64 << 20
+DEFAULT_BLOCK_BYTES: Final = 16 << 20
 
 STANDARD_INPUT: Final = "-"
 """The source that stands for standard input."""

@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer import ngrams, tables
+from indexer import phrase_writer, ranges, tables
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.documents import DocumentTableBuilder
 from indexer.errors import DamagedIndexError
 from indexer.format import token_dtype
 from indexer.opening import Segment
+from indexer.phrase_writer import build_tables
 from indexer.phrases import PhraseTables
 from indexer.reader import Index, Vocabulary
 from indexer.suffixes import first_token_starts, sort_suffixes
-from indexer.tables import build_tables, merge_tables, size_limit
+from indexer.tables import merge_tables, size_limit
 from tests.indexer.phrase_twins import count_all, levels_in, rounded, slow_levels, slow_num_bytes
 
 Documents = list[list[int]]
@@ -67,7 +68,7 @@ def test_tables_are_those_of_a_dictionary(
     vocabulary_size: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(ngrams, "_STRIDE", rng.choice([1, 2, 7, 40, 1 << 20]))
+    monkeypatch.setattr(ranges, "_STRIDE", rng.choice([1, 2, 7, 40, 1 << 20]))
     alphabet = rng.choice(ALPHABETS[vocabulary_size])
     segments = [random_documents(rng, alphabet) for _ in range(rng.randrange(1, 5))]
     built = tables_of(vocabulary_size, *segments)
@@ -116,6 +117,28 @@ def test_pairs_that_occur_once_have_an_entry_and_longer_ngrams_do_not() -> None:
     assert built.count_of(once[2:]) == 1
 
 
+@pytest.mark.parametrize("stride", [1, 5, 40, 300])
+def test_very_frequent_tokens_are_divided_and_the_tables_are_the_same(
+    stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(stride)
+    documents = [[7, *rng.choices(range(30), k=rng.randrange(1, 9))] for _ in range(60)]
+    documents += [[7, 7, *rng.choices(range(30), k=5)] for _ in range(60)]
+    documents += [[7, 7, 7, rng.randrange(30), 3] for _ in range(60)]
+    documents += [[9, 8]] * 50  # a frequent pair that nothing follows
+    monkeypatch.setattr(ranges, "_STRIDE", stride)
+    segments = [segment_of(documents[number::3], 30) for number in range(3)]
+    planned = list(ranges.plan_ranges(segments, 30))
+    lengths = {len(each.prefix) for each in planned}
+    assert max(lengths) == (1 if stride == 300 else 2)
+    for each in planned:
+        sizes = [len(level) for level in ranges.count_range(segments, each, 30)]
+        assert sizes[0] <= stride or each.end - each.begin == 1
+        assert sizes[2] <= max(stride, 30)
+    built = build_tables(segments, 30)
+    assert levels_in(built) == slow_levels(count_all(documents), 30)
+
+
 def test_one_context_may_have_the_whole_vocabulary_for_successors() -> None:
     built = tables_of(70_000, [[69_999, token] for token in range(70_000)])
     assert built.successors([69_999]) == [(token, 1) for token in range(70_000)]
@@ -137,8 +160,8 @@ def test_the_rarest_ngrams_of_each_length_go_in_turn_until_the_rest_fits(
     whole = slow_num_bytes(kept, token_bytes)
     sizes = set()
     for max_bytes in [0, 8, 9, *rng.sample(range(whole), 12), whole - 1, whole]:
-        monkeypatch.setattr(tables, "size_limit", lambda _, limit=max_bytes: limit)
-        monkeypatch.setattr(ngrams, "_STRIDE", rng.choice([1, 50, 1 << 20]))
+        monkeypatch.setattr(phrase_writer, "size_limit", lambda _, limit=max_bytes: limit)
+        monkeypatch.setattr(ranges, "_STRIDE", rng.choice([9, 50, 1 << 20]))
         built = tables_of(vocabulary_size, documents[::2], documents[1::2])
         expected = slow_levels(
             counts, vocabulary_size, max_bytes=max_bytes, token_bytes=token_bytes
@@ -162,7 +185,7 @@ def test_a_size_limit_costs_first_ngrams_of_four_tokens_then_of_two_then_of_thre
     whole = slow_num_bytes(slow_levels(counts, 30), 2)
     entries = []
     for missing_bytes in (0, 1, 3, 4, 25):
-        monkeypatch.setattr(tables, "size_limit", lambda _, less=missing_bytes: whole - less)
+        monkeypatch.setattr(phrase_writer, "size_limit", lambda _, less=missing_bytes: whole - less)
         entries.append(tables_of(30, documents).num_entries[1:])
     assert entries == [(9, 4, 2), (9, 4, 1), (9, 4, 1), (6, 4, 1), (6, 2, 1)]
 

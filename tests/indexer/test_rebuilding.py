@@ -82,8 +82,9 @@ def test_long_and_repeated_documents_are_carried_over(
     texts = [("a", "one two"), ("b", "one two"), ("c", "three " + "x" * (11 << 20))]
     build_from_texts(texts, tmp_path / "index", words, options)
     build_from_index(tmp_path / "index", tmp_path / "again", words)
-    with Index.open(tmp_path / "again") as index:
-        assert [(each.name, n) for each, n in index.documents()] == [("a", 2), ("b", 2), ("c", 2)]
+    with Index.open(tmp_path / "index") as before, Index.open(tmp_path / "again") as after:
+        assert list(after.documents()) == list(before.documents())
+        assert after.num_documents == 3
 
 
 def test_texts_come_back_with_names_and_licences(tmp_path: Path) -> None:

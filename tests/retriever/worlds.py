@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from indexer.documents import DocumentTableBuilder
 from indexer.format import separator_of, token_dtype
 from indexer.opening import Segment
+from indexer.phrase_writer import build_tables
 from indexer.reader import PhraseTables
-from indexer.tables import build_tables
 from retriever.databases import Context
 from retriever.generations import Generations
 from retriever.kernels.evidence import gather, plant

@@ -1,0 +1,165 @@
+"""A pool of processes that keeps within its memory, outlives its workers and leaves none behind."""
+
+import os
+import signal
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, Final, Self, TypeVar
+
+from indexer.engines import num_that_fit
+from indexer.errors import IndexerError
+from indexer.memory import bytes_taken
+
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+MAX_RETRIES: Final = 2
+"""Of a task whose worker died."""
+
+_TRACKER_BYTES: Final = 16 << 20
+"""Of the process that multiprocessing starts beside the workers."""
+
+# Never fork: threads and mapped databases of this process would be in an undefined state.
+_CONTEXT: Final = get_context("spawn")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPool:
+    """Runs tasks in processes of their own on this machine, an `Engine`.
+
+    As many at once as there are workers and as fit into the memory, of which this process takes
+    its part. A worker that dies is replaced, and its task is run again. However this process ends,
+    the workers end with it.
+
+    Attributes:
+        workers: processes at once, at most.
+        memory_bytes: that this process and the workers may take together; pages of files that are
+            mapped do not count, which the system takes back when it needs them.
+    """
+
+    workers: int
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise IndexerError(f"{self.workers} workers cannot build anything: choose one at least")
+
+    def map(
+        self, function: Callable[[_Task], _Result], tasks: Sequence[_Task], memory_bytes: int
+    ) -> Iterator[_Result]:
+        """See `Engine.map`."""
+        if not tasks:
+            return
+        with ExitStack() as stack:
+            first = stack.enter_context(_Worker())
+            interpreter = first.bytes_taken(function)
+            fixed = bytes_taken() + _TRACKER_BYTES
+            fitting = num_that_fit(self.memory_bytes, fixed, interpreter + memory_bytes)
+            number = min(self.workers, len(tasks), fitting)
+            others = [stack.enter_context(_Worker()) for _ in range(number - 1)]
+            yield from _run(function, tasks, [first, *others])
+
+
+class _Worker:
+    """One process, started when it is needed; ends with the block, whatever it is doing.
+
+    It holds the end of a pipe whose other end only this process has, and ends when that closes.
+    """
+
+    def __init__(self) -> None:
+        self._executor: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        if self._executor is None:
+            theirs, self._ours = _CONTEXT.Pipe(duplex=False)
+            self._executor = ProcessPoolExecutor(1, _CONTEXT, _prepare, (theirs,))
+        # The first task starts the process, which Ctrl-C must not reach: it ends with this one.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return self._executor.submit(function, *arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def stop(self) -> None:
+        """End the process at once; the next task starts another one."""
+        if self._executor is not None:
+            self._ours.close()
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
+
+    def bytes_taken(self, function: Callable[..., Any]) -> int:
+        """Return what a process takes that has imported what a function needs."""
+        for _ in range(MAX_RETRIES + 1):
+            try:
+                return int(self.submit(_introduce, function).result())
+            except BrokenProcessPool:
+                self.stop()
+        raise IndexerError(
+            "no worker process could be started: a script that builds with several processes must "
+            'do so under `if __name__ == "__main__":`; --engine serial needs none'
+        )
+
+
+def _run(
+    function: Callable[[_Task], _Result], tasks: Sequence[_Task], workers: Sequence[_Worker]
+) -> Iterator[_Result]:
+    """Yield results in order, while each worker has one task at a time."""
+    waiting, idle = deque(range(len(tasks))), list(workers)
+    running: dict[Future[_Result], tuple[int, _Worker]] = {}
+    results: dict[int, _Result] = {}
+    deaths: Counter[int] = Counter()
+    for turn in range(len(tasks)):
+        while turn not in results:
+            while idle and waiting:
+                number, worker = waiting.popleft(), idle.pop()
+                running[worker.submit(function, tasks[number])] = number, worker
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                number, worker = running.pop(future)
+                idle.append(worker)
+                try:
+                    results[number] = future.result()
+                except BrokenProcessPool as error:
+                    worker.stop()
+                    _count_death(deaths, number, error)
+                    waiting.appendleft(number)
+        yield results.pop(turn)
+
+
+def _count_death(deaths: "Counter[int]", number: int, error: BaseException) -> None:
+    deaths[number] += 1
+    if deaths[number] > MAX_RETRIES:
+        raise IndexerError(
+            f"a worker process died {deaths[number]} times at the same task, as if the system had "
+            "killed it for want of memory: choose fewer --workers or less --memory than it has"
+        ) from error
+
+
+def _prepare(lifeline: Connection) -> None:
+    """Set a worker up: its libraries start no threads, and it ends when the lifeline does."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+
+
+def _end_with(lifeline: Connection) -> None:
+    lifeline.poll(None)
+    os._exit(1)
+
+
+def _introduce(function: Callable[..., Any]) -> int:
+    """Return what this process takes; that `function` came here means that it is imported."""
+    del function
+    return bytes_taken()

@@ -1,0 +1,139 @@
+"""Running a build on Ray: the same functions as remote tasks, which Ray schedules by itself."""
+
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from indexer.engines import num_that_fit
+from indexer.errors import IndexerError, reason_of
+from indexer.memory import bytes_taken
+
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+MAX_RETRIES: Final = 2
+"""Of a task whose worker died."""
+
+_INTERPRETER_BYTES: Final = 128 << 20
+"""Of a worker of Ray that has imported what the tasks need; an estimate."""
+
+_OBJECT_STORE_BYTES: Final = 80 << 20
+"""Results are small, and what is large goes by way of files; Ray takes no less than 75 MiB."""
+
+_AHEAD: Final = 2
+"""Tasks that Ray knows of, for each that can run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayCluster:
+    """Runs tasks on Ray, an `Engine`: on the running cluster, or on one started on this machine.
+
+    The cluster is that of the environment variable `RAY_ADDRESS`, or one that runs on this
+    machine. Sources, the index and what is written meanwhile are files: their folders must be
+    there under the same paths on all machines of a cluster, as on a network file system.
+
+    Attributes:
+        workers: tasks at once, at most.
+        memory_bytes: that the workers may take together, and on a cluster started here with this
+            process; Ray's own processes do not count, which take about a gigabyte.
+    """
+
+    workers: int
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise IndexerError(f"{self.workers} workers cannot build anything: choose one at least")
+
+    def map(
+        self, function: Callable[[_Task], _Result], tasks: Sequence[_Task], memory_bytes: int
+    ) -> Iterator[_Result]:
+        """See `Engine.map`."""
+        if not tasks:
+            return
+        each = memory_bytes + _INTERPRETER_BYTES
+        fitting = num_that_fit(self.memory_bytes, bytes_taken(), each)
+        ray = _connected(self.workers, self.memory_bytes)
+        _check_nodes(ray, each)
+        remote = ray.remote(num_cpus=1, memory=each, max_retries=MAX_RETRIES)(_call)
+        here = Path.cwd()
+        calls = (partial(remote.remote, here, _paths_in(task), function, task) for task in tasks)
+        try:
+            yield from _in_order(ray, calls, min(self.workers, fitting))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, IndexerError):
+                raise error.cause from error
+            raise
+        except ray.exceptions.RayError as error:
+            raise IndexerError(f"Ray could not finish the build: {reason_of(error)}") from error
+
+
+def _connected(workers: int, memory_bytes: int) -> Any:
+    """Return the library, connected to a cluster; one that it starts ends with this process."""
+    try:
+        import ray  # noqa: PLC0415  (an extra, and slow to import)
+    except ModuleNotFoundError as error:
+        raise IndexerError("Ray is missing: run `pip install '.[index,ray]'`") from error
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if not ray.is_initialized():
+            ray.init(address="auto", **quiet)
+    except ConnectionError as error:
+        if address := os.environ.get("RAY_ADDRESS"):
+            raise IndexerError(f"there is no Ray cluster at RAY_ADDRESS={address}") from error
+        sizes = {"_memory": memory_bytes, "object_store_memory": _OBJECT_STORE_BYTES}
+        ray.init(address="local", num_cpus=workers, include_dashboard=False, **sizes, **quiet)
+    return ray
+
+
+def _check_nodes(ray: Any, each: int) -> None:
+    """Check that a task fits on some machine: Ray would wait for one for ever."""
+    memory = [node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]]
+    num_that_fit(int(max(memory, default=0)), 0, each)
+
+
+def _in_order(ray: Any, calls: Iterator[Callable[[], Any]], most: int) -> Iterator[Any]:
+    """Yield results in order, while Ray has a few more tasks than it can run."""
+    started: deque[Any] = deque()
+    running: list[Any] = []
+    try:
+        while True:
+            for call in islice(calls, most * _AHEAD - len(running)):
+                running.append(call())
+                started.append(running[-1])
+            if not started:
+                return
+            _, running = ray.wait(running) if running else ([], [])
+            while started and started[0] not in running:
+                yield ray.get(started.popleft())
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)
+
+
+def _paths_in(task: Any) -> tuple[Path, ...]:
+    """Return the paths among the values of a task at which something is."""
+    values = [getattr(task, field.name) for field in fields(task)] if is_dataclass(task) else []
+    return tuple(value for value in values if isinstance(value, Path) and value.exists())
+
+
+def _call(
+    here: Path, paths: Sequence[Path], function: Callable[[_Task], _Result], task: _Task
+) -> _Result:
+    """Call a function in a worker, where paths mean what they mean to who sent the task."""
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+    for path in (here, *paths):
+        if not (here / path).exists():
+            raise IndexerError(
+                f"a worker on {socket.gethostname()} cannot see {here / path}: sources and index "
+                "must lie on a file system that all machines of the cluster have at the same path"
+            )
+    os.chdir(here)
+    return function(task)

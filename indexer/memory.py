@@ -1,0 +1,112 @@
+"""How much memory there is, how much may be taken, and how to write that down."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from indexer.errors import IndexerError
+
+_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_ENOUGH_BYTES: Final = 3 << 30
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+_GROUP_FILES: Final = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By controller: version 2 has one hierarchy for all."""
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `4G`, `512M`, `1.5GiB` or `1000000` stand for; K is 1024.
+
+    Raises:
+        IndexerError: it is none of these, or zero.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise IndexerError(f"{text!r} is not a size: write it like 512M or 4G")
+    return size
+
+
+def describe_size(num_bytes: int) -> str:
+    """Return a size as `parse_size` reads it, rounded up to a tenth of its unit."""
+    for unit in ("T", "G", "M", "K"):
+        if num_bytes >= _UNITS[unit]:
+            tenths = -(-num_bytes * 10 // _UNITS[unit])
+            return f"{tenths // 10}.{tenths % 10}{unit}"
+    return f"{num_bytes}"
+
+
+def available_bytes() -> int:
+    """Return how much memory this process and its children could take now.
+
+    That is what the system has left, or what the process's control group has, if that is less.
+    """
+    return max(min(_left_in_system(), _left_in_groups()), 1)
+
+
+def default_limit() -> int:
+    """Return how much memory a build may take where nobody said.
+
+    That is half of what is available; where that is little, all up to what most builds need.
+    """
+    available = available_bytes()
+    return max(available // 2, min(available, _ENOUGH_BYTES))
+
+
+def bytes_taken() -> int:
+    """Return how much memory this process takes; mapped files do not count.
+
+    Pages of mapped files are the system's to take back.
+    """
+    with suppress(OSError, KeyError):
+        fields = _fields(Path("/proc/self/status"))
+        return (int(fields["RssAnon"]) + int(fields["RssShmem"])) << 10
+    import resource  # noqa: PLC0415  (where there is no /proc)
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on macOS bytes, its largest so far
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """Return names and first values of a file of lines that begin with a name and a colon."""
+    lines = (line.partition(":") for line in path.read_text("utf-8", "replace").splitlines())
+    return {name: rest.split()[0] for name, _, rest in lines if rest.split()}
+
+
+def _page_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE")
+
+
+def _left_in_system() -> int:
+    with suppress(OSError, KeyError):
+        return int(_fields(Path("/proc/meminfo"))["MemAvailable"]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * _page_bytes()
+
+
+def _left_in_groups() -> int:
+    """Return what the limits of control groups leave; cached files do not count as taken."""
+    left = [1 << 62]
+    for folder, (limit, used, cached) in _groups():
+        with suppress(OSError, ValueError, KeyError):
+            most, taken = (int((folder / name).read_text("ascii")) for name in (limit, used))
+            stat = (folder / "memory.stat").read_text("ascii").splitlines()
+            left.append(most - taken + int(dict(line.split() for line in stat)[cached]))
+    return min(left)
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield the control groups of this process, and what the files in them are called."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text("utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in _GROUP_FILES:
+                root = _CGROUPS / controllers
+                own = root / path.lstrip("/")
+                for folder in (own, *own.parents):
+                    if folder.is_relative_to(root):
+                        yield folder, _GROUP_FILES[controllers]
