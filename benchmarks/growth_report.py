@@ -16,7 +16,7 @@ _HEADER: Final = (
 _OTHERS_HEADER: Final = "| tokens | drafter | tokens per step | draft, \u00b5s: p50 | p90 | p99 |"
 _LAYOUT_HEADER: Final = (
     "| tokens | ours, bytes per token | without phrase tables | infini-gram's layout "
-    "| built, tokens/s, end to end |"
+    "| built, tokens/s, end to end | reading and tokenising | sorting | counting n-grams |"
 )
 
 
@@ -48,10 +48,17 @@ def _layouts(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
         f"| {row['tokens']:,} | {row['bytes_per_token']:.2f} "
         f"| {row['bytes_per_token_without_phrases']:.2f} "
-        f"| {row['bytes_per_token_infini_gram']:.2f} | {row['build']['tokens_per_s']:,} |"
+        f"| {row['bytes_per_token_infini_gram']:.2f} | {row['build']['tokens_per_s']:,} "
+        f"| {_rates(row)} |"
         for row in rows
     ]
-    return [_LAYOUT_HEADER, "|---" * 5 + "|", *lines]
+    return [_LAYOUT_HEADER, "|---" * 8 + "|", *lines]
+
+
+def _rates(row: dict[str, Any]) -> str:
+    """Return tokens a second of each stage."""
+    stages = row["build"]["stage_seconds"].values()
+    return " | ".join(f"{row['tokens'] / max(seconds, 1e-9):,.0f}" for seconds in stages)
 
 
 def _all(row: dict[str, Any]) -> list[str]:

@@ -76,7 +76,8 @@ def build_index(
         started = time.perf_counter()
         vocabulary, stored = store_tokenizer(loaded, folder)
         tasks = part_tasks(blocks, scratch, folder / TOKENIZER_FILE, vocabulary, options)
-        parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
+        with tally.stage("reading"):
+            parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
         contents = write_index(folder, parts, vocabulary, stored, options, tally)
     return report_of(output, contents, tally, started)
 
@@ -228,6 +229,7 @@ def report_of(output: Path | str, contents: Contents, tally: Tally, started: flo
         skipped=dict(sorted(tally.skipped.items())),
         skipped_places=dict(sorted(tally.skipped_places.items())),
         screened=tally.screened,
+        stage_seconds=dict(tally.stage_seconds),
     )
 
 
@@ -251,12 +253,14 @@ def write_index(  # noqa: PLR0913, PLR0917
     """Write segments and phrases, then the snapshot that makes them an index."""
     most = options.segment_tokens(vocabulary.size)
     groups = gather(chosen_pieces(parts, [], options, tally), most)
-    segments = write_segments(options.engine, folder, groups, 0, vocabulary.size)
+    with tally.stage("sorting"):
+        segments = write_segments(options.engine, folder, groups, 0, vocabulary.size)
     if not segments:
         raise no_document(tally)
     nothing = PhrasesRecord("", (), {})
     contents = Contents(vocabulary, tuple(segments), nothing, len(segments), tokenizer)
-    phrases = renewed_phrases(options.engine, folder, 0, contents)
+    with tally.stage("counting"):
+        phrases = renewed_phrases(options.engine, folder, 0, contents)
     contents = Contents(vocabulary, tuple(segments), phrases, len(segments), tokenizer)
     publish(folder, 0, contents)
     return contents

@@ -1,7 +1,9 @@
 """What a build has done so far, and the report it ends with."""
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +37,7 @@ class Tally:
         num_bytes_read: of the source files, as they lie on disk, what has been read or skipped.
         num_bytes_found: size of the source files; 0 where documents do not come from files.
         screened: what screening took out; None where nothing was screened for.
+        stage_seconds: time of each stage that has ended, by its name.
     """
 
     num_documents: int = 0
@@ -45,6 +48,14 @@ class Tally:
     num_bytes_read: int = 0
     num_bytes_found: int = 0
     screened: ScreenTally | None = None
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Take the time of a stage."""
+        begun = time.perf_counter()
+        yield
+        self.stage_seconds[name] = time.perf_counter() - begun
 
     def skip(self, reason: str, place: str) -> None:
         """Count a document that is left out, and keep the place of the first one."""
@@ -82,6 +93,7 @@ class BuildReport:
         skipped: documents and files left out, by reason.
         skipped_places: where the first was, by reason, if known: a file, or a file and a line.
         screened: what screening took out; None where nothing was screened for.
+        stage_seconds: of the time, what reading and tokenising, sorting and counting n-grams took.
     """
 
     output: str
@@ -93,6 +105,7 @@ class BuildReport:
     skipped: dict[str, int]
     skipped_places: dict[str, str] = field(default_factory=dict)
     screened: ScreenTally | None = None
+    stage_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -109,6 +122,7 @@ class BuildReport:
             "bytes": self.num_bytes,
             "seconds": round(self.seconds, 3),
             "tokens_per_s": round(self.tokens_per_s),
+            "stage_seconds": {name: round(s, 3) for name, s in self.stage_seconds.items()},
             "skipped": self.skipped,
             "skipped_places": self.skipped_places,
             "screened": self.screened.to_json() if self.screened is not None else None,
@@ -118,11 +132,12 @@ class BuildReport:
         """Return the report for people to read."""
         skipped = describe_skipped(self.skipped, self.skipped_places) or "nothing"
         screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
+        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stage_seconds.items())
         return (
             f"{self.output}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
             f"in {self.num_segments} segment(s)\n"
             f"{self.num_bytes:,} bytes of text in {self.seconds:.1f} s, "
-            f"{self.tokens_per_s:,.0f} tokens/s\n"
+            f"{self.tokens_per_s:,.0f} tokens/s ({stages})\n"
             f"skipped: {skipped}{screened}"
         )
 

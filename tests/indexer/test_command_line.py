@@ -46,6 +46,7 @@ def test_build_reports_what_it_did(
     assert status == 0
     assert report.pop("seconds") >= 0
     assert report.pop("tokens_per_s") > 0
+    assert set(report.pop("stage_seconds")) == {"reading", "sorting", "counting"}
     assert report.pop("skipped_places") == {"not text": f"{source}/b.txt"}
     assert report == {
         "output": str(tmp_path / "x"),
