@@ -45,8 +45,9 @@ class InfiniGram(SequenceDrafter[TokenSequence]):
 
     def __init__(self, indexes: Sequence[Index], outputs: Sequence[TokenIds]) -> None:
         super().__init__()
-        self._texts = [sorted_text(outputs).packed(POINTER_BYTES)]
-        self._texts += [text.packed(POINTER_BYTES) for text in texts_of(indexes)]
+        self._outputs = [*outputs]
+        self._corpus = [text.packed(POINTER_BYTES) for text in texts_of(indexes)]
+        self._sort_outputs()
 
     @property
     def num_bytes(self) -> int:
@@ -69,4 +70,10 @@ class InfiniGram(SequenceDrafter[TokenSequence]):
         return most_frequent(np.concatenate(rows), budget, Source.CORPUS)
 
     def _end(self, state: TokenSequence) -> None:
-        """Keep nothing: the layout is built once."""
+        if state.remember:
+            self._outputs.append(state.output.copy())
+            self._sort_outputs()
+
+    def _sort_outputs(self) -> None:
+        """Build the layout of the outputs anew: it cannot grow."""
+        self._texts = [sorted_text(self._outputs).packed(POINTER_BYTES), *self._corpus]

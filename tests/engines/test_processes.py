@@ -82,7 +82,9 @@ def test_workers_end_with_the_process_that_started_them(
     end: signal.Signals, tmp_path: Path
 ) -> None:
     script = (
-        "import sys; from pathlib import Path; from indexer.engines.processes import ProcessPool\n"
+        "import signal, sys; from pathlib import Path\n"
+        "from indexer.engines.processes import ProcessPool\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts us may ignore it\n"
         "from tests.engines.tasks import Task, sleep_for_ever\n"
         "tasks = [Task(number, Path(sys.argv[1])) for number in range(9)]\n"
         "list(ProcessPool(2, 1 << 33).map(sleep_for_ever, tasks, 1 << 20))\n"
