@@ -1,29 +1,34 @@
 """Building an index: sources to parts, parts to segments, segments to a published snapshot."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.engines import Engine
-from indexer.errors import SourceError, TokenizerError
+from indexer.errors import TokenizerError
 from indexer.format import TOKENIZER_FILE, token_dtype
+from indexer.gathering import (
+    OnProgress,
+    chosen_pieces,
+    no_document,
+    part_tasks,
+    planned,
+    read_parts,
+)
 from indexer.options import DEFAULTS, BuildOptions
 from indexer.output import check_output, new_index_folder, write_file
 from indexer.parts import Part, TokenisedDocument
 from indexer.records import Contents, FileRecord, PhrasesRecord
-from indexer.segments import Piece, gather
+from indexer.segments import gather
 from indexer.snapshots import publish
-from indexer.sources import SourceBlock, SourceDocument, plan
+from indexer.sources import SourceDocument
 from indexer.stages import (
-    PartTask,
     gather_part,
     renewed_phrases,
     scratch_folder,
-    without_duplicates,
     write_part,
     write_segments,
 )
@@ -36,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BuildOptions", "build_from_texts", "build_from_tokens", "build_index"]
 
-OnProgress = Callable[[Tally], None]
-_Task = TypeVar("_Task", bound="ReadingTask")
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 
 
@@ -129,92 +132,6 @@ def build_from_tokens(
         parts = [gather_part(checked, scratch / "part", vocabulary.size, keep_texts=False)]
         contents = write_index(folder, parts, vocabulary, None, options, tally)
     return report_of(output, contents, tally, started)
-
-
-def planned(
-    sources: Sequence[Path | str], options: BuildOptions, tally: Tally, scratch: Path
-) -> list[SourceBlock]:
-    """Return what there is to read, in blocks.
-
-    Raises:
-        SourceError: a source does not exist, or all of them are empty.
-    """
-    blocks = plan(sources, options.sources, tally, scratch)
-    if tally.num_bytes_found == 0:
-        num_files = sum(len(block.pieces) for block in blocks)
-        tally.skipped.update({EMPTY: num_files} if num_files else {})
-        raise no_document(tally)
-    return blocks
-
-
-def part_tasks(
-    blocks: Sequence[SourceBlock],
-    scratch: Path,
-    tokenizer: Path,
-    vocabulary: Vocabulary,
-    options: BuildOptions,
-) -> list[PartTask]:
-    """Return what is to be read, in pieces."""
-    return [
-        PartTask(
-            scratch / f"{number:08d}",
-            block,
-            tokenizer,
-            vocabulary.size,
-            options.sources,
-            options.screen,
-            options.keep_texts,
-        )
-        for number, block in enumerate(blocks)
-    ]
-
-
-class ReadingTask(Protocol):
-    """A task that writes a part."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """How much memory it takes at most."""
-        ...
-
-
-def read_parts(
-    engine: Engine,
-    tasks: Sequence[_Task],
-    tally: Tally,
-    on_progress: OnProgress | None,
-    write: Callable[[_Task], tuple[Part, Tally]],
-) -> list[Part]:
-    """Read and tokenise all sources, each task as `write` does; count."""
-    parts = []
-    need = max((task.memory_bytes for task in tasks), default=0)
-    for part, counted in engine.map(write, tasks, need):
-        tally.merge(counted)
-        tally.num_documents += part.num_documents
-        tally.num_tokens += part.num_tokens
-        parts.append(part)
-        if on_progress is not None:
-            on_progress(tally)
-    return parts
-
-
-def chosen_pieces(
-    parts: Sequence[Part],
-    known: Sequence[NDArray[np.uint8]],
-    options: BuildOptions,
-    tally: Tally,
-) -> list[Piece]:
-    """Return the documents of parts that are to be indexed."""
-    filled = [part for part in parts if part.num_documents]
-    if options.deduplicate and filled:
-        return without_duplicates(filled, known, tally)
-    return [Piece(part, ((0, part.num_documents),)) for part in filled]
-
-
-def no_document(tally: Tally) -> SourceError:
-    """Return the error for sources that hold nothing to be indexed."""
-    reasons = tally.describe_skipped()
-    return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))
 
 
 def report_of(output: Path | str, contents: Contents, tally: Tally, started: float) -> BuildReport:

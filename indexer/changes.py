@@ -6,11 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from indexer.build import OnProgress, chosen_pieces, no_document, part_tasks, planned, read_parts
 from indexer.choosing import Choice
 from indexer.engines import Engine
 from indexer.errors import IndexerError, SourceError
 from indexer.format import SEGMENTS_FOLDER, STARTS_FILE, SUFFIXES_FILE, TOKENIZER_FILE
+from indexer.gathering import (
+    OnProgress,
+    chosen_pieces,
+    no_document,
+    part_tasks,
+    planned,
+    read_parts,
+)
 from indexer.opening import check_file
 from indexer.options import DEFAULTS, BuildOptions
 from indexer.parts import Part

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from indexer.build import OnProgress, read_parts, report_of, store_tokenizer, write_index
+from indexer.build import report_of, store_tokenizer, write_index
 from indexer.errors import SourceError
 from indexer.format import SEGMENTS_FOLDER, TEXTS_FILE, TOKENIZER_FILE, token_dtype
+from indexer.gathering import OnProgress, read_parts
 from indexer.opening import check_file
 from indexer.options import DEFAULTS, BuildOptions
 from indexer.output import check_output, new_index_folder
