@@ -68,7 +68,8 @@ def add_command(
 ) -> None:
     """Add documents to an index, while it is read.
 
-    What it holds already is left out, so that the same sources may be named again. The tokenizer
+    What it holds already is left out, so that the same sources may be named again; a text that has
+    changed is added beside the one before, unless that is removed first. The tokenizer
     is the one that the index was built with. Readers find the new documents when they open the
     index again; until then they keep what they opened.
 

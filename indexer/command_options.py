@@ -131,7 +131,7 @@ Redact = Annotated[
         "--redact",
         help="Replace keys, tokens, private keys, passwords in URLs and e-mail addresses by "
         "[REDACTED], in texts and names, before anything is indexed. Nothing is sent anywhere. "
-        "Needs: pip install 'foredraft[redact]'.",
+        "Needs: pip install 'foredraft\\[redact]'.",
     ),
 ]
 

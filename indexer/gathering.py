@@ -79,6 +79,8 @@ def read_parts(
     write: Callable[[_Task], tuple[Part, Tally]],
 ) -> list[Part]:
     """Read and tokenise all sources, each task as `write` does; count."""
+    if on_progress is not None:
+        on_progress(tally)
     parts = []
     need = max((task.memory_bytes for task in tasks), default=0)
     for part, counted in engine.map(write, tasks, need):

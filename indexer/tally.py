@@ -189,9 +189,11 @@ class ChangeReport:
         skipped = describe_skipped(self.skipped, self.skipped_places)
         older = f"{self.num_older} snapshot(s) from before are still read: their files go with the "
         screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
-        things = "segments" if self.verb == "merged" else "documents"
+        what = f"{self.verb} {self.num_documents:,} documents, {self.num_tokens:,} tokens"
+        if self.verb == "merged":
+            what = f"{self.num_documents:,} segments fewer"
         return (
-            f"{self.path}: {self.verb} {self.num_documents:,} {things}, {self.num_tokens:,} tokens "
+            f"{self.path}: {what} "
             f"in {self.seconds:.1f} s; {self.num_segments} segment(s) now"
             + (f"\nskipped: {skipped}" if skipped else "")
             + (f"\n{older}next change, or `compact`, once nobody does" if self.num_older else "")

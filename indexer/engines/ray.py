@@ -80,7 +80,7 @@ def _connected(workers: int, memory_bytes: int) -> Any:
     try:
         import ray  # noqa: PLC0415  (an extra, and slow to import)
     except ModuleNotFoundError as error:
-        raise IndexerError("Ray is missing: run `pip install '.[index,ray]'`") from error
+        raise IndexerError("Ray is missing: run `pip install 'foredraft[ray]'`") from error
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if not ray.is_initialized():

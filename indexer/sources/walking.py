@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from indexer.errors import SourceError, reason_of
+from indexer.format import CATALOG_FOLDER, SEGMENTS_FOLDER
 from indexer.sources.blocks import name_of
 from indexer.sources.git import GitError, TrackedFiles, is_repository
 from indexer.sources.options import Git
@@ -94,6 +95,9 @@ class Walk:
         if self._patterns.excludes_folder(path):
             self._tally.skip(EXCLUDED, name_of(source / path))
             return False
+        if _is_index(source / path):
+            self._tally.skip("an index", name_of(source / path))
+            return False
         return True
 
     def _listed(self, folder: Path, listing: Callable[[Path], list[str]]) -> list[str]:
@@ -103,3 +107,8 @@ class Walk:
         except (OSError, ValueError):
             self._tally.skip("unreadable: damaged dataset", name_of(folder))
             return []
+
+
+def _is_index(folder: Path) -> bool:
+    """Tell whether a folder is an index: none is a source."""
+    return (folder / CATALOG_FOLDER).is_dir() and (folder / SEGMENTS_FOLDER).is_dir()
