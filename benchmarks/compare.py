@@ -6,7 +6,6 @@ once. Without a workload, a small one is made from the standard library of this 
 
 import datetime as dt
 import gc
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,9 +18,8 @@ from rich.progress import track
 from benchmarks.peers import DRAFTERS
 from benchmarks.report import Comparison, Measurement, circumstances, describe
 from benchmarks.workloads import Workload, WorkloadFiles, stdlib_workload
-from indexer.errors import IndexerError
+from retriever.clear_errors import clear_errors
 from retriever.encoding import ChatEncoder
-from retriever.errors import RetrieverError
 from retriever.factories import OWN, DrafterFactory, find_factory
 from retriever.replay import replay
 
@@ -56,7 +54,7 @@ def main(
     """Compare drafters; write JSON, a table and a plot."""
     names = drafter or [OWN, *DRAFTERS]
     stem = output or RESULTS / f"{dt.datetime.now(dt.UTC).date()}-peers"
-    try:
+    with clear_errors():
         with ExitStack() as opened:
             factories = {name: find_factory(name, "benchmarks.peers") for name in names}
             workloads = _workloads(workload or [], ChatEncoder(tokenizer), limit, opened)
@@ -64,9 +62,6 @@ def main(
             rows = list(_measure(workloads, factories, sorted(budget or BUDGETS)))
             comparison = Comparison(before, [describe(each) for each in workloads], rows)
         paths = comparison.write(stem)
-    except (RetrieverError, IndexerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
     print(comparison.as_markdown())
     print(*paths, sep="\n")
 

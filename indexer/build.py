@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from indexer.stages import (
 )
 from indexer.tally import BuildReport, Tally
 from indexer.tokenise import EMPTY, stored_encoder, stored_form, tokenise, usable_texts
-from indexer.tokenizer import DEFAULT_MODEL, Vocabulary, load_tokenizer, vocabulary_of
+from indexer.tokenizer import DEFAULT_MODEL, Vocabulary, loaded_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,12 +76,11 @@ def build_index(
     ):
         blocks = planned(sources, options, tally, scratch)
         options = options.for_blocks(len(blocks))
-        loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        loaded = loaded_tokenizer(tokenizer)
         started = time.perf_counter()
         vocabulary, stored = store_tokenizer(loaded, folder)
         tasks = part_tasks(blocks, scratch, folder / TOKENIZER_FILE, vocabulary, options)
-        with tally.stage("reading"):
-            parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
+        parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
         contents = write_index(folder, parts, vocabulary, stored, options, tally)
     return report_of(output, contents, tally, started)
 
@@ -94,7 +94,7 @@ def build_from_texts(
     """Index pairs of name and text; see `build_index`."""
     tally = Tally()
     with new_index_folder(Path(output), overwrite=options.overwrite) as folder:
-        loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        loaded = loaded_tokenizer(tokenizer)
         started = time.perf_counter()
         vocabulary, stored = store_tokenizer(loaded, folder)
         named = (SourceDocument(name, "", text) for name, text in documents)
@@ -178,7 +178,7 @@ def write_index(  # noqa: PLR0913, PLR0917
     contents = Contents(vocabulary, tuple(segments), nothing, len(segments), tokenizer)
     with tally.stage("counting"):
         phrases = renewed_phrases(options.engine, folder, 0, contents)
-    contents = Contents(vocabulary, tuple(segments), phrases, len(segments), tokenizer)
+    contents = replace(contents, phrases=phrases)
     publish(folder, 0, contents)
     return contents
 

@@ -29,7 +29,7 @@ from indexer.command_options import (
     SegmentTokens,
     StdinFormat,
     Workers,
-    engine_options,
+    chosen_engine,
     screen_options,
 )
 from indexer.options import BuildOptions
@@ -89,14 +89,12 @@ def add_command(
     screen = screen_options(
         exclude_phrases, exclude_scope, ignore_case=exclude_ignore_case, redact=redact
     )
-    engine_, limit = engine_options(engine, workers, memory)
     options = BuildOptions(
         found,
         segment_tokens,
         deduplicate=not keep_duplicates,
         screen=screen,
-        engine=engine_,
-        memory_bytes=limit,
+        engine=chosen_engine(engine, workers, memory),
     )
     with BuildProgress() as progress:
         report = add_documents(path, sources, options, progress)
@@ -142,8 +140,7 @@ def remove_command(
     if dry_run:
         _show_documents(chosen_documents(path, names, patterns), as_json=as_json)
     else:
-        engine_, limit = engine_options(engine, workers, memory)
-        options = BuildOptions(engine=engine_, memory_bytes=limit)
+        options = BuildOptions(engine=chosen_engine(engine, workers, memory))
         _show(remove_documents(path, names, patterns, options), as_json=as_json)
 
 
@@ -161,8 +158,9 @@ def compact_command(
     Every `add` makes a segment at least, and look-ups take longer with more of them. Also removes
     the files of snapshots that nobody reads any longer.
     """
-    engine_, limit = engine_options(engine, workers, memory)
-    options = BuildOptions(max_segment_tokens=segment_tokens, engine=engine_, memory_bytes=limit)
+    options = BuildOptions(
+        max_segment_tokens=segment_tokens, engine=chosen_engine(engine, workers, memory)
+    )
     _show(compact(path, options), as_json=as_json)
 
 

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from indexer.engines import Engine as EngineProtocol
+from indexer import engines
 from indexer.format import MAX_POSITIONS
-from indexer.memory import default_limit, parse_size
+from indexer.memory import parse_size
 from indexer.options import ENGINES, engine_of
 from indexer.screening.phrases import ExcludedPhrases
 from indexer.screening.screen import ExcludeScope, ScreenOptions
@@ -144,9 +144,6 @@ def screen_options(
     return ScreenOptions(excluded, scope, ignore_case, redact)
 
 
-def engine_options(
-    engine: str, workers: int | None, memory: str | None
-) -> tuple[EngineProtocol, int]:
-    """Return where to run, and how much memory there is for it."""
-    limit = default_limit() if memory is None else parse_size(memory)
-    return engine_of(engine, workers, limit), limit
+def chosen_engine(engine: str, workers: int | None, memory: str | None) -> engines.Engine:
+    """Return where to run."""
+    return engine_of(engine, workers, None if memory is None else parse_size(memory))

@@ -34,7 +34,7 @@ from indexer.command_options import (
     SegmentTokens,
     StdinFormat,
     Workers,
-    engine_options,
+    chosen_engine,
     screen_options,
 )
 from indexer.errors import IndexerError
@@ -141,7 +141,6 @@ def build(
     screen = screen_options(
         exclude_phrases, exclude_scope, ignore_case=exclude_ignore_case, redact=redact
     )
-    engine_, limit = engine_options(engine, workers, memory)
     options = BuildOptions(
         found,
         segment_tokens,
@@ -149,8 +148,7 @@ def build(
         deduplicate=not keep_duplicates,
         keep_texts=keep_texts,
         screen=screen,
-        engine=engine_,
-        memory_bytes=limit,
+        engine=chosen_engine(engine, workers, memory),
     )
     with BuildProgress() as progress:
         if from_index is not None:

@@ -83,13 +83,14 @@ def read_parts(
         on_progress(tally)
     parts = []
     need = max((task.memory_bytes for task in tasks), default=0)
-    for part, counted in engine.map(write, tasks, need):
-        tally.merge(counted)
-        tally.num_documents += part.num_documents
-        tally.num_tokens += part.num_tokens
-        parts.append(part)
-        if on_progress is not None:
-            on_progress(tally)
+    with tally.stage("reading"):
+        for part, counted in engine.map(write, tasks, need):
+            tally.merge(counted)
+            tally.num_documents += part.num_documents
+            tally.num_tokens += part.num_tokens
+            parts.append(part)
+            if on_progress is not None:
+                on_progress(tally)
     return parts
 
 

@@ -41,10 +41,8 @@ class BuildOptions:
         deduplicate: leave out documents that are equal to one before.
         keep_texts: store the texts as well, so that the index can be built for another tokenizer.
         screen: what must not get into the index; texts are screened, not tokens.
-        engine: where the stages run; it keeps to a limit of memory of its own.
-        memory_bytes: that the engine has, or None where that does not matter: segments are smaller
-            if sorting one would take more. How the index is divided depends on nothing else of
-            the engine.
+        engine: where the stages run. Segments are smaller if sorting one would take more than the
+            engine's memory; how the index is divided depends on nothing else of it.
 
     Raises:
         IndexerError: `max_segment_tokens` is out of its range.
@@ -57,7 +55,6 @@ class BuildOptions:
     keep_texts: bool = False
     screen: ScreenOptions = NO_SCREENING
     engine: Engine = Serial()  # noqa: RUF009  (it has no state)
-    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_segment_tokens <= MAX_POSITIONS:
@@ -70,7 +67,7 @@ class BuildOptions:
         """Return the same for so many blocks of sources: one is read sooner than a pool starts."""
         if num_blocks > 1 or not isinstance(self.engine, ProcessPool):
             return self
-        return replace(self, engine=Serial(self.memory_bytes))
+        return replace(self, engine=Serial(self.engine.memory_bytes))
 
     def segment_tokens(self, vocabulary_size: int) -> int:
         """Return the most tokens of a segment: halved until sorting one fits into the memory.
@@ -81,23 +78,23 @@ class BuildOptions:
         Raises:
             IndexerError: there is too little memory for any.
         """
-        most = self.max_segment_tokens
-        if self.memory_bytes is None:
+        most, memory_bytes = self.max_segment_tokens, self.engine.memory_bytes
+        if memory_bytes is None:
             return most
-        free = self.memory_bytes - _PROCESS_BYTES
+        free = memory_bytes - _PROCESS_BYTES
         while sorting_bytes(most, vocabulary_size) > free and most > 1:
             most //= 2
         if most < min(self.max_segment_tokens, _LEAST_SEGMENT_TOKENS):
             least = _PROCESS_BYTES + sorting_bytes(_LEAST_SEGMENT_TOKENS, vocabulary_size)
             raise IndexerError(
-                f"{describe_size(self.memory_bytes)} of memory is too little for a build: "
+                f"{describe_size(memory_bytes)} of memory is too little for a build: "
                 f"allow {describe_size(least)} at least with --memory"
             )
         if most < self.max_segment_tokens:
             _log.info(
                 "segments of at most %s tokens, so that sorting one stays within %s of memory",
                 f"{most:,}",
-                describe_size(self.memory_bytes),
+                describe_size(memory_bytes),
             )
         return most
 

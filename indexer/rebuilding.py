@@ -22,7 +22,7 @@ from indexer.sources import DEFAULT_MAX_DOCUMENT_BYTES, SourceDocument
 from indexer.stages import gather_part, scratch_folder
 from indexer.tally import BuildReport, Tally
 from indexer.tokenise import stored_encoder, tokenise, tokenising_bytes, usable_texts
-from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer
+from indexer.tokenizer import DEFAULT_MODEL, loaded_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,7 +122,7 @@ def _build(  # noqa: PLR0913, PLR0917
     tally.num_bytes_found = sum(record.files[TEXTS_FILE].num_bytes for record in records)
     folder_of_texts = Path(source).resolve() / SEGMENTS_FOLDER
     with new_index_folder(output, overwrite=options.overwrite) as folder:
-        loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        loaded = loaded_tokenizer(tokenizer)
         started = time.perf_counter()
         vocabulary, stored = store_tokenizer(loaded, folder)
         with scratch_folder(folder) as scratch:

@@ -127,14 +127,6 @@ def least_codes(histograms: NDArray[np.int64], token_bytes: int, max_bytes: int)
     return [int(codes[step]) for codes in least]
 
 
-def num_bytes(levels: Sequence[Level]) -> int:
-    """Return the size of levels 2 to 4 on disk."""
-    return _STARTS_BYTES + sum(
-        len(level) * _entry_bytes(number, level.tokens.dtype.itemsize)
-        for number, level in enumerate(levels)
-    )
-
-
 def _entry_bytes(number: int, token_bytes: int) -> int:
     is_last = number == MAX_ORDER - 2
     return token_bytes + 1 + (0 if is_last else POSITION_DTYPE.itemsize)

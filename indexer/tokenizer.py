@@ -140,6 +140,11 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def loaded_tokenizer(tokenizer: "str | PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    """Return a tokenizer that is named, as `load_tokenizer` does, or one that is loaded already."""
+    return load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+
+
 def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> Vocabulary:
     """Return the size of a tokenizer's vocabulary and its fingerprint.
 

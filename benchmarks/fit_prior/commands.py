@@ -1,6 +1,5 @@
 """The command: record and fit in rounds, say how well it does on what it was not fitted to."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,8 @@ from benchmarks.fit_prior.network import Schedule, fit, mean_surprise
 from benchmarks.fit_prior.outcomes import Outcomes
 from benchmarks.fit_prior.recording import record, variants
 from benchmarks.workloads import Workload, WorkloadError, WorkloadFiles
-from indexer.errors import IndexerError
+from retriever.clear_errors import clear_errors
 from retriever.encoding import ChatEncoder
-from retriever.errors import RetrieverError
 from retriever.mixer import Weights, prior_weights
 
 BUDGETS: Final = (16, 64)
@@ -52,7 +50,7 @@ def main(
     """Fit the weights that drafters begin with to workloads; write them as float32 values."""
     schedule = Schedule(epochs=epochs, seed=seed)
     weights, start = prior_weights(), None
-    try:
+    with clear_errors():
         if not output.parent.is_dir():
             raise WorkloadError(f"{output.parent} is no directory: make it first")
         files = [WorkloadFiles.parse(text) for text in workload]
@@ -66,9 +64,6 @@ def main(
             figures = mean_surprise(before, everything), mean_surprise(weights, everything)
             print("round {}: {:.4f} bits per node, fitted {:.4f}".format(round_, *figures))
         _write(weights, output)
-    except (RetrieverError, IndexerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
     print(output)
     for line in _held_out(recorded, before, weights, replace(schedule, epochs=epochs * rounds)):
         print(line)

@@ -48,17 +48,27 @@ class Datastore:
     Args:
         indexes: open indexes.
         outputs: int32[n] each.
+        pointer_bytes: bytes that each position is packed into; None to leave them in four.
     """
 
-    def __init__(self, indexes: Sequence[Index], outputs: Sequence[TokenIds]) -> None:
-        self._fixed = [sorted_text(outputs), *texts_of(indexes)]
+    def __init__(
+        self,
+        indexes: Sequence[Index],
+        outputs: Sequence[TokenIds],
+        pointer_bytes: int | None = None,
+    ) -> None:
+        self._pointer_bytes = pointer_bytes
+        self._fixed = [*map(self._laid_out, (sorted_text(outputs), *texts_of(indexes)))]
         self._finished: list[TokenIds] = []
         self.texts = self._fixed
 
     def remember(self, output: TokenIds) -> None:
         """Add int32[n]; all that was added since the beginning is sorted anew."""
         self._finished.append(output.copy())
-        self.texts = [sorted_text(self._finished), *self._fixed]
+        self.texts = [self._laid_out(sorted_text(self._finished)), *self._fixed]
+
+    def _laid_out(self, text: SortedText) -> SortedText:
+        return text if self._pointer_bytes is None else text.packed(self._pointer_bytes)
 
 
 def texts_of(indexes: Sequence[Index]) -> list[SortedText]:

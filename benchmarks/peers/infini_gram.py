@@ -13,14 +13,10 @@ with `max_support`.
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
-from benchmarks.peers.counting import most_frequent
-from benchmarks.peers.datastore import continuations, longest_match, sorted_text, texts_of
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
+from benchmarks.peers.datastore import Datastore
+from benchmarks.peers.longest_match import LongestMatch, Reading
 from indexer.reader import Index
 from retriever.drafter import TokenIds
-from retriever.tree import DraftTree, Source
 
 POINTER_BYTES: Final = 5
 """As published, for corpora of up to 2**40 bytes."""
@@ -35,7 +31,7 @@ MAX_QUERY: Final = 500
 """Tokens of the context that are looked for; the published engine's default."""
 
 
-class InfiniGram(SequenceDrafter[TokenSequence]):
+class InfiniGram(LongestMatch):
     """Drafts what followed the longest match, however long it is.
 
     Args:
@@ -44,36 +40,10 @@ class InfiniGram(SequenceDrafter[TokenSequence]):
     """
 
     def __init__(self, indexes: Sequence[Index], outputs: Sequence[TokenIds]) -> None:
-        super().__init__()
-        self._outputs = [*outputs]
-        self._corpus = [text.packed(POINTER_BYTES) for text in texts_of(indexes)]
-        self._sort_outputs()
+        datastore = Datastore(indexes, outputs, POINTER_BYTES)
+        super().__init__(datastore, Reading(MAX_QUERY, MAX_DEPTH, MAX_OCCURRENCES))
 
     @property
     def num_bytes(self) -> int:
         """Size of the layout."""
-        return sum(text.num_bytes for text in self._texts)
-
-    def _begin(self, prompt: TokenIds, *, remember: bool) -> TokenSequence:
-        return TokenSequence(prompt, remember=remember)
-
-    def _commit(self, state: TokenSequence, tokens: TokenIds) -> None:
-        state.append(tokens)
-
-    def _propose(self, state: TokenSequence, budget: int) -> DraftTree:
-        query = state.tokens[-MAX_QUERY:]
-        length = max(longest_match(text, query) for text in self._texts)
-        if length == 0:
-            return DraftTree.empty()
-        pattern = query[len(query) - length :]
-        rows = [continuations(text, pattern, MAX_DEPTH, MAX_OCCURRENCES) for text in self._texts]
-        return most_frequent(np.concatenate(rows), budget, Source.CORPUS)
-
-    def _end(self, state: TokenSequence) -> None:
-        if state.remember:
-            self._outputs.append(state.output.copy())
-            self._sort_outputs()
-
-    def _sort_outputs(self) -> None:
-        """Build the layout of the outputs anew: it cannot grow."""
-        self._texts = [sorted_text(self._outputs).packed(POINTER_BYTES), *self._corpus]
+        return sum(text.num_bytes for text in self.datastore.texts)

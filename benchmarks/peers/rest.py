@@ -13,18 +13,10 @@ unused, ours fills it; the outputs of finished sequences join the datastore.
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
-from benchmarks.peers.counting import most_frequent
-from benchmarks.peers.datastore import (
-    Datastore,
-    continuations,
-    longest_match,
-)
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
+from benchmarks.peers.datastore import Datastore
+from benchmarks.peers.longest_match import LongestMatch, Reading
 from indexer.reader import Index
 from retriever.drafter import TokenIds
-from retriever.tree import DraftTree, Source
 
 MAX_SPAN: Final = 16
 """Longest match that is looked for, in tokens."""
@@ -36,7 +28,7 @@ MAX_OCCURRENCES: Final = 5000
 """Occurrences read in each array."""
 
 
-class Rest(SequenceDrafter[TokenSequence]):
+class Rest(LongestMatch):
     """Drafts what followed the longest match in indexes and outputs.
 
     Args:
@@ -48,28 +40,4 @@ class Rest(SequenceDrafter[TokenSequence]):
     def __init__(
         self, indexes: Sequence[Index], outputs: Sequence[TokenIds], depth: int = MAX_DEPTH
     ) -> None:
-        super().__init__()
-        self._depth = depth
-        self._datastore = Datastore(indexes, outputs)
-
-    def _begin(self, prompt: TokenIds, *, remember: bool) -> TokenSequence:
-        return TokenSequence(prompt, remember=remember)
-
-    def _commit(self, state: TokenSequence, tokens: TokenIds) -> None:
-        state.append(tokens)
-
-    def _propose(self, state: TokenSequence, budget: int) -> DraftTree:
-        texts = self._datastore.texts
-        query = state.tokens[-MAX_SPAN:]
-        length = max(longest_match(text, query) for text in texts)
-        if length == 0:
-            return DraftTree.empty()
-        pattern = query[len(query) - length :]
-        rows = np.concatenate(
-            [continuations(text, pattern, self._depth, MAX_OCCURRENCES) for text in texts]
-        )
-        return most_frequent(rows, budget, Source.CORPUS)
-
-    def _end(self, state: TokenSequence) -> None:
-        if state.remember:
-            self._datastore.remember(state.output)
+        super().__init__(Datastore(indexes, outputs), Reading(MAX_SPAN, depth, MAX_OCCURRENCES))

@@ -4,12 +4,16 @@ An engine maps a function over tasks; what a stage does is the same everywhere, 
 writes.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from indexer.errors import IndexerError
 from indexer.memory import bytes_taken, describe_size
+
+MAX_RETRIES: Final = 2
+"""Of a task whose worker died."""
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -17,6 +21,11 @@ _Result = TypeVar("_Result")
 
 class Engine(Protocol):
     """Runs functions over tasks."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What all calls may take together, or None where that does not matter."""
+        ...
 
     def map(
         self, function: Callable[[_Task], _Result], tasks: Sequence[_Task], memory_bytes: int
@@ -52,6 +61,21 @@ class Serial:
         if self.memory_bytes is not None and tasks:
             num_that_fit(self.memory_bytes, bytes_taken(), memory_bytes)
         return map(function, tasks)
+
+
+def check_workers(workers: int) -> None:
+    """Check how many tasks an engine may run at once.
+
+    Raises:
+        IndexerError: not one.
+    """
+    if workers < 1:
+        raise IndexerError(f"{workers} workers cannot build anything: choose one at least")
+
+
+def forbid_threads() -> None:
+    """Let tokenizers in this process start no threads: there are as many processes as cores."""
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
 
 
 def num_that_fit(limit: int, fixed: int, each: int) -> int:

@@ -13,15 +13,12 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Final, Self, TypeVar
 
-from indexer.engines import num_that_fit
+from indexer.engines import MAX_RETRIES, check_workers, forbid_threads, num_that_fit
 from indexer.errors import IndexerError
 from indexer.memory import bytes_taken
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
-
-MAX_RETRIES: Final = 2
-"""Of a task whose worker died."""
 
 _TRACKER_BYTES: Final = 16 << 20
 """Of the process that multiprocessing starts beside the workers."""
@@ -48,8 +45,7 @@ class ProcessPool:
     memory_bytes: int
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise IndexerError(f"{self.workers} workers cannot build anything: choose one at least")
+        check_workers(self.workers)
 
     def map(
         self, function: Callable[[_Task], _Result], tasks: Sequence[_Task], memory_bytes: int
@@ -149,8 +145,7 @@ def _count_death(deaths: "Counter[int]", number: int, error: BaseException) -> N
 
 def _prepare(lifeline: Connection) -> None:
     """Set a worker up: its libraries start no threads, and it ends when the lifeline does."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["RAYON_NUM_THREADS"] = "1"
+    forbid_threads()
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
 
 

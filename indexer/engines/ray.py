@@ -11,15 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from indexer.engines import num_that_fit
+from indexer.engines import MAX_RETRIES, check_workers, forbid_threads, num_that_fit
 from indexer.errors import IndexerError, reason_of
 from indexer.memory import bytes_taken
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
-
-MAX_RETRIES: Final = 2
-"""Of a task whose worker died."""
 
 _INTERPRETER_BYTES: Final = 128 << 20
 """Of a worker of Ray that has imported what the tasks need; an estimate."""
@@ -49,8 +46,7 @@ class RayCluster:
     memory_bytes: int
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise IndexerError(f"{self.workers} workers cannot build anything: choose one at least")
+        check_workers(self.workers)
 
     def map(
         self, function: Callable[[_Task], _Result], tasks: Sequence[_Task], memory_bytes: int
@@ -128,7 +124,7 @@ def _call(
     here: Path, paths: Sequence[Path], function: Callable[[_Task], _Result], task: _Task
 ) -> _Result:
     """Call a function in a worker, where paths mean what they mean to who sent the task."""
-    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+    forbid_threads()
     for path in (here, *paths):
         if not (here / path).exists():
             raise IndexerError(

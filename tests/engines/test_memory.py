@@ -35,7 +35,7 @@ if __name__ == "__main__":
     source, output, tokenizer, limit = *sys.argv[1:4], int(sys.argv[4])
     engine = engine_of("processes", 4, limit)
     sources = SourceOptions(block_bytes=1 << 19)
-    options = BuildOptions(sources, 1_600_000, engine=engine, memory_bytes=limit)
+    options = BuildOptions(sources, 1_600_000, engine=engine)
     build_index([source], output, tokenizer, options)
 """
 
@@ -135,14 +135,14 @@ def test_the_limits_of_control_groups_count(
 def test_segments_are_halved_until_sorting_one_fits(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert BuildOptions().segment_tokens(50_000) == 64_000_000
-    assert BuildOptions(memory_bytes=4 * GIB).segment_tokens(50_000) == 64_000_000
+    assert BuildOptions(engine=Serial(4 * GIB)).segment_tokens(50_000) == 64_000_000
     assert caplog.messages == []
-    assert BuildOptions(memory_bytes=GIB).segment_tokens(50_000) == 16_000_000
-    assert BuildOptions(memory_bytes=GIB).segment_tokens(150_000) == 16_000_000
+    assert BuildOptions(engine=Serial(GIB)).segment_tokens(50_000) == 16_000_000
+    assert BuildOptions(engine=Serial(GIB)).segment_tokens(150_000) == 16_000_000
     assert "segments of at most 16,000,000 tokens" in caplog.text
-    assert BuildOptions(max_segment_tokens=9, memory_bytes=GIB).segment_tokens(50_000) == 9
+    assert BuildOptions(max_segment_tokens=9, engine=Serial(GIB)).segment_tokens(50_000) == 9
     with pytest.raises(IndexerError, match=r"too little for a build: allow .*M at least"):
-        BuildOptions(memory_bytes=512 * MIB).segment_tokens(50_000)
+        BuildOptions(engine=Serial(512 * MIB)).segment_tokens(50_000)
 
 
 def test_engines_are_named() -> None:

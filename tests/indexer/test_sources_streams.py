@@ -1,21 +1,16 @@
 import codecs
 import gzip
 import random
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from indexer.compression import zstd
 from indexer.sources import SourceOptions, plan, read
 from indexer.tally import Tally
 from tests.indexer.source_reading import json_lines, read_all, texts
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
 
 Compress = Callable[[bytes], bytes]
 COMPRESSIONS = [
