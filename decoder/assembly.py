@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from decoder.budget import MeasuredBudget, measure_costs
+from decoder.budget.budget import MeasuredBudget, measure_costs
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
-from decoder.settings import unapplied_settings
-from decoder.target import Target
-from decoder.verification import AcceptRule, accept_greedy, accept_sampled
+from decoder.sampling.settings import unapplied_settings
+from decoder.sampling.verification import AcceptRule, accept_greedy, accept_sampled
+from decoder.target.target import Target
 from indexer.reader import Vocabulary
 from retriever.client import RemoteDrafter
 from retriever.drafter import Drafter

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from decoder.budget import Budget, MeasuredBudget
+from decoder.budget.budget import Budget, MeasuredBudget
 from decoder.contenders import FOREDRAFT, PLAIN, PROMPT_LOOKUP, Contender, Run, contenders
 from decoder.errors import InvalidPromptError
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
 from decoder.prompts import Prompt
 from decoder.statistics import Statistics
-from decoder.target import Target
+from decoder.target.target import Target
 
 _WARM_UP_TEXT = "Count from one to ten."
 _CPU_INFO = Path("/proc/cpuinfo")

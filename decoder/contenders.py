@@ -10,9 +10,9 @@ from transformers import GenerationConfig, GenerationMixin
 
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
-from decoder.settings import without_own_settings
+from decoder.sampling.settings import without_own_settings
 from decoder.statistics import Statistics
-from decoder.target import Target
+from decoder.target.target import Target
 
 PLAIN: Final = "plain"
 PROMPT_LOOKUP: Final = "prompt_lookup"

@@ -1,19 +1,22 @@
 """The decoding loop: draft, cut to budget, verify in one pass, accept, commit."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Ids
 from contextlib import contextmanager, suppress
 from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.budget import Budget
+from decoder.budget.budget import Budget
+from decoder.drafters.learning import Verified
+from decoder.drafters.session import Backoff, DraftLimits, DraftSession
 from decoder.errors import DecoderBusyError, GenerationStartedError
-from decoder.layout import within_depth
-from decoder.session import Backoff, DraftLimits, DraftSession
+from decoder.sampling.verification import AcceptRule, Place, accept_greedy
+from decoder.sequence import Sequence
 from decoder.statistics import Statistics
-from decoder.target import Target
-from decoder.verification import AcceptRule, Place, accept_greedy
+from decoder.target.layout import within_depth
+from decoder.target.target import Target
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import RetrieverError
 from retriever.tree import DraftTree
@@ -56,7 +59,7 @@ class Decoder:
 
     def generate(
         self,
-        prompt: Sequence[int] | TokenIds,
+        prompt: Ids[int] | TokenIds,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         *,
         remember: bool = True,
@@ -74,8 +77,7 @@ class Decoder:
         """
         tokens = self.target.checked_prompt(prompt)
         room = self.target.room(len(tokens), max_new_tokens)
-        place = Place(next(self._numbers), len(tokens))
-        return Generation(self, tokens, place, room, remember=remember)
+        return Generation(self, tokens, next(self._numbers), room, remember=remember)
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
@@ -106,7 +108,7 @@ class Generation:
         self,
         decoder: Decoder,
         prompt: TokenIds,
-        place: Place,
+        number: int,
         max_new_tokens: int,
         *,
         remember: bool,
@@ -116,7 +118,8 @@ class Generation:
         self._accept = decoder.accept
         self._decoder = decoder
         self._prompt = prompt
-        self._place = place
+        self._sequence = Sequence(prompt)
+        self._number = number
         self._remember = remember
         self._remaining = max_new_tokens
         self._has_started = False
@@ -144,7 +147,7 @@ class Generation:
         tree = DraftTree.empty()
         with self.statistics.charging("target_s"):
             logits = self._target.prefill(self._prompt)
-            path, next_token = self._accept(tree, logits, self._place)
+            path, next_token = self._accept(tree, logits, self._place())
         return self._emit(tree, path, next_token)
 
     def _step(self) -> list[int]:
@@ -152,10 +155,18 @@ class Generation:
         tree = self._draft()
         with self.statistics.charging("target_s"):
             logits = self._target.verify(self._last_token, tree)
-            path, next_token = self._accept(tree, logits, self._place)
+            path, next_token = self._accept(tree, logits, self._place())
             self._target.commit(path)
-        self._budget.learn(tree, path)
+        self._learn(Verified(self._last_token, tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
+
+    def _place(self) -> Place:
+        return Place(self._number, self._sequence.tokens)
+
+    def _learn(self, verified: Verified) -> None:
+        self._budget.learn(verified.tree, verified.path)
+        with self.statistics.charging("draft_s"):
+            self._session.learn(verified)
 
     @contextmanager
     def _drafting(self) -> Iterator[None]:
@@ -200,7 +211,7 @@ class Generation:
         if stop is not None:
             tokens = tokens[: stop + 1]
         self._remaining = 0 if stop is not None else self._remaining - len(tokens)
-        self._place = self._place.after(len(tokens))
+        self._sequence.extend(tokens)
         self._last_token = tokens[-1]
         self._session.extend(tokens)
         self.statistics.record(tree, path[: len(tokens)], len(tokens))

@@ -18,10 +18,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from decoder.compatibility import position_limit
 from decoder.errors import DeviceError, ModelLoadError
 from decoder.gguf_reading import SharedReading
-from decoder.target import check_prompt_length
+from decoder.target.compatibility import position_limit
+from decoder.target.target import check_prompt_length
 from indexer.errors import TokenizerError, reason_of
 from indexer.tokenizer import (
     Vocabulary,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from decoder.budget import FixedBudget
+from decoder.budget.budget import FixedBudget
 from decoder.loop import Decoder
-from decoder.target import Target
+from decoder.target.target import Target
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from retriever import RemoteDrafter, Source

@@ -14,9 +14,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decoder.budget import FixedBudget
+from decoder.budget.budget import FixedBudget
 from decoder.loop import Decoder
-from decoder.target import Target
+from decoder.target.target import Target
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
 from retriever.tree import ROOT, DraftTree, Source

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoder import budget
-from decoder.budget import CostCurve, FixedBudget, MeasuredBudget, measure_costs
-from decoder.target import Target
+from decoder.budget import budget
+from decoder.budget.budget import CostCurve, FixedBudget, MeasuredBudget, measure_costs
+from decoder.target.target import Target
 from retriever.tree import ROOT, DraftTree, Source
 from tests.decoder.decoding import ScriptedDrafter, decoded, decoder_with, nothing, tiny_llama
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from decoder.session import NoDrafter
+from decoder.drafters.session import NoDrafter
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import (

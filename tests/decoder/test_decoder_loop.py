@@ -2,11 +2,11 @@ from typing import Any
 
 import pytest
 
-from decoder.budget import FixedBudget
+from decoder.budget.budget import FixedBudget
+from decoder.drafters.session import NoDrafter
 from decoder.errors import DecoderBusyError, GenerationStartedError, InvalidPromptError
 from decoder.loop import Decoder
-from decoder.session import NoDrafter
-from decoder.target import Target
+from decoder.target.target import Target
 from retriever.tree import DraftTree, Source
 from tests.decoder.decoding import (
     VOCABULARY,

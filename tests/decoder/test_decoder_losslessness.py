@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decoder.assembly import DrafterOptions, accept_rule, assemble
-from decoder.budget import MeasuredBudget
+from decoder.budget.budget import MeasuredBudget
+from decoder.drafters.session import NoDrafter
 from decoder.models import LanguageModel
-from decoder.session import NoDrafter
+from decoder.sampling.verification import Place, accept_greedy
 from decoder.statistics import Statistics
-from decoder.verification import Place, accept_greedy
 from indexer.build import build_from_tokens
 from indexer.tokenizer import vocabulary_of
 from retriever.tree import DraftTree

@@ -26,7 +26,7 @@ from transformers import (
 
 from decoder.errors import DeviceError, ModelLoadError, UncroppableCacheError, UnsupportedModelError
 from decoder.models import LanguageModel, ModelOptions, Precision, load_model
-from decoder.target import Target
+from decoder.target.target import Target
 from indexer.errors import TokenizerError
 from tests.decoder.decoding import (
     SIZES,

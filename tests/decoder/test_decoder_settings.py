@@ -5,9 +5,9 @@ import pytest
 
 from decoder.assembly import assemble
 from decoder.contenders import contenders
+from decoder.drafters.session import NoDrafter
 from decoder.models import ModelOptions, load_model
-from decoder.session import NoDrafter
-from decoder.settings import unapplied_settings
+from decoder.sampling.settings import unapplied_settings
 from tests.decoder.decoding import plainly, prompt_of, tiny_llama
 
 APPLIED_BY_GENERATE_ONLY = {

@@ -3,9 +3,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from decoder import target as target_module
-from decoder.layout import TreeLayout, additive_mask, within_depth
-from decoder.target import Target
+from decoder.target import target as target_module
+from decoder.target.layout import TreeLayout, additive_mask, within_depth
+from decoder.target.target import Target
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import MODELS, VOCABULARY, prompt_of, random_tree, tree_of
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from decoder.verification import (
+from decoder.sampling.verification import (
     Acceptance,
     Place,
     accept_greedy,
@@ -21,8 +21,12 @@ from tests.decoder.decoding import tree_of
 
 SIZE = 6
 TRIALS = 3000
-START = Place(0, 0)
+START = Place(0, np.zeros(0, np.int32))
 TREE = tree_of([(ROOT, 1), (0, 2), (ROOT, 3), (2, 2), (1, 4)])
+
+
+def place_at(sequence: int, position: int) -> Place:
+    return Place(sequence, np.zeros(position, np.int32))
 
 
 def fake_logits(context: tuple[int, ...]) -> NDArray[np.float64]:
@@ -54,7 +58,7 @@ def pairs_emitted(rule: Callable[..., Acceptance], temperature: float) -> NDArra
     for trial in range(TRIALS):
         tokens: tuple[int, ...] = ()
         while len(tokens) < 2:
-            place = Place(trial, len(tokens))
+            place = Place(trial, np.array(tokens, np.int32))
             logits = tree_logits(tokens, TREE)
             path, token = rule(TREE, logits, place, temperature=temperature, seed=5)
             tokens = (*tokens, *TREE.token_ids[path].tolist(), token)
@@ -122,15 +126,19 @@ def test_draw_never_takes_what_is_impossible() -> None:
 def test_random_numbers_belong_to_positions(
     seed: int, sequence: int, position: int, count: int
 ) -> None:
-    numbers = uniforms(seed, Place(sequence, position), count)
-    one_by_one = [uniforms(seed, Place(sequence, position + ahead), 1)[0] for ahead in range(count)]
+    numbers = uniforms(seed, place_at(sequence, position), count)
+    one_by_one = [
+        uniforms(seed, place_at(sequence, position + ahead), 1)[0] for ahead in range(count)
+    ]
     assert numbers.tolist() == one_by_one
     assert len(set(one_by_one)) == count
 
 
 def test_seeds_and_sequences_have_numbers_of_their_own() -> None:
     streams = [
-        tuple(uniforms(seed, Place(sequence, 0), 4)) for seed in range(5) for sequence in range(5)
+        tuple(uniforms(seed, place_at(sequence, 0), 4))
+        for seed in range(5)
+        for sequence in range(5)
     ]
     assert len(set(streams)) == 25
 

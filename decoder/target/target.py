@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from decoder.cache import TreeCache
-from decoder.compatibility import attention_windows, position_limit
 from decoder.errors import InvalidPromptError
-from decoder.layout import TreeLayout, additive_mask
+from decoder.target.cache import TreeCache
+from decoder.target.compatibility import attention_windows, position_limit
+from decoder.target.layout import TreeLayout, additive_mask
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
 
@@ -29,7 +29,7 @@ class Target:
     Attributes:
         vocabulary_size: token ids below it can be fed to the model.
         max_length: most tokens of a sequence, `None` where the model states no limit; see
-            `decoder.compatibility.position_limit`.
+            `decoder.target.compatibility.position_limit`.
 
     Raises:
         UncroppableCacheError: rejected tokens cannot be taken out of the model's state.

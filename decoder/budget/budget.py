@@ -8,9 +8,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.calibration import Calibration
-from decoder.target import Target
-from decoder.verification import follow
+from decoder.budget.calibration import Calibration
+from decoder.sampling.verification import follow
+from decoder.target.target import Target
 from retriever.tree import ROOT, DraftTree, Source
 
 DEFAULT_WIDTHS = (1, 2, 4, 8, 16, 32, 64)

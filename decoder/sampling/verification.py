@@ -15,27 +15,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree
 
 Acceptance = tuple[NDArray[np.int64], int]
 """int64[k], the accepted nodes from the root downwards, and the target's token after them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Place:
     """Where the tokens of a pass stand.
 
     Attributes:
         sequence: number of the sequence among those of its decoder.
-        position: of the token after the last committed one, counted from the prompt's first.
+        tokens: int32[n], what is committed so far, the prompt first. Not to be written to.
     """
 
     sequence: int
-    position: int
+    tokens: TokenIds
 
-    def after(self, num_tokens: int) -> "Place":
-        """Return the place so many tokens later."""
-        return Place(self.sequence, self.position + num_tokens)
+    @property
+    def position(self) -> int:
+        """Position of the token after the last committed one, counted from the prompt's first."""
+        return len(self.tokens)
 
 
 AcceptRule = Callable[[DraftTree, torch.Tensor, Place], Acceptance]

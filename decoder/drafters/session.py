@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from decoder.drafters.learning import LogitsLearner, Verified
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
@@ -153,6 +154,11 @@ class DraftSession:
             self._has_ended = True
             self.num_failures += 1
             self.close()
+
+    def learn(self, verified: Verified) -> None:
+        """Show a drafter that learns from logits what came of its last draft."""
+        if self._name and isinstance(self._drafter, LogitsLearner):
+            self._drafter.learn(self._name, verified)
 
     def close(self) -> None:
         """End the session with the tokens that the drafter has not seen yet."""

@@ -1,0 +1,1 @@
+"""How much of a draft is worth verifying on the machine at hand."""
