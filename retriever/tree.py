@@ -103,7 +103,17 @@ class DraftTree:
             self.sources[:num_nodes],
         )
 
-    def best_chain(self, max_tokens: int) -> Self:
+    def among(self, kept: NDArray[np.bool_]) -> "DraftTree":
+        """Return the tree of the kept nodes, bool[N], whose parents are kept, too."""
+        renumbered = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(ROOT))
+        return DraftTree(
+            self.token_ids[kept],
+            renumbered[self.parents[kept]].astype(np.int32),
+            self.probabilities[kept],
+            self.sources[kept],
+        )
+
+    def best_chain(self, max_tokens: int) -> "DraftTree":
         """Return the path from the root that is expected to have most of its tokens accepted.
 
         The expectation of a path is the sum of its nodes' probabilities. For verifiers that
@@ -116,10 +126,10 @@ class DraftTree:
                 expected[node] += expected[parent]
         within = np.flatnonzero(depths <= max_tokens)
         if len(within) == 0:
-            return self.empty()
+            return DraftTree.empty()
         path = self.path_to(int(within[np.argmax(expected[within])]))
         parents = np.arange(-1, len(path) - 1, dtype=np.int32)
-        return type(self)(
+        return DraftTree(
             self.token_ids[path], parents, self.probabilities[path], self.sources[path]
         )
 

@@ -72,10 +72,4 @@ def within_depth(tree: DraftTree, max_depth: int) -> DraftTree:
     kept = tree.depths() <= max_depth
     if kept.all():
         return tree
-    renumbered = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(-1))
-    return DraftTree(
-        tree.token_ids[kept],
-        renumbered[tree.parents[kept]].astype(np.int32),
-        tree.probabilities[kept],
-        tree.sources[kept],
-    )
+    return tree.among(kept)
