@@ -148,6 +148,7 @@ class Generation:
         with self.statistics.charging("target_s"):
             logits = self._target.prefill(self._prompt)
             path, next_token = self._accept(tree, logits, self._place())
+        self._learn(Verified(int(self._prompt[-1]), tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
 
     def _step(self) -> list[int]:

@@ -1,0 +1,1 @@
+"""The compiled inner loops of the drafters that run beside the target."""

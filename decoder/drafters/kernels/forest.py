@@ -1,0 +1,93 @@
+"""Several draft trees of one sequence, in one numbering that kernels walk."""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retriever.kernels.compiling import kernel
+
+NOWHERE: Final = -1
+"""Where a tree stands at a node that it lacks."""
+
+_LEAST_SHARE: Final = 1e-4
+_MOST_SHARE: Final = 0.9995
+
+
+class Forest(NamedTuple):
+    """Trees in one numbering: first a root for each tree, then the nodes of one after the other.
+
+    Attributes:
+        tokens: int32[M].
+        log_odds: float32[M], of a node, given its parent.
+        first_child: int32[M], -1 for none.
+        next_sibling: int32[M], -1 for none.
+        sources: uint8[M].
+    """
+
+    tokens: NDArray[np.int32]
+    log_odds: NDArray[np.float32]
+    first_child: NDArray[np.int32]
+    next_sibling: NDArray[np.int32]
+    sources: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, num_trees: int, max_nodes: int) -> "Forest":
+        """Return room for so many trees of so many nodes each."""
+        size = num_trees * (1 + max_nodes)
+        return cls(
+            np.zeros(size, np.int32),
+            np.zeros(size, np.float32),
+            np.zeros(size, np.int32),
+            np.zeros(size, np.int32),
+            np.zeros(size, np.uint8),
+        )
+
+
+@kernel()
+def plant(
+    forest: Forest,
+    tree: int,
+    start: int,
+    tokens: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    probabilities: NDArray[np.float32],
+    sources: NDArray[np.uint8],
+) -> int:
+    """Enter a tree's nodes from `start` on and return where they end."""
+    forest.first_child[tree] = -1
+    for node in range(len(tokens)):
+        place = start + node
+        parent, above = tree, 1.0
+        if parents[node] >= 0:
+            parent, above = start + parents[node], np.float64(probabilities[parents[node]])
+        share = probabilities[node] / max(above, _LEAST_SHARE)
+        share = min(max(share, _LEAST_SHARE), _MOST_SHARE)
+        forest.tokens[place] = tokens[node]
+        forest.log_odds[place] = np.log(share / (1.0 - share))
+        forest.sources[place] = sources[node]
+        forest.first_child[place] = -1
+        forest.next_sibling[place] = forest.first_child[parent]
+        forest.first_child[parent] = place
+    return start + len(tokens)
+
+
+@kernel()
+def step_down(
+    forest: Forest, places: NDArray[np.int32], below: NDArray[np.int32], token: int
+) -> None:
+    """Set where each tree has the child with a token.
+
+    Args:
+        forest: the trees.
+        places: int32[trees], where each tree has the node, or `NOWHERE`.
+        below: int32[trees], set.
+        token: of the child.
+    """
+    for tree in range(len(places)):
+        child = NOWHERE
+        if places[tree] != NOWHERE:
+            child = forest.first_child[places[tree]]
+            while child >= 0 and forest.tokens[child] != token:
+                child = forest.next_sibling[child]
+        below[tree] = child

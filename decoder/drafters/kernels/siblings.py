@@ -1,0 +1,178 @@
+"""What all sources say about the children of one node, and how probable that makes them."""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decoder.drafters.kernels.forest import NOWHERE, Forest
+from decoder.drafters.kernels.recycled import NOT_FOUND, NUM_ORDERS, Table, find, key_of
+from retriever.kernels.compiling import kernel
+
+NUM_TABLE_SOURCES: Final = NUM_ORDERS + 1
+"""Sources beside the trees: the table for one, two and three tokens, and the hints."""
+
+NUM_SETS: Final = 2 * (NUM_ORDERS + 1)
+"""Sets of weights: by the longest context that the table knows, and whether a tree knows the
+node."""
+
+BIAS: Final = 0
+SLOPE: Final = 1
+UNLISTED: Final = 2
+NUM_WEIGHTS: Final = 3
+"""Of a source: for listing a candidate, for the log-odds that it gives, and for not listing it."""
+
+ABSENT: Final = -1e9
+MAX_SIBLINGS: Final = 192
+
+
+class Siblings(NamedTuple):
+    """The candidates below one node.
+
+    Attributes:
+        tokens: int32[C].
+        log_odds: float64[C, S], by source; `ABSENT` where a source does not list the candidate.
+        known: bool[S], whether a source knows the node.
+        probabilities: float64[C].
+        sources: uint8[C], who named a candidate first: trees do before the table.
+    """
+
+    tokens: NDArray[np.int32]
+    log_odds: NDArray[np.float64]
+    known: NDArray[np.bool_]
+    probabilities: NDArray[np.float64]
+    sources: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, num_trees: int) -> "Siblings":
+        """Return room for the candidates of a node."""
+        num_sources = num_trees + NUM_TABLE_SOURCES
+        return cls(
+            np.zeros(MAX_SIBLINGS, np.int32),
+            np.zeros((MAX_SIBLINGS, num_sources)),
+            np.zeros(num_sources, np.bool_),
+            np.zeros(MAX_SIBLINGS),
+            np.zeros(MAX_SIBLINGS, np.uint8),
+        )
+
+
+class Hints(NamedTuple):
+    """What the target found likely, beside its choice, where it chose the last token.
+
+    Such tokens often come next (LogitSpec, arXiv:2507.01449).
+
+    Attributes:
+        tokens: int32[K].
+        log_odds: float32[K].
+    """
+
+    tokens: NDArray[np.int32]
+    log_odds: NDArray[np.float32]
+
+
+@kernel()
+def _note(
+    siblings: Siblings, count: int, source: int, token: int, log_odds: float, speaker: int
+) -> int:
+    """Enter what a source says of a candidate and return how many candidates there are."""
+    for candidate in range(count):
+        if siblings.tokens[candidate] == token:
+            siblings.log_odds[candidate, source] = log_odds
+            return count
+    if count == len(siblings.tokens):
+        return count
+    siblings.tokens[count] = token
+    siblings.log_odds[count, :] = ABSENT
+    siblings.log_odds[count, source] = log_odds
+    siblings.sources[count] = speaker
+    return count + 1
+
+
+@kernel()
+def gather(
+    siblings: Siblings,
+    forest: Forest,
+    places: NDArray[np.int32],
+    table: Table,
+    context: NDArray[np.int32],
+    hints: Hints,
+    table_source: int,
+) -> int:
+    """Ask all sources for a node's children and return how many candidates there are.
+
+    Args:
+        siblings: filled.
+        forest: the trees.
+        places: int32[trees], where each tree has the node.
+        table: the recycled logits.
+        context: int32[NUM_ORDERS], the last tokens at the node, the latest first; -1: none.
+        hints: for the root; none for other nodes.
+        table_source: the `Source` of what only the table or a hint names.
+    """
+    count, num_trees = 0, len(places)
+    siblings.known[:] = False
+    for tree in range(num_trees):
+        if places[tree] == NOWHERE:
+            continue
+        child = forest.first_child[places[tree]]
+        siblings.known[tree] = child >= 0
+        while child >= 0:
+            odds, speaker = forest.log_odds[child], forest.sources[child]
+            count = _note(siblings, count, tree, forest.tokens[child], odds, speaker)
+            child = forest.next_sibling[child]
+    for order in range(NUM_ORDERS, 0, -1):
+        if context[order - 1] < 0:
+            continue
+        entry = find(table.entries, key_of(context, order))
+        if entry == NOT_FOUND:
+            continue
+        source = num_trees + order - 1
+        siblings.known[source] = True
+        for column in range(table.tokens.shape[1]):
+            token, odds = table.tokens[entry, column], table.log_odds[entry, column]
+            count = _note(siblings, count, source, token, odds, table_source)
+    source = num_trees + NUM_ORDERS
+    siblings.known[source] = len(hints.tokens) > 0
+    for column in range(len(hints.tokens)):
+        token, odds = hints.tokens[column], hints.log_odds[column]
+        count = _note(siblings, count, source, token, odds, table_source)
+    return count
+
+
+@kernel()
+def set_of(known: NDArray[np.bool_], num_trees: int) -> int:
+    """Return which set of weights a node is scored with."""
+    longest = 0
+    for order in range(NUM_ORDERS):
+        if known[num_trees + order]:
+            longest = order + 1
+    for tree in range(num_trees):
+        if known[tree]:
+            return NUM_ORDERS + 1 + longest
+    return longest
+
+
+@kernel()
+def score(siblings: Siblings, count: int, weights: NDArray[np.float64]) -> float:
+    """Set the candidates' probabilities and return their sum.
+
+    Args:
+        siblings: the candidates.
+        count: how many there are.
+        weights: float64[S + 1, NUM_WEIGHTS], of the node's set; the last row has what all share.
+    """
+    num_sources = len(siblings.known)
+    total = 0.0
+    for candidate in range(count):
+        added = weights[num_sources, BIAS]
+        for source in range(num_sources):
+            if not siblings.known[source]:
+                continue
+            log_odds = siblings.log_odds[candidate, source]
+            if log_odds == ABSENT:
+                added += weights[source, UNLISTED]
+            else:
+                added += weights[source, BIAS] + weights[source, SLOPE] * log_odds
+        siblings.probabilities[candidate] = 1.0 / (1.0 + np.exp(-added))
+        total += siblings.probabilities[candidate]
+    return total

@@ -1,0 +1,102 @@
+"""Learning how much each source is worth, from every token that came."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decoder.drafters.kernels.forest import Forest, step_down
+from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
+from decoder.drafters.kernels.siblings import (
+    ABSENT,
+    BIAS,
+    SLOPE,
+    UNLISTED,
+    Hints,
+    Siblings,
+    gather,
+    score,
+    set_of,
+)
+from retriever.kernels.compiling import kernel
+
+
+@kernel()
+def learn(
+    siblings: Siblings,
+    forest: Forest,
+    table: Table,
+    weights: NDArray[np.float64],
+    curvature: NDArray[np.float64],
+    places: NDArray[np.int32],
+    context: NDArray[np.int32],
+    hints: Hints,
+    came: NDArray[np.int32],
+    rate: float,
+) -> None:
+    """Move the weights by one step for each candidate at each token that came.
+
+    Logistic regression by AdaGrad (Duchi et al., 2011).
+
+    Args:
+        siblings: scratch.
+        forest: the trees of the last draft.
+        table: the recycled logits, as they were then.
+        weights: float64[NUM_SETS, S + 1, NUM_WEIGHTS], changed.
+        curvature: the same shape, sums of squared gradients, changed.
+        places: int32[2, trees], scratch; row 0: where each tree has the last committed token.
+        context: int32[NUM_ORDERS], the last tokens before those, the latest first; changed.
+        hints: those of the last draft.
+        came: int32[T], the tokens that came.
+        rate: size of a step.
+    """
+    num_trees = places.shape[1]
+    nothing = Hints(hints.tokens[:0], hints.log_odds[:0])
+    for depth in range(len(came)):
+        said = hints if depth == 0 else nothing
+        count = gather(siblings, forest, places[0], table, context, said, 0)
+        chosen = set_of(siblings.known, num_trees)
+        score(siblings, count, weights[chosen])
+        for candidate in range(count):
+            target = 1.0 if siblings.tokens[candidate] == came[depth] else 0.0
+            error = siblings.probabilities[candidate] - target
+            _correct(siblings, candidate, weights[chosen], curvature[chosen], error, rate)
+        step_down(forest, places[0], places[1], came[depth])
+        for tree in range(num_trees):
+            places[0, tree] = places[1, tree]
+        for order in range(NUM_ORDERS - 1, 0, -1):
+            context[order] = context[order - 1]
+        context[0] = came[depth]
+
+
+@kernel()
+def _correct(
+    siblings: Siblings,
+    candidate: int,
+    weights: NDArray[np.float64],
+    curvature: NDArray[np.float64],
+    error: float,
+    rate: float,
+) -> None:
+    """Move the weights that a candidate was scored with."""
+    num_sources = len(siblings.known)
+    _descend(weights[num_sources], curvature[num_sources], BIAS, error, rate)
+    for source in range(num_sources):
+        if not siblings.known[source]:
+            continue
+        log_odds = siblings.log_odds[candidate, source]
+        if log_odds == ABSENT:
+            _descend(weights[source], curvature[source], UNLISTED, error, rate)
+        else:
+            _descend(weights[source], curvature[source], BIAS, error, rate)
+            _descend(weights[source], curvature[source], SLOPE, error * log_odds, rate)
+
+
+@kernel()
+def _descend(
+    weights: NDArray[np.float64],
+    curvature: NDArray[np.float64],
+    column: int,
+    gradient: float,
+    rate: float,
+) -> None:
+    curvature[column] += gradient * gradient
+    weights[column] -= rate * gradient / np.sqrt(curvature[column])

@@ -1,0 +1,82 @@
+"""The target's own logits, kept for the next time that its last tokens come up.
+
+Every pass tells what the target finds likely after each token of the tree, on the accepted path
+and off it. Token Recycling (Luo et al., 2024, arXiv:2408.08696) keeps the likeliest successors of
+each token; here they are kept for the last one, two and three tokens, with their probabilities.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, write_rows
+from decoder.drafters.kernels.siblings import Hints
+from decoder.drafters.learning import Verified
+from retriever.drafter import TokenIds
+from retriever.tree import DraftTree
+
+DEFAULT_CAPACITY: Final = 1 << 18
+"""Contexts that a table holds, in 21 MB."""
+
+NUM_LIKELY: Final = 8
+"""Tokens that are kept of each row of logits."""
+
+NO_HINTS: Final = Hints(np.zeros(0, np.int32), np.zeros(0, np.float32))
+
+_MAX_LOG_ODDS: Final = 7.0
+_TAIL: Final = 8.0
+"""What lies beyond the likeliest tokens, in tokens like the last of them: a rough guess, which
+learned weights correct, spares the sum over a vocabulary."""
+
+
+class RecycledLogits:
+    """What the target found likely after the contexts that it has seen.
+
+    Args:
+        capacity: contexts that are kept, a power of two; the longest unseen give way.
+
+    Attributes:
+        table: what is kept.
+    """
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        self.table = Table.of(capacity, NUM_LIKELY)
+        self._now = 0
+
+    def learn(self, verified: Verified, context: TokenIds) -> Hints:
+        """Keep the likeliest tokens of each row of a pass.
+
+        Args:
+            verified: the pass.
+            context: int32[NUM_ORDERS], the last tokens before it, the latest first; -1: none.
+
+        Returns:
+            What else was likely where the target chose its own token.
+        """
+        self._now += 1
+        values, indices = verified.logits.topk(min(NUM_LIKELY, verified.logits.shape[-1]), dim=-1)
+        tokens = indices.cpu().numpy().astype(np.int32)
+        log_odds = _log_odds(values.float().cpu().numpy())
+        write_rows(self.table, contexts_of(verified.tree, context), tokens, log_odds, self._now)
+        end = int(verified.path[-1]) + 1 if len(verified.path) else 0
+        others = tokens[end] != verified.next_token
+        return Hints(tokens[end][others], log_odds[end][others])
+
+
+def contexts_of(tree: DraftTree, context: TokenIds) -> TokenIds:
+    """Return int32[1 + N, NUM_ORDERS], the last tokens at the root and each node, latest first."""
+    contexts = np.empty((len(tree) + 1, NUM_ORDERS), np.int32)
+    contexts[0] = context
+    contexts[1:, 0] = tree.token_ids
+    for order in range(1, NUM_ORDERS):
+        contexts[1:, order] = contexts[tree.parents + 1, order - 1]
+    return contexts
+
+
+def _log_odds(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return float32[R, K] for the likeliest logits of each row, which fall."""
+    weights = np.exp(logits - logits[:, :1])
+    shares = weights / (weights.sum(axis=1, keepdims=True) + _TAIL * weights[:, -1:])
+    odds: NDArray[np.float32] = np.log(shares / (1 - shares))
+    return np.clip(odds, -_MAX_LOG_ODDS, _MAX_LOG_ODDS)
