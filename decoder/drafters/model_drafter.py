@@ -1,31 +1,24 @@
 """A smaller language model as a drafter."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from transformers import PreTrainedModel
 
-from decoder.drafters.branch_cache import BranchCache
 from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.drawing import Draws
 from decoder.drafters.drawn_trees import DrawnTrees
-from decoder.drafters.model_trees import Bounds, ModelDraft, MostProbableTrees, TreeGrower
+from decoder.drafters.model_sessions import ModelSession, ModelSessions
+from decoder.drafters.model_trees import Bounds, MostProbableTrees, TreeGrower
 from decoder.drafters.outcomes import Outcome
 from decoder.drafters.stopping import StepCosts, StoppingRule
-from decoder.sequence import Sequence as Tokens
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
-    LimitExceededError,
     OutOfSequenceError,
-    SessionExistsError,
-    UnknownSessionError,
 )
 from retriever.limits import (
     Limits,
@@ -36,8 +29,6 @@ from retriever.limits import (
     checked_tokens,
 )
 from retriever.tree import DraftTree
-
-_REMEMBERED_REFUSALS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +50,6 @@ class DraftingOptions:
     max_caches: int = 4
     draws: Draws | None = None
     costs: StepCosts | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    """One sequence, its cache unless another one took its place, and its last draft."""
-
-    tokens: Tokens
-    cache: BranchCache | None = None
-    last_draft: ModelDraft | None = None
 
 
 @dataclass(slots=True)
@@ -113,9 +95,7 @@ class ModelDrafter:
         self.limits = Limits()
         self.rule = StoppingRule(self.options.costs)
         self._grower = self._make_grower(target_vocabulary or self.model.vocabulary_size)
-        self._sessions: dict[str, _Session] = {}
-        self._caching: OrderedDict[str, None] = OrderedDict()
-        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        self._sessions = ModelSessions(self.model, self.limits, self.options.max_caches)
         self._clock = _Clock()
 
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:  # noqa: ARG002  keeps nothing
@@ -123,13 +103,7 @@ class ModelDrafter:
         check_session_name(session)
         tokens = checked_tokens(prompt, self.model.vocabulary_size)
         check_length(len(tokens), self.limits)
-        if session in self._sessions:
-            raise SessionExistsError(f"session {session!r} is open already")
-        if len(self._sessions) >= self.limits.max_sessions:
-            raise LimitExceededError(
-                f"{len(self._sessions)} sessions are open, which is the limit (max_sessions)"
-            )
-        self._sessions[session] = _Session(Tokens(tokens))
+        self._sessions.add(session, tokens)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
@@ -144,11 +118,11 @@ class ModelDrafter:
         new_tokens = [self._checked(request) for request in requests]
         self._refuse_outgrown(requests)
         for request, tokens in zip(requests, new_tokens, strict=True):
-            self._commit(self._sessions[request.session], tokens)
+            self._commit(self._sessions.get(request.session), tokens)
         try:
             return [self._draft(request) for request in requests]
         except torch.OutOfMemoryError as error:
-            self._forget_caches()
+            self._sessions.forget_caches()
             raise DrafterUnavailableError(
                 f"memory did not suffice for a draft of {self.model.name}"
             ) from error
@@ -160,19 +134,13 @@ class ModelDrafter:
         tokens = checked_tokens(
             [] if new_tokens is None else new_tokens, self.model.vocabulary_size
         )
-        self._commit(self._get(session), tokens)
-        del self._sessions[session]
-        self._caching.pop(session, None)
+        self._commit(self._sessions.get(session), tokens)
+        self._sessions.remove(session)
 
     def _make_grower(self, target_vocabulary: int) -> TreeGrower:
         if self.options.draws is None:
             return MostProbableTrees(self.model, self.rule)
         return DrawnTrees(self.model, self.rule, self.options.draws, target_vocabulary)
-
-    def _get(self, session: str) -> _Session:
-        if session not in self._sessions:
-            raise UnknownSessionError(f"no session {session!r} is open: open it first")
-        return self._sessions[session]
 
     def _begin_step(self, requests: Sequence[DraftRequest]) -> tuple[str, ...]:
         """Note how long the target took, where this is the step after the last one."""
@@ -183,7 +151,7 @@ class ModelDrafter:
         return names
 
     def _checked(self, request: DraftRequest) -> TokenIds:
-        known = len(self._get(request.session).tokens.tokens)
+        known = len(self._sessions.get(request.session).tokens)
         check_draft(request.budget_nodes, request.min_probability, self.limits)
         tokens = checked_tokens(request.new_tokens, self.model.vocabulary_size)
         check_length(known + len(tokens), self.limits)
@@ -196,19 +164,9 @@ class ModelDrafter:
         return tokens
 
     def _refuse_outgrown(self, requests: Sequence[DraftRequest]) -> None:
-        """Refuse a sequence beyond the model's limit, unless that was done before.
-
-        Who is refused opens the sequence anew, so it is known by its tokens, not by its name.
-        """
+        """Refuse a sequence beyond the model's limit, unless that was done before."""
         for request in requests:
-            if not self._is_outgrown(request.length):
-                continue
-            tokens = np.append(self._get(request.session).tokens.tokens, request.new_tokens)
-            beginning = tokens[: self.model.max_length].astype(np.int32).tobytes()
-            if beginning not in self._refused:
-                self._refused[beginning] = None
-                if len(self._refused) > _REMEMBERED_REFUSALS:
-                    self._refused.popitem(last=False)
+            if self._is_outgrown(request.length) and self._sessions.is_first_refusal(request):
                 raise DrafterUnavailableError(
                     f"{self.model.name} drafts for sequences of at most {self.model.max_length} "
                     f"tokens: one of {request.length} goes on without its drafts"
@@ -217,10 +175,10 @@ class ModelDrafter:
     def _is_outgrown(self, length: int) -> bool:
         return self.model.max_length is not None and length > self.model.max_length
 
-    def _commit(self, session: _Session, tokens: TokenIds) -> None:
+    def _commit(self, session: ModelSession, tokens: TokenIds) -> None:
         """Take in new tokens, and learn what became of the last draft."""
         draft = session.last_draft
-        session.tokens.extend(tokens.tolist())
+        session.sequence.extend(tokens.tolist())
         if draft is None or len(tokens) == 0:
             return
         session.last_draft = None
@@ -229,13 +187,13 @@ class ModelDrafter:
         self.rule.learn(outcome, draft.num_passes)
 
     def _draft(self, request: DraftRequest) -> DraftTree:
-        session = self._sessions[request.session]
-        tokens = session.tokens.tokens
+        session = self._sessions.get(request.session)
+        tokens = session.tokens
         if request.budget_nodes == 0 or len(tokens) == 0 or self._is_outgrown(len(tokens)):
             return DraftTree.empty()
         if not self.rule.is_due():
             return DraftTree.empty()
-        cache = self._cache(request.session)
+        cache = self._sessions.cache(request.session)
         session.last_draft = self._grower.draft(cache, tokens, self._bounds(request))
         return session.last_draft.tree
 
@@ -248,20 +206,3 @@ class ModelDrafter:
             self.options.max_passes,
             None if limit is None else limit - request.length + 1,
         )
-
-    def _cache(self, name: str) -> BranchCache:
-        """Return a sequence's cache, if need be instead of the one that was idle longest."""
-        session = self._sessions[name]
-        self._caching.pop(name, None)
-        while len(self._caching) >= max(self.options.max_caches, 1):
-            idle, _ = self._caching.popitem(last=False)
-            self._sessions[idle].cache = None
-        self._caching[name] = None
-        if session.cache is None:
-            session.cache = BranchCache(self.model)
-        return session.cache
-
-    def _forget_caches(self) -> None:
-        for name in self._caching:
-            self._sessions[name].cache = None
-        self._caching.clear()

@@ -122,7 +122,7 @@ class StoppingRule:
             return True
         target_s = self._steps * costs.target_s
         with_drafts = (target_s + self._passes * costs.pass_s) / self._tokens
-        return with_drafts <= target_s / (self._tokens - self._right)
+        return with_drafts <= target_s / max(self._tokens - self._right, self._steps)
 
     def _costs(self) -> StepCosts | None:
         return self._given or self.measured.known()

@@ -5,7 +5,7 @@ and most of what it drafts is frequent. Output stays the target's, which verifie
 """
 
 from logging import getLogger
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -61,14 +61,14 @@ def trimmed_head(model: PreTrainedModel, kept: TokenIds) -> TrimmedHead | None:
 @torch.inference_mode()
 def has_plain_head(model: PreTrainedModel) -> bool:
     """Return whether logits are the last hidden states times one matrix, and nothing more."""
-    if not isinstance(model.get_output_embeddings(), torch.nn.Linear) or model.base_model is model:
+    head = _head(model)
+    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
     config = model.config.get_text_config(decoder=True)
     if any(getattr(config, name, None) not in {None, 1.0} for name in _HIDDEN_CHANGES):
         return False
     probe = torch.arange(_PROBE_TOKENS, device=torch.device(model.device))[None]
     states = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
-    head = _head(model)
     if states.shape[-1] != head.in_features:
         return False
     plain, actual = head(states), model(input_ids=probe, use_cache=False).logits
@@ -76,6 +76,5 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     return plain.shape == actual.shape and bool(torch.allclose(plain, actual, rtol=0, atol=slack))
 
 
-def _head(model: PreTrainedModel) -> torch.nn.Linear:
-    head: torch.nn.Linear = model.get_output_embeddings()  # type: ignore[assignment]  # untyped
-    return head
+def _head(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
