@@ -21,7 +21,6 @@ from transformers import (
 
 from decoder.drafters.outcomes import Outcome
 from decoder.errors import ContradictoryOptionsError
-from decoder.sampling.verification import draw
 
 MAX_SIBLINGS: Final = 8
 """Most draws below one node."""
@@ -111,12 +110,13 @@ def drawn_below(distribution: torch.Tensor, count: int, random: np.random.Genera
     Returns:
         Columns in the order in which they were drawn.
     """
-    left = distribution[None].clone()
+    left = distribution.double().numpy().copy()
     columns: list[int] = []
-    for point in random.random(count):
-        column = int(draw(left, torch.tensor([point], dtype=torch.float64)))
-        if not left[0, column] > 0:
-            break
+    for point in random.random(count).tolist():
+        ends = np.cumsum(left)
+        column = int(np.searchsorted(ends, point * ends[-1], side="right"))
+        if column == len(ends):
+            break  # nothing is left
         columns.append(column)
-        left[0, column] = 0.0
+        left[column] = 0.0
     return columns

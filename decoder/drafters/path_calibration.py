@@ -9,7 +9,7 @@ from decoder.drafters.outcomes import Outcome
 
 _EDGES: Final = np.exp2(np.arange(-10.0, 0.0))
 _DECAY: Final = 0.99
-_PRIOR_NODES: Final = 8.0
+_PRIOR_NODES: Final = 4.0
 
 
 class PathCalibration:
