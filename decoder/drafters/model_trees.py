@@ -104,9 +104,10 @@ class MostProbableTrees:
 
     def _children(self, logits: torch.Tensor, count: int) -> list[Children]:
         """Return the most probable tokens after each row of logits [rows, C]."""
-        log_probabilities = log_softmax(logits)
-        best = log_probabilities.topk(min(count, logits.shape[-1]))
-        columns, values = best.indices.cpu().numpy(), best.values.cpu().double().numpy()
+        best = logits.topk(min(count, logits.shape[-1]))
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        sums = logits.to(precise).logsumexp(-1, keepdim=True)
+        columns, values = best.indices.cpu().numpy(), (best.values - sums).cpu().double().numpy()
         rows = []
         for row_columns, row_values in zip(columns, values, strict=True):
             is_possible = np.isfinite(row_values)
@@ -127,8 +128,3 @@ class MostProbableTrees:
         tree = DraftTree(tokens, frontier.kept_parents(), corrected, sources)
         count = int(np.sum(corrected >= min_probability))
         return ModelDraft(tree.prefix(count), estimates[:count], num_passes)
-
-
-def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the logarithms of distributions, in single precision at least."""
-    return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
