@@ -107,7 +107,8 @@ class MostProbableTrees:
         best = logits.topk(min(count, logits.shape[-1]))
         precise = torch.promote_types(logits.dtype, torch.float32)
         sums = logits.to(precise).logsumexp(-1, keepdim=True)
-        columns, values = best.indices.cpu().numpy(), (best.values - sums).cpu().double().numpy()
+        columns = best.indices.cpu().numpy()
+        values = (best.values - sums).clamp(max=0).cpu().double().numpy()
         rows = []
         for row_columns, row_values in zip(columns, values, strict=True):
             is_possible = np.isfinite(row_values)
