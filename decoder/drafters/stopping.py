@@ -17,7 +17,7 @@ from decoder.drafters.outcomes import Outcome
 
 _RECENT: Final = 15
 _DECAY: Final = 0.95
-_LONGEST_REST: Final = 64
+_LONGEST_REST: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class StoppingRule:
 
     A pass pays where the tokens that it is expected to bring are worth its time at the pace at
     which tokens come: that maximises tokens per second as long as gains fall from pass to pass.
-    Where whole drafts do not pay, the next steps go without; the pauses double up to 64 steps,
+    Where whole drafts do not pay, the next steps go without; the pauses double up to 128 steps,
     so that a workload that has turned is noticed.
 
     Args:

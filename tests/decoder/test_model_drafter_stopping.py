@@ -71,10 +71,10 @@ def test_costs_are_measured_where_none_are_given() -> None:
 def test_pauses_grow_while_drafts_do_not_pay_and_end_when_they_do() -> None:
     rule = StoppingRule(StepCosts(target_s=1.0, pass_s=0.5))
     pauses = []
-    for _ in range(8):
+    for _ in range(9):
         rule.learn(outcome([9]), num_passes=1)
-        pauses.append(next(n for n in range(100) if rule.is_due()))
-    assert pauses == [1, 2, 4, 8, 16, 32, 64, 64]
+        pauses.append(next(n for n in range(200) if rule.is_due()))
+    assert pauses == [1, 2, 4, 8, 16, 32, 64, 128, 128]
     while not rule.is_due():
         pass
     for _ in range(20):
