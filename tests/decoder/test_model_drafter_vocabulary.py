@@ -249,3 +249,13 @@ def test_generate_takes_a_draft_model(
     assert run(monkeypatch, *arguments, "--draft-model", model) == 0
     drafted_by_model = json.loads(capsys.readouterr().out)
     assert drafted_by_model["token_ids"] == plain["token_ids"]
+
+
+@pytest.mark.parametrize("draws", [None, Draws()])
+def test_model_that_computes_no_numbers_drafts_nothing(draws: Draws | None) -> None:
+    model = llama()
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    with torch.inference_mode():
+        head.weight[3].fill_(torch.nan)
+    drafter = ModelDrafter(model, DraftingOptions(draws=draws, costs=FREE))
+    assert len(drafted(drafter, prompt_of(5), 8)) == 0
