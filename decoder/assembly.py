@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from decoder.budget.budget import MeasuredBudget, measure_costs
+from decoder.drafters.loading import DraftModelOptions, load_draft_model
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
@@ -33,14 +34,17 @@ class DrafterOptions:
         indexes: directories of indexes to draft from in this process.
         servers: addresses of drafting services, each with a part of a corpus; exclude the others.
         phrases: files of listed phrases to draft from in this process.
+        draft_model: a smaller model that drafts instead.
 
     Raises:
-        ContradictoryOptionsError: servers and others are given.
+        ContradictoryOptionsError: servers and others are given, or a draft model's vocabulary is
+            trimmed without an index.
     """
 
     indexes: Sequence[Path] = field(default=())
     servers: Sequence[str] = field(default=())
     phrases: Sequence[Path] = field(default=())
+    draft_model: DraftModelOptions | None = None
 
     def __post_init__(self) -> None:
         if self.indexes and self.servers:
@@ -51,6 +55,8 @@ class DrafterOptions:
             raise ContradictoryOptionsError(
                 "--phrases and --server exclude each other: list them where the server starts"
             )
+        if self.draft_model is not None:
+            self.draft_model.check(self.indexes)
 
     def check(self, vocabulary: Vocabulary | None = None) -> None:
         """Open the files for a moment: what is wrong with them need not wait for a model to load.
@@ -66,6 +72,8 @@ class DrafterOptions:
 
     def describe(self) -> str:
         """Return a few words for reports."""
+        if self.draft_model is not None:
+            return f"draft model {self.draft_model.name}"
         if self.servers:
             return f"server {', '.join(self.servers)}"
         return ", ".join(["context", "generations", *map(str, [*self.phrases, *self.indexes])])
@@ -76,7 +84,11 @@ class DrafterOptions:
 
         Raises:
             IndexerError: an index cannot be opened or was built for another tokenizer.
+            VocabularyMismatchError: the draft model has another tokenizer.
         """
+        if self.draft_model is not None:
+            yield load_draft_model(self.draft_model, language_model, self.indexes)
+            return
         vocabulary = language_model.vocabulary
         drafter: EmbeddedDrafter | RemoteDrafter | ShardedDrafter
         if self.servers:
@@ -101,6 +113,19 @@ class DrafterOptions:
         for line in phrases.summary():
             print(line, file=sys.stderr)  # noqa: T201  (for whoever starts the command)
         return phrases
+
+
+def draft_model_options(name: str | None, num_tokens: int | None) -> DraftModelOptions | None:
+    """Return which model drafts, `None` where none is named.
+
+    Raises:
+        ContradictoryOptionsError: a vocabulary is trimmed for no model.
+    """
+    if name is not None:
+        return DraftModelOptions(name, num_tokens)
+    if num_tokens is not None:
+        raise ContradictoryOptionsError("--draft-vocabulary needs a model to trim: --draft-model")
+    return None
 
 
 def assemble(

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from decoder.assembly import DrafterOptions, accept_rule, assemble
+from decoder.assembly import DrafterOptions, accept_rule, assemble, draft_model_options
 from decoder.bench import run_benchmark
 from decoder.errors import DecoderError
 from decoder.generate import answer
@@ -46,6 +46,23 @@ AttentionKind = Annotated[
 NoChatTemplate = Annotated[
     bool, typer.Option("--no-chat-template", help="Take prompts as plain text to go on from.")
 ]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="MODEL",
+        help="A smaller model with the same tokenizer, to draft with.",
+    ),
+]
+DraftVocabulary = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-vocabulary",
+        min=1,
+        metavar="N",
+        help="With --draft-model: draft only the N most frequent tokens of --index.",
+    ),
+]
 _HEADINGS = ("prompts", "tokens/s", "x plain", "x lookup", "tokens", "lookup", "equal")
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
@@ -59,6 +76,8 @@ def generate(
     index: Indexes = None,
     server: Servers = None,
     phrases: Phrases = None,
+    draft_model: DraftModel = None,
+    draft_vocabulary: DraftVocabulary = None,
     prompt: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="The prompt. Default: standard input, to its end."),
@@ -86,7 +105,8 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Answer one prompt; the text streams to standard output, figures go to standard error."""
-    drafter_options = DrafterOptions(index or (), server or (), phrases or ())
+    modelled = draft_model_options(draft_model, draft_vocabulary)
+    drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled)
     drafter_options.check()
     text = checked_text(read_text(sys.stdin.buffer) if prompt is None else prompt)
     prepared = prepare_model(_model_options(model, device, dtype, attention, no_chat_template))
@@ -118,6 +138,8 @@ def bench(
     index: Indexes = None,
     server: Servers = None,
     phrases: Phrases = None,
+    draft_model: DraftModel = None,
+    draft_vocabulary: DraftVocabulary = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Most prompts, spread evenly over categories.")
     ] = None,
@@ -129,7 +151,8 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure against plain generation and prompt lookup, on the same prompts in one run."""
-    drafter_options = DrafterOptions(index or (), server or (), phrases or ())
+    modelled = draft_model_options(draft_model, draft_vocabulary)
+    drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled)
     drafter_options.check()
     selected = read_prompts(prompts, limit)
     prepared = prepare_model(_model_options(model, device, dtype, attention, no_chat_template))

@@ -25,6 +25,12 @@ def _two_threads() -> None:
 
 
 @pytest.fixture
+def one_thread(_two_threads: None) -> None:
+    """Compute in one thread: tiny models wait for a second one longer than they compute."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def prompt() -> list[int]:
     return prompt_of(12)
 

@@ -1,0 +1,208 @@
+"""A smaller language model as a drafter."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from numpy.typing import ArrayLike
+from transformers import PreTrainedModel
+
+from decoder.drafters.draft_model import DraftModel
+from decoder.drafters.drawing import Draws
+from decoder.drafters.drawn_trees import DrawnTrees
+from decoder.drafters.model_sessions import ModelSession, ModelSessions
+from decoder.drafters.model_trees import Bounds, MostProbableTrees, TreeGrower
+from decoder.drafters.outcomes import Outcome
+from decoder.drafters.stopping import StepCosts, StoppingRule
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import (
+    DrafterUnavailableError,
+    OutOfSequenceError,
+)
+from retriever.limits import (
+    Limits,
+    check_batch,
+    check_draft,
+    check_length,
+    check_session_name,
+    checked_tokens,
+)
+from retriever.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingOptions:
+    """How a draft model drafts.
+
+    Attributes:
+        width: most nodes in one of its passes.
+        max_passes: most passes for one draft beside the one that reads the sequence.
+        max_caches: sequences whose keys and values are kept at once; the one that was idle
+            longest is read again when its turn comes.
+        draws: how drafts are drawn at random; the most probable tokens if not given. Drawn drafts
+            serve sampling, whose verification then makes use of their distributions.
+        costs: what passes cost; measured while drafting if not given.
+    """
+
+    width: int = 8
+    max_passes: int = 8
+    max_caches: int = 4
+    draws: Draws | None = None
+    costs: StepCosts | None = None
+
+
+@dataclass(slots=True)
+class _Clock:
+    """When the last step's draft was done, and for whom: what follows is the target's time."""
+
+    names: tuple[str, ...] = ()
+    since_s: float = field(default_factory=time.perf_counter)
+
+
+class ModelDrafter:
+    """Drafts with a causal language model of the target's vocabulary; see `Drafter`.
+
+    Sequences are drafted one after the other, each with a cache of its own. Not to be called by
+    two threads at once.
+
+    Args:
+        model: a decoder-only model of transformers with sdpa or eager attention.
+        options: how it drafts.
+        vocabulary_size: token ids below it mean the same to both models; as many as the model has
+            embeddings if not given.
+        target_vocabulary: columns of the target's logits, which the proposals of drawn drafts
+            have as well; `vocabulary_size` if not given.
+        kept: int32[n], the only tokens to draft; see `DraftModel`.
+
+    Raises:
+        UncroppableCacheError: rejected tokens cannot be taken out of the model's state.
+        UnsupportedModelError: the model cannot expand trees for another reason.
+        VocabularyMismatchError: the model has fewer embeddings than the vocabulary has tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        options: DraftingOptions | None = None,
+        *,
+        vocabulary_size: int | None = None,
+        target_vocabulary: int | None = None,
+        kept: TokenIds | None = None,
+    ) -> None:
+        self.model = DraftModel(model, vocabulary_size=vocabulary_size, kept=kept)
+        self.options = options or DraftingOptions()
+        self.limits = Limits()
+        self.rule = StoppingRule(self.options.costs)
+        self._grower = self._make_grower(target_vocabulary or self.model.vocabulary_size)
+        self._sessions = ModelSessions(self.model, self.limits, self.options.max_caches)
+        self._clock = _Clock()
+
+    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:  # noqa: ARG002  keeps nothing
+        """Begin a sequence; see `Drafter.open`. It is read when it is drafted for."""
+        check_session_name(session)
+        tokens = checked_tokens(prompt, self.model.vocabulary_size)
+        check_length(len(tokens), self.limits)
+        self._sessions.add(session, tokens)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Commit new tokens and draft for each sequence; see `Drafter.draft`.
+
+        A step is checked as a whole first: where any request is refused, nothing is kept of any.
+        A sequence that outgrew the model is refused once, and gets empty trees from then on.
+
+        Raises:
+            DrafterUnavailableError: a sequence outgrew the model, or memory did not suffice.
+        """
+        names = self._begin_step(requests)
+        new_tokens = [self._checked(request) for request in requests]
+        self._refuse_outgrown(requests)
+        for request, tokens in zip(requests, new_tokens, strict=True):
+            self._commit(self._sessions.get(request.session), tokens)
+        try:
+            return [self._draft(request) for request in requests]
+        except torch.OutOfMemoryError as error:
+            self._sessions.forget_caches()
+            raise DrafterUnavailableError(
+                f"memory did not suffice for a draft of {self.model.name}"
+            ) from error
+        finally:
+            self._clock = _Clock(names)
+
+    def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
+        """End a sequence; see `Drafter.close`."""
+        tokens = checked_tokens(
+            [] if new_tokens is None else new_tokens, self.model.vocabulary_size
+        )
+        self._commit(self._sessions.get(session), tokens)
+        self._sessions.remove(session)
+
+    def _make_grower(self, target_vocabulary: int) -> TreeGrower:
+        if self.options.draws is None:
+            return MostProbableTrees(self.model, self.rule)
+        return DrawnTrees(self.model, self.rule, self.options.draws, target_vocabulary)
+
+    def _begin_step(self, requests: Sequence[DraftRequest]) -> tuple[str, ...]:
+        """Note how long the target took, where this is the step after the last one."""
+        check_batch(requests, self.limits)
+        names = tuple(request.session for request in requests)
+        if names and names == self._clock.names:
+            self.rule.measured.record_step(time.perf_counter() - self._clock.since_s)
+        return names
+
+    def _checked(self, request: DraftRequest) -> TokenIds:
+        known = len(self._sessions.get(request.session).tokens)
+        check_draft(request.budget_nodes, request.min_probability, self.limits)
+        tokens = checked_tokens(request.new_tokens, self.model.vocabulary_size)
+        check_length(known + len(tokens), self.limits)
+        if known + len(tokens) != request.length:
+            raise OutOfSequenceError(
+                f"session {request.session!r} has {known} tokens and the request brings "
+                f"{len(tokens)}, but states a length of {request.length}: a step was lost or "
+                "repeated; close the session and open it again"
+            )
+        return tokens
+
+    def _refuse_outgrown(self, requests: Sequence[DraftRequest]) -> None:
+        """Refuse a sequence beyond the model's limit, unless that was done before."""
+        for request in requests:
+            if self._is_outgrown(request.length) and self._sessions.is_first_refusal(request):
+                raise DrafterUnavailableError(
+                    f"{self.model.name} drafts for sequences of at most {self.model.max_length} "
+                    f"tokens: one of {request.length} goes on without its drafts"
+                )
+
+    def _is_outgrown(self, length: int) -> bool:
+        return self.model.max_length is not None and length > self.model.max_length
+
+    def _commit(self, session: ModelSession, tokens: TokenIds) -> None:
+        """Take in new tokens, and learn what became of the last draft."""
+        draft = session.last_draft
+        session.sequence.extend(tokens.tolist())
+        if draft is None or len(tokens) == 0:
+            return
+        session.last_draft = None
+        outcome = Outcome.of(draft.tree, tokens)
+        self._grower.learn(draft, outcome)
+        self.rule.learn(outcome, draft.num_passes)
+
+    def _draft(self, request: DraftRequest) -> DraftTree:
+        session = self._sessions.get(request.session)
+        tokens = session.tokens
+        if request.budget_nodes == 0 or len(tokens) == 0 or self._is_outgrown(len(tokens)):
+            return DraftTree.empty()
+        if not self.rule.is_due():
+            return DraftTree.empty()
+        cache = self._sessions.cache(request.session)
+        session.last_draft = self._grower.draft(cache, tokens, self._bounds(request))
+        return session.last_draft.tree
+
+    def _bounds(self, request: DraftRequest) -> Bounds:
+        limit = self.model.max_length
+        return Bounds(
+            request.budget_nodes,
+            request.min_probability,
+            self.options.width,
+            self.options.max_passes,
+            None if limit is None else limit - request.length + 1,
+        )
