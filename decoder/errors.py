@@ -39,3 +39,15 @@ class PromptFileError(DecoderError):
 
 class ContradictoryOptionsError(DecoderError):
     """Two options cannot both be followed; the message names them."""
+
+
+class StopStringError(DecoderError):
+    """A stop string can never occur in a text; the message says which and why."""
+
+
+class TraceError(DecoderError):
+    """A trace cannot be written or read; the message says where and why."""
+
+
+class UnsupportedGenerationError(DecoderError):
+    """`model.generate` was asked for something that drafts do not serve; the message says what."""
