@@ -45,9 +45,13 @@ class StopStringError(DecoderError):
     """A stop string can never occur in a text; the message says which and why."""
 
 
-class TraceError(DecoderError):
+class TraceFileError(DecoderError):
     """A trace cannot be written or read; the message says where and why."""
 
 
 class UnsupportedGenerationError(DecoderError):
     """`model.generate` was asked for something that drafts do not serve; the message says what."""
+
+
+class UnknownTokenError(DecoderError):
+    """A token id that was asked for lies outside the vocabulary."""

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import ArrayLike
 from typer.main import get_command
 
-from decoder import assembly, commands, models
+from decoder import assembly, generate_command, models
 from decoder.commands import app, main
 from decoder.loop import Decoder
 from decoder.models import Attention, LanguageModel, ModelOptions, PreparedModel, load_model
@@ -105,7 +105,7 @@ def test_attention_is_chosen_by_option(
         implementations.append(language_model.model.config._attn_implementation)
         return assembly.assemble(language_model, *rest)
 
-    monkeypatch.setattr(commands, "assemble", watched)
+    monkeypatch.setattr(generate_command, "assemble", watched)
     arguments = ("--prompt", PROMPT, "--max-new-tokens", "2", "--attention", attention)
     assert generate(monkeypatch, model_directory, *arguments) == 0
     assert implementations == [attention]
@@ -117,7 +117,7 @@ def test_help_names_the_commands_and_says_what_each_option_does(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     command: Any = get_command(app)
-    assert set(command.commands) == {"generate", "bench"}
+    assert set(command.commands) == {"generate", "bench", "trace"}
     assert run(monkeypatch, "--help") == 0
     listed = capsys.readouterr().out
     for name, subcommand in command.commands.items():
@@ -125,7 +125,8 @@ def test_help_names_the_commands_and_says_what_each_option_does(
         assert run(monkeypatch, name, "--help") == 0
         described = capsys.readouterr().out
         for parameter in subcommand.params:
-            assert parameter.opts[0] in described
+            is_argument = parameter.param_type_name == "argument"
+            assert (parameter.metavar if is_argument else parameter.opts[0]) in described
             assert getattr(parameter, "help", None), parameter.opts
         assert ("no effect at temperature 0" in described) == (name == "generate")
 
