@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -79,7 +78,9 @@ class Printer:
         typer.echo(json.dumps(report if self.is_single else {**about, **report}))
 
     def _print_block(self, number: int, prompt: Prompt, text: str) -> None:
-        heading = shorten(prompt.text, _HEADING_CHARACTERS, placeholder=" …")
+        heading = " ".join(prompt.text.split())
+        if len(heading) > _HEADING_CHARACTERS:
+            heading = heading[:_HEADING_CHARACTERS] + "…"
         typer.echo(f"[{number}/{self._num_prompts}] {heading}\n{text}\n")
 
 

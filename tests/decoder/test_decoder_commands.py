@@ -3,38 +3,21 @@ import json
 import sys
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from numpy.typing import ArrayLike
 from typer.main import get_command
 
 from decoder import assembly, generate_command, models
-from decoder.commands import app, main
+from decoder.commands import app
 from decoder.loop import Decoder
 from decoder.models import Attention, LanguageModel, ModelOptions, PreparedModel, load_model
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.embedded import EmbeddedDrafter
+from tests.decoder.command_line import PROMPT, generate, never, run
 from tests.decoder.decoding import plainly
-
-PROMPT = "abcabc"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run the command line in this process and return its exit status."""
-    monkeypatch.setattr(sys, "argv", ["decoder", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
-
-
-def never(*_: object) -> NoReturn:
-    raise AssertionError("this is not to be called")
-
-
-def generate(monkeypatch: pytest.MonkeyPatch, model: Path, *arguments: str) -> int:
-    return run(monkeypatch, "generate", "--model", str(model), *arguments)
 
 
 def test_generate_prints_what_the_model_generates(
