@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -127,10 +127,11 @@ class Answerer:
         """
         total = Statistics()
         try:
-            for number, prompt in _tracked(prompts):
-                self._answer(number, prompt, total)
-                if self.is_interrupted:
-                    break
+            with _bar(len(prompts)) as bar:
+                for number, prompt in enumerate(bar.track(prompts, description="prompts"), 1):
+                    self._answer(number, prompt, total)
+                    if self.is_interrupted:
+                        break
         except KeyboardInterrupt:
             self.is_interrupted = True
         finally:
@@ -172,12 +173,12 @@ class Answerer:
         self.num_failed += 1
 
 
-def _tracked(prompts: Sequence[Prompt]) -> Iterator[tuple[int, Prompt]]:
-    """Number prompts from 1, with a bar on standard error where that is a terminal."""
+def _bar(num_prompts: int) -> Progress:
+    """Return a bar for standard error, which shows itself where that is a terminal."""
     console = Console(stderr=True)
-    has_bar = console.is_terminal and len(prompts) > 1
-    bar = Progress(
-        console=console, disable=not has_bar, transient=True, redirect_stdout=sys.stdout.isatty()
+    return Progress(
+        console=console,
+        disable=num_prompts == 1 or not console.is_terminal,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
     )
-    with bar:
-        yield from enumerate(bar.track(prompts, description="prompts"), 1)
