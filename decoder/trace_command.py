@@ -46,7 +46,8 @@ def _table(steps: Iterable[TracedStep]) -> Table:
     table.add_column("sources")
     table.add_column("text")
     for step in steps:
-        table.add_row(*_numbers(step), _sources(step), Text(json.dumps(step.text, ensure_ascii=False)[1:-1]))
+        text = json.dumps(step.text, ensure_ascii=False)[1:-1]
+        table.add_row(*_numbers(step), _sources(step), Text(text))
     return table
 
 
