@@ -1,10 +1,9 @@
-"""The commands: generate an answer, or measure against transformers' own decoding."""
+"""The commands: generate answers, read traces, or measure against transformers' own decoding."""
 
 import json
 import sys
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -12,16 +11,29 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from decoder.assembly import DrafterOptions, accept_rule, assemble, draft_model_options
+from decoder.answers import FORESEEN
+from decoder.assembly import DrafterOptions, assemble, draft_model_options
 from decoder.bench import run_benchmark
-from decoder.errors import DecoderError
-from decoder.generate import answer
+from decoder.generate_command import generate_command
 from decoder.loop import DEFAULT_MAX_NEW_TOKENS
-from decoder.models import Attention, ModelOptions, Precision, prepare_model
-from decoder.prompts import checked_text, read_prompts, read_text
-from indexer.errors import IndexerError
+from decoder.models import Attention, Precision, prepare_model
+from decoder.options import (
+    AsJson,
+    AttentionKind,
+    Device,
+    DraftModel,
+    DraftVocabulary,
+    Dtype,
+    Limit,
+    MaxNewTokens,
+    ModelName,
+    NoChatTemplate,
+    PromptFile,
+    model_options,
+)
+from decoder.prompts import read_prompts
+from decoder.trace_command import trace_command
 from indexer.tokenizer import DEFAULT_MODEL
-from retriever.errors import RetrieverError
 from retriever.options import Indexes, Phrases, Servers
 
 app = typer.Typer(
@@ -31,118 +43,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ModelName = Annotated[
-    str,
-    typer.Option("--model", metavar="MODEL", help="The model: a hub id, a folder or a .gguf file."),
-]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
-Dtype = Annotated[Precision, typer.Option(help="What the model computes in.")]
-Device = Annotated[
-    str, typer.Option(metavar="DEVICE", help="Where the model runs, such as cpu or cuda:0.")
-]
-AttentionKind = Annotated[
-    Attention, typer.Option("--attention", help="Implementation of attention.")
-]
-NoChatTemplate = Annotated[
-    bool, typer.Option("--no-chat-template", help="Take prompts as plain text to go on from.")
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-model",
-        metavar="MODEL",
-        help="A smaller model with the same tokenizer, to draft with.",
-    ),
-]
-DraftVocabulary = Annotated[
-    int | None,
-    typer.Option(
-        "--draft-vocabulary",
-        min=1,
-        metavar="N",
-        help="With --draft-model: draft only the N most frequent tokens of --index.",
-    ),
-]
 _HEADINGS = ("prompts", "tokens/s", "x plain", "x lookup", "tokens", "lookup", "equal")
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
-]
 
-
-@app.command()
-def generate(
-    *,
-    model: ModelName = DEFAULT_MODEL,
-    index: Indexes = None,
-    server: Servers = None,
-    phrases: Phrases = None,
-    draft_model: DraftModel = None,
-    draft_vocabulary: DraftVocabulary = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="The prompt. Default: standard input, to its end."),
-    ] = None,
-    max_new_tokens: MaxNewTokens = DEFAULT_MAX_NEW_TOKENS,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=2**64 - 1, help="Makes sampling repeatable; no effect at temperature 0."
-        ),
-    ] = None,
-    forget: Annotated[
-        bool,
-        typer.Option(
-            "--forget",
-            help="With --server: keep the answer out of the service's later drafts. Without it, "
-            "nothing outlives this command anyway.",
-        ),
-    ] = False,
-    dtype: Dtype = Precision.FLOAT32,
-    device: Device = "cpu",
-    attention: AttentionKind = Attention.SDPA,
-    no_chat_template: NoChatTemplate = False,
-    as_json: AsJson = False,
-) -> None:
-    """Answer one prompt; the text streams to standard output, figures go to standard error."""
-    modelled = draft_model_options(draft_model, draft_vocabulary)
-    drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled)
-    drafter_options.check()
-    text = checked_text(read_text(sys.stdin.buffer) if prompt is None else prompt)
-    prepared = prepare_model(_model_options(model, device, dtype, attention, no_chat_template))
-    drafter_options.check(prepared.vocabulary)
-    prepared.check_prompt(text)
-    language_model = prepared.load()
-    rule = accept_rule(temperature, seed)
-    with drafter_options.connect(language_model) as drafter:
-        result = answer(
-            assemble(language_model, drafter, rule),
-            language_model,
-            text,
-            max_new_tokens=max_new_tokens,
-            remember=not forget,
-            on_text=(lambda _: None) if as_json else _print_piece,
-        )
-    typer.echo(json.dumps(result.report()) if as_json else "")
-    typer.echo(result.statistics.summary(), err=True)
+app.command("generate")(generate_command)
+app.command("trace")(trace_command)
 
 
 @app.command()
 def bench(
     *,
-    prompts: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="Spec-Bench's questions (.gz too), or a prompt a line."),
-    ],
+    prompts: PromptFile,
     model: ModelName = DEFAULT_MODEL,
     index: Indexes = None,
     server: Servers = None,
     phrases: Phrases = None,
     draft_model: DraftModel = None,
     draft_vocabulary: DraftVocabulary = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Most prompts, spread evenly over categories.")
-    ] = None,
+    limit: Limit = None,
     max_new_tokens: MaxNewTokens = DEFAULT_MAX_NEW_TOKENS,
     dtype: Dtype = Precision.FLOAT32,
     device: Device = "cpu",
@@ -155,7 +72,8 @@ def bench(
     drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled)
     drafter_options.check()
     selected = read_prompts(prompts, limit)
-    prepared = prepare_model(_model_options(model, device, dtype, attention, no_chat_template))
+    options = model_options(model, device, dtype, attention, no_chat_template=no_chat_template)
+    prepared = prepare_model(options)
     drafter_options.check(prepared.vocabulary)
     language_model = prepared.load()
     progress = Progress(console=Console(stderr=True))
@@ -178,20 +96,9 @@ def main() -> None:
     """Run the command line; what goes wrong is said in one line."""
     try:
         app(prog_name="python -m decoder")
-    except (DecoderError, RetrieverError, IndexerError) as error:
+    except FORESEEN as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)
-
-
-def _model_options(
-    name: str, device: str, precision: Precision, attention: Attention, no_chat_template: bool
-) -> ModelOptions:
-    return ModelOptions(name, device, precision, attention, not no_chat_template)
-
-
-def _print_piece(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _print_table(report: dict[str, Any]) -> None:

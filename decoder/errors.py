@@ -39,3 +39,19 @@ class PromptFileError(DecoderError):
 
 class ContradictoryOptionsError(DecoderError):
     """Two options cannot both be followed; the message names them."""
+
+
+class StopStringError(DecoderError):
+    """A stop string can never occur in a text; the message says which and why."""
+
+
+class TraceFileError(DecoderError):
+    """A trace cannot be written or read; the message says where and why."""
+
+
+class UnsupportedGenerationError(DecoderError):
+    """`model.generate` was asked for something that drafts do not serve; the message says what."""
+
+
+class UnknownTokenError(DecoderError):
+    """A token id that was asked for lies outside the vocabulary."""

@@ -12,9 +12,11 @@ from decoder.budget.budget import Budget
 from decoder.drafters.learning import Verified
 from decoder.drafters.session import Backoff, DraftLimits, DraftSession
 from decoder.errors import DecoderBusyError, GenerationStartedError
+from decoder.observation import Clock, Observer, Step, Watch
 from decoder.sampling.verification import AcceptRule, Place, accept_greedy
 from decoder.sequence import Sequence
 from decoder.statistics import Statistics
+from decoder.stopping import StopRule, first_stop
 from decoder.target.layout import within_depth
 from decoder.target.target import Target
 from retriever.drafter import Drafter, TokenIds
@@ -63,6 +65,8 @@ class Decoder:
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         *,
         remember: bool = True,
+        stop_rule: StopRule | None = None,
+        observer: Observer | None = None,
     ) -> "Generation":
         """Prepare a sequence; iterating over the result decodes it.
 
@@ -70,6 +74,8 @@ class Decoder:
             prompt: token ids, at least one.
             max_new_tokens: most tokens to generate; the model's own limit also ends it.
             remember: whether the drafter may use the output for later sequences.
+            stop_rule: may end the sequence before that.
+            observer: is shown every pass once its tokens are out.
 
         Raises:
             InvalidPromptError: the prompt is empty, holds tokens outside the vocabulary, or
@@ -77,7 +83,8 @@ class Decoder:
         """
         tokens = self.target.checked_prompt(prompt)
         room = self.target.room(len(tokens), max_new_tokens)
-        return Generation(self, tokens, next(self._numbers), room, remember=remember)
+        watch = Watch(stop_rule, observer)
+        return Generation(self, tokens, next(self._numbers), room, watch, remember=remember)
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
@@ -104,12 +111,13 @@ class Generation:
         statistics: what was done so far.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  `Decoder.generate` gives them
         self,
         decoder: Decoder,
         prompt: TokenIds,
         number: int,
         max_new_tokens: int,
+        watch: Watch,
         *,
         remember: bool,
     ) -> None:
@@ -122,6 +130,8 @@ class Generation:
         self._number = number
         self._remember = remember
         self._remaining = max_new_tokens
+        self._watch = watch
+        self._drafted = self._tree = DraftTree.empty()
         self._has_started = False
         self.statistics = Statistics()
 
@@ -135,11 +145,14 @@ class Generation:
 
     def _steps(self) -> Iterator[list[int]]:
         with self._decoder.reserved(), self._drafting():
+            clock = Clock(self.statistics)
             step = self._begin
             while self._remaining > 0:
                 with self.statistics.charging("total_s"):
                     tokens = step()
                 yield tokens
+                if self._watch.observer is not None:
+                    self._watch.observer(self._seen(tokens, clock))
                 step = self._step
 
     def _begin(self) -> list[int]:
@@ -198,22 +211,26 @@ class Generation:
     def _draft(self) -> DraftTree:
         """Return the part of a draft that pays and that there is room for."""
         max_depth = self._remaining - 1
+        self._drafted = DraftTree.empty()
         if max_depth == 0 or self._budget.max_nodes == 0:
             return DraftTree.empty()
         with self.statistics.charging("draft_s"):
             tree = self._session.draft(self._budget.max_nodes)
-        return self._budget.cut(within_depth(tree, max_depth))
+        self._drafted = within_depth(tree, max_depth)
+        return self._budget.cut(self._drafted)
 
     def _emit(self, tree: DraftTree, path: NDArray[np.int64], next_token: int) -> list[int]:
-        """Take what was accepted up to the limit or the first stop token."""
+        """Take what was accepted up to the limit or the first stop."""
         tokens = [*tree.token_ids[path].tolist(), next_token][: self._remaining]
-        stops = (at for at, token in enumerate(tokens) if token in self._decoder.stop_ids)
-        stop = next(stops, None)
-        if stop is not None:
-            tokens = tokens[: stop + 1]
-        self._remaining = 0 if stop is not None else self._remaining - len(tokens)
+        end = first_stop(tokens, self._decoder.stop_ids, self._watch.stop_rule)
+        tokens = tokens[:end]
+        self._remaining = 0 if end is not None else self._remaining - len(tokens)
         self._sequence.extend(tokens)
         self._last_token = tokens[-1]
         self._session.extend(tokens)
-        self.statistics.record(tree, path[: len(tokens)], len(tokens))
+        self._tree, self._path = tree, path[: len(tokens)]
+        self.statistics.record(tree, self._path, len(tokens))
         return tokens
+
+    def _seen(self, tokens: list[int], clock: Clock) -> Step:
+        return Step(self._drafted, self._tree, self._path, tokens, clock.lap())

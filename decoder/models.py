@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from decoder.errors import DeviceError, ModelLoadError
+from decoder.errors import ContradictoryOptionsError, DeviceError, ModelLoadError
 from decoder.gguf_reading import SharedReading
 from decoder.target.compatibility import position_limit
 from decoder.target.target import check_prompt_length
@@ -68,6 +68,7 @@ class LanguageModel:
         stop_ids: tokens that end a sequence.
         use_chat_template: whether prompts are users' messages, where the tokenizer knows how
             to put them.
+        system: the system message before them, if not the template's own.
     """
 
     name: str
@@ -76,10 +77,15 @@ class LanguageModel:
     vocabulary: Vocabulary
     stop_ids: tuple[int, ...]
     use_chat_template: bool = True
+    system: str | None = None
 
     def encode(self, prompt: str) -> list[int]:
-        """Return a prompt's tokens; none for an empty prompt."""
-        return _encode(self.tokenizer, prompt, is_chat=self.use_chat_template)
+        """Return a prompt's tokens; none for an empty prompt.
+
+        Raises:
+            TokenizerError: the chat template does not take it.
+        """
+        return _encode(self.tokenizer, prompt, self.use_chat_template, self.system)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,10 @@ class ModelOptions:
         precision: what to compute in; GGUF weights are dequantised to it.
         attention: implementation, as transformers names it; see `Attention`.
         use_chat_template: whether prompts are users' messages.
+        system: the system message before them, if not the template's own.
+
+    Raises:
+        ContradictoryOptionsError: there is a system message and no chat template to put it into.
     """
 
     name: str
@@ -100,6 +110,14 @@ class ModelOptions:
     precision: Precision = Precision.FLOAT32
     attention: str = Attention.SDPA
     use_chat_template: bool = True
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.system is not None and not self.use_chat_template:
+            raise ContradictoryOptionsError(
+                "--system and --no-chat-template exclude each other: a system message is put "
+                "into the chat template"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +144,11 @@ class PreparedModel:
 
         Raises:
             InvalidPromptError: it is empty or too long.
+            TokenizerError: the chat template does not take it.
             UnsupportedModelError: the model's limit is not known.
         """
-        tokens = _encode(self.tokenizer, prompt, is_chat=self.options.use_chat_template)
+        options = self.options
+        tokens = _encode(self.tokenizer, prompt, options.use_chat_template, options.system)
         check_prompt_length(len(tokens), position_limit(self.config))
 
     def load(self) -> LanguageModel:
@@ -154,6 +174,7 @@ class PreparedModel:
             self.vocabulary,
             _stop_ids(model, self.tokenizer),
             self.options.use_chat_template,
+            self.options.system,
         )
 
 
@@ -201,8 +222,15 @@ def check_device(name: str) -> None:
         raise DeviceError(f"cannot compute on the device {name!r}: {reason_of(error)}") from error
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, is_chat: bool) -> list[int]:
-    return encode_prompt(tokenizer, prompt, is_chat=is_chat) if prompt.strip() else []
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    is_chat: bool,  # noqa: FBT001  both callers name it
+    system: str | None,
+) -> list[int]:
+    if not prompt.strip():
+        return []
+    return encode_prompt(tokenizer, prompt, is_chat=is_chat, system=system)
 
 
 @contextmanager

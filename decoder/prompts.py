@@ -1,10 +1,10 @@
-"""Files of prompts to measure with."""
+"""Files of prompts."""
 
 import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -17,15 +17,17 @@ DEFAULT_CATEGORY = "prompts"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a benchmark.
+    """One prompt of a file.
 
     Attributes:
         category: the kind of task that it stands for.
         text: a user's message.
+        line: where it stands, from 1.
     """
 
     category: str
     text: str
+    line: int = field(default=0, compare=False)
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
@@ -45,7 +47,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
             numbered = list(enumerate(map(str.strip, lines), start=1))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise PromptFileError(f"cannot read {path}: {reason_of(error)}") from error
-    prompts = [_parsed(line, f"{path}:{number}") for number, line in numbered if line]
+    prompts = [_parsed(line, path, number) for number, line in numbered if line]
     if not prompts:
         raise PromptFileError(f"{path} holds no prompt")
     return list(islice(_spread(prompts), limit))
@@ -89,9 +91,10 @@ def _spread(prompts: list[Prompt]) -> Iterator[Prompt]:
     return (prompt for prompt in rounds if prompt is not None)
 
 
-def _parsed(line: str, place: str) -> Prompt:
+def _parsed(line: str, path: Path, number: int) -> Prompt:
     if not line.startswith("{"):
-        return Prompt(DEFAULT_CATEGORY, line)
+        return Prompt(DEFAULT_CATEGORY, line, number)
+    place = f"{path}:{number}"
     try:
         question = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -102,4 +105,4 @@ def _parsed(line: str, place: str) -> Prompt:
         raise PromptFileError(f'{place}: expected {{"category": …, "turns": [TEXT, …]}}') from error
     if not all(isinstance(value, str) and value.strip() for value in (category, text)):
         raise PromptFileError(f"{place}: the category and the first turn must be texts")
-    return Prompt(category, text)
+    return Prompt(category, text, number)

@@ -1,10 +1,12 @@
 """Tokens to text while they are still coming."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from transformers import PreTrainedTokenizerBase
 
-_INCOMPLETE = "\ufffd"
+INCOMPLETE: Final = "\ufffd"
+"""What stands for a character of which some bytes are missing."""
 
 
 class TextStream:
@@ -28,7 +30,7 @@ class TextStream:
         """Add tokens and return the text that is now certain; it may be empty."""
         self._tokens.extend(tokens)
         text = self._pending()
-        if text.endswith(_INCOMPLETE):
+        if text.endswith(INCOMPLETE):
             return ""
         self._start, self._shown = self._shown, len(self._tokens)
         return text
@@ -40,12 +42,12 @@ class TextStream:
         return text
 
     def _pending(self) -> str:
-        shown = self._decode(self._tokens[self._start : self._shown])
-        return self._decode(self._tokens[self._start :])[len(shown) :]
+        shown = plain_text(self._tokenizer, self._tokens[self._start : self._shown])
+        return plain_text(self._tokenizer, self._tokens[self._start :])[len(shown) :]
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(
-                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+
+def plain_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Return the text of tokens as it is, without special ones."""
+    return str(
+        tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )

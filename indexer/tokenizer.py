@@ -167,7 +167,11 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> Vocabulary:
 
 
 def encode_prompt(
-    tokenizer: "PreTrainedTokenizerBase", text: str, *, is_chat: bool = True
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    *,
+    is_chat: bool = True,
+    system: str | None = None,
 ) -> list[int]:
     """Return a prompt's token ids as its model would see them.
 
@@ -175,12 +179,34 @@ def encode_prompt(
         tokenizer: the model's.
         text: what a user says, or a text to go on from.
         is_chat: put the text into the tokenizer's chat template, where it has one.
+        system: what the template's system message says; `None` leaves it to the template.
+
+    Raises:
+        TokenizerError: there is no template for a system message, or it cannot take one.
     """
     if not is_chat or not tokenizer.chat_template:
+        if system is not None:
+            raise TokenizerError(
+                "a system message needs a chat template: this tokenizer has none, or it is not used"
+            )
         return list(tokenizer.encode(text))
     messages = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer.encode(rendered, add_special_tokens=False))
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
+
+
+def _rendered(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]) -> str:
+    try:
+        return str(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        )
+    # Templates come with models, and refuse what they do not know each in its own way.
+    except Exception as error:
+        roles = " and ".join(message["role"] for message in messages)
+        raise TokenizerError(
+            f"the chat template does not take a {roles} message: {reason_of(error)}"
+        ) from error
 
 
 def _reason(error: Exception, options: dict[str, Any]) -> str:

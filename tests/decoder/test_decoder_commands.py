@@ -3,38 +3,21 @@ import json
 import sys
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from numpy.typing import ArrayLike
 from typer.main import get_command
 
-from decoder import assembly, commands, models
-from decoder.commands import app, main
+from decoder import assembly, generate_command, models
+from decoder.commands import app
 from decoder.loop import Decoder
 from decoder.models import Attention, LanguageModel, ModelOptions, PreparedModel, load_model
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.embedded import EmbeddedDrafter
+from tests.decoder.command_line import PROMPT, generate, never, run
 from tests.decoder.decoding import plainly
-
-PROMPT = "abcabc"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run the command line in this process and return its exit status."""
-    monkeypatch.setattr(sys, "argv", ["decoder", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
-
-
-def never(*_: object) -> NoReturn:
-    raise AssertionError("this is not to be called")
-
-
-def generate(monkeypatch: pytest.MonkeyPatch, model: Path, *arguments: str) -> int:
-    return run(monkeypatch, "generate", "--model", str(model), *arguments)
 
 
 def test_generate_prints_what_the_model_generates(
@@ -105,7 +88,7 @@ def test_attention_is_chosen_by_option(
         implementations.append(language_model.model.config._attn_implementation)
         return assembly.assemble(language_model, *rest)
 
-    monkeypatch.setattr(commands, "assemble", watched)
+    monkeypatch.setattr(generate_command, "assemble", watched)
     arguments = ("--prompt", PROMPT, "--max-new-tokens", "2", "--attention", attention)
     assert generate(monkeypatch, model_directory, *arguments) == 0
     assert implementations == [attention]
@@ -117,7 +100,7 @@ def test_help_names_the_commands_and_says_what_each_option_does(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     command: Any = get_command(app)
-    assert set(command.commands) == {"generate", "bench"}
+    assert set(command.commands) == {"generate", "bench", "trace"}
     assert run(monkeypatch, "--help") == 0
     listed = capsys.readouterr().out
     for name, subcommand in command.commands.items():
@@ -125,7 +108,8 @@ def test_help_names_the_commands_and_says_what_each_option_does(
         assert run(monkeypatch, name, "--help") == 0
         described = capsys.readouterr().out
         for parameter in subcommand.params:
-            assert parameter.opts[0] in described
+            is_argument = parameter.param_type_name == "argument"
+            assert (parameter.metavar if is_argument else parameter.opts[0]) in described
             assert getattr(parameter, "help", None), parameter.opts
         assert ("no effect at temperature 0" in described) == (name == "generate")
 

@@ -1,0 +1,168 @@
+"""Decoding with drafts inside `model.generate(..., custom_generate=...)`."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from decoder.budget.budget import Budget, CostCurve, MeasuredBudget, measure_costs
+from decoder.errors import UnsupportedGenerationError
+from decoder.loop import Decoder
+from decoder.plugins.criteria import Ending
+from decoder.plugins.requests import check_request
+from decoder.plugins.rule import rule_of
+from decoder.statistics import Statistics
+from decoder.target.target import Target
+from retriever.drafter import Drafter
+
+OnTokens = Callable[[list[int]], object]
+_curves: WeakKeyDictionary[PreTrainedModel, CostCurve] = WeakKeyDictionary()
+
+
+class Foredraft:
+    """Decodes with drafts where `model.generate` is told `custom_generate=` this object.
+
+    What the call and the model's generation_config say of logits processors, sampling, lengths
+    and stopping holds. The model's passes are measured once, which takes seconds; what the
+    budget learns of the drafter lasts from call to call. Sampling draws its seed from torch.
+
+    Args:
+        model: the model of all calls.
+        drafter: whose guesses are verified.
+        budget: how much of a draft is verified; by default what pays, by measurement.
+        drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's
+            embedding is larger.
+
+    Attributes:
+        statistics: figures of all calls.
+
+    Raises:
+        UnsupportedModelError: the model cannot verify drafts.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter,
+        *,
+        budget: Budget | None = None,
+        drafter_vocabulary: int | None = None,
+    ) -> None:
+        target = Target(model)
+        self._model = model
+        self._drafter_vocabulary = drafter_vocabulary
+        self._decoder = Decoder(target, drafter, budget or MeasuredBudget(_costs(model, target)))
+        self.statistics = Statistics()
+
+    def __call__(  # noqa: PLR0913  as `model.generate` calls it
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        *,
+        on_tokens: OnTokens = lambda _: None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """Decode one sequence, as `model.generate` asks for it.
+
+        Args:
+            model: the same as at the start.
+            input_ids: int64[1, n], the prompt.
+            logits_processor: applied along each path.
+            stopping_criteria: what comes behind the first stop is cut.
+            generation_config: of the call.
+            on_tokens: is called with the tokens of each pass; transformers keeps its streamer
+                to itself.
+            model_kwargs: what else the model would be given.
+
+        Returns:
+            int64[1, n + new], or a GenerateDecoderOnlyOutput of it if
+            `return_dict_in_generate` is set.
+
+        Raises:
+            UnsupportedGenerationError: the call asks for what drafts do not serve.
+            InvalidPromptError: the prompt is longer than the model can take.
+        """
+        if model is not self._model:
+            raise UnsupportedGenerationError("this Foredraft was made for another model")
+        check_request(input_ids, generation_config, model_kwargs)
+        ending = Ending(stopping_criteria, input_ids)
+        with self._decoder.reserved():
+            generation = self._decoding(logits_processor, generation_config, ending).generate(
+                input_ids[0].tolist(), ending.max_new_tokens, stop_rule=ending.rule
+            )
+            new: list[int] = []
+            try:
+                for tokens in generation:
+                    new.extend(tokens)
+                    on_tokens(tokens)
+            finally:
+                self.statistics.add(generation.statistics)
+        sequences = torch.cat([input_ids, input_ids.new_tensor([new])], dim=-1)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # a LongTensor
+
+    def _decoding(
+        self, processors: LogitsProcessorList, config: GenerationConfig, ending: Ending
+    ) -> Decoder:
+        """Return a decoder for one call."""
+        base = self._decoder
+        rule = rule_of(processors, do_sample=bool(config.do_sample))
+        decoder = Decoder(
+            base.target,
+            base.drafter,
+            base.budget,
+            rule,
+            ending.stop_ids,
+            drafter_vocabulary=self._drafter_vocabulary,
+        )
+        decoder.backoff = base.backoff
+        return decoder
+
+
+def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    drafter: Drafter | None = None,
+    on_tokens: OnTokens = lambda _: None,
+    **model_kwargs: Any,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Decode with drafts: `model.generate(..., custom_generate=foredraft_generate, drafter=...)`.
+
+    The measured costs are kept for each model while it lives; what a `Foredraft` learns beyond
+    them is not, so prefer that where a model is called often. Arguments and errors are the same.
+    """
+    if drafter is None:
+        raise UnsupportedGenerationError(
+            "foredraft_generate needs a drafter: model.generate(..., drafter=...)"
+        )
+    return Foredraft(model, drafter)(
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        on_tokens=on_tokens,
+        **model_kwargs,
+    )
+
+
+def _costs(model: PreTrainedModel, target: Target) -> CostCurve:
+    if model not in _curves:
+        _curves[model] = measure_costs(target)
+    return _curves[model]

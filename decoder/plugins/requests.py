@@ -1,0 +1,73 @@
+"""What `model.generate` may be asked for where drafts are verified."""
+
+from typing import Any, Final
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
+
+from decoder.errors import UnsupportedGenerationError
+
+_SERVED_MODES: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_UNSERVED_OUTPUTS: Final = (
+    "output_attentions",
+    "output_hidden_states",
+    "output_logits",
+    "output_scores",
+)
+_HARMLESS: Final = ("use_cache", "logits_to_keep")
+
+
+def check_request(
+    input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
+    """Refuse what would be left out in silence.
+
+    Args:
+        input_ids: int64[batch, n], the prompts.
+        config: of the call.
+        model_kwargs: what `model.generate` prepared for the model.
+
+    Raises:
+        UnsupportedGenerationError: the call asks for what drafts do not serve.
+    """
+    mode = config.get_generation_mode()
+    if mode not in _SERVED_MODES:
+        raise UnsupportedGenerationError(
+            f"drafts serve greedy decoding and sampling, not {mode.value}: leave its settings out"
+        )
+    if len(input_ids) != 1:
+        raise UnsupportedGenerationError(
+            f"drafts serve one sequence at a time, not {len(input_ids)}: call generate for each "
+            "(num_return_sequences counts, too)"
+        )
+    for name in _UNSERVED_OUTPUTS:
+        if getattr(config, name, None):
+            raise UnsupportedGenerationError(f"{name} is not kept where drafts are verified")
+    _check_inputs(input_ids, model_kwargs)
+
+
+def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    inputs = {name: value for name, value in model_kwargs.items() if value is not None}
+    mask = inputs.pop("attention_mask", None)
+    if mask is not None and not bool((mask == 1).all()):
+        raise UnsupportedGenerationError(
+            "the attention mask hides tokens: pass one prompt without padding"
+        )
+    positions = inputs.pop("position_ids", None)
+    expected = torch.arange(input_ids.shape[1], device=input_ids.device)
+    if positions is not None and not bool((positions == expected).all()):
+        raise UnsupportedGenerationError("positions other than 0, 1, 2, … are not served")
+    types = inputs.pop("token_type_ids", None)
+    if types is not None and bool(types.any()):
+        raise UnsupportedGenerationError("token_type_ids other than 0 are not served")
+    cache = inputs.pop("past_key_values", None)
+    if cache is not None and cache.get_seq_length() > 0:
+        raise UnsupportedGenerationError(
+            "the prompt is read from its start into a cache of its own: pass no past_key_values"
+        )
+    unknown = sorted(inputs.keys() - set(_HARMLESS))
+    if unknown:
+        raise UnsupportedGenerationError(
+            f"only input_ids are served, not {', '.join(unknown)}: leave it out"
+        )

@@ -1,0 +1,194 @@
+"""What ends a sequence before its limit: tokens, and rules such as strings in its text."""
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import ahocorasick
+from transformers import PreTrainedTokenizerBase
+
+from decoder.errors import StopStringError
+from decoder.text import INCOMPLETE, TextStream, plain_text
+
+
+class StopRule(Protocol):
+    """Decides where a sequence ends."""
+
+    def num_kept(self, tokens: Sequence[int]) -> int | None:
+        """Take in the tokens that were accepted next.
+
+        Args:
+            tokens: at least one; what comes behind a stop token is not among them.
+
+        Returns:
+            How many of them the sequence keeps, at least one, if it ends here; `None` if it
+            goes on.
+        """
+        ...
+
+
+def first_stop(
+    tokens: Sequence[int], stop_ids: Collection[int], rule: StopRule | None
+) -> int | None:
+    """Return how many tokens a sequence keeps that ends within them, `None` if it goes on."""
+    end = next((at for at, token in enumerate(tokens, 1) if token in stop_ids), None)
+    kept = None if rule is None else rule.num_kept(tokens[:end])
+    return end if kept is None else kept
+
+
+class StopStrings:
+    """Strings that end a text, to be found all at once in one pass over it.
+
+    By the automaton of Aho and Corasick (1975, doi:10.1145/360825.360855).
+
+    Args:
+        strings: the strings; there may be none.
+
+    Raises:
+        StopStringError: one is empty, or no text.
+    """
+
+    def __init__(self, strings: Sequence[str] = ()) -> None:
+        self.strings = tuple(dict.fromkeys(map(_checked, strings)))
+        self._max_length = max(map(len, self.strings), default=0)
+        self._automaton = ahocorasick.Automaton()
+        for string in self.strings:
+            self._automaton.add_word(string, string)
+        self._automaton.make_automaton()
+
+    def __len__(self) -> int:
+        return len(self.strings)
+
+    def first(self, text: str) -> tuple[int, str | None]:
+        """Return end and string of the match that is complete first, the longest of those."""
+        end, string = next(self._automaton.iter(text), (-1, None)) if self.strings else (-1, None)
+        return end + 1, string
+
+    def num_open(self, text: str) -> int:
+        """Return the length of a text's longest end that a stop string begins with."""
+        longest = min(len(text), self._max_length - 1)
+        return next((n for n in range(longest, 0, -1) if self._automaton.match(text[-n:])), 0)
+
+
+class StopSearch:
+    """One text as it grows, of which no part of a stop string is shown.
+
+    What is held back is what an automaton's state stands for, so each piece is searched together
+    with it, and what was shown is never searched again.
+
+    Args:
+        strings: what ends the text.
+        include: whether the stop string is shown in the end.
+
+    Attributes:
+        found: the first stop string to be complete, the longest where several are at once.
+    """
+
+    def __init__(self, strings: StopStrings, *, include: bool = False) -> None:
+        self._strings = strings
+        self._include = include
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Add text and return what is now certain to be shown; it may be empty."""
+        if self.found is not None:
+            return ""
+        self._held += piece
+        end, self.found = self._strings.first(self._held)
+        if self.found is None:
+            return self._show(len(self._held) - self._strings.num_open(self._held))
+        return self._show(end if self._include else end - len(self.found))
+
+    def finish(self) -> str:
+        """Return what was held back of a text that ends without a stop string."""
+        return "" if self.found is not None else self._show(len(self._held))
+
+    def _show(self, count: int) -> str:
+        shown, self._held = self._held[:count], self._held[count:]
+        return shown
+
+
+class StoppableText:
+    """The text of a sequence while its tokens come, ended by the first stop string: a `StopRule`.
+
+    Args:
+        tokenizer: decodes the tokens; special tokens are left out.
+        strings: what ends the text. The token that completes one is the last to be kept.
+        include: whether the text ends behind the stop string instead of before it.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, strings: StopStrings, *, include: bool = False
+    ) -> None:
+        self._stream = TextStream(tokenizer)
+        self._search = StopSearch(strings, include=include)
+        self._has_strings = len(strings) > 0
+        self._ready = ""
+
+    @property
+    def found(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._search.found
+
+    def num_kept(self, tokens: Sequence[int]) -> int | None:
+        """Add tokens; see `StopRule`."""
+        if not self._has_strings:
+            self._ready += self._stream.push(tokens)
+            return None
+        for count, token in enumerate(tokens, 1):
+            self._ready += self._search.push(self._stream.push([token]))
+            if self.found is not None:
+                return count
+        return None
+
+    def take(self) -> str:
+        """Return the text that became certain since the last call."""
+        ready, self._ready = self._ready, ""
+        return ready
+
+    def finish(self) -> str:
+        """Return the rest of the text, incomplete characters too."""
+        rest = self._search.push(self._stream.finish())
+        return self.take() + rest + self._search.finish()
+
+
+def check_stop_strings(strings: StopStrings, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse stop strings that no text of a tokenizer can hold.
+
+    A string that comes back from its own tokens is fine. For others, each character must be in
+    the text of some token, or be made of tokens for its bytes.
+
+    Raises:
+        StopStringError: one can never be decoded.
+    """
+    doubtful = [string for string in strings.strings if not _returns(tokenizer, string)]
+    missing = {c for c in "".join(doubtful) if not _returns(tokenizer, c)}
+    if missing:
+        # Twice each: what a tokenizer puts between two tokens is text, too.
+        missing.difference_update(*(plain_text(tokenizer, [i, i]) for i in range(len(tokenizer))))
+    for string in doubtful:
+        if lacking := sorted(missing.intersection(string)):
+            raise StopStringError(
+                f"the stop string {string!r} can never occur: no token of the model's tokenizer "
+                f"holds {', '.join(map(repr, lacking))}"
+            )
+
+
+def special_ids(strings: StopStrings, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of stop strings that are special tokens: texts leave those out."""
+    known = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_ids)
+    return [known[string] for string in strings.strings if known.get(string) in special]
+
+
+def _checked(string: str) -> str:
+    if not string:
+        raise StopStringError("a stop string is empty: give at least one character")
+    if INCOMPLETE in string or any("\ud800" <= character <= "\udfff" for character in string):
+        raise StopStringError(f"the stop string {string!r} is not text: it must be valid Unicode")
+    return string
+
+
+def _returns(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Return whether a text comes back from its own tokens."""
+    return text in plain_text(tokenizer, tokenizer.encode(text, add_special_tokens=False))

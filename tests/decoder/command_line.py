@@ -1,0 +1,27 @@
+"""Running the decoder's commands in the process of a test."""
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from decoder.commands import main
+
+PROMPT = "abcabc"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the command line in this process and return its exit status."""
+    monkeypatch.setattr(sys, "argv", ["decoder", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return int(stop.value.code or 0)
+
+
+def never(*_: object) -> NoReturn:
+    raise AssertionError("this is not to be called")
+
+
+def generate(monkeypatch: pytest.MonkeyPatch, model: Path, *arguments: str) -> int:
+    return run(monkeypatch, "generate", "--model", str(model), *arguments)
