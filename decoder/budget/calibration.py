@@ -5,38 +5,92 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.tree import DraftTree
+from retriever.tree import ROOT, DraftTree, Source
 
-_EDGES: Final = np.array([0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9])
-_DECAY: Final = 0.98
-_PRIOR_NODES: Final = 1.0
+_EDGES: Final = np.array([0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9], np.float32)
+_NUM_SOURCES: Final = max(Source) + 1
+_SHAPE: Final = len(_EDGES) + 1, _NUM_SOURCES
+_DECAY: Final = 0.95
+_PRIOR_NODES: Final = 2.0
 
 
 class Calibration:
-    """Scales probabilities by how often nodes of like probability were accepted lately.
+    """Scales probabilities by how often nodes like them came true lately.
 
-    Histogram binning (Zadrozny and Elkan, 2001) over a fading memory. What is not drafted any
-    more is slowly forgotten, so that a drafter that was wrong is tried again after a while.
+    Histogram binning (Zadrozny and Elkan, 2001) over a fading memory, with a cell for each bin
+    of probability and each source. A cell leans on its bin and a bin on the drafter's word, until
+    outcomes say otherwise. One draft says of a cell no more than a single sure node would: nodes
+    of one path fall together.
     """
 
     def __init__(self) -> None:
-        self._expected = np.zeros(len(_EDGES) + 1)
-        self._accepted = np.zeros(len(_EDGES) + 1)
+        self._expected = np.zeros(_SHAPE)
+        self._accepted = np.zeros(_SHAPE)
 
     def corrected(self, tree: DraftTree) -> NDArray[np.float64]:
-        """Return float64[N], a tree's probabilities corrected; they still fall."""
-        trust = (self._accepted + _PRIOR_NODES) / (self._expected + _PRIOR_NODES)
-        corrected = tree.probabilities * np.minimum(trust, 1.0)[_bins(tree)]
-        return np.minimum.accumulate(corrected)
+        """Return float64[N], a tree's probabilities corrected; they still fall, from at most 1."""
+        if len(tree) == 0:
+            return np.empty(0)
+        of_bins = _leaning(self._accepted.sum(axis=1), self._expected.sum(axis=1), 1.0)
+        trust = _leaning(self._accepted, self._expected, of_bins[:, None])
+        corrected = tree.probabilities * trust.ravel()[_cells(tree)]
+        np.minimum.accumulate(corrected, out=corrected)
+        return np.minimum(corrected, 1.0, out=corrected)
 
-    def learn(self, tree: DraftTree, path: NDArray[np.int64]) -> None:
-        """Take in that of a verified tree the nodes in `path`, int64[k], were accepted."""
-        bins, size = _bins(tree), len(self._expected)
+    def learn(
+        self, tree: DraftTree, num_verified: int, path: NDArray[np.int64], next_token: int
+    ) -> None:
+        """Take in what became of a draft, that of it too which was not verified.
+
+        Nodes beyond the verified ones are wrong unless they go on where the path ended; what
+        follows `next_token` there is not known yet, and says nothing.
+
+        Args:
+            tree: the whole draft.
+            num_verified: how many of its first nodes were verified.
+            path: int64[k], those that were accepted, from a child of the root downwards.
+            next_token: what the target chose after them.
+        """
         self._expected *= _DECAY
         self._accepted *= _DECAY
-        self._expected += np.bincount(bins, tree.probabilities, minlength=size)
-        self._accepted += np.bincount(bins[path], minlength=size)
+        if len(tree) == 0:
+            return
+        known, came_true = _outcomes(tree, num_verified, path, next_token)
+        cells = _cells(tree)[:known]
+        size = self._expected.size
+        expected = np.bincount(cells, tree.probabilities[:known], minlength=size)
+        accepted = np.bincount(cells[came_true], minlength=size)
+        share = 1 / np.maximum(expected, 1.0)
+        self._expected += (expected * share).reshape(_SHAPE)
+        self._accepted += (accepted * share).reshape(_SHAPE)
 
 
-def _bins(tree: DraftTree) -> NDArray[np.int64]:
-    return np.searchsorted(_EDGES, tree.probabilities, side="right").astype(np.int64)
+def _leaning(
+    accepted: NDArray[np.float64],
+    expected: NDArray[np.float64],
+    prior: float | NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Return ratios that lean on a prior where there are few outcomes."""
+    leaning: NDArray[np.float64] = (accepted + _PRIOR_NODES * prior) / (expected + _PRIOR_NODES)
+    return leaning
+
+
+def _outcomes(
+    tree: DraftTree, num_verified: int, path: NDArray[np.int64], next_token: int
+) -> tuple[int, NDArray[np.int64]]:
+    """Return how many of the first nodes have a known outcome, and which came true."""
+    tip = int(path[-1]) if len(path) else ROOT
+    beyond = slice(num_verified, None)
+    goes_on = (tree.parents[beyond] == tip) & (tree.token_ids[beyond] == next_token)
+    if not goes_on.any():
+        return len(tree), path
+    node = num_verified + int(goes_on.argmax())
+    children = np.flatnonzero(tree.parents == node)
+    known = int(children[0]) if len(children) else len(tree)
+    return known, np.append(path, node)
+
+
+def _cells(tree: DraftTree) -> NDArray[np.int64]:
+    bins = np.searchsorted(_EDGES, tree.probabilities, side="right")
+    cells: NDArray[np.int64] = bins * _NUM_SOURCES + tree.sources
+    return cells
