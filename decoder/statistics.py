@@ -96,7 +96,9 @@ class Statistics:
         passes = self.widths.total()
         if not passes:
             return ""
-        return f"; {self.num_drafted / passes:.1f} nodes a pass, none in {self.widths[0] / passes:.0%}"
+        return (
+            f"; {self.num_drafted / passes:.1f} nodes a pass, none in {self.widths[0] / passes:.0%}"
+        )
 
     def add(self, other: "Statistics") -> None:
         """Add another sequence's figures to these."""
@@ -121,7 +123,9 @@ class Statistics:
         self.accepted.update(map(Source, tree.sources[path].tolist()))
 
     @contextmanager
-    def charging(self, account: Literal["draft_s", "target_s", "prompt_s", "total_s"]) -> Iterator[None]:
+    def charging(
+        self, account: Literal["draft_s", "target_s", "prompt_s", "total_s"]
+    ) -> Iterator[None]:
         """Add the block's time to an account."""
         start = time.perf_counter()
         try:

@@ -1,5 +1,6 @@
 """How much of a draft is worth verifying: the cost of a pass against what it may bring."""
 
+import math
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -11,7 +12,8 @@ from decoder.budget.calibration import Calibration
 from decoder.budget.costs import CostSurface, LiveCosts
 from retriever.tree import DraftTree
 
-_PACE_MEMORY: Final = 0.97
+_MEMORY: Final = 0.97
+_LIKENESS: Final = 0.7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,11 +84,12 @@ class MeasuredBudget:
     """Verifies as much as brings most tokens in a given time.
 
     The first n nodes bring the sum of their probabilities in tokens and make the pass longer.
-    They are worth it where the same time brings fewer tokens otherwise, at the pace that decoding
-    has had lately, drafts included (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492: so the ratio of
-    all tokens to all time is greatest, not that of each step). At worst that is the pace of plain
-    decoding. Probabilities are corrected by outcomes first, costs by what passes take, and a
-    drafter that takes longer than it saves is left alone.
+    They are worth it where the same time brings fewer tokens otherwise, that is at the pace to
+    expect of the steps to come: most tokens for all time want that, not the best ratio of each
+    step (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492). Steps come in runs of like ones, so that
+    pace lies between this step's own and that of late. At worst it is that of plain decoding.
+    Probabilities are corrected by outcomes first, costs by what passes take, and a drafter that
+    takes longer than it saves is left alone.
 
     Args:
         surface: what passes cost.
@@ -99,54 +102,50 @@ class MeasuredBudget:
         self.max_nodes = widest if max_nodes is None else min(max_nodes, widest)
         self._calibration = Calibration()
         self._asking = Asking()
-        self._drafted = DraftTree.empty()
         self._draft_s = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
 
     def ask(self, context: int) -> int:
         """Return the most nodes that pay if all are right; 0 where the drafter does not pay."""
-        extra_s = self._extra_seconds(context)
-        nodes = int(np.argmax(np.arange(len(extra_s)) - self._pace(context) * extra_s))
+        table = self._table(context)
+        certain = np.arange(1, len(table) + 1)
+        nodes = int(np.argmax(certain - table / table[0]))
         return nodes if nodes and self._asking.is_due() else 0
 
     def cut(self, tree: DraftTree, context: int, draft_s: float) -> DraftTree:
         """Return the prefix of the tree that is expected to save most time."""
-        pace = self._pace(context)
         probabilities = self._calibration.corrected(tree)[: self.max_nodes]
-        extra_s = self._extra_seconds(context)[: len(probabilities) + 1]
-        gained = np.concatenate(([0.0], np.cumsum(probabilities))) - pace * extra_s
+        table = self._table(context)[: len(probabilities) + 1]
+        expected = np.cumsum(np.concatenate(([1.0], probabilities)))
+        pace = self._pace(float((expected / table).max()), float(table[0]))
+        gained = expected - pace * table
         nodes = int(np.argmax(gained))
-        self._drafted, self._draft_s = tree, draft_s
-        self._asking.learn(draft_s, float(gained[nodes]) / pace, self._plain_seconds(context))
+        self._draft_s = draft_s
+        saved_s = float(gained[nodes] - gained[0]) / pace
+        self._asking.learn(draft_s, saved_s, float(table[0]))
         return tree.prefix(nodes)
 
     def learn(self, outcome: Outcome) -> None:
         """Take in what a pass over the last tree, or without one, brought and took."""
         tree, path, context = outcome.tree, outcome.path, outcome.context
-        if len(self._drafted):
-            self._calibration.learn(self._drafted, len(tree), path, outcome.next_token)
+        self._calibration.learn(len(tree), path, outcome.next_token)
         self.costs.learn(1 + len(tree), context, outcome.seconds)
-        table = self.costs.table(context)
+        table = self._table(context)
         pass_s = float(table[min(len(tree), len(table) - 1)])
-        self._tokens = _PACE_MEMORY * self._tokens + 1 + len(path)
-        self._seconds = _PACE_MEMORY * self._seconds + pass_s + self._draft_s
-        self._drafted, self._draft_s = DraftTree.empty(), 0.0
+        self._tokens = _MEMORY * self._tokens + 1 + len(path)
+        self._seconds = _MEMORY * self._seconds + pass_s + self._draft_s
+        self._draft_s = 0.0
 
     def halve(self) -> None:
         """Never again verify more than half the nodes."""
         self.max_nodes //= 2
 
-    def _plain_seconds(self, context: int) -> float:
-        return float(self.costs.table(context)[0])
+    def _table(self, context: int) -> NDArray[np.float64]:
+        """Return float64[1 + max_nodes], seconds of a pass with each number of nodes."""
+        return self.costs.table(context)[: self.max_nodes + 1]
 
-    def _extra_seconds(self, context: int) -> NDArray[np.float64]:
-        """Return float64[1 + max_nodes], what each number of nodes adds to a pass."""
-        table = self.costs.table(context)[: self.max_nodes + 1]
-        extra: NDArray[np.float64] = table - table[0]
-        return extra
-
-    def _pace(self, context: int) -> float:
-        """Return tokens per second lately, at least those of plain decoding."""
-        plain = 1 / self._plain_seconds(context)
-        return max(plain, self._tokens / self._seconds) if self._seconds else plain
+    def _pace(self, own: float, plain_s: float) -> float:
+        """Return tokens per second to expect of the next steps, given what this one may have."""
+        late = self._tokens / self._seconds if self._seconds else own
+        return max(math.pow(own, _LIKENESS) * math.pow(late, 1 - _LIKENESS), 1 / plain_s)

@@ -1,5 +1,6 @@
 """How far a drafter's probabilities can be trusted, learned from what became of them."""
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -10,8 +11,20 @@ from retriever.tree import ROOT, DraftTree, Source
 _EDGES: Final = np.array([0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9], np.float32)
 _NUM_SOURCES: Final = max(Source) + 1
 _SHAPE: Final = len(_EDGES) + 1, _NUM_SOURCES
-_DECAY: Final = 0.95
-_PRIOR_NODES: Final = 2.0
+_DECAY: Final = 0.98
+_PRIOR_NODES: Final = 3.0
+_QUICK_DECAY: Final = 0.8
+_SURPRISE: Final = 1.5
+_FORGOTTEN: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draft:
+    """What was drafted last: its tree, the cell of each node, and what was made of it."""
+
+    tree: DraftTree
+    cells: NDArray[np.int64]
+    corrected: NDArray[np.float64]
 
 
 class Calibration:
@@ -20,49 +33,58 @@ class Calibration:
     Histogram binning (Zadrozny and Elkan, 2001) over a fading memory, with a cell for each bin
     of probability and each source. A cell leans on its bin and a bin on the drafter's word, until
     outcomes say otherwise. One draft says of a cell no more than a single sure node would: nodes
-    of one path fall together.
+    of one path fall together. A drafter that is suddenly right again and again is given its word
+    back: most of what spoke against it is forgotten.
     """
 
     def __init__(self) -> None:
         self._expected = np.zeros(_SHAPE)
         self._accepted = np.zeros(_SHAPE)
+        self._surprise = 0.0
+        self._last: _Draft | None = None
 
     def corrected(self, tree: DraftTree) -> NDArray[np.float64]:
-        """Return float64[N], a tree's probabilities corrected; they still fall, from at most 1."""
-        if len(tree) == 0:
-            return np.empty(0)
+        """Return float64[N], a draft's probabilities corrected; they fall, from at most 1."""
         of_bins = _leaning(self._accepted.sum(axis=1), self._expected.sum(axis=1), 1.0)
         trust = _leaning(self._accepted, self._expected, of_bins[:, None])
-        corrected = tree.probabilities * trust.ravel()[_cells(tree)]
+        cells = np.searchsorted(_EDGES, tree.probabilities, side="right") * _NUM_SOURCES
+        cells += tree.sources
+        corrected = np.minimum(tree.probabilities * trust.ravel()[cells], 1.0)
         np.minimum.accumulate(corrected, out=corrected)
-        return np.minimum(corrected, 1.0, out=corrected)
+        self._last = _Draft(tree, cells, corrected)
+        return corrected
 
-    def learn(
-        self, tree: DraftTree, num_verified: int, path: NDArray[np.int64], next_token: int
-    ) -> None:
-        """Take in what became of a draft, that of it too which was not verified.
+    def learn(self, num_verified: int, path: NDArray[np.int64], next_token: int) -> None:
+        """Take in what became of the last draft, that of it too which was not verified.
 
         Nodes beyond the verified ones are wrong unless they go on where the path ended; what
         follows `next_token` there is not known yet, and says nothing.
 
         Args:
-            tree: the whole draft.
-            num_verified: how many of its first nodes were verified.
+            num_verified: how many of the draft's first nodes were verified.
             path: int64[k], those that were accepted, from a child of the root downwards.
             next_token: what the target chose after them.
         """
-        self._expected *= _DECAY
-        self._accepted *= _DECAY
-        if len(tree) == 0:
+        draft, self._last = self._last, None
+        if draft is None or len(draft.tree) == 0:
             return
-        known, came_true = _outcomes(tree, num_verified, path, next_token)
-        cells = _cells(tree)[:known]
-        size = self._expected.size
-        expected = np.bincount(cells, tree.probabilities[:known], minlength=size)
-        accepted = np.bincount(cells[came_true], minlength=size)
+        known, came_true = _outcomes(draft.tree, num_verified, path, next_token)
+        self._notice(draft, is_hit=len(came_true) > 0)
+        cells, size = draft.cells[:known], self._expected.size
+        expected = np.bincount(cells, draft.tree.probabilities[:known], minlength=size)
+        accepted = np.bincount(draft.cells[came_true], minlength=size)
         share = 1 / np.maximum(expected, 1.0)
-        self._expected += (expected * share).reshape(_SHAPE)
-        self._accepted += (accepted * share).reshape(_SHAPE)
+        self._expected = _DECAY * self._expected + (expected * share).reshape(_SHAPE)
+        self._accepted = _DECAY * self._accepted + (accepted * share).reshape(_SHAPE)
+
+    def _notice(self, draft: _Draft, *, is_hit: bool) -> None:
+        """Forget what is out of date: first tokens came true much oftener than was thought."""
+        likely = float(draft.corrected[draft.tree.parents == ROOT].sum())
+        self._surprise = _QUICK_DECAY * self._surprise + is_hit - min(likely, 1.0)
+        if self._surprise > _SURPRISE:
+            self._surprise = 0.0
+            self._expected *= _FORGOTTEN
+            self._accepted *= _FORGOTTEN
 
 
 def _leaning(
@@ -88,9 +110,3 @@ def _outcomes(
     children = np.flatnonzero(tree.parents == node)
     known = int(children[0]) if len(children) else len(tree)
     return known, np.append(path, node)
-
-
-def _cells(tree: DraftTree) -> NDArray[np.int64]:
-    bins = np.searchsorted(_EDGES, tree.probabilities, side="right")
-    cells: NDArray[np.int64] = bins * _NUM_SOURCES + tree.sources
-    return cells

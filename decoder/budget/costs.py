@@ -111,7 +111,9 @@ class LiveCosts:
         error = logarithm - self._load - self._shape_of(width)
         self._load += _LOAD_RATE * _clipped(error)
 
-    def _tell_apart(self, width: int, logarithm: float, before: int, logarithm_before: float) -> None:
+    def _tell_apart(
+        self, width: int, logarithm: float, before: int, logarithm_before: float
+    ) -> None:
         expected = self._shape_of(width) - self._shape_of(before)
         step = _SHAPE_RATE * _clipped(logarithm - logarithm_before - expected)
         self._reshape(width, step)
