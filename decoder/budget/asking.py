@@ -5,7 +5,7 @@ from typing import Final
 
 _RECENT_DRAFTS: Final = 9
 _PROBING_SHARE: Final = 0.01
-_MOST_STEPS: Final = 128
+_MOST_STEPS: Final = 512
 _MEMORY: Final = 0.8
 
 
@@ -14,7 +14,8 @@ class Asking:
 
     A drafter that does not pay is left alone for 1, 2, 4, ... steps, at most for so many that
     asking takes a hundredth of the time. One that takes less than that anyway is asked at every
-    step. The first draft that pays again ends this.
+    step. The first draft that pays again ends this, and one that begins rightly is followed by
+    another at once.
     """
 
     def __init__(self) -> None:
@@ -54,3 +55,7 @@ class Asking:
             longest = min(int(usual_s / (_PROBING_SHARE * plain_s)), _MOST_STEPS)
             self._pause = min(max(1, 2 * self._pause), longest)
         self._waits = self._pause
+
+    def encourage(self) -> None:
+        """Ask again before the next step: the last draft began rightly, though it did not pay."""
+        self._waits = 0

@@ -129,7 +129,9 @@ class MeasuredBudget:
     def learn(self, outcome: Outcome) -> None:
         """Take in what a pass over the last tree, or without one, brought and took."""
         tree, path, context = outcome.tree, outcome.path, outcome.context
-        self._calibration.learn(len(tree), path, outcome.next_token)
+        began_rightly = self._calibration.learn(len(tree), path, outcome.next_token)
+        if began_rightly and len(tree) == 0:
+            self._asking.encourage()
         self.costs.learn(1 + len(tree), context, outcome.seconds)
         table = self._table(context)
         pass_s = float(table[min(len(tree), len(table) - 1)])

@@ -14,7 +14,7 @@ _SHAPE: Final = len(_EDGES) + 1, _NUM_SOURCES
 _DECAY: Final = 0.98
 _PRIOR_NODES: Final = 3.0
 _QUICK_DECAY: Final = 0.8
-_SURPRISE: Final = 1.5
+_SURPRISE: Final = 2.0
 _FORGOTTEN: Final = 0.1
 
 
@@ -54,7 +54,7 @@ class Calibration:
         self._last = _Draft(tree, cells, corrected)
         return corrected
 
-    def learn(self, num_verified: int, path: NDArray[np.int64], next_token: int) -> None:
+    def learn(self, num_verified: int, path: NDArray[np.int64], next_token: int) -> bool:
         """Take in what became of the last draft, that of it too which was not verified.
 
         Nodes beyond the verified ones are wrong unless they go on where the path ended; what
@@ -64,18 +64,23 @@ class Calibration:
             num_verified: how many of the draft's first nodes were verified.
             path: int64[k], those that were accepted, from a child of the root downwards.
             next_token: what the target chose after them.
+
+        Returns:
+            Whether the draft began rightly.
         """
         draft, self._last = self._last, None
         if draft is None or len(draft.tree) == 0:
-            return
+            return False
         known, came_true = _outcomes(draft.tree, num_verified, path, next_token)
-        self._notice(draft, is_hit=len(came_true) > 0)
         cells, size = draft.cells[:known], self._expected.size
         expected = np.bincount(cells, draft.tree.probabilities[:known], minlength=size)
         accepted = np.bincount(draft.cells[came_true], minlength=size)
         share = 1 / np.maximum(expected, 1.0)
         self._expected = _DECAY * self._expected + (expected * share).reshape(_SHAPE)
         self._accepted = _DECAY * self._accepted + (accepted * share).reshape(_SHAPE)
+        is_hit = len(came_true) > 0
+        self._notice(draft, is_hit=is_hit)
+        return is_hit
 
     def _notice(self, draft: _Draft, *, is_hit: bool) -> None:
         """Forget what is out of date: first tokens came true much oftener than was thought."""

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 _LOAD_RATE: Final = 0.1
 _SHAPE_RATE: Final = 0.05
 _MOST_SURPRISE: Final = 0.3
+_MOST_CONTRAST: Final = 0.15
+_FADING: Final = 0.999
 _MOST_SHAPE: Final = math.log(4)
 _FRESH_PASSES: Final = 16
 _CONTEXT_GRAIN: Final = 64
@@ -47,7 +49,8 @@ class CostSurface:
         high = min(max(after, 1), len(self.contexts) - 1)
         low = max(high - 1, 0)
         if high == low:
-            return self._rows[0]
+            only: NDArray[np.float64] = self._rows[0]
+            return only
         span = self.contexts[high] - self.contexts[low]
         share = max(context - self.contexts[low], 0) / span
         table: NDArray[np.float64] = self._rows[low] + share * (self._rows[high] - self._rows[low])
@@ -67,7 +70,8 @@ class LiveCosts:
     Two things differ from what was measured: how busy the machine is, which slows passes of
     every width alike, and how dear some widths are. Only passes that follow one another tell
     widths apart, as they share the machine's load. Errors are taken as logarithms and clipped
-    (Huber, 1964, doi:10.1214/aoms/1177703732), so one slow pass moves nothing by much.
+    (Huber, 1964, doi:10.1214/aoms/1177703732), so one slow pass moves nothing by much, and what
+    was learned of widths fades, so that a width is tried again.
 
     Args:
         surface: what was measured.
@@ -109,13 +113,15 @@ class LiveCosts:
             self._tell_apart(width, logarithm, *self._last)
         self._last = width, logarithm
         error = logarithm - self._load - self._shape_of(width)
-        self._load += _LOAD_RATE * _clipped(error)
+        self._load += _LOAD_RATE * _clipped(error, _MOST_SURPRISE)
 
     def _tell_apart(
         self, width: int, logarithm: float, before: int, logarithm_before: float
     ) -> None:
         expected = self._shape_of(width) - self._shape_of(before)
-        step = _SHAPE_RATE * _clipped(logarithm - logarithm_before - expected)
+        error = logarithm - logarithm_before - expected
+        step = _SHAPE_RATE * _clipped(error, _MOST_CONTRAST)
+        self._shape = [_FADING * share for share in self._shape]
         self._reshape(width, step)
         self._reshape(before, -step)
 
@@ -135,5 +141,5 @@ class LiveCosts:
             self._shape[at] = max(-_MOST_SHAPE, min(_MOST_SHAPE, self._shape[at] + step * part))
 
 
-def _clipped(error: float) -> float:
-    return max(-_MOST_SURPRISE, min(_MOST_SURPRISE, error))
+def _clipped(error: float, most: float) -> float:
+    return max(-most, min(most, error))

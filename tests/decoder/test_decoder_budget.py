@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,9 @@ WIDTHS = (1, 2, 4, 8, 16, 32)
 CHEAP = CostSurface.flat((1, 2, 4), (1.0, 1.2, 1.6))
 DEAR = CostSurface.flat((1, 2, 4, 8, 16, 32), (1.0, 1.6, 1.6, 1.8, 2.3, 3.5))
 MISS = -1
+
+Guess = tuple[DraftTree, int]
+"""A step's draft, and how many nodes of its one path the target agrees with."""
 
 
 def tree_with(probabilities: list[float]) -> DraftTree:
@@ -103,13 +106,10 @@ def test_halving_bounds_what_is_asked_for_and_verified() -> None:
 
 @dataclass
 class Simulated:
-    """Decoding in made-up time: a drafter, how long it takes, and what is accepted of it.
-
-    `guess` returns a step's draft and how many nodes of its one path the target agrees with.
-    """
+    """Decoding in made-up time: a drafter, how long it takes, and what is accepted of it."""
 
     surface: CostSurface
-    guess: Callable[[int], tuple[DraftTree, int]]
+    guess: Callable[[int], Guess]
     draft_s: float = 0.0
     slowness: Callable[[int], float] = lambda _: 1.0
     widths: list[int] = field(default_factory=list)
@@ -148,7 +148,7 @@ def test_widths_approach_the_optimum_found_by_brute_force() -> None:
     rng = np.random.default_rng(0)
     claims = [0.95**depth for depth in range(1, 32)]
 
-    def guess(_: int) -> tuple[DraftTree, int]:
+    def guess(_: int) -> Guess:
         wrong = np.flatnonzero(rng.random(31) > 0.8)
         return chain_of(claims), int(wrong[0]) if len(wrong) else 31
 
@@ -167,7 +167,7 @@ def test_widths_approach_the_optimum_found_by_brute_force() -> None:
 def test_a_drafter_less_sure_than_right_is_raised() -> None:
     rng = np.random.default_rng(0)
 
-    def guess(_: int) -> tuple[DraftTree, int]:
+    def guess(_: int) -> Guess:
         return chain_of([0.45]), int(rng.random() < 0.95)
 
     simulated = Simulated(DEAR, guess)
@@ -231,12 +231,13 @@ def test_a_busy_machine_changes_no_widths() -> None:
 
     widths = []
     for busy in (lambda _: 1.0, slowness):
-        rng = np.random.default_rng(0)
-        simulated = Simulated(
-            DEAR,
-            lambda _, rng=rng: (chain_of([0.9**d for d in range(1, 20)]), rng.geometric(0.1) % 20),
-            slowness=busy,
-        )
+        lengths = iter(np.random.default_rng(0).geometric(0.1, 1500) % 20)
+        claims = chain_of([0.9**depth for depth in range(1, 20)])
+
+        def guess(_: int, claims: DraftTree = claims, lengths: Iterator[int] = lengths) -> Guess:
+            return claims, int(next(lengths))
+
+        simulated = Simulated(DEAR, guess, slowness=busy)
         simulated.run(MeasuredBudget(DEAR), range(1500))
         widths.append(np.mean(simulated.widths[-300:]))
     assert widths[1] == pytest.approx(widths[0], rel=0.15)
