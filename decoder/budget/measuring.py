@@ -15,6 +15,7 @@ DEFAULT_WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_CONTEXTS: Final = (64, 512, 2048)
 DEFAULT_SECONDS: Final = 3.0
 _ENOUGH_ROUNDS: Final = 4
+_MOST_ROUNDS: Final = 12
 _AGREEMENT: Final = 1.08
 _CHECKED_WIDTH: Final = 8
 _CHECKS: Final = 5
@@ -32,10 +33,10 @@ def measure_costs(
 ) -> CostSurface:
     """Time passes of several widths and contexts, in turn, and take the shortest of each.
 
-    What else runs on a machine only ever makes a pass longer. Rounds are repeated until the
-    two shortest passes of every kind agree, so that a busy moment does not pass for a cost.
-    Contexts are made up in the cache instead of read. A sequence in progress is lost; the
-    target is left without one.
+    What else runs on a machine only ever makes a pass longer. Rounds are repeated, a dozen times
+    at most, until the two shortest passes of every kind agree, so that a busy moment does not
+    pass for a cost. Contexts are made up in the cache instead of read. A sequence in progress is
+    lost; the target is left without one.
 
     Args:
         target: the model to measure.
@@ -49,13 +50,17 @@ def measure_costs(
     samples: Samples = {point: [] for point in points}
     must = {(points[0][0], width) for width in widths[:2]}
     deadline = time.perf_counter() + max_seconds
+    held = 0
     for context, width in _rounds(samples):
         is_late = time.perf_counter() > deadline
         if is_late and all(len(samples[point]) > 1 for point in must):
             break
-        if not is_late or (context, width) in must:
+        if is_late and (context, width) not in must:
+            continue
+        if context != held:
             target.pretend(context)
-            samples[context, width].append(time_pass(target, trees[width]))
+            held = context
+        samples[context, width].append(time_pass(target, trees[width]))
     target.reset()
     return _surface(samples)
 
@@ -83,9 +88,11 @@ def time_pass(target: Target, tree: DraftTree) -> float:
 
 
 def _rounds(samples: Samples) -> Iterator[tuple[int, int]]:
-    """Go through all kinds of passes again and again until there is nothing to learn."""
-    while not all(map(_agree, samples.values())):
+    """Go through all kinds of passes again and again as long as there is something to learn."""
+    for _ in range(_MOST_ROUNDS):
         yield from samples
+        if all(map(_agree, samples.values())):
+            break
 
 
 def _agree(taken: list[float]) -> bool:
