@@ -45,8 +45,8 @@ def measure_costs(
         max_seconds: no pass begins later, but for two passes of the two narrowest widths at the
             first context. What was not reached by then is left out of the surface.
     """
-    trees = {width: _bush(width - 1, target.vocabulary_size) for width in widths}
     points = [(context, width) for context in _fitting(contexts, target) for width in widths]
+    trees = {(context, width): _trial(width - 1, context, target) for context, width in points}
     samples: Samples = {point: [] for point in points}
     must = {(points[0][0], width) for width in widths[:2]}
     deadline = time.perf_counter() + max_seconds
@@ -60,7 +60,7 @@ def measure_costs(
         if context != held:
             target.pretend(context)
             held = context
-        samples[context, width].append(time_pass(target, trees[width]))
+        samples[context, width].append(time_pass(target, trees[context, width]))
     target.reset()
     return _surface(samples)
 
@@ -72,7 +72,7 @@ def still_holds(target: Target, surface: CostSurface) -> bool:
     """
     context = surface.contexts[0]
     width = max(width for width in surface.widths if width <= _CHECKED_WIDTH)
-    tree = _bush(width - 1, target.vocabulary_size)
+    tree = _trial(width - 1, context, target)
     target.pretend(context)
     seconds = min(time_pass(target, tree) for _ in range(_CHECKS))
     target.reset()
@@ -119,11 +119,16 @@ def _fitting(contexts: Sequence[int], target: Target) -> list[int]:
     return sorted({max(1, min(context, room)) for context in contexts})
 
 
-def _bush(num_nodes: int, vocabulary_size: int) -> DraftTree:
-    """Return a tree of depth one: a pass costs the same for every shape."""
+def _trial(num_nodes: int, context: int, target: Target) -> DraftTree:
+    """Return a tree to time; a pass costs the same for every shape.
+
+    A chain, which every target can verify, or a bush where a chain would pass the model's limit.
+    """
+    fits = target.max_length is None or context + num_nodes < target.max_length
+    nodes = np.arange(num_nodes, dtype=np.int32)
     return DraftTree(
-        np.arange(num_nodes, dtype=np.int32) % vocabulary_size,
-        np.full(num_nodes, ROOT, np.int32),
+        nodes % target.vocabulary_size,
+        nodes - 1 if fits else np.full(num_nodes, ROOT, np.int32),
         np.zeros(num_nodes, np.float32),
         np.full(num_nodes, Source.UNSPECIFIED, np.uint8),
     )

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks import exactness
+from benchmarks import greedy_exactness
 from decoder.budget.store import DIRECTORY_VARIABLE
 from decoder.contenders import FOREDRAFT, Contender, Run, contenders
 
@@ -50,9 +50,9 @@ def command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str:
-    monkeypatch.setattr(sys, "argv", ["exactness", *arguments])
+    monkeypatch.setattr(sys, "argv", ["greedy_exactness", *arguments])
     with pytest.raises(SystemExit) as stop:
-        exactness.main()
+        greedy_exactness.main()
     return stop.value.code or 0
 
 
@@ -99,7 +99,7 @@ def test_a_difference_is_found_where_it_is(
 
         return {**ways, FOREDRAFT: wrong}
 
-    monkeypatch.setattr(exactness, "contenders", planted)
+    monkeypatch.setattr(greedy_exactness, "contenders", planted)
     assert run(monkeypatch, *command, "--limit", "1") == 1
     result = json.loads(capsys.readouterr().out)
     assert result["identical"] == 0

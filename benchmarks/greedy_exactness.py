@@ -1,6 +1,6 @@
 """Whether greedy decoding with drafts writes what `model.generate` writes, token for token.
 
-    python -m benchmarks.exactness --prompts spec-bench.questions.jsonl.gz --output exact.jsonl
+    python -m benchmarks.greedy_exactness --prompts questions.jsonl.gz --output exact.jsonl
 
 Both decode every prompt in float32, the decoder as it comes: measured budget, and a drafter that
 remembers its answers to earlier prompts. The first line of the file says how; each line after it is
