@@ -38,18 +38,19 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._expected = np.zeros(_SHAPE)
-        self._accepted = np.zeros(_SHAPE)
+        self._counts = np.zeros((2, *_SHAPE))  # nodes expected to come true, and those that did
         self._surprise = 0.0
         self._last: _Draft | None = None
 
     def corrected(self, tree: DraftTree) -> NDArray[np.float64]:
         """Return float64[N], a draft's probabilities corrected; they fall, from at most 1."""
-        of_bins = _leaning(self._accepted.sum(axis=1), self._expected.sum(axis=1), 1.0)
-        trust = _leaning(self._accepted, self._expected, of_bins[:, None])
+        expected, accepted = self._counts.sum(axis=2, keepdims=True) + _PRIOR_NODES
+        of_bins = accepted / expected
+        trust = (self._counts[1] + _PRIOR_NODES * of_bins) / (self._counts[0] + _PRIOR_NODES)
         cells = np.searchsorted(_EDGES, tree.probabilities, side="right") * _NUM_SOURCES
         cells += tree.sources
-        corrected = np.minimum(tree.probabilities * trust.ravel()[cells], 1.0)
+        corrected: NDArray[np.float64] = tree.probabilities * trust.ravel()[cells]
+        np.minimum(corrected, 1.0, out=corrected)
         np.minimum.accumulate(corrected, out=corrected)
         self._last = _Draft(tree, cells, corrected)
         return corrected
@@ -72,12 +73,13 @@ class Calibration:
         if draft is None or len(draft.tree) == 0:
             return False
         known, came_true = _outcomes(draft.tree, num_verified, path, next_token)
-        cells, size = draft.cells[:known], self._expected.size
+        cells, size = draft.cells[:known], self._counts[0].size
         expected = np.bincount(cells, draft.tree.probabilities[:known], minlength=size)
         accepted = np.bincount(draft.cells[came_true], minlength=size)
         share = 1 / np.maximum(expected, 1.0)
-        self._expected = _DECAY * self._expected + (expected * share).reshape(_SHAPE)
-        self._accepted = _DECAY * self._accepted + (accepted * share).reshape(_SHAPE)
+        self._counts *= _DECAY
+        self._counts[0] += (expected * share).reshape(_SHAPE)
+        self._counts[1] += (accepted * share).reshape(_SHAPE)
         is_hit = len(came_true) > 0
         self._notice(draft, is_hit=is_hit)
         return is_hit
@@ -88,18 +90,7 @@ class Calibration:
         self._surprise = _QUICK_DECAY * self._surprise + is_hit - min(likely, 1.0)
         if self._surprise > _SURPRISE:
             self._surprise = 0.0
-            self._expected *= _FORGOTTEN
-            self._accepted *= _FORGOTTEN
-
-
-def _leaning(
-    accepted: NDArray[np.float64],
-    expected: NDArray[np.float64],
-    prior: float | NDArray[np.float64],
-) -> NDArray[np.float64]:
-    """Return ratios that lean on a prior where there are few outcomes."""
-    leaning: NDArray[np.float64] = (accepted + _PRIOR_NODES * prior) / (expected + _PRIOR_NODES)
-    return leaning
+            self._counts *= _FORGOTTEN
 
 
 def _outcomes(

@@ -82,7 +82,9 @@ class LiveCosts:
         widths = np.array(surface.widths, np.float64)
         places = np.interp(np.arange(1, widths[-1] + 1), widths, np.arange(len(widths)))
         self._places = places
-        self._below: list[int] = np.minimum(places, len(widths) - 2).astype(int).tolist()
+        below = np.maximum(np.minimum(places.astype(int), len(widths) - 2), 0)
+        self._below: list[int] = below.tolist()
+        self._shares: list[float] = (places - below).tolist()
         self._load = 0.0
         self._shape = [0.0] * len(widths)
         self._last: tuple[int, float] | None = None
@@ -127,17 +129,16 @@ class LiveCosts:
 
     def _shape_of(self, width: int) -> float:
         below = self._below[width - 1]
-        if len(self._shape) == 1:
-            return self._shape[0]
-        share = float(self._places[width - 1]) - below
+        share = self._shares[width - 1]
+        if share == 0:
+            return self._shape[below]
         return self._shape[below] * (1 - share) + self._shape[below + 1] * share
 
     def _reshape(self, width: int, step: float) -> None:
-        if len(self._shape) == 1:
-            return
-        below = self._below[width - 1]
-        share = float(self._places[width - 1]) - below
+        below, share = self._below[width - 1], self._shares[width - 1]
         for at, part in ((below, 1 - share), (below + 1, share)):
+            if part == 0:
+                continue
             self._shape[at] = max(-_MOST_SHAPE, min(_MOST_SHAPE, self._shape[at] + step * part))
 
 
