@@ -1,3 +1,5 @@
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ from decoder.assembly import assemble
 from decoder.bench import BenchOptions, run_benchmark
 from decoder.bench_figures import Comparison, summarize, time_per_step
 from decoder.bench_table import table_of
+from decoder.commands import main
 from decoder.contenders import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED, Run
 from decoder.models import LanguageModel, ModelOptions, load_model
 from decoder.prompts import Prompt, read_prompts
@@ -115,3 +118,25 @@ def test_so_many_prompts_of_each_category(questions: Path) -> None:
 def test_the_prompts_chosen_not_to_repeat_can_be_read() -> None:
     prompts = read_prompts(UNREPETITIVE)
     assert len({prompt.text for prompt in prompts}) == len(prompts) >= 10
+
+
+def test_the_command_warms_repeats_and_keeps_what_it_measured(
+    model_directory: Path,
+    questions: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--model", str(model_directory), "--prompts", str(questions), "--json"]
+    arguments += ["--max-new-tokens", "4", "--per-category", "1", "--repeat", "2"]
+    arguments += ["--warm", str(questions), "--warm-limit", "3"]
+    arguments += ["--cost-cache", str(tmp_path / "costs")]
+    monkeypatch.setattr(sys, "argv", ["decoder", "bench", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    report = json.loads(capsys.readouterr().out)
+    assert report["overall"]["num_prompts"] == report["repeat"] == 2
+    assert report["warm"]["num_prompts"] == 3
+    assert report["warm"]["left_out_as_measured"] == 2
+    assert len(list((tmp_path / "costs").iterdir())) == 1
