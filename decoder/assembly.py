@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from decoder.budget.budget import MeasuredBudget, measure_costs
+from decoder.budget.budget import MeasuredBudget
+from decoder.budget.store import CostStore, known_costs
 from decoder.drafters.loading import DraftModelOptions, load_draft_model
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Decoder
@@ -129,9 +130,19 @@ def draft_model_options(name: str | None, num_tokens: int | None) -> DraftModelO
 
 
 def assemble(
-    language_model: LanguageModel, drafter: Drafter, accept: AcceptRule = accept_greedy
+    language_model: LanguageModel,
+    drafter: Drafter,
+    accept: AcceptRule = accept_greedy,
+    *,
+    costs: CostStore | None = None,
 ) -> Decoder:
-    """Build a decoder that has measured what its model's passes cost.
+    """Build a decoder that knows what its model's passes cost.
+
+    Args:
+        language_model: the target.
+        drafter: whose guesses it verifies.
+        accept: which of them are kept.
+        costs: where what was measured is kept for the next start; `None` to measure always.
 
     Warns where the model's generation_config asks for more than the most probable token.
 
@@ -150,7 +161,7 @@ def assemble(
     return Decoder(
         target,
         drafter,
-        MeasuredBudget(measure_costs(target)),
+        MeasuredBudget(known_costs(target, language_model.model, costs)),
         accept,
         language_model.stop_ids,
         drafter_vocabulary=language_model.vocabulary.size,

@@ -1,28 +1,22 @@
 """Measuring this decoder against transformers' own plain generation and prompt lookup."""
 
-import os
-import platform
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from decoder.bench_figures import Comparison, summarize
 from decoder.budget.budget import Budget, MeasuredBudget
-from decoder.contenders import FOREDRAFT, PLAIN, PROMPT_LOOKUP, Contender, Run, contenders
+from decoder.contenders import Contender, Run, contenders
 from decoder.errors import InvalidPromptError
 from decoder.loop import Decoder
+from decoder.machine import describe_machine, versions
 from decoder.models import LanguageModel
 from decoder.prompts import Prompt
-from decoder.statistics import Statistics
 from decoder.target.target import Target
 
 _WARM_UP_TEXT = "Count from one to ten."
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +37,28 @@ Track = Callable[[Sequence[Case]], Iterable[Case]]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """One prompt decoded in every way.
+class BenchOptions:
+    """How a benchmark is run.
 
     Attributes:
-        category: the prompt's.
-        runs: contender's name to what it did.
+        max_new_tokens: most tokens for each prompt.
+        repeat: rounds of each prompt; the fastest run of each way counts.
+        warm: prompts that are answered beforehand, so that the drafter has answers to draw on.
+            Those that are measured, too, are left out.
+        warm_limit: most of them, the others left out.
     """
 
-    category: str
-    runs: dict[str, Run]
+    max_new_tokens: int
+    repeat: int = 1
+    warm: Sequence[Prompt] = field(default=())
+    warm_limit: int | None = None
 
 
 def run_benchmark(
     language_model: LanguageModel,
     decoder: Decoder,
     prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
+    options: BenchOptions,
     track: Track = iter,
 ) -> dict[str, Any]:
     """Compare the ways of decoding and report it with the circumstances.
@@ -72,7 +70,7 @@ def run_benchmark(
         language_model: the model of all contenders.
         decoder: made for it, greedy.
         prompts: what to decode.
-        max_new_tokens: most tokens for each prompt.
+        options: how.
         track: shows progress.
 
     Returns:
@@ -85,13 +83,16 @@ def run_benchmark(
     cases = fitting(language_model, decoder.target, prompts)
     if not cases:
         raise InvalidPromptError(f"the model can take none of the {len(prompts)} prompts")
-    ways = contenders(language_model, decoder, max_new_tokens)
+    warm = warm_up(language_model, decoder, prompts, options, track)
+    ways = contenders(language_model, decoder, options.max_new_tokens)
     return {
-        **summarize(compare(language_model, ways, track(cases))),
+        **summarize(compare(language_model, ways, track(cases), options.repeat)),
         "skipped": len(prompts) - len(cases),
         **circumstances(language_model),
         "cost_curve": _curve(decoder.budget),
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": options.max_new_tokens,
+        "repeat": options.repeat,
+        "warm": warm,
         "generations": "warm: the drafter remembers its answers to earlier prompts of the run",
     }
 
@@ -106,33 +107,47 @@ def fitting(language_model: LanguageModel, target: Target, prompts: Iterable[Pro
     return cases
 
 
+def warm_up(
+    language_model: LanguageModel,
+    decoder: Decoder,
+    measured: Sequence[Prompt],
+    options: BenchOptions,
+    track: Track = iter,
+) -> dict[str, int]:
+    """Answer prompts that are not measured, and return how many and with how many tokens."""
+    texts = {prompt.text.strip() for prompt in measured}
+    others = [prompt for prompt in options.warm if prompt.text.strip() not in texts]
+    cases = fitting(language_model, decoder.target, others)[: options.warm_limit]
+    num_tokens = sum(
+        len(tokens)
+        for case in track(cases)
+        for tokens in decoder.generate(case.token_ids, options.max_new_tokens)
+    )
+    left_out = len(options.warm) - len(others)
+    return {"num_prompts": len(cases), "num_tokens": num_tokens, "left_out_as_measured": left_out}
+
+
 def compare(
-    language_model: LanguageModel, ways: dict[str, Contender], cases: Iterable[Case]
+    language_model: LanguageModel,
+    ways: dict[str, Contender],
+    cases: Iterable[Case],
+    repeat: int = 1,
 ) -> list[Comparison]:
-    """Decode every case in every way, in an order that rotates from prompt to prompt."""
+    """Decode every case in every way, in an order that rotates from round to round.
+
+    Of several rounds the fastest run of each way is kept. Answers are remembered in the last
+    alone: nobody drafts from an answer to the same prompt.
+    """
     for contender in ways.values():
         contender(language_model.encode(_WARM_UP_TEXT), remember=False)
-    return [
-        Comparison(case.category, _in_turn(ways, case.token_ids, number))
-        for number, case in enumerate(cases)
-    ]
-
-
-def _in_turn(ways: dict[str, Contender], tokens: list[int], number: int) -> dict[str, Run]:
-    names = list(ways)
-    first = number % len(names)
-    return {name: ways[name](tokens, remember=True) for name in [*names[first:], *names[:first]]}
-
-
-def summarize(comparisons: list[Comparison]) -> dict[str, Any]:
-    """Return the figures of all prompts (`overall`) and of each category (`categories`)."""
-    categories: dict[str, list[Comparison]] = {}
-    for comparison in comparisons:
-        categories.setdefault(comparison.category, []).append(comparison)
-    return {
-        "overall": _figures(comparisons),
-        "categories": {name: _figures(members) for name, members in categories.items()},
-    }
+    comparisons = []
+    for number, case in enumerate(cases):
+        rounds = [
+            _in_turn(ways, case.token_ids, number * repeat + turn, remember=turn == repeat - 1)
+            for turn in range(repeat)
+        ]
+        comparisons.append(Comparison(case.category, _fastest(rounds)))
+    return comparisons
 
 
 def circumstances(language_model: LanguageModel) -> dict[str, Any]:
@@ -143,71 +158,33 @@ def circumstances(language_model: LanguageModel) -> dict[str, Any]:
         "model": language_model.name,
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "device": str(parameter.device),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("foredraft", "torch", "transformers")},
-        },
-        "machine": {
-            "architecture": platform.machine(),
-            "cpu": _cpu_name(),
-            "num_cpus": os.cpu_count(),
-            "torch_threads": torch.get_num_threads(),
-        },
+        "versions": versions(),
+        "machine": describe_machine(),
     }
 
 
-def _cpu_name() -> str:
-    """Return the processor's name as the system knows it; empty where it does not."""
-    with suppress(OSError):
-        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
+def _in_turn(
+    ways: dict[str, Contender], tokens: list[int], number: int, *, remember: bool
+) -> dict[str, Run]:
+    names = list(ways)
+    first = number % len(names)
+    order = [*names[first:], *names[:first]]
+    return {name: ways[name](tokens, remember=remember) for name in order}
 
 
-def _curve(budget: Budget) -> dict[str, float]:
-    """Return seconds by width, as measured at the start; nothing for budgets without costs."""
+def _fastest(rounds: list[dict[str, Run]]) -> dict[str, Run]:
+    return {
+        name: min((runs[name] for runs in rounds), key=lambda run: run.seconds)
+        for name in rounds[0]
+    }
+
+
+def _curve(budget: Budget) -> dict[str, dict[str, float]]:
+    """Return seconds by context and width, as measured; nothing for budgets without costs."""
     if not isinstance(budget, MeasuredBudget):
         return {}
-    curve = budget.curve
-    return {str(width): s for width, s in zip(curve.widths, curve.seconds, strict=True)}
-
-
-def _figures(comparisons: list[Comparison]) -> dict[str, Any]:
-    """Return one category's figures; ratios are of seconds per token, sums over sums."""
-    runs = {name: [c.runs[name] for c in comparisons] for name in comparisons[0].runs}
-    pace = {name: _seconds_per_token(members) for name, members in runs.items()}
-    total = Statistics()
-    for run in runs[FOREDRAFT]:
-        total.add(run.statistics)
+    surface = budget.costs.surface
     return {
-        "num_prompts": len(comparisons),
-        "speedup_over_plain": pace[PLAIN] / pace[FOREDRAFT],
-        "speedup_over_prompt_lookup": pace[PROMPT_LOOKUP] / pace[FOREDRAFT],
-        "prompt_lookup_speedup_over_plain": pace[PLAIN] / pace[PROMPT_LOOKUP],
-        "mean_accepted_tokens": _tokens_per_pass(runs[FOREDRAFT]),
-        "prompt_lookup_mean_accepted_tokens": _tokens_per_pass(runs[PROMPT_LOOKUP]),
-        "identical": _num_identical(runs[FOREDRAFT], runs[PLAIN]),
-        "prompt_lookup_identical": _num_identical(runs[PROMPT_LOOKUP], runs[PLAIN]),
-        "tokens_per_second": {name: 1 / seconds for name, seconds in pace.items()},
-        "num_tokens": {name: _num_tokens(members) for name, members in runs.items()},
-        "num_passes": {name: sum(r.num_passes for r in members) for name, members in runs.items()},
-        "foredraft": total.report(),
+        str(context): {str(width): s for width, s in zip(surface.widths, row, strict=True)}
+        for context, row in zip(surface.contexts, surface.seconds, strict=True)
     }
-
-
-def _num_tokens(runs: list[Run]) -> int:
-    return sum(len(run.token_ids) for run in runs)
-
-
-def _seconds_per_token(runs: list[Run]) -> float:
-    return sum(run.seconds for run in runs) / _num_tokens(runs)
-
-
-def _tokens_per_pass(runs: list[Run]) -> float:
-    return _num_tokens(runs) / sum(run.num_passes for run in runs)
-
-
-def _num_identical(runs: list[Run], plain: list[Run]) -> int:
-    pairs = zip(runs, plain, strict=True)
-    return sum(run.token_ids == reference.token_ids for run, reference in pairs)

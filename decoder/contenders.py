@@ -8,6 +8,8 @@ from typing import Any, Final, Protocol
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
+from decoder.budget.budget import FixedBudget
+from decoder.drafters.session import NoDrafter
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
 from decoder.sampling.settings import without_own_settings
@@ -17,6 +19,8 @@ from decoder.target.target import Target
 PLAIN: Final = "plain"
 PROMPT_LOOKUP: Final = "prompt_lookup"
 FOREDRAFT: Final = "foredraft"
+UNDRAFTED: Final = "undrafted"
+"""This package's own loop and target without drafts, so that drafting alone can be credited."""
 PROMPT_LOOKUP_TOKENS: Final = 10
 """Tokens that prompt lookup proposes; transformers' documentation uses 3 and 10, 10 is faster."""
 
@@ -49,16 +53,18 @@ class Contender(Protocol):
 def contenders(
     language_model: LanguageModel, decoder: Decoder, max_new_tokens: int
 ) -> dict[str, Contender]:
-    """Return the ways of decoding by name: transformers' own two, and a decoder's.
+    """Return the ways of decoding by name: transformers' own two, a decoder's, and undrafted.
 
     All have the same limit of tokens, near the model's own limit too, and none applies what the
     model's generation_config asks for: this decoder cannot.
     """
     target = decoder.target
+    undrafted = Decoder(target, NoDrafter(), FixedBudget(0), decoder.accept, decoder.stop_ids)
     lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
     return {
         PLAIN: LibraryContender(language_model, target, max_new_tokens),
         PROMPT_LOOKUP: LibraryContender(language_model, target, max_new_tokens, lookup),
+        UNDRAFTED: OwnContender(undrafted, max_new_tokens),
         FOREDRAFT: OwnContender(decoder, max_new_tokens),
     }
 

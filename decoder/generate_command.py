@@ -11,6 +11,7 @@ import typer
 
 from decoder.answers import Answerer, Printer
 from decoder.assembly import DrafterOptions, accept_rule, assemble, draft_model_options
+from decoder.budget.store import store_at
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError
 from decoder.generate import AnswerOptions
 from decoder.interruption import Interruption
@@ -19,6 +20,7 @@ from decoder.models import Attention, LanguageModel, Precision, PreparedModel, p
 from decoder.options import (
     AsJson,
     AttentionKind,
+    CostCache,
     Device,
     DraftModel,
     DraftVocabulary,
@@ -92,6 +94,7 @@ def generate_command(
     device: Device = "cpu",
     attention: AttentionKind = Attention.SDPA,
     no_chat_template: NoChatTemplate = False,
+    cost_cache: CostCache = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt, or each of a file; text goes to standard output, figures to standard error.
@@ -120,7 +123,9 @@ def generate_command(
         writer = stack.enter_context(TraceWriter(trace, prepared.tokenizer)) if trace else None
         language_model = _stopping_at(extra_ids, prepared.load())
         drafter = stack.enter_context(drafter_options.connect(language_model))
-        decoder = assemble(language_model, drafter, accept_rule(temperature, seed))
+        decoder = assemble(
+            language_model, drafter, accept_rule(temperature, seed), costs=store_at(cost_cache)
+        )
         answerer = Answerer(
             decoder, language_model, options, printer, writer=writer, interruption=interruption
         )

@@ -8,7 +8,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.budget.budget import Budget
+from decoder.budget.budget import Budget, Outcome
 from decoder.drafters.learning import Verified
 from decoder.drafters.session import Backoff, DraftLimits, DraftSession
 from decoder.errors import DecoderBusyError, GenerationStartedError
@@ -158,7 +158,7 @@ class Generation:
     def _begin(self) -> list[int]:
         """Read the prompt and commit the first token."""
         tree = DraftTree.empty()
-        with self.statistics.charging("target_s"):
+        with self.statistics.charging("target_s"), self.statistics.charging("prompt_s"):
             logits = self._target.prefill(self._prompt)
             path, next_token = self._accept(tree, logits, self._place())
         self._learn(Verified(int(self._prompt[-1]), tree, logits, path, next_token))
@@ -167,10 +167,13 @@ class Generation:
     def _step(self) -> list[int]:
         """Commit the next tokens; always at least one."""
         tree = self._draft()
+        before_s = self.statistics.target_s
         with self.statistics.charging("target_s"):
             logits = self._target.verify(self._last_token, tree)
             path, next_token = self._accept(tree, logits, self._place())
             self._target.commit(path)
+        context, pass_s = len(self._sequence.tokens), self.statistics.target_s - before_s
+        self._budget.learn(Outcome(tree, path, next_token, context, pass_s))
         self._learn(Verified(self._last_token, tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
 
@@ -178,7 +181,6 @@ class Generation:
         return Place(self._number, self._sequence.tokens)
 
     def _learn(self, verified: Verified) -> None:
-        self._budget.learn(verified.tree, verified.path)
         with self.statistics.charging("draft_s"):
             self._session.learn(verified)
 
@@ -210,14 +212,17 @@ class Generation:
 
     def _draft(self) -> DraftTree:
         """Return the part of a draft that pays and that there is room for."""
-        max_depth = self._remaining - 1
         self._drafted = DraftTree.empty()
-        if max_depth == 0 or self._budget.max_nodes == 0:
+        max_depth, context = self._remaining - 1, len(self._sequence.tokens)
+        max_nodes = self._budget.ask(context) if max_depth else 0
+        if max_nodes == 0:
             return DraftTree.empty()
+        before_s = self.statistics.draft_s
         with self.statistics.charging("draft_s"):
-            tree = self._session.draft(self._budget.max_nodes)
+            tree = self._session.draft(max_nodes)
         self._drafted = within_depth(tree, max_depth)
-        return self._budget.cut(self._drafted)
+        draft_s = self.statistics.draft_s - before_s
+        return self._budget.cut(self._drafted, context, draft_s)
 
     def _emit(self, tree: DraftTree, path: NDArray[np.int64], next_token: int) -> list[int]:
         """Take what was accepted up to the limit or the first stop."""

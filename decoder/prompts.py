@@ -30,7 +30,9 @@ class Prompt:
     line: int = field(default=0, compare=False)
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+def read_prompts(
+    path: Path, limit: int | None = None, per_category: int | None = None
+) -> list[Prompt]:
     """Read a file of prompts, which may be compressed with gzip (`.gz`).
 
     Args:
@@ -38,6 +40,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
             arXiv:2401.07851), `{"question_id", "category", "turns"}`, of which the first turn
             is used; or one prompt a line.
         limit: most prompts to return, spread evenly over the categories.
+        per_category: most prompts of each category.
 
     Raises:
         PromptFileError: the file cannot be read, holds no prompt, or a line is malformed.
@@ -50,7 +53,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     prompts = [_parsed(line, path, number) for number, line in numbered if line]
     if not prompts:
         raise PromptFileError(f"{path} holds no prompt")
-    return list(islice(_spread(prompts), limit))
+    return list(islice(_spread(prompts, per_category), limit))
 
 
 def read_text(stream: BinaryIO) -> str:
@@ -82,12 +85,13 @@ def _opened(path: Path) -> TextIO:
     return path.open(encoding="utf-8")
 
 
-def _spread(prompts: list[Prompt]) -> Iterator[Prompt]:
+def _spread(prompts: list[Prompt], per_category: int | None) -> Iterator[Prompt]:
     """Take the categories in turn, so that any number of prompts has them evenly."""
     categories: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         categories.setdefault(prompt.category, []).append(prompt)
-    rounds = chain.from_iterable(zip_longest(*categories.values()))
+    members = (category[:per_category] for category in categories.values())
+    rounds = chain.from_iterable(zip_longest(*members))
     return (prompt for prompt in rounds if prompt is not None)
 
 

@@ -1,162 +1,153 @@
 """How much of a draft is worth verifying: the cost of a pass against what it may bring."""
 
-import time
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from decoder.budget.asking import Asking
 from decoder.budget.calibration import Calibration
-from decoder.sampling.verification import follow
-from decoder.target.target import Target
-from retriever.tree import ROOT, DraftTree, Source
+from decoder.budget.costs import CostSurface, LiveCosts
+from retriever.tree import DraftTree
 
-DEFAULT_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-_CONTEXT_TOKENS = 64
-_ENOUGH_ROUNDS = 4
-_AGREEMENT = 1.08
-_MIN_ROUNDS = 2  # the first pass of a shape also pays for kernels and buffers
+_MEMORY: Final = 0.97
+_LIKENESS: Final = 0.7
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What a pass brought and took.
+
+    Attributes:
+        tree: what was verified, empty for a plain step.
+        path: int64[k], the nodes of it that were accepted.
+        next_token: the target's choice after them.
+        context: tokens of the sequence before the pass.
+        seconds: what the pass took, the wait for its choices included.
+    """
+
+    tree: DraftTree
+    path: NDArray[np.int64]
+    next_token: int
+    context: int
+    seconds: float
 
 
 class Budget(Protocol):
-    """Decides how many nodes of a tree are verified."""
+    """Decides whether a drafter is asked, and how many nodes of its tree are verified.
 
-    @property
-    def max_nodes(self) -> int:
-        """Most nodes that could ever pay: a drafter need not send more."""
+    In each step `ask` is called, then `cut` if there is a draft, then `learn`.
+    """
+
+    def ask(self, context: int) -> int:
+        """Return the most nodes that could pay behind `context` tokens; 0 to ask nobody."""
         ...
 
-    def cut(self, tree: DraftTree) -> DraftTree:
-        """Return the prefix of the tree that is worth verifying."""
+    def cut(self, tree: DraftTree, context: int, draft_s: float) -> DraftTree:
+        """Return the prefix of a tree, drafted in `draft_s` seconds, that is worth verifying."""
         ...
 
-    def learn(self, tree: DraftTree, path: NDArray[np.int64]) -> None:
-        """Take in that of a verified tree the nodes in `path`, int64[k], were accepted."""
+    def learn(self, outcome: Outcome) -> None:
+        """Take in what a pass over the last tree, or without one, brought and took."""
+        ...
+
+    def halve(self) -> None:
+        """Never again verify more than half the nodes: there is no memory for them."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FixedBudget:
     """Verifies the first `max_nodes` nodes, whatever they cost."""
 
     max_nodes: int
 
-    def cut(self, tree: DraftTree) -> DraftTree:
+    def ask(self, context: int) -> int:  # noqa: ARG002  the protocol's
+        """Return `max_nodes`."""
+        return self.max_nodes
+
+    def cut(self, tree: DraftTree, context: int, draft_s: float) -> DraftTree:  # noqa: ARG002
         """Return the first `max_nodes` nodes."""
         return tree.prefix(self.max_nodes)
 
-    def learn(self, tree: DraftTree, path: NDArray[np.int64]) -> None:
+    def learn(self, outcome: Outcome) -> None:
         """Take in an outcome; nothing follows from it."""
 
-
-@dataclass(frozen=True, slots=True)
-class CostCurve:
-    """What one pass of the target costs at several widths.
-
-    Attributes:
-        widths: tokens in a pass, rising from 1.
-        seconds: what a pass of each width took.
-    """
-
-    widths: tuple[int, ...]
-    seconds: tuple[float, ...]
-
-    def table(self) -> NDArray[np.float64]:
-        """Return float64[W], seconds of a pass of 1, 2, ..., W tokens, W the largest width.
-
-        Linear between the measured widths, and never falling: where a narrow pass was
-        measured slower than a wider one, the wider one is held for as slow.
-        """
-        seconds = np.maximum.accumulate(self.seconds)
-        return np.interp(np.arange(1, self.widths[-1] + 1), self.widths, seconds)
+    def halve(self) -> None:
+        """Verify half as many from now on."""
+        self.max_nodes //= 2
 
 
 class MeasuredBudget:
-    """Cuts a tree where expected tokens per second peak.
+    """Verifies as much as brings most tokens in a given time.
 
-    The first n nodes bring 1 + (sum of their probabilities) tokens, the target's own token
-    included, for a pass of 1 + n tokens. Zero nodes are taken where none pays. Probabilities
-    are corrected by outcomes first, so that a drafter too sure of itself costs little.
+    The first n nodes bring the sum of their probabilities in tokens and make the pass longer.
+    They are worth it where the same time brings fewer tokens otherwise, that is at the pace to
+    expect of the steps to come: most tokens for all time want that, not the best ratio of each
+    step (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492). Steps come in runs of like ones, so that
+    pace lies between this step's own and that of late. At worst it is that of plain decoding.
+    Probabilities are corrected by outcomes first, costs by what passes take, and a drafter that
+    takes longer than it saves is left alone.
 
     Args:
-        curve: the target's costs.
+        surface: what passes cost.
+        max_nodes: never verify more; `None` for as many as the surface is wide.
     """
 
-    def __init__(self, curve: CostCurve) -> None:
-        self.curve = curve
+    def __init__(self, surface: CostSurface, max_nodes: int | None = None) -> None:
+        self.costs = LiveCosts(surface)
+        widest = surface.widths[-1] - 1
+        self.max_nodes = widest if max_nodes is None else min(max_nodes, widest)
         self._calibration = Calibration()
-        table = curve.table()
-        # Average gain never rises along a tree, so where certain nodes stop paying, all do.
-        self.max_nodes = int(np.argmax(np.arange(1, len(table) + 1) / table))
-        self._seconds = table[: self.max_nodes + 1]
+        self._asking = Asking()
+        self._draft_s = 0.0
+        self._tokens = 0.0
+        self._seconds = 0.0
 
-    def cut(self, tree: DraftTree) -> DraftTree:
-        """Return the prefix of the tree that is expected to give most tokens per second."""
+    def ask(self, context: int) -> int:
+        """Return the most nodes that pay if all are right; 0 where the drafter does not pay."""
+        table = self._table(context)
+        certain = np.arange(1, len(table) + 1)
+        nodes = int(np.argmax(certain - table / table[0]))
+        return nodes if nodes and self._asking.is_due() else 0
+
+    def cut(self, tree: DraftTree, context: int, draft_s: float) -> DraftTree:
+        """Return the prefix of the tree that is expected to save most time."""
         probabilities = self._calibration.corrected(tree)[: self.max_nodes]
+        table = self._table(context)[: len(probabilities) + 1]
         expected = np.cumsum(np.concatenate(([1.0], probabilities)))
-        return tree.prefix(int(np.argmax(expected / self._seconds[: len(expected)])))
+        pace = self._pace(float((expected / table).max()), float(table[0]))
+        gained = expected - pace * table
+        nodes = int(np.argmax(gained))
+        self._draft_s = draft_s
+        saved_s = float(gained[nodes] - gained[0]) / pace
+        self._asking.learn(draft_s, saved_s, float(table[0]))
+        return tree.prefix(nodes)
 
-    def learn(self, tree: DraftTree, path: NDArray[np.int64]) -> None:
-        """Take in that of a verified tree the nodes in `path`, int64[k], were accepted."""
-        self._calibration.learn(tree, path)
+    def learn(self, outcome: Outcome) -> None:
+        """Take in what a pass over the last tree, or without one, brought and took."""
+        tree, path, context = outcome.tree, outcome.path, outcome.context
+        began_rightly = self._calibration.learn(len(tree), path, outcome.next_token)
+        if began_rightly and len(tree) == 0:
+            self._asking.encourage()
+        self.costs.learn(1 + len(tree), context, outcome.seconds)
+        table = self._table(context)
+        pass_s = float(table[min(len(tree), len(table) - 1)])
+        self._tokens = _MEMORY * self._tokens + 1 + len(path)
+        self._seconds = _MEMORY * self._seconds + pass_s + self._draft_s
+        self._draft_s = 0.0
 
+    def halve(self) -> None:
+        """Never again verify more than half the nodes."""
+        self.max_nodes //= 2
 
-def measure_costs(
-    target: Target, widths: Sequence[int] = DEFAULT_WIDTHS, max_seconds: float = 6.0
-) -> CostCurve:
-    """Time passes of several widths, in turn, and take the shortest of each.
+    def _table(self, context: int) -> NDArray[np.float64]:
+        """Return float64[1 + max_nodes], seconds of a pass with each number of nodes."""
+        return self.costs.table(context)[: self.max_nodes + 1]
 
-    What else runs on a machine only ever makes a pass longer. Rounds are repeated until the
-    two shortest passes of every width agree, so that a busy moment does not pass for a cost.
-    A sequence in progress is lost; the target is left without one.
-
-    Args:
-        target: the model to measure.
-        widths: tokens in a pass, rising from 1.
-        max_seconds: no round begins later; there are at least two.
-    """
-    context = np.arange(_context_tokens(target), dtype=np.int32) % target.vocabulary_size
-    trees = [_bush(width - 1, target.vocabulary_size) for width in widths]
-    samples: list[list[float]] = [[] for _ in widths]
-    target.prefill(context)
-    deadline = time.perf_counter() + max_seconds
-    while not all(map(_agree, samples)):
-        for tree, taken in zip(trees, samples, strict=True):
-            taken.append(_time_pass(target, tree))
-        if len(samples[0]) >= _MIN_ROUNDS and time.perf_counter() > deadline:
-            break
-    target.reset()
-    return CostCurve(tuple(widths), tuple(min(taken) for taken in samples))
-
-
-def _agree(samples: list[float]) -> bool:
-    """Return whether there are enough samples and the two least differ by little."""
-    if len(samples) < _ENOUGH_ROUNDS:
-        return False
-    least, second = sorted(samples)[:2]
-    return second <= least * _AGREEMENT
-
-
-def _time_pass(target: Target, tree: DraftTree) -> float:
-    """Return the seconds until the choices of one pass are known to the host."""
-    start = time.perf_counter()
-    follow(tree, target.verify(0, tree).argmax(dim=-1).tolist())
-    return time.perf_counter() - start
-
-
-def _context_tokens(target: Target) -> int:
-    """Return a context's length that leaves room for a pass."""
-    room = _CONTEXT_TOKENS if target.max_length is None else target.max_length - 2
-    return max(1, min(_CONTEXT_TOKENS, room))
-
-
-def _bush(num_nodes: int, vocabulary_size: int) -> DraftTree:
-    """Return a tree of depth one: a pass costs the same for every shape."""
-    return DraftTree(
-        np.arange(num_nodes, dtype=np.int32) % vocabulary_size,
-        np.full(num_nodes, ROOT, np.int32),
-        np.zeros(num_nodes, np.float32),
-        np.full(num_nodes, Source.UNSPECIFIED, np.uint8),
-    )
+    def _pace(self, own: float, plain_s: float) -> float:
+        """Return tokens per second to expect of the next steps, given what this one may have."""
+        late = self._tokens / self._seconds if self._seconds else own
+        return max(math.pow(own, _LIKENESS) * math.pow(late, 1 - _LIKENESS), 1 / plain_s)

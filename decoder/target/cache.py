@@ -6,6 +6,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _MIN_CAPACITY = 256
+_ANY_STATE = 0.01  # pages that were never written to are all one page, and quicker to read
 
 
 class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typed there
@@ -61,6 +62,14 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
             buffer[..., start:end, :] = buffer.index_select(-2, slots)
         self.truncate(end)
 
+    @torch.inference_mode()
+    def pretend(self, length: int) -> None:
+        """Hold `length` tokens with states of no meaning."""
+        self._reserve(length)
+        for buffer in (self._key_buffer, self._value_buffer):
+            buffer[..., :length, :] = _ANY_STATE
+        self.truncate(length)
+
     def reset(self) -> None:
         """Forget all tokens; the buffers stay for the next sequence."""
         self.truncate(0)
@@ -110,3 +119,8 @@ class TreeCache(Cache):
         """Move the tokens in `slots`, int64[n], to `start` and drop what lies behind them."""
         for layer in self.growing_layers:
             layer.keep(start, slots)
+
+    def pretend(self, length: int) -> None:
+        """Hold `length` tokens with states of no meaning, once the layers have appeared."""
+        for layer in self.growing_layers:
+            layer.pretend(length)

@@ -118,6 +118,13 @@ class Target:
         else:
             self._cache.keep(start, torch.from_numpy(path + start).to(self.device))
 
+    def pretend(self, num_tokens: int) -> None:
+        """Have a sequence of so many tokens that were never read, to time passes behind it."""
+        if not self._cache.layers:
+            self.prefill(np.zeros(1, np.int32))
+        self._cache.pretend(num_tokens)
+        self._committed = num_tokens
+
     def reset(self) -> None:
         """Forget the sequence."""
         self._cache.truncate(0)

@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from decoder.budget.store import DIRECTORY_VARIABLE
 from decoder.models import LanguageModel, ModelOptions, load_model
 from indexer.tokenizer import DEFAULT_MODEL
 from tests.decoder.decoding import SIZES, prompt_of
@@ -22,6 +23,11 @@ STOP = "<end>"
 @pytest.fixture(autouse=True)
 def _two_threads() -> None:
     torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _no_costs_from_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, "none")
 
 
 @pytest.fixture

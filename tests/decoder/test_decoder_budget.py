@@ -1,17 +1,22 @@
-from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoder.budget import budget
-from decoder.budget.budget import CostCurve, FixedBudget, MeasuredBudget, measure_costs
-from decoder.target.target import Target
+from decoder.budget.budget import FixedBudget, MeasuredBudget, Outcome
+from decoder.budget.costs import CostSurface
 from retriever.tree import ROOT, DraftTree, Source
-from tests.decoder.decoding import ScriptedDrafter, decoded, decoder_with, nothing, tiny_llama
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
+CHEAP = CostSurface.flat((1, 2, 4), (1.0, 1.2, 1.6))
+DEAR = CostSurface.flat((1, 2, 4, 8, 16, 32), (1.0, 1.6, 1.6, 1.8, 2.3, 3.5))
+MISS = -1
+
+Guess = tuple[DraftTree, int]
+"""A step's draft, and how many nodes of its one path the target agrees with."""
 
 
 def tree_with(probabilities: list[float]) -> DraftTree:
@@ -24,122 +29,228 @@ def tree_with(probabilities: list[float]) -> DraftTree:
     )
 
 
-def cost(curve: CostCurve, width: int) -> float:
+def chain_of(probabilities: list[float]) -> DraftTree:
+    count = len(probabilities)
+    return DraftTree.checked(
+        np.arange(count), np.arange(-1, count - 1), probabilities, np.full(count, Source.CONTEXT)
+    )
+
+
+def first_cut(surface: CostSurface, tree: DraftTree) -> DraftTree:
+    return MeasuredBudget(surface).cut(tree, 0, 0.0)
+
+
+def cost(surface: CostSurface, width: int) -> float:
     """Interpolate the slow way: the dearest narrower point bounds every measured one."""
-    dearest = [max(curve.seconds[: at + 1]) for at in range(len(curve.widths))]
-    for at, (low, high) in enumerate(zip(curve.widths, curve.widths[1:], strict=False)):
+    (seconds,) = surface.seconds
+    dearest = [max(seconds[: at + 1]) for at in range(len(seconds))]
+    for at, (low, high) in enumerate(zip(surface.widths, surface.widths[1:], strict=False)):
         if low <= width <= high:
             share = (width - low) / (high - low)
             return dearest[at] + share * (dearest[at + 1] - dearest[at])
     raise AssertionError(width)
 
 
-def rate(curve: CostCurve, tree: DraftTree, num_nodes: int) -> float:
-    expected = 1 + float(tree.probabilities[:num_nodes].astype(float).sum())
-    return expected / cost(curve, num_nodes + 1)
+def rate(surface: CostSurface, tree: DraftTree, num_nodes: int) -> float:
+    expected = 1.0 + float(tree.probabilities[:num_nodes].astype(float).sum())
+    return expected / cost(surface, num_nodes + 1)
 
 
 @given(
     st.lists(st.floats(0.001, 1.0), min_size=len(WIDTHS), max_size=len(WIDTHS)),
     st.lists(st.floats(0.0, 1.0, width=32), max_size=31),
 )
-def test_cut_has_the_best_rate_of_all_prefixes(
+def test_the_first_cut_has_the_best_rate_of_all_prefixes(
     seconds: list[float], probabilities: list[float]
 ) -> None:
-    curve = CostCurve(WIDTHS, tuple(seconds))
+    surface = CostSurface.flat(WIDTHS, seconds)
     tree = tree_with(probabilities)
-    cut = MeasuredBudget(curve).cut(tree)
-    best = max(rate(curve, tree, num_nodes) for num_nodes in range(len(tree) + 1))
-    assert rate(curve, tree, len(cut)) == pytest.approx(best, rel=1e-6)
+    cut = first_cut(surface, tree)
+    best = max(rate(surface, tree, num_nodes) for num_nodes in range(len(tree) + 1))
+    assert rate(surface, tree, len(cut)) == pytest.approx(best, rel=1e-6)
     np.testing.assert_array_equal(cut.token_ids, tree.token_ids[: len(cut)])
 
 
 def test_nothing_is_verified_where_nothing_pays() -> None:
-    budget = MeasuredBudget(CostCurve((1, 2, 4), (1.0, 1.9, 3.5)))
-    assert len(budget.cut(tree_with([0.5, 0.5, 0.5]))) == 0
+    surface = CostSurface.flat((1, 2, 4), (1.0, 1.9, 3.5))
+    assert len(first_cut(surface, tree_with([0.5, 0.5, 0.5]))) == 0
 
 
 def test_all_is_verified_where_width_is_free() -> None:
-    budget = MeasuredBudget(CostCurve((1, 2, 4), (1.0, 1.0, 1.0)))
-    assert len(budget.cut(tree_with([0.1, 0.01, 0.001]))) == 3
+    surface = CostSurface.flat((1, 2, 4), (1.0, 1.0, 1.0))
+    assert len(first_cut(surface, tree_with([0.1, 0.01, 0.001]))) == 3
 
 
 def test_a_drafter_is_asked_for_no_more_than_could_pay() -> None:
-    dear = MeasuredBudget(CostCurve((1, 2, 4, 8), (1.0, 2.5, 5.0, 10.0)))
-    knee = MeasuredBudget(CostCurve((1, 4, 8), (1.0, 1.2, 9.0)))
-    assert (dear.max_nodes, knee.max_nodes) == (0, 3)
-    assert len(knee.cut(tree_with([1.0] * 7))) == 3
-
-
-def test_dear_narrow_passes_bound_wider_ones() -> None:
-    table = CostCurve((1, 2, 4), (1.0, 3.0, 2.0)).table()
-    assert table.tolist() == [1.0, 3.0, 3.0, 3.0]
+    dear = MeasuredBudget(CostSurface.flat((1, 2, 4, 8), (1.0, 2.5, 5.0, 10.0)))
+    knee = MeasuredBudget(CostSurface.flat((1, 4, 8), (1.0, 1.2, 9.0)))
+    assert (dear.ask(0), knee.ask(0)) == (0, 3)
+    assert len(knee.cut(tree_with([1.0] * 7), 0, 0.0)) == 3
 
 
 def test_fixed_budget_takes_the_first_nodes() -> None:
-    assert len(FixedBudget(2).cut(tree_with([0.9, 0.8, 0.7]))) == 2
-    assert len(FixedBudget(9).cut(tree_with([0.9, 0.8, 0.7]))) == 3
+    assert len(FixedBudget(2).cut(tree_with([0.9, 0.8, 0.7]), 0, 0.0)) == 2
+    assert len(FixedBudget(9).cut(tree_with([0.9, 0.8, 0.7]), 0, 0.0)) == 3
 
 
-def test_measuring_leaves_no_trace(prompt: list[int]) -> None:
-    model = tiny_llama()
-    decoder = decoder_with(model, ScriptedDrafter(nothing))
-    before = decoded(decoder, prompt, 10)
-    curve = measure_costs(decoder.target, max_seconds=0.05)
-    assert curve.widths[0] == 1
-    assert all(seconds > 0 for seconds in curve.seconds)
-    assert decoder.target._cache.get_seq_length() == 0
-    assert decoded(decoder, prompt, 10) == before
+def test_halving_bounds_what_is_asked_for_and_verified() -> None:
+    free = CostSurface.flat((1, 8), (1.0, 1.0))
+    for budget in (MeasuredBudget(free), FixedBudget(7)):
+        budget.halve()
+        assert budget.ask(0) == 3
+        assert len(budget.cut(tree_with([0.9] * 7), 0, 0.0)) == 3
+        budget.halve()
+        budget.halve()
+        assert budget.ask(0) == 0
 
 
-def test_a_busy_moment_does_not_pass_for_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes: Counter[int] = Counter()
+@dataclass
+class Simulated:
+    """Decoding in made-up time: a drafter, how long it takes, and what is accepted of it."""
 
-    def busy_at_first(_: Target, tree: DraftTree) -> float:
-        passes[len(tree)] += 1
-        busy = 10.0 if passes.total() < 12 else 1.0
-        return busy * (1 + passes[len(tree)] % 3 / 10) * (len(tree) + 1)
+    surface: CostSurface
+    guess: Callable[[int], Guess]
+    draft_s: float = 0.0
+    slowness: Callable[[int], float] = lambda _: 1.0
+    widths: list[int] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
 
-    monkeypatch.setattr(budget, "_time_pass", busy_at_first)
-    assert measure_costs(Target(tiny_llama()), (1, 2, 4)).seconds == (1.0, 2.0, 4.0)
+    def run(self, budget: MeasuredBudget, steps: range) -> float:
+        """Return tokens per second."""
+        self.seconds, self.tokens = 0.0, 0
+        for step in steps:
+            tree, agreed, took = DraftTree.empty(), 0, 0.0
+            if budget.ask(100):
+                self.asked.append(step)
+                tree, agreed = self.guess(step)
+                took = self.draft_s
+            cut = budget.cut(tree, 100, took) if took or len(tree) else tree
+            path = tree.path_to(agreed - 1) if agreed else np.empty(0, np.int64)
+            next_token = (
+                int(tree.token_ids[path[-1]] + 1) if agreed and agreed < len(tree) else MISS
+            )
+            if len(path) > len(cut):
+                path, next_token = path[: len(cut)], int(tree.token_ids[len(cut)])
+            pass_s = cost(self.surface, 1 + len(cut)) * self.slowness(step)
+            if agreed == len(path):
+                next_token = MISS
+            budget.learn(Outcome(cut, path, next_token, 100, pass_s))
+            self.widths.append(len(cut))
+            self.seconds += pass_s + took
+            self.tokens += 1 + len(path)
+        return self.tokens / self.seconds
 
 
-def test_measuring_fits_models_with_little_room() -> None:
-    model = tiny_llama()
-    model.config.max_position_embeddings = 4
-    assert len(measure_costs(Target(model), (1, 2, 4), 0.01).seconds) == 3
-
-
-CHEAP = CostCurve((1, 2, 4), (1.0, 1.2, 1.6))
-NOBODY = np.empty(0, np.int64)
-
-
-def test_a_drafter_too_sure_of_itself_is_soon_left_alone_and_tried_again() -> None:
-    measured = MeasuredBudget(CHEAP)
-    tree = tree_with([0.9, 0.85, 0.8])
-    verified = []
-    for _ in range(400):
-        cut = measured.cut(tree)
-        verified.append(len(cut))
-        measured.learn(cut, NOBODY)
-    assert verified[0] == 3
-    assert verified[10] == 0
-    assert 0 < sum(verified[100:]) < 0.1 * 3 * 300
-
-
-def test_a_drafter_that_is_right_as_often_as_it_says_is_believed() -> None:
+def test_widths_approach_the_optimum_found_by_brute_force() -> None:
+    """The drafter claims 0.95 for each next token, and 0.8 are right."""
     rng = np.random.default_rng(0)
-    measured = MeasuredBudget(CHEAP)
-    verified = []
-    for _ in range(300):
-        cut = measured.cut(tree_with([0.7]))
-        verified.append(len(cut))
-        measured.learn(cut, np.flatnonzero(rng.random(len(cut)) < 0.7))
-    assert np.mean(verified) > 0.95
+    claims = [0.95**depth for depth in range(1, 32)]
+
+    def guess(_: int) -> Guess:
+        wrong = np.flatnonzero(rng.random(31) > 0.8)
+        return chain_of(claims), int(wrong[0]) if len(wrong) else 31
+
+    simulated = Simulated(DEAR, guess)
+    budget = MeasuredBudget(DEAR)
+    simulated.run(budget, range(300))
+    reached = simulated.run(budget, range(300, 3000))
+    rates = [
+        (1 + sum(0.8**depth for depth in range(1, nodes + 1))) / cost(DEAR, 1 + nodes)
+        for nodes in range(32)
+    ]
+    assert reached > 0.97 * max(rates)
+    assert abs(np.median(simulated.widths[300:]) - int(np.argmax(rates))) <= 3
+
+
+def test_a_drafter_less_sure_than_right_is_raised() -> None:
+    rng = np.random.default_rng(0)
+
+    def guess(_: int) -> Guess:
+        return chain_of([0.45]), int(rng.random() < 0.95)
+
+    simulated = Simulated(DEAR, guess)
+    simulated.run(MeasuredBudget(DEAR), range(100))
+    assert simulated.widths[0] == 0
+    assert np.mean(simulated.widths[40:]) > 0.9
+
+
+@pytest.mark.parametrize("draft_s", [0.0001, 0.02, 0.3, 3.0])
+@pytest.mark.parametrize("surface", [CHEAP, DEAR])
+def test_an_adversary_costs_less_than_three_percent(surface: CostSurface, draft_s: float) -> None:
+    simulated = Simulated(surface, lambda _: (chain_of([0.95] * 3), 0), draft_s)
+    assert simulated.run(MeasuredBudget(surface), range(2000)) > 0.97
+
+
+def test_an_adversary_that_changes_sides_costs_less_than_three_percent() -> None:
+    """It is right for as long as it takes to be believed."""
+    simulated = Simulated(DEAR, lambda step: (chain_of([0.95] * 3), 3 * (step % 40 < 6)), 0.001)
+    assert simulated.run(MeasuredBudget(DEAR), range(2000)) > 0.97
+
+
+@pytest.mark.parametrize("draft_s", [0.001, 0.1])
+def test_a_turn_to_repeating_text_is_noticed_within_few_steps(draft_s: float) -> None:
+    simulated = Simulated(
+        DEAR, lambda step: (chain_of([0.95] * 8), 8 if step >= 500 else 0), draft_s
+    )
+    simulated.run(MeasuredBudget(DEAR), range(600))
+    assert np.mean(np.array(simulated.widths[50:500]) == 0) > 0.97
+    noticed = np.flatnonzero(np.array(simulated.widths[500:]) == 8)
+    assert noticed[0] <= (5 if draft_s < 0.01 else 25)
+    assert np.mean(np.array(simulated.widths[530:]) == 8) > 0.95
+
+
+def test_a_slow_drafter_is_asked_only_while_it_pays() -> None:
+    """Its drafts bring two tokens, that is more than it takes, or none."""
+    simulated = Simulated(
+        CHEAP, lambda step: (chain_of([0.95] * 2), 2 if step < 100 else 0), draft_s=0.5
+    )
+    simulated.run(MeasuredBudget(CHEAP), range(600))
+    assert len([step for step in simulated.asked if step < 100]) == 100
+    assert len([step for step in simulated.asked if step >= 150]) < 15
+
+
+def test_a_drafter_that_brings_nothing_for_its_time_is_left_alone() -> None:
+    """It is right, but a token of its takes as long as two of the target's."""
+    simulated = Simulated(CHEAP, lambda _: (chain_of([0.95]), 1), draft_s=2.0)
+    assert simulated.run(MeasuredBudget(CHEAP), range(2000)) > 0.97
 
 
 def test_distrust_of_the_unsure_does_not_touch_the_sure() -> None:
-    measured = MeasuredBudget(CHEAP)
-    for _ in range(50):
-        measured.learn(tree_with([0.95, 0.5, 0.5]), np.array([0]))
-    assert len(measured.cut(tree_with([0.95, 0.5, 0.5]))) == 1
+    simulated = Simulated(CHEAP, lambda _: (tree_with([0.95, 0.5, 0.5]), 1))
+    simulated.run(MeasuredBudget(CHEAP), range(50))
+    assert simulated.widths[-1] == 1
+
+
+def test_a_busy_machine_changes_no_widths() -> None:
+    """Passes take twice as long after a while, and every tenth one thirty times."""
+
+    def slowness(step: int) -> float:
+        return (30.0 if step % 10 == 0 else 1.0) * (2.0 if step > 500 else 1.0)
+
+    widths = []
+    for busy in (lambda _: 1.0, slowness):
+        lengths = iter(np.random.default_rng(0).geometric(0.1, 1500) % 20)
+        claims = chain_of([0.9**depth for depth in range(1, 20)])
+
+        def guess(_: int, claims: DraftTree = claims, lengths: Iterator[int] = lengths) -> Guess:
+            return claims, int(next(lengths))
+
+        simulated = Simulated(DEAR, guess, slowness=busy)
+        simulated.run(MeasuredBudget(DEAR), range(1500))
+        widths.append(np.mean(simulated.widths[-300:]))
+    assert widths[1] == pytest.approx(widths[0], rel=0.15)
+
+
+def test_costs_that_were_measured_wrong_are_found_out() -> None:
+    """Width was measured to be free, and is not: nothing is worth verifying."""
+    rng = np.random.default_rng(0)
+    believed = CostSurface.flat((1, 2, 4), (1.0, 1.0, 1.0))
+    truth = CostSurface.flat((1, 2, 4), (1.0, 2.0, 2.5))
+    simulated = Simulated(
+        truth, lambda step: (tree_with([0.3] * (step % 3)), int(rng.random() < 0.0))
+    )
+    simulated.run(MeasuredBudget(believed), range(1000))
+    assert np.mean(simulated.widths[:20]) > 0.5
+    assert np.mean(simulated.widths[-200:]) < 0.1

@@ -84,9 +84,9 @@ def test_attention_is_chosen_by_option(
 ) -> None:
     implementations = []
 
-    def watched(language_model: LanguageModel, *rest: Any) -> Decoder:
+    def watched(language_model: LanguageModel, *rest: Any, **options: Any) -> Decoder:
         implementations.append(language_model.model.config._attn_implementation)
-        return assembly.assemble(language_model, *rest)
+        return assembly.assemble(language_model, *rest, **options)
 
     monkeypatch.setattr(generate_command, "assemble", watched)
     arguments = ("--prompt", PROMPT, "--max-new-tokens", "2", "--attention", attention)
@@ -256,7 +256,10 @@ def test_bench_reports_figures_by_category(
     for figures in [report["overall"], *report["categories"].values()]:
         assert figures["identical"] == figures["num_prompts"]
         assert figures["speedup_over_plain"] > 0
-        assert figures["speedup_over_prompt_lookup"] > 0
+        assert figures["undrafted_identical"] == figures["num_prompts"]
+        for other in ("plain", "prompt_lookup", "undrafted"):
+            assert figures[f"speedup_over_{other}"] > 0
+            assert figures[f"median_speedup_over_{other}"] > 0
         assert figures["mean_accepted_tokens"] >= 1
         assert figures["num_passes"]["plain"] == figures["num_tokens"]["plain"]
     assert report["overall"]["num_prompts"] == 4

@@ -1,0 +1,110 @@
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks import greedy_exactness
+from decoder.budget.store import DIRECTORY_VARIABLE
+from decoder.contenders import FOREDRAFT, Contender, Run, contenders
+
+END = "<end>"
+PROMPTS = ["a b c a b", "c c d", "b a b a", "d e d"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    words = {word: number for number, word in enumerate([END, *"abcdefgh"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=END))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        initializer_range=0.4,
+        vocab_size=len(words),
+        max_position_embeddings=128,
+        eos_token_id=0,
+    )
+    directory = tmp_path / "model"
+    LlamaForCausalLM(config).save_pretrained(directory)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, "none")
+    prompts = tmp_path / "prompts"
+    prompts.write_text("\n".join(PROMPTS))
+    options = ["--prompts", str(prompts), "--model", str(model), "--max-new-tokens", "12"]
+    return [*options, "--output", str(tmp_path / "exact.jsonl")]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str:
+    monkeypatch.setattr(sys, "argv", ["greedy_exactness", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        greedy_exactness.main()
+    return stop.value.code or 0
+
+
+def test_a_run_that_was_cut_short_is_gone_on_with(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "exact.jsonl"
+    assert run(monkeypatch, *command, "--limit", "3") == 0
+    assert json.loads(capsys.readouterr().out)["identical"] == 3
+    first = output.read_text().splitlines()
+    output.write_text("\n".join([*first[:3], first[3][:20]]))
+    assert run(monkeypatch, *command, "--resume") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompts"] == result["identical"] == len(PROMPTS)
+    assert result["dtype"] == "float32"
+    assert result["machine"]["torch_threads"]
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["prompt"] for line in lines[1:]] == [0, 1, 2, 3]
+    assert json.loads((tmp_path / "exact.summary.json").read_text()) == result
+
+
+def test_a_file_of_another_run_is_not_gone_on_with(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, *command, "--limit", "1") == 0
+    assert "is there already" in str(run(monkeypatch, *command))
+    other = [*command, "--resume", "--max-new-tokens", "5"]
+    assert "belongs to another run" in str(run(monkeypatch, *other))
+
+
+def test_a_difference_is_found_where_it_is(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planted(*arguments: Any) -> dict[str, Contender]:
+        ways = contenders(*arguments)
+
+        def wrong(prompt: list[int], *, remember: bool) -> Run:
+            run = ways[FOREDRAFT](prompt, remember=remember)
+            run.token_ids[2:] = [run.token_ids[2] ^ 1]
+            return run
+
+        return {**ways, FOREDRAFT: wrong}
+
+    monkeypatch.setattr(greedy_exactness, "contenders", planted)
+    assert run(monkeypatch, *command, "--limit", "1") == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["identical"] == 0
+    (found,) = result["different"]
+    assert found["position"] == 2
+    assert found["best_tokens"][0] == found["plain"] != found["drafted"]
+    assert found["gap"] > 0
+    assert not found["is_tie"]
