@@ -12,13 +12,26 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from decoder.assembly import DrafterOptions, accept_rule, assemble
+from decoder.assembly import DrafterOptions, assemble, own_rule
 from decoder.bench import run_benchmark
 from decoder.errors import DecoderError
 from decoder.generate import answer
 from decoder.loop import DEFAULT_MAX_NEW_TOKENS
 from decoder.models import Attention, ModelOptions, Precision, prepare_model
 from decoder.prompts import checked_text, read_prompts, read_text
+from decoder.sampling.grammar import check_regex
+from decoder.sampling.options import (
+    FrequencyPenalty,
+    MinP,
+    PresencePenalty,
+    Regex,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
+from decoder.sampling.settings import SamplingSettings
 from indexer.errors import IndexerError
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.errors import RetrieverError
@@ -64,13 +77,15 @@ def generate(
         typer.Option(metavar="TEXT", help="The prompt. Default: standard input, to its end."),
     ] = None,
     max_new_tokens: MaxNewTokens = DEFAULT_MAX_NEW_TOKENS,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=2**64 - 1, help="Makes sampling repeatable; no effect at temperature 0."
-        ),
-    ] = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    seed: Seed = None,
+    regex: Regex = None,
     forget: Annotated[
         bool,
         typer.Option(
@@ -88,12 +103,24 @@ def generate(
     """Answer one prompt; the text streams to standard output, figures go to standard error."""
     drafter_options = DrafterOptions(index or (), server or (), phrases or ())
     drafter_options.check()
+    settings = SamplingSettings(
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        seed,
+    )
+    if regex is not None:
+        check_regex(regex)
     text = checked_text(read_text(sys.stdin.buffer) if prompt is None else prompt)
     prepared = prepare_model(_model_options(model, device, dtype, attention, no_chat_template))
     drafter_options.check(prepared.vocabulary)
     prepared.check_prompt(text)
     language_model = prepared.load()
-    rule = accept_rule(temperature, seed)
+    rule = own_rule(language_model, settings, regex)
     with drafter_options.connect(language_model) as drafter:
         result = answer(
             assemble(language_model, drafter, rule),

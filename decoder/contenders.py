@@ -10,7 +10,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
-from decoder.sampling.settings import without_own_settings
+from decoder.sampling.stated import without_own_settings
 from decoder.statistics import Statistics
 from decoder.target.target import Target
 

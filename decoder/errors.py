@@ -39,3 +39,19 @@ class PromptFileError(DecoderError):
 
 class ContradictoryOptionsError(DecoderError):
     """Two options cannot both be followed; the message names them."""
+
+
+class InvalidSettingsError(DecoderError):
+    """A sampling setting is out of its range; the message gives the range."""
+
+
+class InvalidConstraintError(DecoderError):
+    """A constraint cannot be read, or its library is missing; the message says why."""
+
+
+class DeadEndError(DecoderError):
+    """No token may follow what was generated so far; all of that was given out before."""
+
+
+class InvalidLogitsError(DecoderError):
+    """The model's logits are not numbers, so that no token can be chosen."""

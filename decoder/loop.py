@@ -161,7 +161,7 @@ class Generation:
         return self._emit(tree, path, next_token)
 
     def _place(self) -> Place:
-        return Place(self._number, self._sequence.tokens)
+        return Place(self._number, self._sequence.tokens, len(self._prompt))
 
     def _learn(self, verified: Verified) -> None:
         self._budget.learn(verified.tree, verified.path)
