@@ -59,10 +59,12 @@ class DrawnChildren:
     Attributes:
         tokens: int64[1 + N, most], in the order of their nodes.
         proposals: int64[1 + N, most], rows of the tree's proposals, `CERTAIN` for padding.
+        counts: int64[1 + N], how many each row has.
     """
 
     tokens: NDArray[np.int64]
     proposals: NDArray[np.int64]
+    counts: NDArray[np.int64]
 
     @classmethod
     def of(cls, tree: SampledTree) -> "DrawnChildren":
@@ -70,8 +72,9 @@ class DrawnChildren:
         children: list[list[int]] = [[] for _ in range(len(tree) + 1)]
         for node in np.flatnonzero(tree.rows != CERTAIN).tolist():
             children[tree.parents[node] + 1].append(node)
-        shape = (len(children), max(map(len, children)))
-        found = cls(np.full(shape, CERTAIN, np.int64), np.full(shape, CERTAIN, np.int64))
+        counts = np.array([len(nodes) for nodes in children])
+        shape = (len(children), int(counts.max()))
+        found = cls(np.zeros(shape, np.int64), np.full(shape, CERTAIN, np.int64), counts)
         for row, nodes in enumerate(children):
             found.tokens[row, : len(nodes)] = tree.token_ids[nodes]
             found.proposals[row, : len(nodes)] = tree.rows[nodes]
@@ -115,37 +118,34 @@ class Rejection:
         has_none = target[:, 0].isnan()
         points = torch.from_numpy(self.points[self.depths[rows]]).to(scores.device)
         tokens = torch.from_numpy(self.children.tokens[rows]).to(scores.device)
+        numbers = torch.from_numpy(self.children.proposals[rows]).to(scores.device)
         chosen = torch.full((len(rows),), NOTHING, device=scores.device)
-        for child in range(self._most(rows)):
-            proposal, is_there = self._proposal(tokens, rows, child, target)
-            token = tokens[:, child : child + 1].clamp(min=0)
-            p, q = (values.gather(1, token)[:, 0] for values in (target, proposal))
-            is_tried = is_there & (chosen == NOTHING) & (q > 0)
+        for child in range(int(self.children.counts[rows].max())):
+            proposal = self._proposal(tokens[:, :child], numbers[:, : child + 1], target.shape[1])
+            token = tokens[:, child]
+            p, q = (values.gather(1, token[:, None])[:, 0] for values in (target, proposal))
+            is_tried = (numbers[:, child] != CERTAIN) & (chosen == NOTHING) & (q > 0)
             is_accepted = is_tried & accepts(p, q, points[:, child])
-            chosen = torch.where(is_accepted, token[:, 0], chosen)
-            if scores.device.type == "cpu" and len(rows) == 1 and bool(is_accepted):
-                return chosen
+            if scores.device.type == "cpu" and bool(is_accepted.all()):
+                return token
+            chosen = torch.where(is_accepted, token, chosen)
             is_rejected = (is_tried & ~is_accepted)[:, None]
             target = torch.where(is_rejected, residual(target, proposal), target)
         last = draw(target, points[:, -1])
         return torch.where(chosen == NOTHING, last, chosen).masked_fill(has_none, NOTHING)
 
-    def _most(self, rows: NDArray[np.int64]) -> int:
-        return int((self.children.proposals[rows] != CERTAIN).sum(axis=1).max())
+    def _proposal(self, before: torch.Tensor, numbers: torch.Tensor, size: int) -> torch.Tensor:
+        """Return float64[n, size], what a child of each row was drawn from.
 
-    def _proposal(
-        self, tokens: torch.Tensor, rows: NDArray[np.int64], child: int, target: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a child was drawn from, float64[n, vocabulary], and whether it is there."""
-        numbers = self.children.proposals[rows]
-        own = torch.from_numpy(numbers[:, child]).to(target.device)
-        size = target.shape[1]
-        given = self.proposals.to(target.device)[own.clamp(min=0), :size].double()
-        # The column behind the vocabulary takes what stays.
-        padded = torch.nn.functional.pad(given, (0, size + 1 - given.shape[1]))
-        is_same = torch.from_numpy(numbers[:, :child] == numbers[:, child : child + 1])
-        gone = tokens[:, :child].masked_fill(~is_same.to(target.device), size)
-        return renormalised(padded, gone)[:, :size], own != CERTAIN
+        Args:
+            before: int64[n, k], the siblings before it.
+            numbers: int64[n, k + 1], rows of the proposals that they and it came from.
+            size: of the target's vocabulary.
+        """
+        own = numbers[:, -1:]
+        given = self.proposals.to(numbers.device)[own[:, 0].clamp(min=0), :size].double()
+        given = torch.nn.functional.pad(given, (0, size - given.shape[1]))
+        return without(given, before, numbers[:, :-1] == own)
 
 
 def accepts(p: torch.Tensor, q: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
@@ -153,10 +153,17 @@ def accepts(p: torch.Tensor, q: torch.Tensor, points: torch.Tensor) -> torch.Ten
     return points * q < p
 
 
-def renormalised(proposal: torch.Tensor, gone: torch.Tensor) -> torch.Tensor:
-    """Return distributions, float64[n, size], without some tokens, int64[n, k]."""
-    left = proposal.scatter(1, gone, 0.0)
-    return left / left.sum(dim=-1, keepdim=True)
+def without(proposal: torch.Tensor, tokens: torch.Tensor, is_gone: torch.Tensor) -> torch.Tensor:
+    """Return distributions less some of their tokens, normalised again.
+
+    Args:
+        proposal: float64[n, size].
+        tokens: int64[n, k], different ones in each row.
+        is_gone: bool[n, k], which of them are taken away.
+    """
+    left = proposal.gather(1, tokens).masked_fill(is_gone, 0)
+    remaining = proposal.scatter(1, tokens, left)
+    return remaining / remaining.sum(dim=-1, keepdim=True)
 
 
 def residual(target: torch.Tensor, proposal: torch.Tensor) -> torch.Tensor:

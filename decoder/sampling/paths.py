@@ -9,10 +9,10 @@ from transformers import LogitsProcessor
 
 from decoder.sampling.constraint import Constraint, ConstraintMemory, masked
 from decoder.sampling.processors import (
+    Warping,
     applied,
     count_penalties_of,
     penalties_of,
-    warpers_of,
 )
 from decoder.sampling.settings import SamplingSettings
 from decoder.sampling.verification import Place
@@ -40,7 +40,7 @@ class Processing:
         self._penalties = penalties_of(settings)
         self._count_penalties = count_penalties_of(settings)
         self._processors = processors
-        self._warpers = warpers_of(settings)
+        self.after_constraint = Warping(settings)
         self.memory = None if constraint is None else ConstraintMemory(constraint)
         self.looks_at_tokens = bool(self._penalties or self._count_penalties or processors)
 
@@ -56,7 +56,7 @@ class Processing:
             *self._penalties,
             *self._count_penalties,
             *self._processors,
-            *self._warpers,
+            *self.after_constraint.processors,
         ]
 
     def before_constraint(
@@ -72,10 +72,6 @@ class Processing:
         scores = applied(self._penalties, tokens, scores)
         scores = applied(self._count_penalties, tokens[:, num_prompt_tokens:], scores)
         return applied(self._processors, tokens, scores)
-
-    def after_constraint(self, scores: torch.Tensor) -> torch.Tensor:
-        """Apply what is sampling's."""
-        return applied(self._warpers, None, scores)
 
 
 class PathScores:
@@ -103,7 +99,7 @@ class PathScores:
 
         Where there is a constraint, the row of the node's parent was asked for before.
         """
-        scores = self._copied([row])
+        scores = self._copied(slice(row, row + 1))
         if self._processing.looks_at_tokens:
             scores = self._processing.before_constraint(
                 self._paths([row]), scores, self._place.num_prompt_tokens
@@ -125,7 +121,7 @@ class PathScores:
                 )
         return self._processing.after_constraint(scores)
 
-    def _copied(self, rows: slice | Sequence[int]) -> torch.Tensor:
+    def _copied(self, rows: slice) -> torch.Tensor:
         return self._logits[rows].to(torch.float32, copy=True)
 
     def _paths(self, rows: Sequence[int]) -> torch.Tensor:

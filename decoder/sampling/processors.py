@@ -1,8 +1,10 @@
 """Sampling settings as transformers' logits processors, in transformers' order."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
 from transformers import (
     LogitsProcessor,
@@ -14,6 +16,9 @@ from transformers import (
 )
 
 from decoder.sampling.settings import SamplingSettings
+
+_SLACK: Final = 0.01
+"""Of a logit: more than rounding can change."""
 
 
 class CountPenalty(LogitsProcessor):
@@ -37,10 +42,9 @@ class CountPenalty(LogitsProcessor):
             input_ids: int64[rows, n], the tokens that count: the output's.
             scores: [rows, vocabulary].
         """
-        counts = torch.zeros_like(scores).scatter_add_(
-            1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype)
-        )
-        return scores - self._frequency * counts - self._presence * (counts > 0)
+        each = torch.full_like(input_ids, -self._frequency, dtype=scores.dtype)
+        scores = scores.scatter_add(1, input_ids, each)
+        return scores.scatter(1, input_ids, scores.gather(1, input_ids) - self._presence)
 
 
 class NucleusWarper(TopPLogitsWarper):
@@ -56,13 +60,14 @@ class NucleusWarper(TopPLogitsWarper):
         if len(scores) != 1 or scores.device.type != "cpu":
             kept: torch.Tensor = super().__call__(input_ids, scores)
             return kept
-        probabilities = torch.softmax(scores[0], dim=-1)
+        probabilities = torch.softmax(scores[0], dim=-1).numpy()
         tail = 1 - self.top_p
-        tokens = (probabilities >= tail / len(probabilities)).nonzero()[:, 0]
-        ascending, order = probabilities[tokens].double().sort()
-        mass_up_to = 1 - ascending.sum() + ascending.cumsum(0)
+        tokens = np.flatnonzero(probabilities >= tail / len(probabilities))
+        order = np.argsort(probabilities[tokens])
+        ascending = probabilities[tokens[order]].astype(np.float64)
+        mass_up_to = 1 - ascending.sum() + ascending.cumsum()
         first = min(int((mass_up_to <= tail).sum()), len(tokens) - 1)
-        nucleus = tokens[order[first:]]
+        nucleus = torch.from_numpy(tokens[order[first:]])
         return torch.full_like(scores, self.filter_value).index_copy_(
             1, nucleus, scores[:, nucleus]
         )
@@ -85,13 +90,51 @@ def count_penalties_of(settings: SamplingSettings) -> list[LogitsProcessor]:
     return [CountPenalty(presence, frequency)] if is_needed else []
 
 
-def warpers_of(settings: SamplingSettings) -> list[LogitsProcessor]:
-    """Return the processors of sampling, after all others; none of them looks at a token."""
+class Warping:
+    """The processors of sampling, which come after all others and look at no token.
+
+    A single row on a CPU is narrowed to the tokens that may stay before the rest is applied.
+
+    Args:
+        settings: which they are.
+
+    Attributes:
+        processors: all of them, in transformers' order; none if tokens are not drawn.
+    """
+
+    def __init__(self, settings: SamplingSettings) -> None:
+        self._settings = settings
+        self._scaling: list[LogitsProcessor] = []
+        if settings.temperature not in {0, 1}:
+            self._scaling.append(TemperatureLogitsWarper(float(settings.temperature)))
+        self._truncating = [] if settings.is_greedy else _truncating(settings)
+        self.processors = [*self._scaling, *self._truncating]
+
+    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return float32[rows, vocabulary], the logits after all of them."""
+        scores = applied(self._scaling, None, scores)
+        if not self._truncating or len(scores) != 1 or scores.device.type != "cpu":
+            return applied(self._truncating, None, scores)
+        tokens = self._candidates(scores[0])
+        if tokens is None:
+            return applied(self._truncating, None, scores)
+        kept = applied(self._truncating, None, scores[:, tokens])
+        return torch.full_like(scores, -math.inf).index_copy_(1, tokens, kept)
+
+    def _candidates(self, scores: torch.Tensor) -> torch.Tensor | None:
+        """Return int64[n], tokens without which nothing changes; `None` where that costs more."""
+        settings = self._settings
+        if settings.top_k:
+            least = torch.topk(scores, min(settings.top_k, len(scores))).values[-1]
+        elif settings.min_p and not settings.top_p:
+            least = scores.max() + math.log(settings.min_p) - _SLACK
+        else:
+            return None
+        return torch.from_numpy(np.flatnonzero(scores.numpy() >= least.numpy()))
+
+
+def _truncating(settings: SamplingSettings) -> list[LogitsProcessor]:
     warpers: list[LogitsProcessor] = []
-    if settings.is_greedy:
-        return warpers
-    if settings.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(float(settings.temperature)))
     if settings.top_k:
         warpers.append(TopKLogitsWarper(settings.top_k))
     if settings.top_p is not None and settings.top_p < 1:
