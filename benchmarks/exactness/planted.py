@@ -1,0 +1,89 @@
+"""Rules with one error each, which the tests must find."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.exactness.drafts import Drafts
+from benchmarks.exactness.trials import Case, Outcome, run
+from decoder.sampling import choice, paths, rule
+from decoder.sampling.verification import Place, uniforms
+
+
+def _by_the_drafts_probability(
+    _p: torch.Tensor, q: torch.Tensor, points: torch.Tensor
+) -> torch.Tensor:
+    return points < q
+
+
+def _the_target_itself(target: torch.Tensor, _proposal: torch.Tensor) -> torch.Tensor:
+    return target
+
+
+def _residual_as_it_is(target: torch.Tensor, proposal: torch.Tensor) -> torch.Tensor:
+    return (target - proposal).clamp(min=0)
+
+
+def _proposal_as_it_is(
+    proposal: torch.Tensor, tokens: torch.Tensor, is_gone: torch.Tensor
+) -> torch.Tensor:
+    return proposal.scatter(1, tokens, proposal.gather(1, tokens).masked_fill(is_gone, 0))
+
+
+def _one_number(seed: int, place: Place, count: int) -> NDArray[np.float64]:
+    return np.repeat(uniforms(seed, place, 1), count)
+
+
+def _without_the_path(scores: paths.PathScores, rows: list[int]) -> torch.Tensor:
+    committed = torch.from_numpy(scores._place.tokens.astype(np.int64))  # noqa: SLF001  it is planted
+    return committed.expand(len(rows), -1)
+
+
+_BUSH: Final = Case("temperature 1", "bush", "drawn", coupled=False)
+_CHAIN: Final = Case("temperature 1", "chain", "certain", coupled=True)
+_PENALTY: Final = Case("repetition penalty", "mixed", "certain", coupled=True)
+
+PLANTED: Final[dict[str, tuple[Case, Any, str, Callable[..., Any]]]] = {
+    "accepting with the draft's probability": (
+        _BUSH,
+        choice,
+        "accepts",
+        _by_the_drafts_probability,
+    ),
+    "drawing from the target, not the residual": (_BUSH, choice, "residual", _the_target_itself),
+    "residual not renormalised": (_BUSH, choice, "residual", _residual_as_it_is),
+    "proposal not renormalised": (_BUSH, choice, "without", _proposal_as_it_is),
+    "one random number for all depths": (_CHAIN, rule, "uniforms", _one_number),
+    "a penalty that sees only what is committed": (
+        _PENALTY,
+        paths.PathScores,
+        "_paths",
+        _without_the_path,
+    ),
+}
+"""What is wrong, where it shows, and what is put in which function's place."""
+
+SORTED: Final = "siblings in the order of their tokens"
+
+
+@contextmanager
+def planted(error: str) -> Iterator[Case]:
+    """Have an error in the rule for the block's time; gives the case where it shows."""
+    case, owner, name, wrong = PLANTED[error]
+    with patch.object(owner, name, wrong):
+        yield case
+
+
+def run_planted(draws: int) -> dict[str, Outcome]:
+    """Test every planted error."""
+    outcomes = {}
+    for error in PLANTED:
+        with planted(error) as case:
+            outcomes[error] = run(case, draws)
+    outcomes[SORTED] = run(_BUSH, draws, drafts=Drafts("bush", "drawn", sorts_siblings=True))
+    return outcomes
