@@ -69,7 +69,7 @@ class Grammar:
         return advanced
 
     def allowed(self, state: "LLMatcher") -> torch.Tensor:
-        """Return bool[vocabulary], whether each token may come next; none after the end."""
+        """Return bool[vocabulary], whether each token may come next; a stop token after the end."""
         if state.is_error():
             return torch.zeros(1, dtype=torch.bool)
         mask = bytearray(state.compute_logit_bias())

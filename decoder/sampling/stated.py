@@ -6,7 +6,13 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    PreTrainedModel,
+    TopPLogitsWarper,
+)
 from transformers.generation.configuration_utils import GenerationMode
 
 from decoder.sampling.rule import ProcessedRule
@@ -94,10 +100,12 @@ def _is_followed(
     if config.get_generation_mode() not in _FOLLOWED_MODES:
         return False
     applied = processed.processing.all_processors if processed else []
-    return all(
-        any(isinstance(own, type(processor)) for own in applied)
-        for processor in _processors(model, config)
-    )
+    followed = {_kind(processor) for processor in applied}
+    return {_kind(processor) for processor in _processors(model, config)} <= followed
+
+
+def _kind(processor: LogitsProcessor) -> type[LogitsProcessor]:
+    return TopPLogitsWarper if isinstance(processor, TopPLogitsWarper) else type(processor)
 
 
 def _config(values: dict[str, Any], stop_ids: Sequence[int], model: PreTrainedModel) -> Any:
