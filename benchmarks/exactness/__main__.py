@@ -6,44 +6,20 @@ stands in the output file already is not tested again, so that an interrupted ru
 
 import json
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from benchmarks.exactness.planted import run_planted
 from benchmarks.exactness.trials import (
     SIGNIFICANCE,
-    Case,
     all_cases,
     corrected,
     covering_cases,
     run,
 )
 from benchmarks.report import circumstances
-
-
-def report_on(case: Case, draws: int) -> dict[str, Any]:
-    """Test one case in a process of its own."""
-    torch.set_num_threads(1)
-    return run(case, draws).report()
-
-
-def tested(cases: list[Case], draws: int, jobs: int, until: float) -> Iterator[dict[str, Any]]:
-    """Test cases side by side, and begin none after a time."""
-    left = list(reversed(cases))
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        running = {pool.submit(report_on, left.pop(), draws) for _ in range(min(jobs, len(left)))}
-        while running:
-            done = next(as_completed(running))
-            running.remove(done)
-            if left and time.monotonic() < until:
-                running.add(pool.submit(report_on, left.pop(), draws))
-            yield done.result()
 
 
 def summary(cases: list[dict[str, Any]], planted: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +46,6 @@ def main(
     *,
     output: Annotated[Path, typer.Option(help="Where the report is, or shall be.")],
     draws: Annotated[int, typer.Option(min=1, help="Tokens for each case.")] = 100_000,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     limit_s: Annotated[float, typer.Option(help="Begin no test after so many seconds.")] = 1e9,
     full: Annotated[bool, typer.Option("--full", help="Test all combinations.")] = False,
 ) -> None:
@@ -81,9 +56,11 @@ def main(
     known = {tuple(case[name] for name in names) for case in cases}
     wanted = all_cases() if full else covering_cases()
     missing = [c for c in wanted if (c.setting, c.shape, c.kind, c.coupled) not in known]
-    cases.extend(tested(missing, draws, jobs, until))
+    for case in missing:
+        if time.monotonic() < until:
+            cases.append(run(case, draws).report())
     if not planted:
-        planted = {error: found.report() for error, found in run_planted(draws // 5).items()}
+        planted = {error: found.report() for error, found in run_planted(draws // 10).items()}
     report = summary(cases, planted)
     output.write_text(json.dumps(report, indent=1) + "\n")
     overlooked = [error for error, found in planted.items() if found["p"] > SIGNIFICANCE]

@@ -1,6 +1,6 @@
 """Drafts of a few shapes, whose nodes are certain, drawn at random, or some of each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,8 +22,47 @@ SHAPES: Final[dict[str, tuple[int, ...]]] = {
 
 _DRAWN_FROM: Final = SIZE - 1
 """Tokens that the draft model knows: fewer than the target."""
-_PROPOSALS: Final = np.random.default_rng(12).dirichlet(np.full(_DRAWN_FROM, 1.5), SIZE)
+PROPOSALS: Final = torch.from_numpy(
+    np.random.default_rng(12).dirichlet(np.full(_DRAWN_FROM, 1.5), SIZE).astype(np.float32)
+)
+"""What nodes are drawn from, by the token before them: float32[SIZE, SIZE - 1]."""
 _ORDERS: Final = np.random.default_rng(13).permuted(np.tile(np.arange(SIZE), (SIZE, 1)), axis=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One draft for each of some sequences, all of one shape with N nodes.
+
+    Attributes:
+        parents: of the nodes.
+        tokens: int64[sequences, 1 + N], the last token and those of the nodes.
+        is_kept: bool[sequences, 1 + N], whether a node is there; the last token is.
+        rows: int64[sequences, N], the distribution that each was drawn from, or `CERTAIN`.
+        logits: float32[sequences, 1 + N, SIZE], the target's.
+    """
+
+    parents: tuple[int, ...]
+    tokens: NDArray[np.int64]
+    is_kept: NDArray[np.bool_]
+    rows: NDArray[np.int64]
+    logits: torch.Tensor
+
+    def tree(self, number: int) -> tuple[SampledTree, torch.Tensor]:
+        """Return one sequence's tree, and the target's logits."""
+        count = len(self.parents)
+        tree = SampledTree(
+            self.tokens[number, 1:].astype(np.int32),
+            np.array(self.parents, np.int32),
+            np.linspace(0.9, 0.1, count, dtype=np.float32),
+            np.zeros(count, np.uint8),
+            PROPOSALS,
+            self.rows[number].astype(np.int32),
+        )
+        return tree.among(self.is_kept[number, 1:]), self.logits[number, self.is_kept[number]]
+
+    def path(self, number: int) -> list[int]:
+        """Return the nodes above one and itself, from the root's child downwards."""
+        return [] if number == ROOT else [*self.path(self.parents[number]), number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +81,24 @@ class Drafts:
 
     def after(
         self, before: NDArray[np.int64], last: NDArray[np.int64], rng: np.random.Generator
-    ) -> Iterator[tuple[SampledTree, torch.Tensor]]:
+    ) -> Batch:
         """Draft once for each of some sequences.
 
         Args:
             before: int64[n], their last tokens but one.
             last: int64[n], their last tokens.
             rng: draws.
-
-        Yields:
-            A tree of N nodes and the target's logits, float32[1 + N, SIZE].
         """
         parents = SHAPES[self.shape]
-        # Column 0 is the last token; node k is column k + 1.
         tokens = np.zeros((len(last), 1 + len(parents)), np.int64)
         tokens[:, 0] = last
         is_kept = np.ones(tokens.shape, np.bool_)
+        rows = np.full((len(last), len(parents)), CERTAIN, np.int64)
         for parent in sorted(set(parents)):
-            self._fill(parent, tokens, is_kept, rng)
+            self._fill(parent, tokens, is_kept, rows, rng)
         previous = np.column_stack([before, tokens[:, [parent + 1 for parent in parents]]])
         logits = torch.from_numpy(logits_after(previous, tokens).astype(np.float32))
-        for number in range(len(last)):
-            tree = self._tree(tokens[number], parents)
-            if is_kept[number].all():
-                yield tree, logits[number]
-            else:
-                yield tree.among(is_kept[number, 1:]), logits[number, is_kept[number]]
+        return Batch(parents, tokens, is_kept, rows, logits)
 
     def is_certain(self, siblings: Sequence[int]) -> list[bool]:
         """Return whether each of some siblings is certain."""
@@ -80,37 +111,22 @@ class Drafts:
         parent: int,
         tokens: NDArray[np.int64],
         is_kept: NDArray[np.bool_],
+        rows: NDArray[np.int64],
         rng: np.random.Generator,
     ) -> None:
         """Give the children of a node their tokens, in all sequences."""
         siblings = [node for node, of in enumerate(SHAPES[self.shape]) if of == parent]
         certain = self.is_certain(siblings)
-        rows = tokens[:, parent + 1]
+        last = tokens[:, parent + 1]
         # The order of Gumbel-perturbed log-probabilities is that of draws without replacement.
-        keys = np.log(_PROPOSALS[rows]) + rng.gumbel(size=(len(rows), _DRAWN_FROM))
+        keys = np.log(PROPOSALS.numpy()[last]) + rng.gumbel(size=(len(last), _DRAWN_FROM))
         drawn = np.argsort(-keys, axis=1)[:, : certain.count(False)]
         if self.sorts_siblings:
             drawn = np.sort(drawn, axis=1)
         for place, (node, node_is_certain) in enumerate(zip(siblings, certain, strict=True)):
             if node_is_certain:
-                tokens[:, node + 1] = _ORDERS[rows, place]
+                tokens[:, node + 1] = _ORDERS[last, place]
                 is_kept[:, node + 1] = (drawn != tokens[:, node + 1, None]).all(axis=1)
             else:
                 tokens[:, node + 1] = drawn[:, place]
-
-    def _tree(self, tokens: NDArray[np.int64], parents: tuple[int, ...]) -> SampledTree:
-        count = len(parents)
-        rows = np.full(count, CERTAIN, np.int32)
-        for parent in set(parents):
-            siblings = [node for node, of in enumerate(parents) if of == parent]
-            for node, node_is_certain in zip(siblings, self.is_certain(siblings), strict=True):
-                if not node_is_certain:
-                    rows[node] = tokens[parent + 1 if parent != ROOT else 0]
-        return SampledTree(
-            tokens[1:].astype(np.int32),
-            np.array(parents, np.int32),
-            np.linspace(0.9, 0.1, count, dtype=np.float32),
-            np.zeros(count, np.uint8),
-            torch.from_numpy(_PROPOSALS.astype(np.float32)),
-            rows,
-        )
+                rows[:, node] = last

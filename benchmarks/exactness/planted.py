@@ -39,14 +39,21 @@ def _one_number(seed: int, place: Place, count: int) -> NDArray[np.float64]:
     return np.repeat(uniforms(seed, place, 1), count)
 
 
-def _without_the_path(scores: paths.PathScores, rows: list[int]) -> torch.Tensor:
-    committed = torch.from_numpy(scores._place.tokens.astype(np.int64))  # noqa: SLF001  it is planted
-    return committed.expand(len(rows), -1)
+_before_constraint = paths.Processing.before_constraint
+
+
+def _prompt_and_output(
+    processing: paths.Processing,
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    _num_prompt_tokens: int,
+) -> torch.Tensor:
+    return _before_constraint(processing, tokens, scores, 0)
 
 
 _BUSH: Final = Case("temperature 1", "bush", "drawn", coupled=False)
 _CHAIN: Final = Case("temperature 1", "chain", "certain", coupled=True)
-_PENALTY: Final = Case("repetition penalty", "mixed", "certain", coupled=True)
+_PENALTY: Final = Case("presence penalty", "mixed", "certain", coupled=True)
 
 PLANTED: Final[dict[str, tuple[Case, Any, str, Callable[..., Any]]]] = {
     "accepting with the draft's probability": (
@@ -59,11 +66,11 @@ PLANTED: Final[dict[str, tuple[Case, Any, str, Callable[..., Any]]]] = {
     "residual not renormalised": (_BUSH, choice, "residual", _residual_as_it_is),
     "proposal not renormalised": (_BUSH, choice, "without", _proposal_as_it_is),
     "one random number for all depths": (_CHAIN, rule, "uniforms", _one_number),
-    "a penalty that sees only what is committed": (
+    "a presence penalty on the prompt": (
         _PENALTY,
-        paths.PathScores,
-        "_paths",
-        _without_the_path,
+        paths.Processing,
+        "before_constraint",
+        _prompt_and_output,
     ),
 }
 """What is wrong, where it shows, and what is put in which function's place."""

@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.exactness.drafts import SHAPES, Drafts
+from benchmarks.exactness.steps import stepped, stepped_together
 from benchmarks.exactness.target import LENGTH, PROMPT, SETTINGS, SIZE, expected
-from decoder.sampling.rule import accept_rule
-from decoder.sampling.verification import AcceptRule, Place
+from decoder.sampling.rule import ProcessedRule, accept_rule
+from decoder.sampling.verification import Place
 
 RULES: Final = (
     ("certain", True),
@@ -87,7 +88,14 @@ def covering_cases() -> list[Case]:
     return [case for case in all_cases() if case.shape == "mixed" or case.setting in shaped]
 
 
-def run(case: Case, draws: int, seed: int = 0, drafts: Drafts | None = None) -> Outcome:
+def run(
+    case: Case,
+    draws: int,
+    seed: int = 0,
+    drafts: Drafts | None = None,
+    *,
+    one_by_one: bool = False,
+) -> Outcome:
     """Decode short outputs by the rule, and test their distribution.
 
     Args:
@@ -95,11 +103,15 @@ def run(case: Case, draws: int, seed: int = 0, drafts: Drafts | None = None) -> 
         draws: how many tokens to look at, at least.
         seed: of rule and drafts.
         drafts: others than the case's.
+        one_by_one: whether the rule is asked for every sequence alone, as decoders do.
     """
     setting = SETTINGS[case.setting]
     sampling = replace(setting.sampling, seed=seed, coupled=case.coupled)
     rule = accept_rule(sampling, setting.processors)
-    outputs, num_passes = _decoded(rule, drafts or Drafts(case.shape, case.kind), draws, seed)
+    if not isinstance(rule, ProcessedRule):
+        raise TypeError(f"{case.setting} draws nothing")
+    drafts = drafts or Drafts(case.shape, case.kind)
+    outputs, num_passes = _decoded(rule, drafts, draws, one_by_one=one_by_one)
     counts = np.zeros((SIZE,) * LENGTH, np.int64)
     np.add.at(counts, tuple(np.array([output[:LENGTH] for output in outputs]).T), 1)
     statistic, freedom = chi_square(counts, expected(setting) * len(outputs))
@@ -114,21 +126,27 @@ def run(case: Case, draws: int, seed: int = 0, drafts: Drafts | None = None) -> 
 
 
 def _decoded(
-    rule: AcceptRule, drafts: Drafts, draws: int, seed: int
+    rule: ProcessedRule, drafts: Drafts, draws: int, *, one_by_one: bool
 ) -> tuple[list[list[int]], int]:
     """Return outputs of `LENGTH` tokens or more, and how many passes they took."""
-    rng = np.random.default_rng([seed, 7])
+    step = stepped if one_by_one else stepped_together
+    rng = np.random.default_rng([rule.seed, 7])
     outputs: list[list[int]] = [[] for _ in range(-(-draws // LENGTH))]
-    active, num_passes = list(range(len(outputs))), 0
-    while active:
-        ends = np.array([(*PROMPT, *outputs[number])[-2:] for number in active])
-        trees = drafts.after(ends[:, 0], ends[:, 1], rng)
-        for number, (tree, logits) in zip(active, trees, strict=True):
-            place = Place(number, np.array([*PROMPT, *outputs[number]], np.int32), len(PROMPT))
-            path, token = rule(tree, logits, place)
-            outputs[number] += [*tree.token_ids[path].tolist(), token]
+    num_passes = 0
+    for length in range(LENGTH):
+        # All outputs of one length are gone on with, and none gets shorter.
+        active = [number for number, output in enumerate(outputs) if len(output) == length]
+        if not active:
+            continue
+        tokens = np.array([[*PROMPT, *outputs[number]] for number in active])
+        batch = drafts.after(tokens[:, -2], tokens[:, -1], rng)
+        places = [
+            Place(number, row, len(PROMPT))
+            for number, row in zip(active, tokens.astype(np.int32), strict=True)
+        ]
+        for number, emitted in zip(active, step(rule, batch, places), strict=True):
+            outputs[number] += emitted
         num_passes += len(active)
-        active = [number for number in active if len(outputs[number]) < LENGTH]
     return outputs, num_passes
 
 

@@ -122,7 +122,7 @@ def test_contradictory_settings_are_refused(name: str) -> None:
     neutral: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     assert SamplingSettings(**neutral).is_greedy
     with pytest.raises(ContradictoryOptionsError, match=f"{name} has no effect at temperature 0"):
-        SamplingSettings(**{name: 1 if name == "top_k" else 0.5})
+        SamplingSettings(**{**neutral, name: 1 if name == "top_k" else 0.5})
 
 
 def test_settings_are_made_from_a_generation_config() -> None:
