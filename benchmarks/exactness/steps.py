@@ -56,13 +56,8 @@ def _choice(rule: ProcessedRule, batch: Batch, places: Sequence[Place]) -> Choic
     count = int(depths.max()) + 1
     own = (np.arange(len(places))[:, None] * count + depths).reshape(-1)
     if rule.settings.coupled:
-        # Looked up there, where an error may have been planted.
-        points = [
-            rules.uniforms(  # type: ignore[attr-defined]
-                rule.seed, place, count
-            )
-            for place in places
-        ]
+        uniforms = rules.uniforms  # type: ignore[attr-defined]  # an error may be planted there
+        points = [uniforms(rule.seed, place, count) for place in places]
         return Draw(own, np.concatenate(points))
     drawn = batch.rows != CERTAIN
     if not drawn.any():
