@@ -51,7 +51,7 @@ class NucleusWarper(TopPLogitsWarper):
     """Transformers' top-p, without sorting what is too improbable to stay.
 
     Tokens of less than (1 - top_p) / vocabulary hold less than 1 - top_p together, so they go
-    whatever their order is. One row of 49,152 logits on a processor takes 0.1 to 0.3 ms instead
+    whatever their order is. One row of 49,152 logits on a processor takes 0.1 to 0.4 ms instead
     of 2.5.
     """
 
@@ -116,7 +116,7 @@ class Warping:
         if not self._truncating or len(scores) != 1 or scores.device.type != "cpu":
             return applied(self._truncating, None, scores)
         tokens = self._candidates(scores[0])
-        if tokens is None:
+        if tokens is None or len(tokens) == 0:  # none: the row holds no numbers
             return applied(self._truncating, None, scores)
         kept = applied(self._truncating, None, scores[:, tokens])
         return torch.full_like(scores, -math.inf).index_copy_(1, tokens, kept)

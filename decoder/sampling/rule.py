@@ -60,7 +60,8 @@ class ProcessedRule:
             InvalidLogitsError: the logits after it are not numbers.
         """
         is_stepwise = logits.device.type == "cpu" or self.processing.memory is not None
-        return (self.stepwise if is_stepwise else self.at_once)(tree, logits, place)
+        with torch.inference_mode():
+            return (self.stepwise if is_stepwise else self.at_once)(tree, logits, place)
 
     def stepwise(self, tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
         """Process and choose row by row, as far as the path goes."""

@@ -205,6 +205,16 @@ def test_low_temperature_is_greedy() -> None:
         assert (sampled[0].tolist(), sampled[1]) == (greedy[0].tolist(), greedy[1])
 
 
+EXTREMES = [
+    SamplingSettings(),
+    SamplingSettings(1e-3, seed=1),
+    SamplingSettings(1e-3, top_k=2, seed=1),
+    SamplingSettings(1e-3, top_p=0.5, seed=1),
+    SamplingSettings(1e-3, min_p=0.5, seed=1),
+    SamplingSettings(1e-3, 2, 0.5, 0.5, 1.1, 0.1, 0.1, seed=1),
+]
+
+
 class Nothing(LogitsProcessor):
     """Excludes every token as soon as a certain one was written."""
 
@@ -223,14 +233,13 @@ def both_ways(rule: Any, tree: DraftTree, logits: torch.Tensor, place: Place) ->
     return path, token
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-3])
+@pytest.mark.parametrize("settings", EXTREMES)
 @pytest.mark.parametrize("coupled", [True, False])
 def test_what_lies_before_a_dead_end_is_given_out_first(
-    temperature: float,
+    settings: SamplingSettings,
     coupled: bool,  # noqa: FBT001  as above
 ) -> None:
-    settings = SamplingSettings(temperature, seed=1, coupled=coupled)
-    rule = accept_rule(settings, [Nothing(last=2)])
+    rule = accept_rule(replace(settings, coupled=coupled), [Nothing(last=2)])
     assert isinstance(rule, ProcessedRule)
     logits = torch.zeros(4, SIZE)
     logits[[0, 1, 2, 3], [4, 2, 3, 1]] = 5.0
@@ -242,9 +251,13 @@ def test_what_lies_before_a_dead_end_is_given_out_first(
             way(tree, logits, place_of([3, 1, 3, 4, 2]))
 
 
+@pytest.mark.parametrize("settings", EXTREMES)
 @pytest.mark.parametrize("coupled", [True, False])
-def test_logits_that_are_no_numbers_are_named(coupled: bool) -> None:  # noqa: FBT001  as above
-    rule = accept_rule(SamplingSettings(1.0, seed=1, coupled=coupled))
+def test_logits_that_are_no_numbers_are_named(
+    settings: SamplingSettings,
+    coupled: bool,  # noqa: FBT001  as above
+) -> None:
+    rule: Any = accept_rule(replace(settings, coupled=coupled), [NO_REPEATS])
     logits = torch.full((4, SIZE), torch.nan)
     proposals = torch.full((1, SIZE), 1 / SIZE)
     plain = tree_of([(ROOT, 4), (ROOT, 2), (1, 3)])
@@ -252,8 +265,9 @@ def test_logits_that_are_no_numbers_are_named(coupled: bool) -> None:  # noqa: F
     tree = SampledTree(
         plain.token_ids, plain.parents, plain.probabilities, plain.sources, proposals, rows
     )
-    with pytest.raises(InvalidLogitsError, match="load it in another precision"):
-        rule(tree, logits, place_of([*PROMPT]))
+    for way in (rule.stepwise, rule.at_once):
+        with pytest.raises(InvalidLogitsError, match="load it in another precision"):
+            way(tree, logits, place_of([*PROMPT]))
 
 
 def test_a_rule_is_greedy_unless_told_otherwise() -> None:
