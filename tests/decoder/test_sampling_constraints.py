@@ -82,6 +82,20 @@ def test_constrained_sampling_is_that_of_masked_rows(coupled: bool) -> None:  # 
     assert survival(*chi_square(counts, wanted * 4000)) > 0.01
 
 
+def test_constrained_greedy_output_is_that_of_masked_rows() -> None:
+    model, prompt, automaton = tiny_llama(), prompt_of(12), Automaton()
+    state, wanted = automaton.start(), list[int]()
+    while state != 2:
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *wanted]])).logits[0, -1]
+        wanted.append(int(masked_by_hand(logits, state).argmax()))
+        state = automaton.advance(state, wanted[-1])
+    rule = accept_rule(constraint=automaton)
+    decoder = decoder_with(model, ScriptedDrafter(every_token), accept=rule, stop_ids=[30, 31])
+    assert decoded(decoder, prompt, 60) == wanted
+    assert len(wanted) > 2
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_constrained_output_does_not_depend_on_drafts(temperature: float) -> None:
     model, prompt = tiny_llama(), prompt_of(12)
