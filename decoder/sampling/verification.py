@@ -130,14 +130,14 @@ def draw(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
         int64[rows]; any token where a row has no positive sum.
     """
     rows, size = probabilities.shape
-    padded = torch.nn.functional.pad(probabilities, (0, -size % _BLOCK))
-    blocks = padded.view(rows, -1, _BLOCK)
+    length = min(size, _BLOCK)
+    blocks = torch.nn.functional.pad(probabilities, (0, -size % length)).view(rows, -1, length)
     ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     point = points.to(probabilities.device)[:, None] * ends[:, -1:]
     block = _first_above(ends, point)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(-1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, length))[:, 0].double().cumsum(-1)
     point -= torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
-    return (block * _BLOCK + _first_above(inside, point))[:, 0]
+    return (block * length + _first_above(inside, point))[:, 0]
 
 
 def _first_above(ends: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
