@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.exactness.planted import run_planted
+from benchmarks.exactness.tables import tables
 from benchmarks.exactness.trials import (
     SIGNIFICANCE,
     all_cases,
@@ -63,6 +64,7 @@ def main(
         planted = {error: found.report() for error, found in run_planted(draws // 10).items()}
     report = summary(cases, planted)
     output.write_text(json.dumps(report, indent=1) + "\n")
+    output.with_suffix(".md").write_text(tables(report))
     overlooked = [error for error, found in planted.items() if found["p"] > SIGNIFICANCE]
     print(f"{len(cases)} of {len(wanted)} cases, {sum(case['draws'] for case in cases):,} draws")
     print(f"smallest p after correction: {report['smallest_corrected_p']:.3f}")
