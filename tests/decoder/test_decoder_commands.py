@@ -3,6 +3,7 @@ import json
 import re
 import sys
 from datetime import UTC, date, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -184,7 +185,11 @@ def index_of_another_tokenizer(tmp_path: Path) -> Path:
         (["--prompt", PROMPT, "--phrases", "no-such-file"], "no-such-file"),
         (["--prompt", PROMPT, "--index", "no-such-index"], "no-such-index"),
         (["--prompt", PROMPT, "--top-p", "0.9"], "top_p has no effect at temperature 0"),
-        (["--prompt", PROMPT, "--regex", "(a"], "unclosed group"),
+        pytest.param(
+            ["--prompt", PROMPT, "--regex", "(a"],
+            "unclosed group",
+            marks=pytest.mark.skipif(find_spec("llguidance") is None, reason="an extra: grammar"),
+        ),
         (["--prompt", PROMPT, "--device", "nowhere"], "on the device 'nowhere'"),
         (["--prompt", PROMPT, "--device", "meta"], "on the device 'meta'"),
     ],
