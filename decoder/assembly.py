@@ -1,6 +1,5 @@
 """From names and options to a decoder that is ready to run."""
 
-import secrets
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,8 +14,11 @@ from decoder.drafters.loading import DraftModelOptions, load_draft_model
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
-from decoder.sampling.settings import unapplied_settings
-from decoder.sampling.verification import AcceptRule, accept_greedy, accept_sampled
+from decoder.sampling.grammar import Grammar
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.settings import SamplingSettings
+from decoder.sampling.stated import stated_processors, unapplied_settings
+from decoder.sampling.verification import AcceptRule, accept_greedy
 from decoder.target.target import Target
 from indexer.reader import Vocabulary
 from retriever.client import RemoteDrafter
@@ -144,13 +146,13 @@ def assemble(
         accept: which of them are kept.
         costs: where what was measured is kept for the next start; `None` to measure always.
 
-    Warns where the model's generation_config asks for more than the most probable token.
+    Warns where the model's generation_config asks for what the rule does not do.
 
     Raises:
         UnsupportedModelError: the model cannot verify drafts.
     """
     target = Target(language_model.model)
-    unapplied = unapplied_settings(language_model.model, language_model.stop_ids)
+    unapplied = unapplied_settings(language_model.model, language_model.stop_ids, accept)
     if unapplied:
         stated = ", ".join(f"{name}={value}" for name, value in unapplied.items())
         warnings.warn(
@@ -168,16 +170,23 @@ def assemble(
     )
 
 
-def accept_rule(temperature: float, seed: int | None) -> AcceptRule:
-    """Return the rule for a temperature: greedy at zero, else sampling.
+def own_rule(
+    language_model: LanguageModel, settings: SamplingSettings, regex: str | None = None
+) -> AcceptRule:
+    """Return the rule for some settings, completed by what the model's generation_config states.
 
     Args:
-        temperature: zero or more.
-        seed: makes sampling repeatable, whatever is drafted; from 0 to 2**64 - 1. `None` takes
-            one from the system's entropy. It has no effect at temperature zero.
+        language_model: whose generation_config and tokenizer count.
+        settings: how tokens are chosen.
+        regex: a regular expression that the whole output shall match.
+
+    Raises:
+        InvalidSettingsError: the generation_config states a value out of its range.
+        InvalidConstraintError: the expression cannot be followed.
     """
-    if temperature == 0:
-        return accept_greedy
-    if seed is None:
-        seed = secrets.randbits(64)
-    return partial(accept_sampled, temperature=temperature, seed=seed)
+    model, stop_ids = language_model.model, language_model.stop_ids
+    stated = getattr(model, "generation_config", None)
+    if stated is not None:
+        settings = settings.completed(stated)
+    grammar = Grammar.of_regex(regex, language_model.tokenizer, stop_ids) if regex else None
+    return accept_rule(settings, stated_processors(model, stop_ids), grammar)

@@ -12,7 +12,7 @@ from decoder.budget.budget import FixedBudget
 from decoder.drafters.session import NoDrafter
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
-from decoder.sampling.settings import without_own_settings
+from decoder.sampling.stated import without_own_settings
 from decoder.statistics import Statistics
 from decoder.target.target import Target
 

@@ -55,3 +55,19 @@ class UnsupportedGenerationError(DecoderError):
 
 class UnknownTokenError(DecoderError):
     """A token id that was asked for lies outside the vocabulary."""
+
+
+class InvalidSettingsError(DecoderError):
+    """A sampling setting is out of its range; the message gives the range."""
+
+
+class InvalidConstraintError(DecoderError):
+    """A constraint cannot be read, or its library is missing; the message says why."""
+
+
+class DeadEndError(DecoderError):
+    """No token may follow what was generated so far; all of that was given out before."""
+
+
+class InvalidLogitsError(DecoderError):
+    """The model's logits are not numbers, so that no token can be chosen."""

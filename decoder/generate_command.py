@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from decoder.answers import Answerer, Printer
-from decoder.assembly import DrafterOptions, accept_rule, assemble, draft_model_options
+from decoder.assembly import DrafterOptions, assemble, draft_model_options, own_rule
 from decoder.budget.store import store_at
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError
 from decoder.generate import AnswerOptions
@@ -34,6 +34,19 @@ from decoder.options import (
     model_options,
 )
 from decoder.prompts import DEFAULT_CATEGORY, Prompt, checked_text, read_prompts, read_text
+from decoder.sampling.grammar import check_regex
+from decoder.sampling.options import (
+    FrequencyPenalty,
+    MinP,
+    PresencePenalty,
+    Regex,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
+from decoder.sampling.settings import SamplingSettings
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
 from decoder.trace import TraceWriter
 from indexer.launch import INTERRUPTED
@@ -68,13 +81,15 @@ def generate_command(
         list[int] | None,
         typer.Option(metavar="ID", help="A token that ends an answer, beside the model's own."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=2**64 - 1, help="Makes sampling repeatable; no effect at temperature 0."
-        ),
-    ] = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    seed: Seed = None,
+    regex: Regex = None,
     forget: Annotated[
         bool,
         typer.Option(
@@ -105,6 +120,18 @@ def generate_command(
     modelled = draft_model_options(draft_model, draft_vocabulary)
     drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled)
     drafter_options.check()
+    settings = SamplingSettings(
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty,
+        presence_penalty,
+        frequency_penalty,
+        seed,
+    )
+    if regex is not None:
+        check_regex(regex)
     stops = StopStrings(stop or ())
     selected = _selected(prompt, prompts, limit)
     prepared = prepare_model(
@@ -124,7 +151,10 @@ def generate_command(
         language_model = _stopping_at(extra_ids, prepared.load())
         drafter = stack.enter_context(drafter_options.connect(language_model))
         decoder = assemble(
-            language_model, drafter, accept_rule(temperature, seed), costs=store_at(cost_cache)
+            language_model,
+            drafter,
+            own_rule(language_model, settings, regex),
+            costs=store_at(cost_cache),
         )
         answerer = Answerer(
             decoder, language_model, options, printer, writer=writer, interruption=interruption

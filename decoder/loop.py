@@ -178,7 +178,7 @@ class Generation:
         return self._emit(tree, path, next_token)
 
     def _place(self) -> Place:
-        return Place(self._number, self._sequence.tokens)
+        return Place(self._number, self._sequence.tokens, len(self._prompt))
 
     def _learn(self, verified: Verified) -> None:
         with self.statistics.charging("draft_s"):

@@ -13,18 +13,20 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from decoder.budget.budget import Budget, CostCurve, MeasuredBudget, measure_costs
+from decoder.budget.budget import Budget, CostSurface, MeasuredBudget, measure_costs
 from decoder.errors import UnsupportedGenerationError
 from decoder.loop import Decoder
 from decoder.plugins.criteria import Ending
 from decoder.plugins.requests import check_request
-from decoder.plugins.rule import rule_of
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.settings import SamplingSettings
+from decoder.sampling.verification import AcceptRule
 from decoder.statistics import Statistics
 from decoder.target.target import Target
 from retriever.drafter import Drafter
 
 OnTokens = Callable[[list[int]], object]
-_curves: WeakKeyDictionary[PreTrainedModel, CostCurve] = WeakKeyDictionary()
+_curves: WeakKeyDictionary[PreTrainedModel, CostSurface] = WeakKeyDictionary()
 
 
 class Foredraft:
@@ -162,7 +164,20 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     )
 
 
-def _costs(model: PreTrainedModel, target: Target) -> CostCurve:
+def rule_of(processors: LogitsProcessorList, *, do_sample: bool) -> AcceptRule:
+    """Return the rule by which `model.generate` itself would choose tokens.
+
+    Args:
+        processors: of the call, its warpers included.
+        do_sample: whether to draw; the seed is drawn from torch's own generator.
+    """
+    if not do_sample:
+        return accept_rule(None, processors)
+    seed = int(torch.randint(2**63 - 1, ()))
+    return accept_rule(SamplingSettings(temperature=1.0, seed=seed), processors)
+
+
+def _costs(model: PreTrainedModel, target: Target) -> CostSurface:
     if model not in _curves:
         _curves[model] = measure_costs(target)
     return _curves[model]

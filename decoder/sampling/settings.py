@@ -1,70 +1,122 @@
-"""What a model's generation_config asks for beyond choosing the most probable token."""
+"""How the next token is chosen: temperature, truncation, penalties and randomness."""
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
 
-import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.generation.configuration_utils import GenerationMode
+from transformers import GenerationConfig
 
-_ENDING: Final = ("max_time", "stop_strings")
-_GREEDY_MODES: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.ASSISTED_GENERATION)
+from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
+
+_MIN_TEMPERATURE: Final = 1e-5
+_TRUNCATIONS: Final = ("top_k", "top_p", "min_p")
+_STATED_PENALTIES: Final = ("repetition_penalty",)
+_SEEDS: Final = 2**64
 
 
-def unapplied_settings(model: PreTrainedModel, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the settings that `model.generate` would obey in greedy decoding and we do not.
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How tokens are chosen; what is `None` is not applied.
 
-    `model.generate` fills what its caller leaves open from the model's own generation_config.
-    Each setting is tried alone: it counts if it brings a logits processor, another mode of
-    decoding or another end.
+    They mean what transformers means by them, and are applied in its order: repetition penalty,
+    frequency and presence penalty, temperature, top-k, top-p, min-p.
 
-    Args:
-        model: whose settings these are.
-        stop_ids: tokens that end a sequence.
+    Attributes:
+        temperature: logits are divided by it; 0 takes the most probable token.
+        top_k: only the k most probable tokens may be drawn; 0 for all.
+        top_p: only the most probable tokens that hold this mass together, above 0 to 1
+            (Holtzman et al., 2020, arXiv:1904.09751).
+        min_p: only tokens with at least this share of the greatest probability, 0 to 1
+            (Nguyen et al., 2024, arXiv:2407.01082).
+        repetition_penalty: divides positive logits of tokens in prompt and output, multiplies
+            negative ones, above 0 (Keskar et al., 2019, arXiv:1909.05858).
+        presence_penalty: is taken off the logits of tokens in the output, -2 to 2.
+        frequency_penalty: the same for each time that a token is there.
+        seed: makes sampling repeatable, from 0 to 2**64 - 1; `None` takes one from the system.
+        coupled: random numbers belong to positions, so that a seed gives one output, whatever
+            is drafted. Else they belong to passes, drafts that were drawn from a model's
+            distribution are accepted by that distribution, and a seed gives one output for one
+            drafter.
 
-    Returns:
-        Name to value.
+    Raises:
+        InvalidSettingsError: a value is out of its range.
+        ContradictoryOptionsError: what only sampling obeys is set at temperature 0.
     """
-    stated = getattr(model, "generation_config", None)
-    settings = {} if stated is None else vars(stated)
-    return {
-        name: value
-        for name, value in settings.items()
-        if value is not None and name != "do_sample" and _matters(model, name, value, stop_ids)
-    }
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    coupled: bool = True
+
+    def __post_init__(self) -> None:
+        for name, (is_valid, wanted) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and is_valid(value)):
+                raise InvalidSettingsError(f"{name} must be {wanted}, not {value}")
+        if self.is_greedy and self._truncates:
+            raise ContradictoryOptionsError(
+                f"{self._truncates[0]} has no effect at temperature 0, which takes the most "
+                "probable token: leave it out, or give a temperature above 0"
+            )
+
+    @classmethod
+    def of(cls, config: GenerationConfig) -> Self:
+        """Return what a model's generation_config asks for.
+
+        Raises:
+            InvalidSettingsError: it states a value out of its range.
+        """
+        samples = bool(getattr(config, "do_sample", None))
+        stated = getattr(config, "temperature", None)
+        temperature = (1.0 if stated is None else stated) if samples else 0.0
+        return cls(temperature).completed(config)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken."""
+        return self.temperature == 0
+
+    def completed(self, config: GenerationConfig) -> Self:
+        """Take what is left open here, but for temperature and seed, from a generation_config."""
+        names = _STATED_PENALTIES if self.is_greedy else (*_STATED_PENALTIES, *_TRUNCATIONS)
+        stated: dict[str, Any] = {
+            name: getattr(config, name, None) for name in names if getattr(self, name) is None
+        }
+        return replace(self, **stated)
+
+    @property
+    def _truncates(self) -> list[str]:
+        neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return [name for name in _TRUNCATIONS if getattr(self, name) not in {None, neutral[name]}]
 
 
-@contextmanager
-def without_own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Have `model.generate` follow its caller's settings only, for the block's time."""
-    own = model.generation_config
-    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # not typed there
-    try:
-        yield
-    finally:
-        model.generation_config = own
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _matters(model: PreTrainedModel, name: str, value: Any, stop_ids: Sequence[int]) -> bool:
-    if name in _ENDING:
-        return True
-    config: Any = GenerationConfig()  # type: ignore[no-untyped-call]  # as above
-    setattr(config, name, value)
-    if config.get_generation_mode() not in _GREEDY_MODES:
-        return True
-    device = torch.device(model.device)
-    # Some processors cannot be made without a stop token, whichever it is.
-    config._eos_token_tensor = torch.tensor(list(stop_ids) or [0], device=device)  # noqa: SLF001  as generate does
-    some_prompt: Any = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about settings that have no effect
-        processors = GenerationMixin._get_logits_processor(  # noqa: SLF001  no public name
-            model,  # type: ignore[arg-type]  # every causal model has the mixin
-            config,
-            input_ids_seq_length=1,
-            encoder_input_ids=some_prompt,
-            device=str(device),
-        )
-    return bool(processors)
+def _is_whole(value: float) -> bool:
+    return isinstance(value, int)
+
+
+_RANGES: Final[dict[str, tuple[Callable[[float], bool], str]]] = {
+    "temperature": (
+        lambda value: value == 0 or value >= _MIN_TEMPERATURE,
+        f"0 (greedy) or at least {_MIN_TEMPERATURE:g}",
+    ),
+    "top_k": (lambda value: _is_whole(value) and value >= 0, "a whole number, 0 (off) or more"),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1 (off)"),
+    "min_p": (lambda value: 0 <= value <= 1, "between 0 (off) and 1"),
+    "repetition_penalty": (lambda value: value > 0, "above 0; 1 is none"),
+    "presence_penalty": (lambda value: abs(value) <= 2, "between -2 and 2"),  # noqa: PLR2004  the range people know
+    "frequency_penalty": (lambda value: abs(value) <= 2, "between -2 and 2"),  # noqa: PLR2004  likewise
+    "seed": (
+        lambda value: _is_whole(value) and 0 <= value < _SEEDS,
+        "a whole number from 0 to 2**64 - 1",
+    ),
+}

@@ -1,11 +1,11 @@
-"""Which drafted tokens are accepted: pure functions of a tree and the target's logits.
+"""What verification is made of: places, walking down a tree, and drawing tokens.
 
-Both rules let the target choose a token after every node and follow the children that agree
-with it. The target's own choice is kept at every position, so the output is the target's,
-whatever was drafted. For drafts that are certain of their token (they name it and give no
-distribution) this is speculative sampling (Leviathan et al., 2023, arXiv:2211.17192; Chen et
-al., 2023, arXiv:2302.01318) with q = 1: a token is kept with its probability under the target,
-and the draw that disagrees is already distributed as the residual.
+All rules let the target choose a token after a node and follow the child that carries it. The
+target's own choice is kept at every position, so the output is the target's, whatever was
+drafted. For drafts that are certain of their token (they name it and give no distribution) this
+is speculative sampling (Leviathan et al., 2023, arXiv:2211.17192; Chen et al., 2023,
+arXiv:2302.01318) with q = 1: a token is kept with its probability under the target, and the draw
+that disagrees is already distributed as the residual.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,22 @@ class Place:
     Attributes:
         sequence: number of the sequence among those of its decoder.
         tokens: int32[n], what is committed so far, the prompt first. Not to be written to.
+        num_prompt_tokens: how many of them are the prompt's.
     """
 
     sequence: int
     tokens: TokenIds
+    num_prompt_tokens: int = 0
 
     @property
     def position(self) -> int:
         """Position of the token after the last committed one, counted from the prompt's first."""
         return len(self.tokens)
+
+    @property
+    def generated(self) -> TokenIds:
+        """int32[n], the output so far."""
+        return self.tokens[self.num_prompt_tokens :]
 
 
 AcceptRule = Callable[[DraftTree, torch.Tensor, Place], Acceptance]
@@ -50,34 +57,17 @@ _PHILOX_WORDS = 4  # numbers for each count
 def accept_greedy(tree: DraftTree, logits: torch.Tensor, _place: Place) -> Acceptance:
     """Follow the child that equals the target's most probable token.
 
-    Args:
-        tree: what was verified, N nodes.
-        logits: [1 + N, vocabulary], the target's, after the last token and after each node.
-    """
-    return follow(tree, logits.argmax(dim=-1).tolist())
-
-
-def accept_sampled(
-    tree: DraftTree, logits: torch.Tensor, place: Place, *, temperature: float, seed: int
-) -> Acceptance:
-    """Follow the child that equals a draw from the target's distribution.
-
-    A token is drawn for every node at once, so that the device is waited for once. Nodes of one
-    depth share their random number: only one of them can lie on the path, and which one depends
-    on the numbers of lesser depths. So numbers belong to positions, and what is drafted changes
-    nothing in the output.
+    A processor looks only at the rows that the path comes to; from another device all choices
+    come at once, so that it is waited for once.
 
     Args:
         tree: what was verified, N nodes.
         logits: [1 + N, vocabulary], the target's, after the last token and after each node.
-        place: where its first tokens stand.
-        temperature: logits are divided by it; more than zero.
-        seed: of the random numbers, from 0 to 2**64 - 1.
     """
-    depths = np.concatenate(([0], tree.depths()))
-    points = uniforms(seed, place, int(depths.max()) + 1)[depths]
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
-    return follow(tree, draw(probabilities, torch.from_numpy(points)).tolist())
+    if logits.device.type != "cpu":
+        return follow(tree, logits.argmax(dim=-1).tolist())
+    # In bfloat16 the search takes five times as long as the conversion and the search.
+    return walk(tree, lambda row: int(logits[row : row + 1].float().argmax(dim=-1)))
 
 
 def uniforms(seed: int, place: Place, count: int) -> NDArray[np.float64]:
@@ -91,6 +81,13 @@ def uniforms(seed: int, place: Place, count: int) -> NDArray[np.float64]:
     return np.random.Generator(source).random(skipped + count)[skipped:]
 
 
+def drawn_numbers(seed: int, place: Place, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Return float64[shape], random numbers of a pass: none of those that belong to positions."""
+    counter = np.array([0, place.position, 1, 0], np.uint64)
+    source = np.random.Philox(key=np.array([seed, place.sequence], np.uint64), counter=counter)
+    return np.random.Generator(source).random(shape)
+
+
 def follow(tree: DraftTree, choices: list[int]) -> Acceptance:
     """Walk down the tree as long as a child carries the token chosen for its parent.
 
@@ -98,14 +95,24 @@ def follow(tree: DraftTree, choices: list[int]) -> Acceptance:
         tree: N nodes.
         choices: 1 + N tokens, the target's after the last token and after each node.
     """
+    return walk(tree, choices.__getitem__)
+
+
+def walk(tree: DraftTree, choose: Callable[[int], int]) -> Acceptance:
+    """Do as `follow` does, and choose tokens only where the path comes by.
+
+    Args:
+        tree: N nodes.
+        choose: gives the target's token after the last token for 0, after node n for n + 1.
+    """
     edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
     children = {edge: node for node, edge in enumerate(edges)}
     path: list[int] = []
-    node = ROOT
-    while (child := children.get((node, choices[node + 1]))) is not None:
+    node, token = ROOT, choose(0)
+    while (child := children.get((node, token))) is not None:
         path.append(child)
-        node = child
-    return np.array(path, np.int64), choices[node + 1]
+        node, token = child, choose(child + 1)
+    return np.array(path, np.int64), token
 
 
 def draw(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
@@ -120,20 +127,21 @@ def draw(probabilities: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
         points: float64[rows], random numbers from 0 to below 1.
 
     Returns:
-        int64[rows].
+        int64[rows]; any token where a row has no positive sum.
     """
     rows, size = probabilities.shape
-    padded = torch.nn.functional.pad(probabilities, (0, -size % _BLOCK))
-    blocks = padded.view(rows, -1, _BLOCK)
+    length = min(size, _BLOCK)
+    blocks = torch.nn.functional.pad(probabilities, (0, -size % length)).view(rows, -1, length)
     ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     point = points.to(probabilities.device)[:, None] * ends[:, -1:]
     block = _first_above(ends, point)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(-1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, length))[:, 0].double().cumsum(-1)
     point -= torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
-    return (block * _BLOCK + _first_above(inside, point))[:, 0]
+    return (block * length + _first_above(inside, point))[:, 0]
 
 
 def _first_above(ends: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     """Return int64[rows, 1], the first entry above a point; rounding never passes the last."""
     below_last = torch.nextafter(ends[:, -1:], torch.zeros_like(points))
-    return torch.searchsorted(ends, torch.minimum(points, below_last), right=True)
+    found = torch.searchsorted(ends, torch.minimum(points, below_last), right=True)
+    return found.clamp(max=ends.shape[-1] - 1)  # where a row holds no numbers, it is none of them

@@ -1,7 +1,9 @@
 import io
 import json
+import re
 import sys
 from datetime import UTC, date, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,15 @@ def test_sampling_is_repeatable_by_seed(
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+def test_the_answer_matches_a_regular_expression(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance", reason="an extra: run pip install '.[grammar]'")
+    arguments = ("--prompt", PROMPT, "--regex", "(yes|no), [0-9]{3}", "--temperature", "1.5")
+    assert generate(monkeypatch, model_directory, *arguments, "--top-k", "20", "--json") == 0
+    assert re.fullmatch("(yes|no), [0-9]{3}", json.loads(capsys.readouterr().out)["text"])
+
+
 @pytest.fixture
 def index_of_another_tokenizer(tmp_path: Path) -> Path:
     path = tmp_path / "other.index"
@@ -157,6 +168,12 @@ def index_of_another_tokenizer(tmp_path: Path) -> Path:
         (["--prompt", PROMPT, "--phrases", "a", "--server", "b"], "exclude each other"),
         (["--prompt", PROMPT, "--phrases", "no-such-file"], "no-such-file"),
         (["--prompt", PROMPT, "--index", "no-such-index"], "no-such-index"),
+        (["--prompt", PROMPT, "--top-p", "0.9"], "top_p has no effect at temperature 0"),
+        pytest.param(
+            ["--prompt", PROMPT, "--regex", "(a"],
+            "unclosed group",
+            marks=pytest.mark.skipif(find_spec("llguidance") is None, reason="an extra: grammar"),
+        ),
         (["--prompt", PROMPT, "--device", "nowhere"], "on the device 'nowhere'"),
         (["--prompt", PROMPT, "--device", "meta"], "on the device 'meta'"),
     ],

@@ -6,10 +6,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from decoder.assembly import DrafterOptions, accept_rule, assemble
+from decoder.assembly import DrafterOptions, assemble
 from decoder.budget.budget import MeasuredBudget
 from decoder.drafters.session import NoDrafter
 from decoder.models import LanguageModel
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.settings import SamplingSettings
 from decoder.sampling.verification import Place, accept_greedy
 from decoder.statistics import Statistics
 from indexer.build import build_from_tokens
@@ -116,7 +118,7 @@ def test_accepted_path_is_the_longest_that_is_right(name: str, prompt: list[int]
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_sampled_output_does_not_depend_on_drafts(name: str, seed: int, prompt: list[int]) -> None:
     model = MODELS[name]()
-    rule = accept_rule(1.0, seed)
+    rule = accept_rule(SamplingSettings(1.0, seed=seed))
     expected = decoded(decoder_with(model, NoDrafter(), accept=rule), prompt, NEW_TOKENS)
     assert expected != plainly(model, prompt, NEW_TOKENS)
     for kind, guess in guesses(prompt + expected).items():
@@ -128,7 +130,7 @@ def test_sampled_output_does_not_depend_on_drafts(name: str, seed: int, prompt: 
 
 def test_right_drafts_save_passes_under_sampling(prompt: list[int]) -> None:
     model = tiny_llama()
-    rule = accept_rule(1.0, 3)
+    rule = accept_rule(SamplingSettings(1.0, seed=3))
     truth = decoded(decoder_with(model, NoDrafter(), accept=rule), prompt, NEW_TOKENS)
     drafter = ScriptedDrafter(oracle(prompt + truth))
     generation = decoder_with(model, drafter, accept=rule).generate(prompt, NEW_TOKENS)
@@ -140,7 +142,8 @@ def test_a_decoder_samples_each_sequence_anew(prompt: list[int]) -> None:
     model = tiny_llama()
     runs = []
     for _ in range(2):
-        decoder = decoder_with(model, NoDrafter(), accept=accept_rule(1.0, 4))
+        rule = accept_rule(SamplingSettings(1.0, seed=4))
+        decoder = decoder_with(model, NoDrafter(), accept=rule)
         runs.append([decoded(decoder, prompt, NEW_TOKENS) for _ in range(2)])
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[0][1]

@@ -2,13 +2,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from decoder.assembly import assemble
+from decoder.assembly import assemble, own_rule
 from decoder.contenders import contenders
 from decoder.drafters.session import NoDrafter
-from decoder.models import ModelOptions, load_model
-from decoder.sampling.settings import unapplied_settings
-from tests.decoder.decoding import plainly, prompt_of, tiny_llama
+from decoder.models import LanguageModel, ModelOptions, load_model
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.settings import SamplingSettings
+from decoder.sampling.stated import stated_processors, unapplied_settings
+from tests.decoder.decoding import (
+    ScriptedDrafter,
+    decoded,
+    decoder_with,
+    oracle,
+    plainly,
+    prompt_of,
+    tiny_llama,
+)
 
 APPLIED_BY_GENERATE_ONLY = {
     "repetition_penalty": 1.3,
@@ -38,6 +49,30 @@ WITHOUT_EFFECT = {
     "top_k": 20,
     "max_length": 4096,
 }
+
+STATED = {
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[5]],
+    "min_length": 5,
+    "suppress_tokens": [5],
+    "forced_bos_token_id": 6,
+}
+
+
+def generated(language_model: LanguageModel, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """Return what transformers generates greedily with what the model's own config states."""
+    model: Any = language_model.model
+    tokens = torch.tensor([prompt])
+    output = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=0,
+    )
+    new: list[int] = output[0, len(prompt) :].tolist()
+    return new
 
 
 @pytest.mark.parametrize("name", APPLIED_BY_GENERATE_ONLY)
@@ -69,3 +104,26 @@ def test_a_penalty_is_warned_of_and_put_aside_for_all_contenders(model_directory
     for name, contender in contenders(language_model, decoder, 40).items():
         assert contender(prompt, remember=False).token_ids == without, name
     assert model.generation_config.repetition_penalty == 1.3
+
+
+def test_what_generate_obeys_is_obeyed_along_paths_and_not_warned_of(model_directory: Path) -> None:
+    language_model = load_model(ModelOptions(str(model_directory)))
+    model: Any = language_model.model
+    prompt = prompt_of(12)
+    for name, value in STATED.items():
+        setattr(model.generation_config, name, value)
+    truth = generated(language_model, prompt, 40)
+    rule = own_rule(language_model, SamplingSettings())
+    assert unapplied_settings(model, language_model.stop_ids, rule) == {}
+    drafter = ScriptedDrafter(oracle(prompt + truth))
+    decoder = decoder_with(model, drafter, accept=rule, stop_ids=language_model.stop_ids)
+    assert decoded(decoder, prompt, 40) == truth
+
+
+def test_a_sampling_rule_leaves_only_other_settings_unapplied() -> None:
+    model = tiny_llama()
+    for name, value in {**APPLIED_BY_GENERATE_ONLY, "top_p": 0.9, "typical_p": 0.9}.items():
+        setattr(model.generation_config, name, value)
+    settings = SamplingSettings(0.7).completed(model.generation_config)
+    left = set(unapplied_settings(model, (), accept_rule(settings, stated_processors(model, ()))))
+    assert left == APPLIED_BY_GENERATE_ONLY.keys() - STATED.keys() | {"typical_p"}

@@ -1,0 +1,176 @@
+"""Which token the target chooses after a node, as functions of whole rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from decoder.drafters.sampled import CERTAIN, SampledTree
+from decoder.sampling.verification import draw
+
+NOTHING: Final = -1
+"""What is chosen where no token is possible."""
+
+
+Choice = Callable[[torch.Tensor, NDArray[np.int64]], torch.Tensor]
+"""A way of choosing, made for one tree; rows may come one by one or together.
+
+It is given float32[n, vocabulary], logits after processors, and int64[n], which rows these are: 0
+after the last token, node + 1 after a node. It returns int64[n], a token or `NOTHING` for each.
+"""
+
+
+def most_probable(scores: torch.Tensor, _rows: NDArray[np.int64]) -> torch.Tensor:
+    """Choose the greatest of each row; a `Choice` for any tree."""
+    best = scores.max(dim=-1)
+    return best.indices.masked_fill(best.values.isnan() | best.values.isneginf(), NOTHING)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """Draws from each row's distribution.
+
+    Nodes of one depth share their random number: only one of them can lie on the path, and which
+    one depends on the numbers of lesser depths. Drafts of all kinds are matched with the draw,
+    even those that a model has drawn: its numbers are others, so the draw does not know them.
+
+    Attributes:
+        depths: int64[1 + N], of the last token and of each node.
+        points: float64[1 + greatest depth], random numbers from 0 to below 1.
+    """
+
+    depths: NDArray[np.int64]
+    points: NDArray[np.float64]
+
+    def __call__(self, scores: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Choose for each row."""
+        probabilities = torch.softmax(scores, dim=-1)
+        chosen = draw(probabilities, torch.from_numpy(self.points[self.depths[rows]]))
+        return chosen.masked_fill(probabilities[:, 0].isnan(), NOTHING)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawnChildren:
+    """The drawn children of each row, padded to the most that a row has.
+
+    Attributes:
+        tokens: int64[1 + N, most], in the order of their nodes.
+        proposals: int64[1 + N, most], rows of the tree's proposals, `CERTAIN` for padding.
+        counts: int64[1 + N], how many each row has.
+    """
+
+    tokens: NDArray[np.int64]
+    proposals: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tree: SampledTree) -> "DrawnChildren":
+        """Find them."""
+        children: list[list[int]] = [[] for _ in range(len(tree) + 1)]
+        for node in np.flatnonzero(tree.rows != CERTAIN).tolist():
+            children[tree.parents[node] + 1].append(node)
+        counts = np.array([len(nodes) for nodes in children])
+        shape = (len(children), int(counts.max()))
+        found = cls(np.zeros(shape, np.int64), np.full(shape, CERTAIN, np.int64), counts)
+        for row, nodes in enumerate(children):
+            found.tokens[row, : len(nodes)] = tree.token_ids[nodes]
+            found.proposals[row, : len(nodes)] = tree.rows[nodes]
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rejection:
+    """Accepts drawn children by the distributions that they were drawn from.
+
+    Multi-candidate speculative sampling without replacement: SpecInfer (Miao et al., 2023,
+    arXiv:2305.09781), MCSD (Yang et al., 2024, arXiv:2401.06706), recursive rejection sampling
+    (Jeon et al., 2024, arXiv:2402.14160). With p the target's distribution and q a child's, which
+    is its proposal less the siblings before it, the child x is accepted with probability
+    min(1, p(x) / q(x)); otherwise p becomes the residual, max(p - q, 0) normalised, and the next
+    child is tried. When none is left, the token is drawn from p.
+
+    That is exact: token x is accepted with q(x) min(1, p(x) / q(x)) = min(p(x), q(x)), and a
+    rejection, which has probability 1 - sum(min(p, q)) = sum(max(p - q, 0)), is followed by x with
+    its share of the residual, together max(p(x) - q(x), 0); the two add up to p(x). The step
+    after a rejection is the same with the residual for p, and by induction whatever follows a
+    rejection is distributed as the residual. A certain child is a proposal with all its mass on
+    one token, for which the rule is to draw and to compare: the last draw does that.
+
+    Attributes:
+        children: the tree's drawn ones.
+        proposals: float[rows, n], distributions; tokens from n on have none of their mass.
+        depths: int64[1 + N], of the last token and of each node.
+        points: float64[1 + greatest depth, most + 1], random numbers: for each child and for the
+            last draw.
+    """
+
+    children: DrawnChildren
+    proposals: torch.Tensor
+    depths: NDArray[np.int64]
+    points: NDArray[np.float64]
+
+    def __call__(self, scores: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Choose for each row."""
+        target = torch.softmax(scores.double(), dim=-1)
+        has_none = target[:, 0].isnan()
+        points = torch.from_numpy(self.points[self.depths[rows]]).to(scores.device)
+        tokens = torch.from_numpy(self.children.tokens[rows]).to(scores.device)
+        numbers = torch.from_numpy(self.children.proposals[rows]).to(scores.device)
+        chosen = torch.full((len(rows),), NOTHING, device=scores.device)
+        for child in range(int(self.children.counts[rows].max())):
+            proposal = self._proposal(tokens[:, :child], numbers[:, : child + 1], target.shape[1])
+            token = tokens[:, child]
+            p, q = (values.gather(1, token[:, None])[:, 0] for values in (target, proposal))
+            is_tried = (numbers[:, child] != CERTAIN) & (chosen == NOTHING) & (q > 0)
+            is_accepted = is_tried & accepts(p, q, points[:, child])
+            if scores.device.type == "cpu" and bool(is_accepted.all()):
+                return token
+            chosen = torch.where(is_accepted, token, chosen)
+            is_rejected = (is_tried & ~is_accepted)[:, None]
+            target = torch.where(is_rejected, residual(target, proposal), target)
+        last = draw(target, points[:, -1])
+        return torch.where(chosen == NOTHING, last, chosen).masked_fill(has_none, NOTHING)
+
+    def _proposal(self, before: torch.Tensor, numbers: torch.Tensor, size: int) -> torch.Tensor:
+        """Return float64[n, size], what a child of each row was drawn from.
+
+        Args:
+            before: int64[n, k], the siblings before it.
+            numbers: int64[n, k + 1], rows of the proposals that they and it came from.
+            size: of the target's vocabulary.
+        """
+        own = numbers[:, -1:]
+        given = self.proposals.to(numbers.device)[own[:, 0].clamp(min=0), :size].double()
+        given = torch.nn.functional.pad(given, (0, size - given.shape[1]))
+        return without(given, before, numbers[:, :-1] == own)
+
+
+def accepts(p: torch.Tensor, q: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Return bool[n], whether random numbers are below min(1, p / q)."""
+    return points * q < p
+
+
+def without(proposal: torch.Tensor, tokens: torch.Tensor, is_gone: torch.Tensor) -> torch.Tensor:
+    """Return distributions less some of their tokens, normalised again.
+
+    Args:
+        proposal: float64[n, size].
+        tokens: int64[n, k], different ones in each row.
+        is_gone: bool[n, k], which of them are taken away.
+    """
+    left = proposal.gather(1, tokens).masked_fill(is_gone, 0)
+    remaining = proposal.scatter(1, tokens, left)
+    return remaining / remaining.sum(dim=-1, keepdim=True)
+
+
+def residual(target: torch.Tensor, proposal: torch.Tensor) -> torch.Tensor:
+    """Return max(target - proposal, 0), normalised: what is left of a target after a rejection.
+
+    Where nothing is left, which only rounding can bring about, it is the target.
+    """
+    left = (target - proposal).clamp(min=0)
+    mass = left.sum(dim=-1, keepdim=True)
+    return torch.where(mass > 0, left / mass, target)

@@ -1,0 +1,130 @@
+"""From settings, processors and a constraint to the rule that says which drafts are kept."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor
+
+from decoder.drafters.sampled import CERTAIN, SampledTree
+from decoder.errors import DeadEndError, InvalidLogitsError
+from decoder.sampling.choice import (
+    NOTHING,
+    Choice,
+    Draw,
+    DrawnChildren,
+    Rejection,
+    most_probable,
+)
+from decoder.sampling.constraint import Constraint
+from decoder.sampling.paths import PathScores, Processing
+from decoder.sampling.settings import SamplingSettings
+from decoder.sampling.verification import (
+    Acceptance,
+    AcceptRule,
+    Place,
+    accept_greedy,
+    drawn_numbers,
+    follow,
+    uniforms,
+    walk,
+)
+from retriever.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProcessedRule:
+    """A rule that chooses from processed logits.
+
+    On a CPU a row is processed when the path comes to it; of another device all rows are
+    processed together, so that it is waited for once.
+
+    Attributes:
+        settings: how tokens are chosen.
+        processing: what is done to logits before.
+        seed: of the random numbers.
+    """
+
+    settings: SamplingSettings
+    processing: Processing
+    seed: int
+
+    def __call__(self, tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
+        """Accept the path that the target's choices follow.
+
+        Raises:
+            DeadEndError: no token is possible after what is committed.
+            InvalidLogitsError: the logits after it are not numbers.
+        """
+        is_stepwise = logits.device.type == "cpu" or self.processing.memory is not None
+        with torch.inference_mode():
+            return (self.stepwise if is_stepwise else self.at_once)(tree, logits, place)
+
+    def stepwise(self, tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
+        """Process and choose row by row, as far as the path goes."""
+        scores = PathScores(self.processing, tree, logits, place)
+        choose = self._choice(tree, place)
+        path, token = walk(
+            tree, lambda row: int(choose(scores.one(row), np.array([row], np.int64)))
+        )
+        return _possible(tree, logits, (path, token))
+
+    def at_once(self, tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
+        """Process and choose for all rows; not for constraints."""
+        scores = PathScores(self.processing, tree, logits, place).all()
+        choices = self._choice(tree, place)(scores, np.arange(len(tree) + 1))
+        return _possible(tree, logits, follow(tree, choices.tolist()))
+
+    def _choice(self, tree: DraftTree, place: Place) -> Choice:
+        if self.settings.is_greedy:
+            return most_probable
+        depths = np.concatenate(([0], tree.depths()))
+        count = int(depths.max()) + 1
+        if self.settings.coupled:
+            return Draw(depths, uniforms(self.seed, place, count))
+        if isinstance(tree, SampledTree) and (tree.rows != CERTAIN).any():
+            children = DrawnChildren.of(tree)
+            points = drawn_numbers(self.seed, place, (count, children.tokens.shape[1] + 1))
+            return Rejection(children, tree.proposals, depths, points)
+        return Draw(depths, drawn_numbers(self.seed, place, (count,)))
+
+
+def accept_rule(
+    settings: SamplingSettings | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+    constraint: Constraint[Any] | None = None,
+) -> AcceptRule:
+    """Return the rule that keeps the target's distribution under some settings.
+
+    Args:
+        settings: how tokens are chosen; greedily by default.
+        processors: of transformers, applied along each path with all tokens before a row as
+            `input_ids`. Each is a function of its arguments: one that remembers its calls would
+            see tokens that are given up.
+        constraint: which tokens may be chosen.
+    """
+    settings = SamplingSettings() if settings is None else settings
+    processing = Processing(settings, processors, constraint)
+    if settings.is_greedy and processing.is_empty:
+        return accept_greedy
+    seed = secrets.randbits(64) if settings.seed is None else settings.seed
+    return ProcessedRule(settings, processing, seed)
+
+
+def _possible(tree: DraftTree, logits: torch.Tensor, acceptance: Acceptance) -> Acceptance:
+    """Give out what lies before a dead end; the next pass, which begins there, raises."""
+    path, token = acceptance
+    if token != NOTHING:
+        return acceptance
+    if len(path) > 0:
+        return path[:-1], int(tree.token_ids[path[-1]])
+    if logits[0].isnan().any():
+        raise InvalidLogitsError(
+            "the model's logits are not numbers: load it in another precision, such as float32"
+        )
+    raise DeadEndError(
+        "no token may come next: the constraint and the logits processors exclude all of them"
+    )
