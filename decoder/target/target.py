@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decoder.errors import InvalidPromptError
-from decoder.target.cache import TreeCache
-from decoder.target.compatibility import attention_windows, position_limit
+from decoder.target.adapted import attend_by_groups, is_patched, structural_copy
+from decoder.target.cache import TreeCache, num_seen
+from decoder.target.compatibility import Capability, compatibility_of, position_limit
 from decoder.target.layout import TreeLayout, additive_mask
+from decoder.target.packing import pack_linears
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
 
@@ -22,11 +24,17 @@ Masks = torch.Tensor | dict[str, torch.Tensor] | None
 class Target:
     """A causal language model with the cache of one sequence.
 
+    Passes run through a copy of the model's modules that shares its weights, so the model itself
+    stays as it is. In the copy, grouped heads attend without repeated keys, and on a CPU linear
+    layers multiply by packed weights: those are read here once, and later changes of the model's
+    weights are not seen.
+
     Args:
-        model: a decoder-only model of transformers with sdpa or eager attention. It is put
-            into evaluation mode.
+        model: a decoder-only model of transformers.
+        pack: whether to keep packed weights on a CPU; they take `packed_bytes`.
 
     Attributes:
+        packed_bytes: memory that packed weights take besides the model's own.
         vocabulary_size: token ids below it can be fed to the model.
         max_length: most tokens of a sequence, `None` where the model states no limit; see
             `decoder.target.compatibility.position_limit`.
@@ -36,12 +44,17 @@ class Target:
         UnsupportedModelError: the model cannot verify trees for another reason.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._windows = attention_windows(model)
-        self._model = model
-        model.eval()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    def __init__(self, model: PreTrainedModel, *, pack: bool = True) -> None:
+        compatibility = compatibility_of(model)
+        self._windows = dict(compatibility.layers or ())
+        self._model = model if is_patched(model) else structural_copy(model)
+        self._model.eval()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.packed_bytes = 0
+        if self._model is not model:
+            attend_by_groups(self._model)
+            self.packed_bytes = pack_linears(self._model) if pack else 0
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._cache = TreeCache()
+        self._cache = TreeCache([window for _, window in compatibility.layers or ()])
         self._committed = 0
         self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
         self.max_length = position_limit(model.config)
@@ -129,7 +142,9 @@ class Target:
         visible = torch.from_numpy(layout.visible).to(self.device)
         depths = torch.from_numpy(layout.depths).to(self.device)
         masks = {
-            layer_type: additive_mask(visible, depths, self._committed, window, self._model.dtype)
+            layer_type: additive_mask(
+                visible, depths, num_seen(self._committed, window), window, self._model.dtype
+            )
             for layer_type, window in self._windows.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))

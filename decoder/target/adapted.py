@@ -1,0 +1,66 @@
+"""A copy of a model's modules, not of its weights, made over for narrow passes."""
+
+import copy
+from typing import Any, Final
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from decoder.target.attention import TREE_ATTENTION
+
+_REPLACED_ATTENTION: Final = "sdpa"
+
+
+def structural_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of the modules and configurations of a model that shares everything else.
+
+    Parameters, buffers and hooks are those of the model, so that a copy takes no memory to speak
+    of; what is replaced in it, the model does not see. A module that is used twice is copied once.
+    """
+    memo: dict[int, Any] = {}
+    copied: PreTrainedModel = _copied(model, memo)
+    return copied
+
+
+def is_patched(model: PreTrainedModel) -> bool:
+    """Return whether a library put functions of its own before the model's (offloading, say).
+
+    They are bound to the model's modules: a copy would call them on the original.
+    """
+    return any("forward" in vars(module) for module in model.modules())
+
+
+def attend_by_groups(copied: PreTrainedModel) -> None:
+    """Let a structural copy use `tree_attention` in place of transformers' sdpa attention.
+
+    Models whose attention is their own code, or of another implementation, keep theirs.
+    """
+    if not copied._supports_attention_backend:  # noqa: SLF001  no public name for it
+        return
+    configs = {
+        id(module.config): module.config for module in copied.modules() if _has_config(module)
+    }
+    for config in configs.values():
+        if config._attn_implementation == _REPLACED_ATTENTION:  # noqa: SLF001  nor for this
+            config._attn_implementation = TREE_ATTENTION  # noqa: SLF001
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
+    if id(module) in memo:
+        return memo[id(module)]
+    copied = memo[id(module)] = module.__new__(type(module))
+    vars(copied).update(vars(module))
+    for name, value in vars(module).items():
+        if isinstance(value, PreTrainedConfig):
+            vars(copied)[name] = copy.deepcopy(value, memo)
+        elif name in ("_parameters", "_buffers"):
+            vars(copied)[name] = dict(value)
+    vars(copied)["_modules"] = {
+        name: None if child is None else _copied(child, memo)
+        for name, child in module._modules.items()  # noqa: SLF001  named_children leaves out repeats
+    }
+    return copied
+
+
+def _has_config(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "config", None), PreTrainedConfig)
