@@ -6,12 +6,13 @@ from contextlib import contextmanager, suppress
 from itertools import count
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from decoder.budget.budget import Budget
 from decoder.drafters.learning import Verified
 from decoder.drafters.session import Backoff, DraftLimits, DraftSession
-from decoder.errors import DecoderBusyError, GenerationStartedError
+from decoder.errors import DecoderBusyError, GenerationStartedError, OutOfMemoryError
 from decoder.sampling.verification import AcceptRule, Place, accept_greedy
 from decoder.sequence import Sequence
 from decoder.statistics import Statistics
@@ -154,11 +155,19 @@ class Generation:
         """Commit the next tokens; always at least one."""
         tree = self._draft()
         with self.statistics.charging("target_s"):
-            logits = self._target.verify(self._last_token, tree)
+            tree, logits = self._verify(tree)
             path, next_token = self._accept(tree, logits, self._place())
             self._target.commit(path)
         self._learn(Verified(self._last_token, tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
+
+    def _verify(self, tree: DraftTree) -> tuple[DraftTree, torch.Tensor]:
+        """Verify a tree, or as much of it as there is memory for."""
+        while len(tree):
+            with suppress(OutOfMemoryError):
+                return tree, self._target.verify(self._last_token, tree)
+            tree = self._target.fitting(tree)
+        return tree, self._target.verify(self._last_token, tree)
 
     def _place(self) -> Place:
         return Place(self._number, self._sequence.tokens)
@@ -197,11 +206,12 @@ class Generation:
     def _draft(self) -> DraftTree:
         """Return the part of a draft that pays and that there is room for."""
         max_depth = self._remaining - 1
-        if max_depth == 0 or self._budget.max_nodes == 0:
+        max_nodes = min(self._budget.max_nodes, self._target.max_nodes)
+        if max_depth == 0 or max_nodes == 0:
             return DraftTree.empty()
         with self.statistics.charging("draft_s"):
-            tree = self._session.draft(self._budget.max_nodes)
-        return self._budget.cut(within_depth(tree, max_depth))
+            tree = self._session.draft(max_nodes)
+        return self._budget.cut(self._target.fitting(within_depth(tree, max_depth)))
 
     def _emit(self, tree: DraftTree, path: NDArray[np.int64], next_token: int) -> list[int]:
         """Take what was accepted up to the limit or the first stop token."""

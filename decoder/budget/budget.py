@@ -117,6 +117,7 @@ def measure_costs(
         widths: tokens in a pass, rising from 1.
         max_seconds: no round begins later; there are at least two.
     """
+    widths = [width for width in widths if width - 1 <= target.max_nodes]
     context = np.arange(_context_tokens(target), dtype=np.int32) % target.vocabulary_size
     trees = [_bush(width - 1, target.vocabulary_size) for width in widths]
     samples: list[list[float]] = [[] for _ in widths]
@@ -141,6 +142,7 @@ def _agree(samples: list[float]) -> bool:
 
 def _time_pass(target: Target, tree: DraftTree) -> float:
     """Return the seconds until the choices of one pass are known to the host."""
+    target.rewind()
     start = time.perf_counter()
     follow(tree, target.verify(0, tree).argmax(dim=-1).tolist())
     return time.perf_counter() - start

@@ -37,10 +37,10 @@ def attend_by_groups(copied: PreTrainedModel) -> None:
     """
     if not copied._supports_attention_backend:  # noqa: SLF001  no public name for it
         return
-    configs = {
-        id(module.config): module.config for module in copied.modules() if _has_config(module)
-    }
-    for config in configs.values():
+    for module in copied.modules():
+        config = vars(module).get("config")
+        if not isinstance(config, PreTrainedConfig):
+            continue
         if config._attn_implementation == _REPLACED_ATTENTION:  # noqa: SLF001  nor for this
             config._attn_implementation = TREE_ATTENTION  # noqa: SLF001
 
@@ -60,7 +60,3 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
         for name, child in module._modules.items()  # noqa: SLF001  named_children leaves out repeats
     }
     return copied
-
-
-def _has_config(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "config", None), PreTrainedConfig)

@@ -22,7 +22,7 @@ _REFUSED: Final = {"softcap"} | (
 """Options that change what sdpa attention computes, those of later versions included."""
 
 
-def tree_attention(  # noqa: PLR0913  the parameters are transformers'
+def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -62,19 +62,23 @@ def tree_attention(  # noqa: PLR0913  the parameters are transformers'
     scale = size**-0.5 if scaling is None else scaling
     folded = query.reshape(batch, key.shape[1], groups * rows, size)
     mask = None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1)
-    attend = _unfused if mask is not None and _pays_unfused(query, key) else _fused
-    output_states = attend(folded, key, value, mask, scale)
-    return output_states.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
+    if mask is not None and _pays_unfused(query, key):
+        attended = _unfused(folded, key, value, mask, scale)
+    else:
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            folded, key, value, attn_mask=mask, scale=scale
+        )
+    return attended.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
 
 
-def tree_mask(*sizes: Any, q_length: int, **options: Any) -> torch.Tensor | None:
+def tree_mask(**options: Any) -> torch.Tensor | None:
     """Return the mask that a model makes for itself where it is given none.
 
     The cache offers a single row only what lies in its window, so it needs no mask.
     """
-    if q_length == 1:
+    if options["q_length"] == 1:
         return None
-    mask: torch.Tensor | None = sdpa_mask(*sizes, q_length=q_length, **options)
+    mask: torch.Tensor | None = sdpa_mask(**options)
     return mask
 
 
@@ -98,18 +102,6 @@ def _pays_unfused(query: torch.Tensor, key: torch.Tensor) -> bool:
     """
     is_half = query.device.type == "cpu" and query.dtype in _HALF
     return is_half and query.shape[2] >= _UNFUSED_ROWS and key.shape[2] >= _UNFUSED_KEYS
-
-
-def _fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-) -> torch.Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scale
-    )
 
 
 def _unfused(

@@ -1,7 +1,8 @@
 """A key-value cache for trees: it grows in place and keeps any path of what it took last."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -91,11 +92,19 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         """Make room for `length` tokens; where that fails, the layer is as it was."""
         if length <= self._key_buffer.shape[-2]:
             return
-        capacity = max(2 * length, _MIN_CAPACITY)
-        grown = self._grown(self._key_buffer, capacity), self._grown(self._value_buffer, capacity)
+        try:
+            self._grow(max(2 * length, _MIN_CAPACITY))
+        except (MemoryError, RuntimeError):
+            self._grow(length)  # what is needed now may still fit
+
+    def _grow(self, capacity: int) -> None:
+        grown = (
+            self._resized(self._key_buffer, capacity),
+            self._resized(self._value_buffer, capacity),
+        )
         self._key_buffer, self._value_buffer = grown
 
-    def _grown(self, buffer: torch.Tensor, capacity: int) -> torch.Tensor:
+    def _resized(self, buffer: torch.Tensor, capacity: int) -> torch.Tensor:
         grown = buffer.new_zeros((*buffer.shape[:-2], capacity, buffer.shape[-1]))
         grown[..., : self._length, :] = buffer[..., : self._length, :]
         return grown
@@ -111,6 +120,11 @@ class TreeCache(Cache):
     def __init__(self, windows: Sequence[int | None]) -> None:
         self.growing_layers = [GrowingLayer(window) for window in windows]
         super().__init__(layers=list(self.growing_layers))
+
+    @contextmanager
+    def written(self) -> Iterator[Self]:
+        """Write a pass to it during the block; truncating undoes one that fails halfway."""
+        yield self
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""

@@ -60,9 +60,9 @@ def pack_linears(copied: nn.Module) -> int:
 
 def _has_kernels() -> bool:
     operators = torch.ops.mkldnn
-    return torch.backends.mkldnn.is_available() and all(
-        hasattr(operators, name) for name in ("_linear_pointwise", "_reorder_linear_weight")
-    )
+    is_built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    names = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
+    return is_built and all(hasattr(operators, name) for name in names)
 
 
 def _is_packable(module: nn.Module) -> bool:

@@ -88,7 +88,7 @@ def test_measuring_leaves_no_trace(prompt: list[int]) -> None:
     curve = measure_costs(decoder.target, max_seconds=0.05)
     assert curve.widths[0] == 1
     assert all(seconds > 0 for seconds in curve.seconds)
-    assert decoder.target._cache.get_seq_length() == 0
+    assert decoder.target._committed == 0
     assert decoded(decoder, prompt, 10) == before
 
 
