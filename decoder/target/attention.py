@@ -60,15 +60,21 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
     batch, heads, rows, size = query.shape
     groups = heads // key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
-    folded = query.reshape(batch, key.shape[1], groups * rows, size)
+    queries = folded(query, key.shape[1])
     mask = None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1)
     if mask is not None and _pays_unfused(query, key):
-        attended = _unfused(folded, key, value, mask, scale)
+        attended = _unfused(queries, key, value, mask, scale)
     else:
         attended = torch.nn.functional.scaled_dot_product_attention(
-            folded, key, value, attn_mask=mask, scale=scale
+            queries, key, value, attn_mask=mask, scale=scale
         )
     return attended.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
+
+
+def folded(query: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """Return [batch, key heads, group * rows, head size], the rows of a group one after another."""
+    batch, heads, rows, size = query.shape
+    return query.reshape(batch, key_heads, heads // key_heads * rows, size)
 
 
 def tree_mask(**options: Any) -> torch.Tensor | None:
@@ -87,7 +93,7 @@ AttentionMaskInterface.register(TREE_ATTENTION, tree_mask)
 
 
 def _is_folded(query: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> bool:
-    if any(options.get(name) for name in _REFUSED):
+    if any(options.get(name) is not None for name in _REFUSED):
         return False
     if mask is None:
         return query.shape[2] == 1

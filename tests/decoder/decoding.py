@@ -11,6 +11,8 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedModel,
 )
 
@@ -75,6 +77,18 @@ def tiny_gemma(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> P
         **options,
     )
     return evaluated(Gemma3ForCausalLM(config), dtype)
+
+
+def tiny_mamba() -> PreTrainedModel:
+    torch.manual_seed(3)
+    config = MambaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        initializer_range=0.4,
+        eos_token_id=None,
+    )
+    return evaluated(MambaForCausalLM(config))
 
 
 MODELS = {"llama": tiny_llama, "gemma": tiny_gemma}

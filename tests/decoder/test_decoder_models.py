@@ -18,8 +18,6 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -47,6 +45,7 @@ from tests.decoder.decoding import (
     prompt_of,
     tiny_gemma,
     tiny_llama,
+    tiny_mamba,
     tree_of,
 )
 
@@ -58,17 +57,6 @@ TWO_LAYERS: dict[str, Any] = {
     "num_hidden_layers": 2,
     "eos_token_id": None,
 }
-
-
-def tiny_mamba() -> PreTrainedModel:
-    config = MambaConfig(
-        vocab_size=48,
-        hidden_size=32,
-        num_hidden_layers=2,
-        initializer_range=0.4,
-        eos_token_id=None,
-    )
-    return MambaForCausalLM(config)
 
 
 def tiny_jamba() -> PreTrainedModel:
