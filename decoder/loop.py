@@ -166,7 +166,7 @@ class Generation:
         while len(tree):
             with suppress(OutOfMemoryError):
                 return tree, self._target.verify(self._last_token, tree)
-            tree = self._target.fitting(tree)
+            tree = tree.prefix(len(tree) // 2)
         return tree, self._target.verify(self._last_token, tree)
 
     def _place(self) -> Place:

@@ -66,7 +66,9 @@ class ChainCache:
             self._states = DynamicCache(config=self._config)
             self._is_recording = False
         elif not self._is_whole:
-            raise OutOfMemoryError("a pass failed, and the model's own cache cannot be put back")
+            raise OutOfMemoryError(
+                "out of memory halfway through a pass, which the model's own cache cannot undo"
+            )
         elif self._is_recording:
             # Not only for what is to go: states of the past are kept until the next cropping.
             self._states.crop(length - self._states.get_seq_length())

@@ -9,6 +9,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -89,6 +91,18 @@ def tiny_mamba() -> PreTrainedModel:
         eos_token_id=None,
     )
     return evaluated(MambaForCausalLM(config))
+
+
+def tiny_convolution() -> PreTrainedModel:
+    torch.manual_seed(5)
+    config = Lfm2Config(
+        **SIZES,
+        vocab_size=VOCABULARY,
+        num_hidden_layers=2,
+        layer_types=["conv", "full_attention"],
+        eos_token_id=None,
+    )
+    return evaluated(Lfm2ForCausalLM(config))
 
 
 MODELS = {"llama": tiny_llama, "gemma": tiny_gemma}

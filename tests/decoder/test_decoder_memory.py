@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from decoder.errors import OutOfMemoryError
 from decoder.target.cache import GrowingLayer
@@ -17,6 +19,7 @@ from tests.decoder.decoding import (
     oracle,
     plainly,
     prompt_of,
+    tiny_convolution,
     tiny_llama,
     tiny_mamba,
 )
@@ -108,6 +111,29 @@ def test_state_that_a_failed_pass_left_halfway_is_read_again(
     torch.testing.assert_close(target.verify(5, nothing), expected)
 
 
+def test_a_cache_that_cannot_undo_half_a_pass_ends_the_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_convolution()
+    prompt = prompt_of(10)
+    expected = plainly(model, prompt, 30)
+    decoder = decoder_with(model, ScriptedDrafter(oracle(prompt + expected)))
+    update = DynamicLayer.update
+
+    def limited(self: DynamicLayer, keys: torch.Tensor, *others: Any) -> Any:
+        if self.get_seq_length() + keys.shape[-2] > 25:
+            raise RuntimeError(LACK)
+        return update(self, keys, *others)
+
+    text: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(DynamicLayer, "update", limited)
+        with pytest.raises(OutOfMemoryError, match="cannot undo"):
+            text.extend(token for step in decoder.generate(prompt, 30) for token in step)
+    assert text
+    assert text == expected[: len(text)]
+
+
 def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("size mismatch")
@@ -121,6 +147,8 @@ UNDER_A_LIMIT = """
 import resource
 import numpy as np
 import torch
+from transformers.cache_utils import DynamicLayer
+
 from decoder.errors import OutOfMemoryError
 from decoder.target.target import Target
 from retriever.tree import DraftTree

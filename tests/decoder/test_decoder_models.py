@@ -12,8 +12,6 @@ from transformers import (
     GPT2LMHeadModel,
     JambaConfig,
     JambaForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
@@ -43,6 +41,7 @@ from tests.decoder.decoding import (
     oracle,
     plainly,
     prompt_of,
+    tiny_convolution,
     tiny_gemma,
     tiny_llama,
     tiny_mamba,
@@ -63,10 +62,6 @@ def tiny_jamba() -> PreTrainedModel:
     return JambaForCausalLM(
         JambaConfig(**TWO_LAYERS, num_experts=2, attn_layer_period=2, attn_layer_offset=1)
     )
-
-
-def tiny_convolution() -> PreTrainedModel:
-    return Lfm2ForCausalLM(Lfm2Config(**TWO_LAYERS, layer_types=["conv", "full_attention"]))
 
 
 def tiny_encoder_decoder() -> PreTrainedModel:
