@@ -93,8 +93,9 @@ def bench(
     selected = read_prompts(prompts, limit, per_category)
     others = [] if warm is None else read_prompts(warm)
     options = BenchOptions(max_new_tokens, repeat, others, warm_limit)
-    options = model_options(model, device, dtype, attention, no_chat_template=no_chat_template)
-    prepared = prepare_model(options)
+    prepared = prepare_model(
+        model_options(model, device, dtype, attention, no_chat_template=no_chat_template)
+    )
     drafter_options.check(prepared.vocabulary)
     language_model = prepared.load()
     progress = Progress(console=Console(stderr=True))

@@ -25,6 +25,10 @@ class InvalidPromptError(DecoderError):
     """A prompt is empty, too long for the model, or holds tokens that the model lacks."""
 
 
+class OutOfMemoryError(DecoderError):
+    """The device has no memory left for a pass; the message says at which length of context."""
+
+
 class DecoderBusyError(DecoderError):
     """A sequence is being decoded already: finish or close it first."""
 

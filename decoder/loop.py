@@ -6,12 +6,13 @@ from contextlib import contextmanager, suppress
 from itertools import count
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from decoder.budget.budget import Budget, Outcome
 from decoder.drafters.learning import Verified
 from decoder.drafters.session import Backoff, DraftLimits, DraftSession
-from decoder.errors import DecoderBusyError, GenerationStartedError
+from decoder.errors import DecoderBusyError, GenerationStartedError, OutOfMemoryError
 from decoder.observation import Clock, Observer, Step, Watch
 from decoder.sampling.verification import AcceptRule, Place, accept_greedy
 from decoder.sequence import Sequence
@@ -169,13 +170,22 @@ class Generation:
         tree = self._draft()
         before_s = self.statistics.target_s
         with self.statistics.charging("target_s"):
-            logits = self._target.verify(self._last_token, tree)
+            tree, logits = self._verify(tree)
             path, next_token = self._accept(tree, logits, self._place())
             self._target.commit(path)
         context, pass_s = len(self._sequence.tokens), self.statistics.target_s - before_s
         self._budget.learn(Outcome(tree, path, next_token, context, pass_s))
         self._learn(Verified(self._last_token, tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
+
+    def _verify(self, tree: DraftTree) -> tuple[DraftTree, torch.Tensor]:
+        """Verify a tree, or as much of it as there is memory for."""
+        while len(tree):
+            with suppress(OutOfMemoryError):
+                return tree, self._target.verify(self._last_token, tree)
+            tree = tree.prefix(len(tree) // 2)
+            self._budget.halve()
+        return tree, self._target.verify(self._last_token, tree)
 
     def _place(self) -> Place:
         return Place(self._number, self._sequence.tokens, len(self._prompt))
@@ -214,13 +224,13 @@ class Generation:
         """Return the part of a draft that pays and that there is room for."""
         self._drafted = DraftTree.empty()
         max_depth, context = self._remaining - 1, len(self._sequence.tokens)
-        max_nodes = self._budget.ask(context) if max_depth else 0
+        max_nodes = min(self._budget.ask(context), self._target.max_nodes) if max_depth else 0
         if max_nodes == 0:
             return DraftTree.empty()
         before_s = self.statistics.draft_s
         with self.statistics.charging("draft_s"):
             tree = self._session.draft(max_nodes)
-        self._drafted = within_depth(tree, max_depth)
+        self._drafted = self._target.fitting(within_depth(tree, max_depth))
         draft_s = self.statistics.draft_s - before_s
         return self._budget.cut(self._drafted, context, draft_s)
 

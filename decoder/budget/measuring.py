@@ -8,6 +8,7 @@ import numpy as np
 
 from decoder.budget.costs import CostSurface
 from decoder.sampling.verification import follow
+from decoder.target.compatibility import Capability
 from decoder.target.target import Target
 from retriever.tree import ROOT, DraftTree, Source
 
@@ -45,6 +46,7 @@ def measure_costs(
         max_seconds: no pass begins later, but for two passes of the two narrowest widths at the
             first context. What was not reached by then is left out of the surface.
     """
+    widths = [width for width in widths if width - 1 <= target.max_nodes]
     points = [(context, width) for context in _fitting(contexts, target) for width in widths]
     trees = {(context, width): _trial(width - 1, context, target) for context, width in points}
     samples: Samples = {point: [] for point in points}
@@ -82,6 +84,7 @@ def still_holds(target: Target, surface: CostSurface) -> bool:
 
 def time_pass(target: Target, tree: DraftTree) -> float:
     """Return the seconds until the choices of one pass are known to the host."""
+    target.rewind()
     start = time.perf_counter()
     follow(tree, target.verify(0, tree).argmax(dim=-1).tolist())
     return time.perf_counter() - start
@@ -114,7 +117,9 @@ def _surface(samples: Samples) -> CostSurface:
 
 
 def _fitting(contexts: Sequence[int], target: Target) -> list[int]:
-    """Return contexts that leave room for a pass, rising."""
+    """Return contexts that leave room for a pass, rising; one where reading them takes long."""
+    if target.capability is not Capability.TREES:
+        contexts = contexts[:1]
     room = contexts[-1] if target.max_length is None else target.max_length - 2
     return sorted({max(1, min(context, room)) for context in contexts})
 

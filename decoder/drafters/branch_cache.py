@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from decoder.drafters.draft_model import DraftModel
-from decoder.target.cache import TreeCache
 from decoder.target.layout import TreeLayout
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT
@@ -19,7 +18,7 @@ class BranchCache:
 
     def __init__(self, model: DraftModel) -> None:
         self._model = model
-        self._cache = TreeCache()
+        self._cache = model.new_cache()
         self._length = 0
         self._drop_branches()
 

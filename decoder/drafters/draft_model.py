@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from decoder.drafters.trimmed_head import trimmed_head
 from decoder.errors import UncroppableCacheError
+from decoder.target.adapted import adapted
 from decoder.target.cache import TreeCache
-from decoder.target.compatibility import attention_windows, position_limit
+from decoder.target.compatibility import Capability, compatibility_of, position_limit
 from decoder.target.layout import TreeLayout, additive_mask
 from retriever.drafter import TokenIds
 from retriever.errors import VocabularyMismatchError
@@ -46,9 +47,11 @@ class DraftModel:
         vocabulary_size: int | None = None,
         kept: TokenIds | None = None,
     ) -> None:
-        self._windows = _windows(model)
+        layers = _layers(model)
+        self._num_layers = len(layers)
+        self._windows = dict(layers)
+        model, _ = adapted(model, Capability.TREES, pack=True)
         self._model = model
-        model.eval()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.max_length = position_limit(model.config)
         self.vocabulary_size = _checked_size(model, vocabulary_size)
@@ -64,6 +67,10 @@ class DraftModel:
     def name(self) -> str:
         """What the model is called in messages."""
         return str(self._model.config.name_or_path or type(self._model).__name__)
+
+    def new_cache(self) -> TreeCache:
+        """Return a cache of one sequence; windows are left to the masks, as branches lie in it."""
+        return TreeCache([None] * self._num_layers)
 
     def read(self, cache: TreeCache, tokens: TokenIds, start: int) -> torch.Tensor:
         """Read a sequence on, behind the `start` tokens of it that the cache holds.
@@ -132,14 +139,15 @@ class DraftModel:
         return logits[0, -num_logits:, : self.vocabulary_size]
 
 
-def _windows(model: PreTrainedModel) -> dict[str, int | None]:
-    try:
-        return attention_windows(model)
-    except UncroppableCacheError as error:
+def _layers(model: PreTrainedModel) -> tuple[tuple[str, int | None], ...]:
+    """Return type and window of every layer."""
+    compatibility = compatibility_of(model)
+    if compatibility.capability is not Capability.TREES or compatibility.layers is None:
         raise UncroppableCacheError(
-            f"{type(model).__name__} cannot be a draft model, as its cache cannot give up "
-            f"rejected tokens: name another one ({error})"
-        ) from error
+            f"{type(model).__name__} cannot be a draft model, as it cannot expand trees: "
+            f"name another one ({compatibility.reason})"
+        )
+    return compatibility.layers
 
 
 def _checked_size(model: PreTrainedModel, vocabulary_size: int | None) -> int:

@@ -13,7 +13,9 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from decoder.budget.budget import Budget, CostSurface, MeasuredBudget, measure_costs
+from decoder.budget.budget import Budget, MeasuredBudget
+from decoder.budget.costs import CostSurface
+from decoder.budget.measuring import measure_costs
 from decoder.errors import UnsupportedGenerationError
 from decoder.loop import Decoder
 from decoder.plugins.criteria import Ending

@@ -1,6 +1,8 @@
 """A key-value cache for trees: it grows in place and keeps any path of what it took last."""
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -12,20 +14,20 @@ _ANY_STATE = 0.01  # pages that were never written to are all one page, and quic
 class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typed there
     """One layer's keys and values, in buffers that double when full.
 
-    Appending costs the new tokens, not the context, and so does keeping a path. Sliding
-    layers use it too: their window is the mask's doing, and nothing that a rejected draft
-    pushed out of a window is lost.
+    Appending costs the new tokens, not the context, and so does keeping a path. A sliding layer
+    holds every token, too, so that nothing is lost which a rejected draft pushed out of a window;
+    a pass is only shown the tokens that some row of it can see.
 
-    Attributes:
-        keys: [batch, heads, length, head size], a view of the buffer.
-        values: the same for the values.
+    Args:
+        window: positions that a token looks back over, itself included; `None` for all.
     """
 
-    is_sliding = False
     is_croppable = True
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # nor is this
+        self.is_sliding = window is not None
+        self._window = window
         self._length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -38,29 +40,33 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append states and return all of them, [batch, heads, length, head size]."""
+        """Append states and return all that these can see, [batch, heads, keys, head size]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, end = self._length, self._length + key_states.shape[-2]
+        first, start = self._first_seen(), self._length
+        end = start + key_states.shape[-2]
         self._reserve(end)
         self._key_buffer[..., start:end, :] = key_states
         self._value_buffer[..., start:end, :] = value_states
-        self.truncate(end)
-        return self._key_buffer[..., :end, :], self._value_buffer[..., :end, :]
+        self._length = end
+        return self._key_buffer[..., first:end, :], self._value_buffer[..., first:end, :]
+
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of all tokens, [batch, heads, length, head size]."""
+        return self._key_buffer[..., : self._length, :], self._value_buffer[..., : self._length, :]
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
-        self._length = length
-        if self.is_initialized:
-            self.keys = self._key_buffer[..., :length, :]
-            self.values = self._value_buffer[..., :length, :]
+        self._length = min(length, self._length)
 
     def keep(self, start: int, slots: torch.Tensor) -> None:
         """Move the tokens in `slots`, int64[n] at or past `start`, to `start`; drop the rest."""
+        if not self.is_initialized:
+            return
         end = start + len(slots)
         for buffer in (self._key_buffer, self._value_buffer):
             buffer[..., start:end, :] = buffer.index_select(-2, slots)
-        self.truncate(end)
+        self._length = end
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
@@ -72,11 +78,12 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay for the next sequence."""
-        self.truncate(0)
+        self._length = 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys a query of this length sees, and the first one's slot."""
-        return self._length + query_length, 0
+        first = self._first_seen()
+        return self._length - first + query_length, first
 
     def get_seq_length(self) -> int:
         """Return the number of tokens held."""
@@ -86,29 +93,47 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         """Return -1: there is no maximum."""
         return -1
 
+    def _first_seen(self) -> int:
+        """Return the first slot that the next token can see."""
+        return self._length - num_seen(self._length, self._window)
+
     def _reserve(self, length: int) -> None:
+        """Make room for `length` tokens; where that fails, the layer is as it was."""
         if length <= self._key_buffer.shape[-2]:
             return
-        capacity = max(2 * length, _MIN_CAPACITY)
-        self._key_buffer = self._grown(self._key_buffer, capacity)
-        self._value_buffer = self._grown(self._value_buffer, capacity)
+        try:
+            self._grow(max(2 * length, _MIN_CAPACITY))
+        except (MemoryError, RuntimeError):
+            self._grow(length)  # what is needed now may still fit
 
-    def _grown(self, buffer: torch.Tensor, capacity: int) -> torch.Tensor:
+    def _grow(self, capacity: int) -> None:
+        grown = (
+            self._resized(self._key_buffer, capacity),
+            self._resized(self._value_buffer, capacity),
+        )
+        self._key_buffer, self._value_buffer = grown
+
+    def _resized(self, buffer: torch.Tensor, capacity: int) -> torch.Tensor:
         grown = buffer.new_zeros((*buffer.shape[:-2], capacity, buffer.shape[-1]))
         grown[..., : self._length, :] = buffer[..., : self._length, :]
         return grown
 
 
 class TreeCache(Cache):
-    """Keys and values of all layers; every layer holds every token."""
+    """Keys and values of all layers; every layer holds every token.
 
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=GrowingLayer)
+    Args:
+        windows: of each layer, `None` where attention is full.
+    """
 
-    @property
-    def growing_layers(self) -> list[GrowingLayer]:
-        """The layers, which appear when first written to."""
-        return [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        self.growing_layers = [GrowingLayer(window) for window in windows]
+        super().__init__(layers=list(self.growing_layers))
+
+    @contextmanager
+    def written(self) -> Iterator[Self]:
+        """Write a pass to it during the block; truncating undoes one that fails halfway."""
+        yield self
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -124,3 +149,8 @@ class TreeCache(Cache):
         """Hold `length` tokens with states of no meaning, once the layers have appeared."""
         for layer in self.growing_layers:
             layer.pretend(length)
+
+
+def num_seen(past: int, window: int | None) -> int:
+    """Return how many of `past` tokens lie in the window of the token behind them."""
+    return past if window is None else min(past, window - 1)

@@ -1,36 +1,78 @@
-"""Which models can verify a draft tree, and with which masks."""
+"""What a model can verify: trees, chains, or single tokens; and with which masks."""
 
 import inspect
-from typing import Any
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
 
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
 
 _TREE_ATTENTION = ("sdpa", "eager")
 _TREE_LAYER_TYPES = ("full_attention", "sliding_attention")
+_CHUNKED: Final = "chunked_attention"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
-def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """Return the look-back of each kind of attention layer that the model has.
+class Capability(IntEnum):
+    """Which drafts a model can verify in one pass."""
 
-    Returns:
-        Layer type, as in the model's configuration, to its window in positions, `None` where
-        attention is full.
+    PLAIN = 0
+    CHAINS = 1
+    TREES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Compatibility:
+    """What is known of a model before its first pass.
+
+    Attributes:
+        capability: which drafts it can verify.
+        reason: why not trees, for users; empty where it can.
+        layers: type, as in the model's configuration, and window in positions of every layer
+            whose keys and values a `TreeCache` can hold, the window `None` where attention is
+            full. `None` where the model needs a cache of its own.
+    """
+
+    capability: Capability
+    reason: str = ""
+    layers: tuple[tuple[str, int | None], ...] | None = None
+
+
+def compatibility_of(model: PreTrainedModel) -> Compatibility:
+    """Find out which drafts a model can verify.
 
     Raises:
-        UncroppableCacheError: the model carries state that cannot be rolled back.
-        UnsupportedModelError: its attention takes no mask or no positions for trees.
+        UncroppableCacheError: it is not a decoder-only model.
+        UnsupportedModelError: its attention looks ahead, or layers of one type differ in window.
     """
-    _check_state(model)
-    _check_attention(model)
-    windows: dict[str, int | None] = {}
-    for layer_type, window in _layers(model):
-        if windows.setdefault(layer_type, window) != window:
-            raise UnsupportedModelError(f"{_name(model)}: {layer_type} layers differ in window")
-    return windows
+    _check_direction(model)
+    if model._is_stateful:  # noqa: SLF001  transformers has no public name for it
+        return Compatibility(
+            Capability.PLAIN, "it keeps recurrent state, which cannot give up rejected tokens"
+        )
+    try:
+        cached = DynamicCache(config=model.config).layers
+    except KeyError as error:
+        return Compatibility(
+            Capability.PLAIN, f"its layers of type {error} keep a cache of a kind of their own"
+        )
+    layers = _layers(model, cached)
+    if layers is None:
+        return _with_own_cache(cached)
+    reason = _reason_against_trees(model, layers)
+    if reason:
+        unbounded = tuple((kind, None) for kind, _ in layers)
+        return Compatibility(Capability.CHAINS, reason, unbounded)
+    _check_windows(model, layers)
+    return Compatibility(Capability.TREES, "", layers)
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
@@ -66,61 +108,74 @@ def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
     return [rope for rope in candidates if isinstance(rope, dict) and rope.get("rope_type")]
 
 
-def _check_state(model: PreTrainedModel) -> None:
+def _check_direction(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise UncroppableCacheError(
             f"{_name(model)} is an encoder-decoder model: only decoder-only models can be targets"
         )
-    if model._is_stateful:  # noqa: SLF001  transformers has no public name for it
-        raise UncroppableCacheError(
-            f"{_name(model)} keeps recurrent state, which cannot give up rejected tokens: "
-            "decode it without drafts, with model.generate"
-        )
-
-
-def _check_attention(model: PreTrainedModel) -> None:
-    implementation = model.config._attn_implementation  # noqa: SLF001  no public name either
-    if implementation not in _TREE_ATTENTION:
-        raise UnsupportedModelError(
-            f"{implementation} attention takes no mask for trees: "
-            f"load {_name(model)} with one of {', '.join(_TREE_ATTENTION)}"
-        )
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    if not takes_positions or getattr(model.config, "alibi", False):
-        raise UnsupportedModelError(
-            f"{_name(model)} derives positions from slots: siblings of a tree cannot share one"
-        )
-
-
-def _layers(model: PreTrainedModel) -> list[tuple[str, int | None]]:
-    """Return type and window of every layer, by the cache that transformers would choose."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{_name(model)} attends in both directions")
-    try:
-        layers = DynamicCache(config=config).layers
-    except KeyError as error:
-        raise UncroppableCacheError(
-            f"{_name(model)} has layers of type {error}, whose cache is of a kind of its own"
-        ) from error
-    kinds = getattr(config, "layer_types", None) or [None] * len(layers)
-    return [_layer(model, layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
 
 
-def _layer(model: PreTrainedModel, layer: object, kind: str | None) -> tuple[str, int | None]:
-    is_chunked = kind is None and hasattr(model.config, "attention_chunk_size")
-    if is_chunked or (kind is not None and kind not in _TREE_LAYER_TYPES):
-        raise UncroppableCacheError(
-            f"{_name(model)} has {kind or 'chunked_attention'} layers, "
-            "whose cache cannot give up rejected tokens"
+def _check_windows(model: PreTrainedModel, layers: tuple[tuple[str, int | None], ...]) -> None:
+    windows: dict[str, int | None] = {}
+    for layer_type, window in layers:
+        if windows.setdefault(layer_type, window) != window:
+            raise UnsupportedModelError(f"{_name(model)}: {layer_type} layers differ in window")
+
+
+def _reason_against_trees(
+    model: PreTrainedModel, layers: tuple[tuple[str, int | None], ...]
+) -> str:
+    """Return why a model that can roll back takes no trees; empty where it does."""
+    implementation = model.config._attn_implementation  # noqa: SLF001  no public name either
+    if implementation not in _TREE_ATTENTION:
+        return (
+            f"{implementation} attention takes no mask for trees "
+            f"(load it with one of {', '.join(_TREE_ATTENTION)})"
         )
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not takes_positions or getattr(model.config, "alibi", False):
+        return "it derives positions from slots, and siblings of a tree cannot share one"
+    others = sorted({kind for kind, _ in layers} - set(_TREE_LAYER_TYPES))
+    return f"its {', '.join(others)} layers take no mask for trees" if others else ""
+
+
+def _layers(model: PreTrainedModel, cached: list[Any]) -> tuple[tuple[str, int | None], ...] | None:
+    """Return type and window of every layer by the cache that transformers would choose.
+
+    `None` where a layer's cache holds more than keys and values.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or [None] * len(cached)
+    layers = [_layer(config, layer, kind) for layer, kind in zip(cached, kinds, strict=True)]
+    found = tuple(layer for layer in layers if layer is not None)
+    return found if len(found) == len(layers) else None
+
+
+def _layer(
+    config: PreTrainedConfig, layer: object, kind: str | None
+) -> tuple[str, int | None] | None:
     if type(layer) is DynamicSlidingWindowLayer:
-        return kind or "sliding_attention", layer.sliding_window
-    if type(layer) is DynamicLayer:
+        is_chunked = kind is None and getattr(config, "sliding_window", None) is None
+        return kind or (_CHUNKED if is_chunked else "sliding_attention"), layer.sliding_window
+    if type(layer) in (DynamicLayer, DummyLayer):
         return kind or "full_attention", None
-    raise UncroppableCacheError(
-        f"{_name(model)} keeps a {type(layer).__name__}, which cannot give up rejected tokens"
-    )
+    return None
+
+
+def _with_own_cache(cached: list[Any]) -> Compatibility:
+    """Judge a model by the cache that transformers would choose for it."""
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in cached}))
+    if all(map(_can_roll_back, cached)):
+        return Compatibility(Capability.CHAINS, f"its cache of {kinds} takes no trees")
+    return Compatibility(Capability.PLAIN, f"its cache of {kinds} cannot give up rejected tokens")
+
+
+def _can_roll_back(layer: Any) -> bool:
+    """Return whether a layer gives up tokens; those of convolutions know when they hold some."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin) or bool(layer.is_croppable)
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -1,6 +1,6 @@
 """The target model: it verifies a draft tree in one forward pass."""
 
-import inspect
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,41 +8,57 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from decoder.errors import InvalidPromptError
-from decoder.target.cache import TreeCache
-from decoder.target.compatibility import attention_windows, position_limit
+from decoder.errors import InvalidPromptError, OutOfMemoryError
+from decoder.target.adapted import adapted
+from decoder.target.cache import TreeCache, num_seen
+from decoder.target.compatibility import (
+    Capability,
+    Compatibility,
+    compatibility_of,
+    position_limit,
+)
 from decoder.target.layout import TreeLayout, additive_mask
+from decoder.target.memory import within_memory
+from decoder.target.passes import CachedPasses, ChainCache, Masks, Passes, PlainPasses
+from decoder.target.shapes import chain_of, tell_once
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
-
-Masks = torch.Tensor | dict[str, torch.Tensor] | None
-"""One additive mask for all layers, one for each layer type, or none where none is needed."""
 
 
 class Target:
     """A causal language model with the cache of one sequence.
 
+    Passes run through a copy of the model's modules that shares its weights, so the model itself
+    stays as it is. In the copy, grouped heads attend without repeated keys, and on a CPU linear
+    layers multiply by packed weights: those are read here once, and later changes of the model's
+    weights are not seen.
+
     Args:
-        model: a decoder-only model of transformers with sdpa or eager attention. It is put
-            into evaluation mode.
+        model: a decoder-only model of transformers.
+        pack: whether to keep packed weights on a CPU; they take `packed_bytes`.
 
     Attributes:
+        capability: which drafts the model can verify; that it is not trees is logged once.
+        max_nodes: most nodes of a draft that it verifies; falls where memory ran out.
+        packed_bytes: memory that packed weights take besides the model's own.
         vocabulary_size: token ids below it can be fed to the model.
         max_length: most tokens of a sequence, `None` where the model states no limit; see
             `decoder.target.compatibility.position_limit`.
 
     Raises:
-        UncroppableCacheError: rejected tokens cannot be taken out of the model's state.
-        UnsupportedModelError: the model cannot verify trees for another reason.
+        UncroppableCacheError: the model is not decoder-only.
+        UnsupportedModelError: the model cannot be decoded here for another reason.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._windows = attention_windows(model)
-        self._model = model
-        model.eval()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._cache = TreeCache()
+    def __init__(self, model: PreTrainedModel, *, pack: bool = True) -> None:
+        compatibility = compatibility_of(model)
+        self.capability = compatibility.capability
+        tell_once(model, self.capability, compatibility.reason)
+        self._windows = dict(compatibility.layers or ())
+        self._model, self.packed_bytes = adapted(model, self.capability, pack=pack)
+        self._passes = _passes(self._model, compatibility)
         self._committed = 0
+        self.max_nodes = 0 if self.capability is Capability.PLAIN else sys.maxsize
         self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
         self.max_length = position_limit(model.config)
 
@@ -72,6 +88,12 @@ class Target:
             return max_new_tokens
         return min(max_new_tokens, self.max_length - num_tokens)
 
+    def fitting(self, tree: DraftTree) -> DraftTree:
+        """Return what of a draft the model can verify: the tree, one chain of it, or nothing."""
+        if self.capability is Capability.CHAINS:
+            tree = chain_of(tree)
+        return tree.prefix(self.max_nodes)
+
     def prefill(self, prompt: TokenIds) -> torch.Tensor:
         """Forget the sequence so far and read a new one.
 
@@ -80,9 +102,12 @@ class Target:
 
         Returns:
             [1, vocabulary], the logits after its last token.
+
+        Raises:
+            OutOfMemoryError: there is no room for the prompt.
         """
-        self._cache.truncate(0)
-        logits = self._forward(prompt, None, np.arange(len(prompt)), num_logits=1)
+        self.reset()
+        logits = self._read(prompt, None, np.arange(len(prompt)), num_logits=1)
         self._committed = len(prompt)
         return logits
 
@@ -93,16 +118,30 @@ class Target:
 
         Args:
             last_token: the sequence's last token, which the model has not seen yet.
-            tree: continuations of it; its tokens lie within the vocabulary.
+            tree: continuations of it, as `fitting` returns them; its tokens lie within the
+                vocabulary.
 
         Returns:
             [1 + N, vocabulary], the logits after the last token and after each node.
+
+        Raises:
+            OutOfMemoryError: there is no room for the pass. `max_nodes` is half of what was
+                tried now, and what is committed is as it was.
         """
-        self._cache.truncate(self._committed)
+        self.rewind()
         layout = TreeLayout.of(tree)
         tokens = np.concatenate([np.array([last_token], np.int32), tree.token_ids])
         positions = layout.depths + self._committed
-        return self._forward(tokens, self._masks(layout), positions, num_logits=len(tokens))
+        try:
+            return self._read(tokens, layout, positions, num_logits=len(tokens))
+        except OutOfMemoryError:
+            self.max_nodes = len(tree) // 2
+            raise
+
+    @torch.inference_mode()
+    def rewind(self) -> None:
+        """Drop what was verified and not committed."""
+        self._passes.truncate(self._committed)
 
     @torch.inference_mode()
     def commit(self, path: NDArray[np.int64]) -> None:
@@ -113,49 +152,65 @@ class Target:
         """
         start = self._committed + 1
         self._committed = start + len(path)
-        if np.array_equal(path, np.arange(len(path))):
-            self._cache.truncate(self._committed)
+        in_place = _num_in_place(path)
+        if in_place == len(path):
+            self._passes.truncate(self._committed)
         else:
-            self._cache.keep(start, torch.from_numpy(path + start).to(self.device))
+            self._passes.keep(start + in_place, path[in_place:] + start)
 
     def pretend(self, num_tokens: int) -> None:
         """Have a sequence of so many tokens that were never read, to time passes behind it."""
-        if not self._cache.layers:
-            self.prefill(np.zeros(1, np.int32))
-        self._cache.pretend(num_tokens)
-        self._committed = num_tokens
+        self.prefill(np.zeros(1, np.int32))
+        if self._passes.pretend(num_tokens):
+            self._committed = num_tokens
+        else:
+            self.prefill(np.zeros(num_tokens, np.int32))
 
+    @torch.inference_mode()
     def reset(self) -> None:
         """Forget the sequence."""
-        self._cache.truncate(0)
+        self._passes.truncate(0)
         self._committed = 0
 
     def _masks(self, layout: TreeLayout) -> Masks:
-        if len(layout.depths) == 1:
-            return None  # one row is causal by itself, and the model knows its windows
+        if len(layout.depths) == 1 or self.capability is not Capability.TREES:
+            return None  # one row is causal by itself, and models make a chain's mask themselves
         visible = torch.from_numpy(layout.visible).to(self.device)
         depths = torch.from_numpy(layout.depths).to(self.device)
         masks = {
-            layer_type: additive_mask(visible, depths, self._committed, window, self._model.dtype)
+            layer_type: additive_mask(
+                visible, depths, num_seen(self._committed, window), window, self._model.dtype
+            )
             for layer_type, window in self._windows.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     @torch.inference_mode()
-    def _forward(
-        self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
+    def _read(
+        self,
+        tokens: TokenIds,
+        layout: TreeLayout | None,
+        positions: NDArray[np.int64],
+        num_logits: int,
     ) -> torch.Tensor:
         """Return [num_logits, vocabulary], the logits after the last tokens given."""
-        output = self._model(
-            input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(self.device),
-            attention_mask=masks,
-            position_ids=torch.from_numpy(positions)[None].to(self.device),
-            past_key_values=self._cache,
-            use_cache=True,
-            **({"logits_to_keep": num_logits} if self._keeps_logits else {}),
-        )
-        logits: torch.Tensor = output.logits[0, -num_logits:]
-        return logits
+        with within_memory(self._committed + len(tokens)):
+            masks = None if layout is None else self._masks(layout)
+            return self._passes.read(tokens, masks, positions, num_logits)
+
+
+def _passes(model: PreTrainedModel, compatibility: Compatibility) -> Passes:
+    if compatibility.layers is not None:
+        return CachedPasses(model, TreeCache([window for _, window in compatibility.layers]))
+    if compatibility.capability is Capability.CHAINS:
+        return CachedPasses(model, ChainCache(model))
+    return PlainPasses(model)
+
+
+def _num_in_place(path: NDArray[np.int64]) -> int:
+    """Return how many nodes of a path lie in the slots that they are to be kept in."""
+    moved = np.flatnonzero(path != np.arange(len(path)))
+    return int(moved[0]) if len(moved) else len(path)
 
 
 def check_prompt_length(num_tokens: int, max_length: int | None) -> None:

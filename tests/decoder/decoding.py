@@ -9,8 +9,12 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedModel,
 )
 
@@ -75,6 +79,30 @@ def tiny_gemma(attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> P
         **options,
     )
     return evaluated(Gemma3ForCausalLM(config), dtype)
+
+
+def tiny_mamba() -> PreTrainedModel:
+    torch.manual_seed(3)
+    config = MambaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        initializer_range=0.4,
+        eos_token_id=None,
+    )
+    return evaluated(MambaForCausalLM(config))
+
+
+def tiny_convolution() -> PreTrainedModel:
+    torch.manual_seed(5)
+    config = Lfm2Config(
+        **SIZES,
+        vocab_size=VOCABULARY,
+        num_hidden_layers=2,
+        layer_types=["conv", "full_attention"],
+        eos_token_id=None,
+    )
+    return evaluated(Lfm2ForCausalLM(config))
 
 
 MODELS = {"llama": tiny_llama, "gemma": tiny_gemma}

@@ -13,6 +13,8 @@ from decoder.budget import measuring, store
 from decoder.budget.costs import CostSurface, LiveCosts
 from decoder.budget.measuring import measure_costs, still_holds
 from decoder.budget.store import CostStore, key_of, known_costs, store_at
+from decoder.target.cache import TreeCache
+from decoder.target.passes import CachedPasses
 from decoder.target.target import Target
 from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, decoded, decoder_with, nothing, tiny_llama
@@ -76,7 +78,7 @@ def test_measuring_leaves_no_trace(prompt: list[int]) -> None:
     surface = measure_costs(decoder.target, max_seconds=0.05)
     assert surface.widths[0] == 1
     assert all(seconds > 0 for row in surface.seconds for seconds in row)
-    assert decoder.target._cache.get_seq_length() == 0
+    assert decoder.target._committed == 0
     assert decoded(decoder, prompt, 10) == before
 
 
@@ -84,7 +86,9 @@ def test_a_pass_behind_a_made_up_context_sees_all_of_it() -> None:
     target = Target(tiny_llama())
     target.pretend(100)
     target.verify(0, DraftTree.empty())
-    assert target._cache.get_seq_length() == 101
+    assert isinstance(target._passes, CachedPasses)
+    assert isinstance(target._passes.cache, TreeCache)
+    assert target._passes.cache.get_seq_length() == 101
 
 
 def test_a_busy_moment_does_not_pass_for_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:

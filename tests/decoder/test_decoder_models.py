@@ -2,21 +2,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     JambaConfig,
     JambaForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -24,10 +23,15 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from decoder.budget.budget import MeasuredBudget
+from decoder.budget.measuring import measure_costs
+from decoder.drafters.sampled import SampledTree
 from decoder.errors import DeviceError, ModelLoadError, UncroppableCacheError, UnsupportedModelError
 from decoder.models import LanguageModel, ModelOptions, Precision, load_model
+from decoder.target.compatibility import Capability
 from decoder.target.target import Target
 from indexer.errors import TokenizerError
+from retriever.tree import ROOT
 from tests.decoder.decoding import (
     SIZES,
     ScriptedDrafter,
@@ -38,22 +42,27 @@ from tests.decoder.decoding import (
     oracle,
     plainly,
     prompt_of,
+    tiny_convolution,
+    tiny_gemma,
     tiny_llama,
+    tiny_mamba,
+    tree_of,
 )
 
-TWO_LAYERS: dict[str, Any] = {**SIZES, "vocab_size": 48, "num_hidden_layers": 2}
+SHAPES_LOG = "decoder.target.shapes"
 
-
-def tiny_mamba() -> PreTrainedModel:
-    return MambaForCausalLM(MambaConfig(vocab_size=48, hidden_size=32, num_hidden_layers=2))
+TWO_LAYERS: dict[str, Any] = {
+    **SIZES,
+    "vocab_size": 48,
+    "num_hidden_layers": 2,
+    "eos_token_id": None,
+}
 
 
 def tiny_jamba() -> PreTrainedModel:
-    return JambaForCausalLM(JambaConfig(**TWO_LAYERS, use_mamba_kernels=False, num_experts=2))
-
-
-def tiny_convolution() -> PreTrainedModel:
-    return Lfm2ForCausalLM(Lfm2Config(**TWO_LAYERS, layer_types=["conv", "full_attention"]))
+    return JambaForCausalLM(
+        JambaConfig(**TWO_LAYERS, num_experts=2, attn_layer_period=2, attn_layer_offset=1)
+    )
 
 
 def tiny_encoder_decoder() -> PreTrainedModel:
@@ -73,39 +82,110 @@ def tiny_chunked() -> PreTrainedModel:
     return Llama4ForCausalLM(config)
 
 
+def tiny_bloom() -> PreTrainedModel:
+    config = BloomConfig(
+        vocab_size=48, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3, eos_token_id=None
+    )
+    return BloomForCausalLM(config)
+
+
+def tiny_gpt2() -> PreTrainedModel:
+    config = GPT2Config(
+        vocab_size=48,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        initializer_range=0.4,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config)
+
+
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("make", "capability", "reason"),
     [
-        (tiny_mamba, "recurrent state"),
-        (tiny_jamba, "recurrent state"),
-        (tiny_convolution, "conv"),
-        (tiny_encoder_decoder, "encoder-decoder"),
-        (tiny_chunked, "chunked"),
+        (tiny_mamba, Capability.PLAIN, "recurrent state"),
+        (tiny_jamba, Capability.PLAIN, "recurrent state"),
+        (tiny_convolution, Capability.CHAINS, "LinearAttentionLayer"),
+        (tiny_chunked, Capability.CHAINS, "chunked_attention"),
+        (tiny_bloom, Capability.CHAINS, "positions from slots"),
+        (tiny_gpt2, Capability.TREES, ""),
     ],
 )
-def test_models_whose_cache_cannot_be_cropped_are_refused(
-    make: Callable[[], PreTrainedModel], reason: str
+def test_models_get_the_drafts_that_they_can_verify(
+    make: Callable[[], PreTrainedModel],
+    capability: Capability,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(UncroppableCacheError, match=reason):
-        Target(make())
+    torch.manual_seed(0)
+    model = evaluated(make())
+    prompt = prompt_of(20)
+    expected = plainly(model, prompt, 30)
+    guesses = {"right": oracle(prompt + expected), "wrong": at_random()}
+    for name, guess in guesses.items():
+        drafter = ScriptedDrafter(guess)
+        decoder = decoder_with(model, drafter)
+        assert decoder.target.capability is capability
+        generation = decoder.generate(prompt, 30)
+        assert [token for step in generation for token in step] == expected
+        if capability is Capability.PLAIN:
+            assert drafter.num_drafts == 0
+        elif name == "right":
+            assert generation.statistics.num_passes < 12
+    told = [record.getMessage() for record in caplog.records if record.name == SHAPES_LOG]
+    assert len(told) == (1 if reason else 0)
+    assert all(reason in message for message in told)
 
 
-def test_models_without_shared_positions_are_refused() -> None:
-    model = BloomForCausalLM(BloomConfig(vocab_size=48, hidden_size=32, n_layer=1, n_head=2))
-    with pytest.raises(UnsupportedModelError, match="positions"):
+def test_costs_are_measured_of_models_that_take_no_drafts() -> None:
+    curve = measure_costs(Target(tiny_mamba()), max_seconds=0.01)
+    assert curve.widths == (1,)
+    assert MeasuredBudget(curve).max_nodes == 0
+
+
+def test_encoder_decoders_are_refused() -> None:
+    with pytest.raises(UncroppableCacheError, match="encoder-decoder"):
+        Target(tiny_encoder_decoder())
+
+
+def test_models_that_look_ahead_are_refused() -> None:
+    model = tiny_gemma()
+    model.config.use_bidirectional_attention = True
+    with pytest.raises(UnsupportedModelError, match="both directions"):
         Target(model)
 
 
-def test_flash_attention_is_refused_with_a_way_out() -> None:
+def test_flash_attention_gets_chains_and_a_way_out(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_llama()
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(UnsupportedModelError, match=r"flash_attention_2.*sdpa"):
-        Target(model)
+    assert Target(model).capability is Capability.CHAINS
+    assert "flash_attention_2" in caplog.text
+    assert "sdpa" in caplog.text
+
+
+def test_a_drawn_chain_is_not_chosen_by_what_was_drawn() -> None:
+    edges = tree_of([(ROOT, 5), (ROOT, 6), (1, 7), (0, 8), (2, 9), (3, 9)])
+    drawn = SampledTree(
+        edges.token_ids,
+        edges.parents,
+        edges.probabilities,
+        edges.sources,
+        torch.full((1, 48), 1 / 48),
+        np.zeros(6, np.int32),
+    )
+    chain = Target(tiny_bloom()).fitting(drawn)
+    assert isinstance(chain, SampledTree)
+    assert chain.token_ids.tolist() == [5, 8, 9]
+    assert chain.parents.tolist() == [ROOT, 0, 1]
+    assert len(chain.rows) == 3
 
 
 def test_models_that_slide_in_every_layer_take_one_mask() -> None:
     torch.manual_seed(4)
-    config = MistralConfig(**TWO_LAYERS, sliding_window=6, eos_token_id=None, head_dim=8)
+    config = MistralConfig(**TWO_LAYERS, sliding_window=6, head_dim=8)
     model = evaluated(MistralForCausalLM(config))
     prompt = prompt_of(10)
     expected = plainly(model, prompt, 40)
@@ -128,7 +208,6 @@ def rotating(rope: dict[str, Any], max_positions: int) -> PreTrainedModel:
     torch.manual_seed(6)
     config = LlamaConfig(
         **TWO_LAYERS,
-        eos_token_id=None,
         max_position_embeddings=max_positions,
         rope_parameters={"rope_theta": 10000.0, **rope},
     )

@@ -4,7 +4,9 @@ import torch
 from transformers import PreTrainedModel
 
 from decoder.target import target as target_module
+from decoder.target.cache import GrowingLayer, TreeCache
 from decoder.target.layout import TreeLayout, additive_mask, within_depth
+from decoder.target.passes import CachedPasses
 from decoder.target.target import Target
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import MODELS, VOCABULARY, prompt_of, random_tree, tree_of
@@ -16,6 +18,12 @@ def plain_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0, -1]
     return logits
+
+
+def layers_of(target: Target) -> list[GrowingLayer]:
+    assert isinstance(target._passes, CachedPasses)
+    assert isinstance(target._passes.cache, TreeCache)
+    return target._passes.cache.growing_layers
 
 
 def largest_error(model: PreTrainedModel, prompt: list[int], tree: DraftTree) -> float:
@@ -99,11 +107,8 @@ def test_commit_leaves_the_cache_as_if_fed_plainly(name: str, path: list[int]) -
     target.verify(prompt[-1], FORKED)
     target.commit(np.array(path, np.int64))
     reference.prefill(np.array(prompt + FORKED.token_ids[path].tolist(), np.int32))
-    for layer, expected in zip(
-        target._cache.growing_layers, reference._cache.growing_layers, strict=True
-    ):
-        torch.testing.assert_close(layer.keys, expected.keys, rtol=0, atol=1e-10)
-        torch.testing.assert_close(layer.values, expected.values, rtol=0, atol=1e-10)
+    for layer, expected in zip(layers_of(target), layers_of(reference), strict=True):
+        torch.testing.assert_close(layer.held(), expected.held(), rtol=0, atol=1e-10)
         assert layer.get_seq_length() == len(prompt) + len(path)
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from decoder import assembly, models
-from decoder.budget.budget import CostCurve
+from decoder.budget.costs import CostSurface
 from decoder.models import PreparedModel
 from tests.decoder.command_line import PROMPT, generate, never, run
 from tests.decoder.conftest import STOP
@@ -28,8 +28,8 @@ def reported(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Say what passes cost: measuring it takes seconds where others use the machine."""
-    curve = CostCurve((1, 8), (1.0, 1.0))
-    monkeypatch.setattr(assembly, "measure_costs", lambda _: curve)
+    curve = CostSurface.flat((1, 8), (1.0, 1.0))
+    monkeypatch.setattr(assembly, "known_costs", lambda *_: curve)
 
 
 @pytest.fixture

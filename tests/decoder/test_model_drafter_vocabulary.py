@@ -35,6 +35,7 @@ from retriever.errors import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
+from tests.decoder.command_line import run
 from tests.decoder.decoding import (
     SIZES,
     VOCABULARY,
@@ -47,7 +48,6 @@ from tests.decoder.decoding import (
     tiny_llama,
 )
 from tests.decoder.draft_models import FREE, distribution, drafted, llama, next_draft, paths
-from tests.decoder.test_decoder_commands import run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

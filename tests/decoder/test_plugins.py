@@ -7,7 +7,8 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from decoder.budget.budget import CostCurve, FixedBudget
+from decoder.budget.budget import FixedBudget
+from decoder.budget.costs import CostSurface
 from decoder.drafters.session import DraftLimits
 from decoder.errors import DecoderBusyError, UnsupportedGenerationError
 from decoder.plugins import custom_generate
@@ -180,9 +181,9 @@ def test_the_function_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> 
     model, prompt = tiny_llama(), prompt_of(12)
     measured = []
 
-    def watched(target: Target) -> CostCurve:
+    def watched(target: Target) -> CostSurface:
         measured.append(target)
-        return CostCurve((1, 64), (1.0, 1.0))
+        return CostSurface.flat((1, 64), (1.0, 1.0))
 
     monkeypatch.setattr(custom_generate, "measure_costs", watched)
     expected = prompt + plainly(model, prompt, NEW_TOKENS)

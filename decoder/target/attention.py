@@ -1,0 +1,129 @@
+"""Attention for grouped heads that repeats no keys: a group's queries lie behind one another."""
+
+import inspect
+from typing import Any, Final
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+TREE_ATTENTION: Final = "foredraft_tree"
+"""The name under which transformers knows the attention below and the masks that go with it."""
+
+_UNFUSED_ROWS: Final = 16
+_UNFUSED_KEYS: Final = 256
+_HALF: Final = (torch.bfloat16, torch.float16)
+
+_TAKEN: Final = {"module", "query", "key", "value", "attention_mask", "scaling", "is_causal"}
+_REFUSED: Final = {"softcap"} | (
+    inspect.signature(sdpa_attention_forward).parameters.keys() - _TAKEN - {"kwargs", "dropout"}
+)
+"""Options that change what sdpa attention computes, those of later versions included."""
+
+
+def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what transformers' sdpa attention returns, sooner for single rows and for trees.
+
+    The heads of a group share keys and values, so their queries are rows of one product: nothing
+    is repeated but the mask. Whatever is neither a single row nor a tree (a prompt, for one) goes
+    to transformers' own function, and so does an option that is not known here.
+
+    Args:
+        module: the layer.
+        query: [batch, heads, rows, head size].
+        key: [batch, key heads, keys, head size]; query head h belongs to key head
+            h // (heads / key heads).
+        value: [batch, key heads, keys, value size].
+        attention_mask: additive, [batch or 1, 1, rows, keys], or none.
+        dropout: probability; zero outside training.
+        scaling: of the scores; by default one over the root of the head size.
+        options: whatever else the model states.
+
+    Returns:
+        [batch, rows, heads, value size], and no attention weights.
+    """
+    if dropout or not _is_folded(query, attention_mask, options):
+        output: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **options
+        )
+        return output
+    batch, heads, rows, size = query.shape
+    groups = heads // key.shape[1]
+    scale = size**-0.5 if scaling is None else scaling
+    queries = folded(query, key.shape[1])
+    mask = None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1)
+    if mask is not None and _pays_unfused(query, key):
+        attended = _unfused(queries, key, value, mask, scale)
+    else:
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            queries, key, value, attn_mask=mask, scale=scale
+        )
+    return attended.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
+
+
+def folded(query: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """Return [batch, key heads, group * rows, head size], the rows of a group one after another."""
+    batch, heads, rows, size = query.shape
+    return query.reshape(batch, key_heads, heads // key_heads * rows, size)
+
+
+def tree_mask(**options: Any) -> torch.Tensor | None:
+    """Return the mask that a model makes for itself where it is given none.
+
+    The cache offers a single row only what lies in its window, so it needs no mask.
+    """
+    if options["q_length"] == 1:
+        return None
+    mask: torch.Tensor | None = sdpa_mask(**options)
+    return mask
+
+
+AttentionInterface.register(TREE_ATTENTION, tree_attention)
+AttentionMaskInterface.register(TREE_ATTENTION, tree_mask)
+
+
+def _is_folded(query: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> bool:
+    if any(options.get(name) is not None for name in _REFUSED):
+        return False
+    if mask is None:
+        return query.shape[2] == 1
+    return mask.is_floating_point() and mask.shape[1] == 1
+
+
+def _pays_unfused(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Return whether two products and a softmax outrun the fused kernel.
+
+    Measured: torch's fused kernel for CPUs multiplies half precision slowly, and soon loses to
+    the plain products when rows are many.
+    """
+    is_half = query.device.type == "cpu" and query.dtype in _HALF
+    return is_half and query.shape[2] >= _UNFUSED_ROWS and key.shape[2] >= _UNFUSED_KEYS
+
+
+def _unfused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attend as transformers' eager attention does: softmax sums in single precision."""
+    batch, heads, rows, _ = query.shape
+    scores = torch.baddbmm(
+        mask.expand(batch, heads, -1, -1).flatten(0, 1),
+        query.flatten(0, 1),
+        key.flatten(0, 1).transpose(1, 2),
+        alpha=scale,
+    )
+    output = torch.bmm(scores.softmax(dim=-1), value.flatten(0, 1))
+    return output.view(batch, heads, rows, -1)
