@@ -10,7 +10,10 @@ from pathlib import Path
 
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.store import CostStore, known_costs
+from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.loading import DraftModelOptions, load_draft_model
+from decoder.drafters.recycling import RecycledLogits
+from decoder.drafters.session import DraftLimits
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
@@ -37,7 +40,8 @@ class DrafterOptions:
         indexes: directories of indexes to draft from in this process.
         servers: addresses of drafting services, each with a part of a corpus; exclude the others.
         phrases: files of listed phrases to draft from in this process.
-        draft_model: a smaller model that drafts instead.
+        draft_model: a smaller model that drafts, too.
+        recycle: whether to draft from what the target itself found likely before, too.
 
     Raises:
         ContradictoryOptionsError: servers and others are given, or a draft model's vocabulary is
@@ -48,6 +52,7 @@ class DrafterOptions:
     servers: Sequence[str] = field(default=())
     phrases: Sequence[Path] = field(default=())
     draft_model: DraftModelOptions | None = None
+    recycle: bool = True
 
     def __post_init__(self) -> None:
         if self.indexes and self.servers:
@@ -75,11 +80,15 @@ class DrafterOptions:
 
     def describe(self) -> str:
         """Return a few words for reports."""
-        if self.draft_model is not None:
-            return f"draft model {self.draft_model.name}"
         if self.servers:
-            return f"server {', '.join(self.servers)}"
-        return ", ".join(["context", "generations", *map(str, [*self.phrases, *self.indexes])])
+            parts = [f"server {', '.join(self.servers)}"]
+        else:
+            parts = ["context", "generations", *map(str, [*self.phrases, *self.indexes])]
+        if self.recycle:
+            parts.append("recycled logits")
+        if self.draft_model is not None:
+            parts.append(f"draft model {self.draft_model.name}")
+        return ", ".join(parts)
 
     @contextmanager
     def connect(self, language_model: LanguageModel) -> Iterator[Drafter]:
@@ -89,23 +98,30 @@ class DrafterOptions:
             IndexerError: an index cannot be opened or was built for another tokenizer.
             VocabularyMismatchError: the draft model has another tokenizer.
         """
+        models: list[Drafter] = []
         if self.draft_model is not None:
-            yield load_draft_model(self.draft_model, language_model, self.indexes)
-            return
-        vocabulary = language_model.vocabulary
-        drafter: EmbeddedDrafter | RemoteDrafter | ShardedDrafter
-        if self.servers:
-            drafter = connect(self.servers, vocabulary_fingerprint=vocabulary.fingerprint)
-        else:
-            phrases = self._listed(language_model, vocabulary.size)
-            drafter = EmbeddedDrafter.open_indexes(
-                self.indexes, vocabulary=vocabulary, phrases=phrases
-            )
-            drafter.warm()
+            models.append(load_draft_model(self.draft_model, language_model, self.indexes))
+        retrieval = self._retrieval(language_model)
         try:
-            yield drafter
+            if self.recycle or models:
+                recycled = RecycledLogits() if self.recycle else None
+                limits = draft_limits(language_model)
+                yield FusedDrafter([retrieval], limits, models=models, recycled=recycled)
+            else:
+                yield retrieval
         finally:
-            drafter.shut_down()
+            retrieval.shut_down()
+
+    def _retrieval(
+        self, language_model: LanguageModel
+    ) -> EmbeddedDrafter | RemoteDrafter | ShardedDrafter:
+        vocabulary = language_model.vocabulary
+        if self.servers:
+            return connect(self.servers, vocabulary_fingerprint=vocabulary.fingerprint)
+        phrases = self._listed(language_model, vocabulary.size)
+        drafter = EmbeddedDrafter.open_indexes(self.indexes, vocabulary=vocabulary, phrases=phrases)
+        drafter.warm()
+        return drafter
 
     def _listed(self, language_model: LanguageModel, vocabulary_size: int) -> ListedPhrases | None:
         """Load the listed phrases and say on standard error what was loaded."""
@@ -116,6 +132,12 @@ class DrafterOptions:
         for line in phrases.summary():
             print(line, file=sys.stderr)  # noqa: T201  (for whoever starts the command)
         return phrases
+
+
+def draft_limits(language_model: LanguageModel) -> DraftLimits:
+    """Return which tokens a model and drafters of its tokenizer know."""
+    embeddings = language_model.model.get_input_embeddings().get_parameter("weight")
+    return DraftLimits(int(embeddings.shape[0]), language_model.vocabulary.size)
 
 
 def draft_model_options(name: str | None, num_tokens: int | None) -> DraftModelOptions | None:

@@ -31,6 +31,7 @@ from decoder.options import (
     ModelName,
     NoChatTemplate,
     PromptFile,
+    Recycle,
     model_options,
 )
 from decoder.prompts import read_prompts
@@ -60,6 +61,7 @@ def bench(
     phrases: Phrases = None,
     draft_model: DraftModel = None,
     draft_vocabulary: DraftVocabulary = None,
+    recycle: Recycle = True,
     limit: Limit = None,
     per_category: Annotated[
         int | None, typer.Option(min=1, help="Most prompts of each category.")
@@ -88,7 +90,7 @@ def bench(
 ) -> None:
     """Measure against plain generation and prompt lookup, on the same prompts in one run."""
     modelled = draft_model_options(draft_model, draft_vocabulary)
-    drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled)
+    drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled, recycle)
     drafter_options.check()
     selected = read_prompts(prompts, limit, per_category)
     others = [] if warm is None else read_prompts(warm)

@@ -30,6 +30,7 @@ from decoder.options import (
     ModelName,
     NoChatTemplate,
     OptionalPromptFile,
+    Recycle,
     System,
     model_options,
 )
@@ -62,6 +63,7 @@ def generate_command(
     phrases: Phrases = None,
     draft_model: DraftModel = None,
     draft_vocabulary: DraftVocabulary = None,
+    recycle: Recycle = True,
     prompt: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="The prompt. Default: standard input, to its end."),
@@ -118,7 +120,7 @@ def generate_command(
     each is done; a prompt that fails is reported, the others go on, and the status is 1.
     """
     modelled = draft_model_options(draft_model, draft_vocabulary)
-    drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled)
+    drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled, recycle)
     drafter_options.check()
     settings = SamplingSettings(
         temperature,

@@ -51,6 +51,13 @@ DraftVocabulary = Annotated[
         help="With --draft-model: draft only the N most frequent tokens of --index.",
     ),
 ]
+Recycle = Annotated[
+    bool,
+    typer.Option(
+        "--recycle/--no-recycle",
+        help="Draft from what the model itself found likely before, too.",
+    ),
+]
 CostCache = Annotated[
     str | None,
     typer.Option(

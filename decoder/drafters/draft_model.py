@@ -16,6 +16,7 @@ from decoder.target.compatibility import Capability, compatibility_of, position_
 from decoder.target.layout import TreeLayout, additive_mask
 from retriever.drafter import TokenIds
 from retriever.errors import VocabularyMismatchError
+from retriever.tree import DraftTree
 
 
 class DraftModel:
@@ -83,6 +84,9 @@ class DraftModel:
         Returns:
             [1, C], the logits after the last one.
         """
+        if len(tokens) == 1:  # a single row gets no mask from the model, but may have a window
+            alone = TreeLayout.of(DraftTree.empty())
+            return self.expand(cache, tokens, alone, start)
         positions = np.arange(start, start + len(tokens))
         return self._forward(cache, tokens, positions, None, num_logits=1)
 

@@ -37,3 +37,12 @@ class LogitsLearner(Protocol):
     def learn(self, session: str, verified: Verified) -> None:
         """Take in a pass over the session's last draft, or over a part of it."""
         ...
+
+
+@runtime_checkable
+class FailureCounter(Protocol):
+    """A drafter that goes on without some of its parts where they fail."""
+
+    def num_failures(self, session: str) -> int:
+        """Return how many drafts of its parts a session could not have."""
+        ...

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from decoder.drafters.learning import LogitsLearner, Verified
+from decoder.drafters.learning import FailureCounter, LogitsLearner, Verified
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
@@ -164,6 +164,8 @@ class DraftSession:
         """End the session with the tokens that the drafter has not seen yet."""
         if not self._name:
             return
+        if isinstance(self._drafter, FailureCounter):
+            self.num_failures += self._drafter.num_failures(self._name)
         try:
             with self._failing_open():
                 self._drafter.close(self._name, self._unsent())

@@ -74,7 +74,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         self._reserve(length)
         for buffer in (self._key_buffer, self._value_buffer):
             buffer[..., :length, :] = _ANY_STATE
-        self.truncate(length)
+        self._length = length
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay for the next sequence."""
