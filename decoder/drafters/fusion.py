@@ -29,7 +29,7 @@ from retriever.tree import DraftTree, Source
 MAX_NODES: Final = 256
 """Most nodes of a fused tree, and of each tree that goes into it."""
 
-BREADTH: Final = 2
+BREADTH: Final = 1
 """How many times the budget each drafter is asked for: which nodes are best is known only once
 all are heard."""
 

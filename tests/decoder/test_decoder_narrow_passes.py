@@ -151,3 +151,41 @@ def test_grouped_attention_is_used() -> None:
     target = Target(tiny_llama())
     assert target._model.config._attn_implementation == TREE_ATTENTION
     assert Target(tiny_llama("eager"))._model.config._attn_implementation == "eager"
+
+
+class Attention(nn.Module):
+    """Three layers of one input, under the names that transformers gives them."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(8, 12, bias=bias)
+        self.k_proj = nn.Linear(8, 4, bias=bias)
+        self.v_proj = nn.Linear(8, 4, bias=bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_input_are_multiplied_together(
+    *, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_LEAST_WEIGHTS", {torch.float32: 1})
+    part = Attention(bias=bias)
+    layers = (part.q_proj, part.k_proj, part.v_proj)
+    plain = [copy.deepcopy(layer) for layer in layers]
+    assert pack_linears(part) == 4 * (12 + 4 + 4) * 8
+    products: list[torch.Tensor] = []
+    multiplied = packing._multiplied
+
+    def counted(states: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        products.append(states)
+        return multiplied(states, *given)
+
+    monkeypatch.setattr(packing, "_multiplied", counted)
+    with torch.inference_mode():
+        inputs = [torch.randn(1, rows, 8) for rows in (1, 3, 3)]
+        for states in inputs:
+            for layer, expected in zip(layers, plain, strict=True):
+                torch.testing.assert_close(layer(states), expected(states))
+        assert len(products) == 3
+        for number in (2, 0, 1, 0, 2, 1):  # in any order, with inputs that differ
+            states = inputs[number]
+            torch.testing.assert_close(layers[number](states), plain[number](states))
