@@ -21,19 +21,14 @@ STOP = "<end>"
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _threads(request: pytest.FixtureRequest) -> None:
+    """Compute in one thread: tiny models wait for a second one longer than they compute."""
+    torch.set_num_threads(2 if "real_model" in request.fixturenames else 1)
 
 
 @pytest.fixture(autouse=True)
 def _no_costs_from_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DIRECTORY_VARIABLE, "none")
-
-
-@pytest.fixture
-def one_thread(_two_threads: None) -> None:
-    """Compute in one thread: tiny models wait for a second one longer than they compute."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -28,8 +28,6 @@ from tests.decoder.draft_models import (
     unbounded,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MODELS)

@@ -26,8 +26,6 @@ from retriever.tree import ROOT
 from tests.decoder.decoding import prompt_of
 from tests.decoder.draft_models import FREE, distribution, drafted, llama, paths
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZE = 4
 NUM_TREES = 6000
 CRITICAL = 37.7

@@ -11,9 +11,6 @@ from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import decoded, decoder_with, plainly, prompt_of, tiny_llama, tree_of
 from tests.decoder.draft_models import llama
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 CHAIN = tree_of([(ROOT, 1), (0, 2), (1, 3)])
 
 

@@ -49,8 +49,6 @@ from tests.decoder.decoding import (
 )
 from tests.decoder.draft_models import FREE, distribution, drafted, llama, next_draft, paths
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 KEPT = np.array([3, 7, 8, 20, 21, 40, 41, 47], np.int32)
 NOTHING = np.empty(0, np.int32)
 

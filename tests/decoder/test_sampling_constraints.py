@@ -1,6 +1,5 @@
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,13 +28,6 @@ from tests.decoder.decoding import (
 )
 
 VOCABULARY = 48
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(2)
 
 
 class Automaton:

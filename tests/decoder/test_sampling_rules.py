@@ -35,13 +35,6 @@ FEWER_DRAWS = 20_000
 NO_REPEATS = NoRepeatNGramLogitsProcessor(2)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(2)
-
-
 def place_of(tokens: list[int], sequence: int = 0) -> Place:
     return Place(sequence, np.array(tokens, np.int32), len(PROMPT))
 
