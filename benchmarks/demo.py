@@ -36,7 +36,8 @@ SOURCES = {
     "context": "context",
     "generations": "recent",
     "phrases": "phrases",
-    "corpus": "corpus",
+    "corpus": "index",
+    "model": "own",
 }
 
 console = Console(stderr=True)
@@ -155,10 +156,13 @@ def run(
 def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
     """Print the figures for people."""
     title = f"{facts['model']}, {facts['dtype']}, {facts['machine']['num_cpus']} cores, greedy"
-    caption = "plain, drafted: tokens/s; context to corpus: drafted tokens accepted from each"
+    caption = (
+        "plain, draft: tokens/s; tok: per step; context to own: drafted tokens accepted\n"
+        "from each, own: what the model found likely before"
+    )
     table = Table(title=title, caption=caption, box=None, padding=(0, 1, 0, 0))
     table.add_column("task", no_wrap=True)
-    for heading in ("plain", "drafted", "ratio", "tok/step", *SOURCES.values(), "same"):
+    for heading in ("plain", "draft", "ratio", "tok", *SOURCES.values(), "same"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(

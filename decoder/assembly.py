@@ -171,7 +171,7 @@ def assemble(
     Warns where the model's generation_config asks for what the rule does not do.
 
     Raises:
-        UnsupportedModelError: the model cannot verify drafts.
+        UnsupportedModelError: the model cannot be decoded here.
     """
     target = Target(language_model.model)
     unapplied = unapplied_settings(language_model.model, language_model.stop_ids, accept)

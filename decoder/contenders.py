@@ -56,7 +56,7 @@ def contenders(
     """Return the ways of decoding by name: transformers' own two, a decoder's, and undrafted.
 
     All have the same limit of tokens, near the model's own limit too, and none applies what the
-    model's generation_config asks for: this decoder cannot.
+    model's generation_config asks for: they decode greedily, and nothing else.
     """
     target = decoder.target
     undrafted = Decoder(target, NoDrafter(), FixedBudget(0), decoder.accept, decoder.stop_ids)

@@ -14,11 +14,11 @@ class DeviceError(DecoderError):
 
 
 class UnsupportedModelError(DecoderError):
-    """The model has no way to verify a draft tree; the message says what stands in the way."""
+    """The model cannot be a target or draft model here; the message says what stands in the way."""
 
 
 class UncroppableCacheError(UnsupportedModelError):
-    """The model's cache cannot give up rejected tokens, so drafts would corrupt its state."""
+    """The model's cache cannot give up rejected tokens, and what was asked for needs that."""
 
 
 class InvalidPromptError(DecoderError):

@@ -22,7 +22,7 @@ class Statistics:
         num_tokens: tokens generated.
         num_drafted: nodes verified.
         widths: passes after the prompt's by the nodes that they verified.
-        accepted: accepted nodes by the database that spoke for them.
+        accepted: accepted nodes by the source that spoke for them.
         num_failures: drafts that could not be had because the drafter failed or refused.
         draft_s: seconds in the drafter.
         target_s: seconds in the target, the wait for its choices included.
@@ -57,7 +57,7 @@ class Statistics:
         return self.num_tokens / self.total_s if self.total_s else 0.0
 
     def accepted_by_source(self) -> dict[str, int]:
-        """Return the accepted nodes by the name of their database, most first."""
+        """Return the accepted nodes by the name of their source, most first."""
         return {source.name.lower(): count for source, count in self.accepted.most_common()}
 
     def report(self) -> dict[str, Any]:

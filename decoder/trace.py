@@ -31,7 +31,7 @@ class TracedTree:
         texts: the same as text.
         parents: index of each node's parent, -1 for children of the last committed token.
         probabilities: that the node and all its ancestors are accepted, as the drafter says.
-        sources: which database spoke for each node, by name.
+        sources: who spoke for each node, by name; see `retriever.tree.Source`.
     """
 
     tokens: list[int]

@@ -16,7 +16,10 @@ _PROBABILITY_SLACK: Final = 1e-6
 
 
 class Source(IntEnum):
-    """Which database spoke for a node. The numbers are those of the wire contract."""
+    """Which database spoke for a node. The numbers are those of the wire contract.
+
+    `MODEL` stands for models: a draft model, or the target's own logits of earlier passes.
+    """
 
     UNSPECIFIED = 0
     CONTEXT = 1

@@ -47,6 +47,7 @@ def test_readme_commands_run(tmp_path: Path, services: list["subprocess.Popen[st
     for language, block in found:
         text = block.replace("my.index", f"{tmp_path}/my.index")
         text = text.replace("drafts.sock", f"{tmp_path}/drafts.sock")
+        text = text.replace("passes.jsonl", f"{tmp_path}/passes.jsonl")
         if language == "python":
             run([sys.executable, "-W", "error", "-c", text], services)
             continue

@@ -112,7 +112,7 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
     """Decode with chains: `model.generate(..., custom_generate=assisted_generate, drafter=...)`.
 
     The loop is transformers' own assisted generation; only its candidates are a drafter's. For
-    models whose cache cannot hold trees, and for outputs that only that loop can return.
+    outputs that only that loop can return, such as scores and hidden states.
 
     Raises:
         UnsupportedGenerationError: no drafter is given.

@@ -49,7 +49,7 @@ class Foredraft:
         statistics: figures of all calls.
 
     Raises:
-        UnsupportedModelError: the model cannot verify drafts.
+        UnsupportedModelError: the model cannot be decoded here.
     """
 
     def __init__(
