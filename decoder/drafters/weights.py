@@ -19,8 +19,8 @@ _PRIOR_STRENGTH: Final = 200.0
 class SourceWeights:
     """The weights of a logistic model over sources: trees, recycled logits and hints.
 
-    They begin as a prior that was fitted to passes with one tree (docs/decisions, fusion); what
-    several trees say overlaps, so at first each of n counts for 1/√n.
+    They begin as a prior that `python -m benchmarks.fit_fusion` fitted to passes with one tree;
+    what several trees say overlaps, so at first each of n counts for 1/√n.
 
     Args:
         num_trees: trees that are fused.
