@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from numpy.typing import ArrayLike
 from typer.main import get_command
 
