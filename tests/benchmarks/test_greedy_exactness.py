@@ -4,48 +4,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks import greedy_exactness
 from decoder.budget.store import DIRECTORY_VARIABLE
 from decoder.contenders import FOREDRAFT, Contender, Run, contenders
 
-END = "<end>"
 PROMPTS = ["a b c a b", "c c d", "b a b a", "d e d"]
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    words = {word: number for number, word in enumerate([END, *"abcdefgh"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=END))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        initializer_range=0.4,
-        vocab_size=len(words),
-        max_position_embeddings=128,
-        eos_token_id=0,
-    )
-    directory = tmp_path / "model"
-    LlamaForCausalLM(config).save_pretrained(directory)
-    fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture
-def command(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def command(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv(DIRECTORY_VARIABLE, "none")
     prompts = tmp_path / "prompts"
     prompts.write_text("\n".join(PROMPTS))
-    options = ["--prompts", str(prompts), "--model", str(model), "--max-new-tokens", "12"]
+    options = ["--prompts", str(prompts), "--model", str(tiny_model), "--max-new-tokens", "12"]
     return [*options, "--output", str(tmp_path / "exact.jsonl")]
 
 

@@ -44,15 +44,17 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
         """See `Capture`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device):
+        # The stream is named to come back to it: torch stays on its own where capturing fails.
+        with torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._warm_up(function)
             # Other threads may use the device meanwhile: a draft model's, for one.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, self._stream, "thread_local"):
                 output = function()
 
         def replay() -> Output:
@@ -62,13 +64,14 @@ class CudaGraphs:
         return replay
 
     def _warm_up(self, function: Callable[[], object]) -> None:
-        """Run a function on a stream of its own, as capturing does."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                function()
-        torch.cuda.current_stream().wait_stream(stream)
+        """Run a function on the stream that captures it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_UPS):
+                    function()
+        finally:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
 
 class Uncaptured:

@@ -55,9 +55,7 @@ class FixedInputs:
         """Take in a pass of no meaning behind `past` tokens, for `fill` to write over."""
         self.fill(np.zeros(1, np.int32), np.full(1, past), None, past)
 
-    def fill(
-        self, tokens: TokenIds, positions: NDArray[np.int64], masks: Masks, past: int
-    ) -> None:
+    def fill(self, tokens: TokenIds, positions: NDArray[np.int64], masks: Masks, past: int) -> None:
         """Take in one pass behind `past` tokens, see `Passes.read`.
 
         Without masks it has a single row, which sees all that lies in its window.

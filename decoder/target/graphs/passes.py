@@ -40,10 +40,11 @@ class GraphPasses(CachedPasses):
     """Passes whose shapes are few, so that each can be captured and replayed.
 
     Rows are padded to a power of two, up to 256, and the keys that are shown to one, too; masks
-    hide what is not there. So are the moves of a commit. Wider passes and prompts run eagerly, on
-    the same cache. Buffers that grow make all that was captured void. Where capturing fails, all
-    passes run eagerly from then on, and one line in the log says so. Python code in a model's
-    hooks runs when a shape is captured, not at every pass.
+    hide what is not there. What a commit moves is padded, too. Wider passes and prompts run
+    eagerly, on the same cache. Buffers that grow, and weights that were moved between two
+    sequences, make all that was captured void. Where capturing fails, all passes run eagerly from
+    then on, and one line in the log says so. Python code in a model's hooks runs when a shape is
+    captured, not at every pass.
 
     Args:
         model: what to run; it takes trees.
@@ -79,6 +80,12 @@ class GraphPasses(CachedPasses):
         logits = captured.run()
         self._trees.hold(past + width)
         return logits[width - num_logits : width].clone()  # the next pass writes to these again
+
+    def truncate(self, length: int) -> None:
+        """See `Passes`."""
+        super().truncate(length)
+        if length == 0 and self._weights_at() != self._addresses:
+            self._forget()
 
     def keep(self, start: int, slots: NDArray[np.int64]) -> None:
         """See `Passes`."""
@@ -172,6 +179,10 @@ class GraphPasses(CachedPasses):
         self._moves: dict[int, _Move] = {}
         self._capture = self._make_capture()
         self._num_growths = self._trees.num_growths
+        self._addresses = self._weights_at()
+
+    def _weights_at(self) -> list[int]:
+        return [weight.data_ptr() for weight in self._model.parameters()]
 
 
 def _bucket(count: int) -> int:
