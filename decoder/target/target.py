@@ -75,6 +75,11 @@ class Target:
         """Where logits lie."""
         return torch.device(self._model.device)
 
+    @property
+    def pads_passes(self) -> bool:
+        """Whether passes cost what the next power of two of rows costs."""
+        return isinstance(self._passes, GraphPasses) and self._passes.is_padding
+
     def checked_prompt(self, prompt: Sequence[int] | TokenIds) -> TokenIds:
         """Return a prompt as int32[n], n at least one.
 

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
 from decoder.budget.budget import FixedBudget
+from decoder.budget.measuring import measure_costs
 from decoder.loop import Decoder
 from decoder.target.cache import Frame, GrowingLayer, TreeCache
 from decoder.target.compatibility import compatibility_of
@@ -45,6 +46,12 @@ from tests.decoder.decoding import (
 from tests.decoder.test_decoder_target import layers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _short_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let buffers grow on the way."""
+    monkeypatch.setattr(passes_module, "_FEWEST_TOKENS", 1)
 
 
 class Traced:
@@ -214,6 +221,15 @@ def test_passes_wider_than_any_shape_run_eagerly(monkeypatch: pytest.MonkeyPatch
     Counted.functions.clear()
     assert largest_error(unlimited("gemma"), Counted, 20, 20) < 1e-9
     assert Counted.functions
+
+
+def test_costs_are_measured_where_they_leap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    Counted.functions.clear()
+    target = Target(tiny_llama(), capture=Counted)
+    surface = measure_costs(target, (1, 2, 4, 8), (20, 100), 0.5)
+    assert surface.widths == (1, 2, 3, 4, 5, 8)
+    assert len(Counted.functions) == 4  # one for each power of two: nothing grows meanwhile
 
 
 def test_graphs_are_for_cuda_and_for_trees() -> None:

@@ -20,6 +20,8 @@ from retriever.drafter import TokenIds
 
 _MOST_ROWS: Final = 256
 _FEWEST_KEYS: Final = 256
+_FEWEST_TOKENS: Final = 1024
+"""Room for them is made at once, as growing makes captured shapes void."""
 
 _log = getLogger(__name__)
 
@@ -67,6 +69,11 @@ class GraphPasses(CachedPasses):
         self._is_eager = False
         self._forget()
 
+    @property
+    def is_padding(self) -> bool:
+        """Whether passes are padded; not where capturing failed."""
+        return not self._is_eager
+
     def read(
         self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
     ) -> torch.Tensor:
@@ -103,7 +110,7 @@ class GraphPasses(CachedPasses):
         if self._is_eager or width > _MOST_ROWS:
             return None
         num_rows = _bucket(width)
-        self._trees.reserve(past + num_rows)
+        self._trees.reserve(max(past + num_rows, _FEWEST_TOKENS))
         self._renew()
         num_keys = min(_bucket(max(past + num_rows, _FEWEST_KEYS)), self._trees.capacity)
         found = self._passes.get((num_rows, num_keys))
