@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decoder.errors import InvalidPromptError, OutOfMemoryError
-from decoder.target.adapted import adapted
+from decoder.target.adapted import adapted, is_patched
 from decoder.target.cache import TreeCache, num_seen
 from decoder.target.compatibility import (
     Capability,
@@ -217,7 +217,8 @@ def _passes(
 ) -> Passes:
     if compatibility.layers is not None:
         cache = TreeCache([window for _, window in compatibility.layers])
-        if capture is None or compatibility.capability is not Capability.TREES:
+        takes_trees = compatibility.capability is Capability.TREES
+        if capture is None or not takes_trees or is_patched(model):
             return CachedPasses(model, cache)
         return GraphPasses(model, cache, dict(compatibility.layers), capture)
     if compatibility.capability is Capability.CHAINS:

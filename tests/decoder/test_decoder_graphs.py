@@ -4,6 +4,7 @@
 would freeze, a length or a slot taken from the host, is frozen here, too.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -232,11 +233,14 @@ def test_costs_are_measured_where_they_leap(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(Counted.functions) == 4  # one for each power of two: nothing grows meanwhile
 
 
-def test_graphs_are_for_cuda_and_for_trees() -> None:
+def test_graphs_are_for_cuda_and_trees_and_models_as_they_come() -> None:
     assert capture_on(torch.device("cpu")) is None
     assert isinstance(Target(tiny_llama())._passes, CachedPasses)
     assert not isinstance(Target(tiny_llama())._passes, GraphPasses)
     assert not isinstance(Target(tiny_convolution(), capture=Uncaptured)._passes, GraphPasses)
+    patched = tiny_llama()
+    patched.forward = functools.partial(type(patched).forward, patched)
+    assert not isinstance(Target(patched, capture=Uncaptured)._passes, GraphPasses)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
