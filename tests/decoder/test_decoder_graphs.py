@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from decoder.budget.budget import FixedBudget
@@ -155,6 +156,53 @@ def test_a_length_taken_from_the_host_is_caught(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(GrowingLayer, "_put", put)
     assert largest_error(unlimited("llama"), Uncaptured, 6, 20) < 1e-9
     assert largest_error(unlimited("llama"), Traced, 6, 20) > 1e-3
+
+
+class Watched(TorchDispatchMode):
+    """Notes the operations that make a host wait for its device, or bring values from it."""
+
+    waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.found: list[str] = []
+        self.num_operations = 0
+
+    def __torch_dispatch__(
+        self, func: Any, _: object, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.num_operations += 1
+        name = func.name().removeprefix("aten::")
+        if name.startswith(self.waits):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Watching:
+    """Captures nothing, and fails where a graph of CUDA could not be captured."""
+
+    num_operations = 0
+
+    def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
+        with Watched() as watched:
+            function()
+        type(self).num_operations += watched.num_operations
+        if watched.found:
+            raise RuntimeError(f"waits for {watched.found}")
+        return function
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_pass_waits_for_its_device(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    before = Watching.num_operations
+    largest_error(unlimited(name), Watching, 10, 20)
+    assert Watching.num_operations > before + 100
+    assert caplog.records == []
+
+
+def test_waiting_for_the_device_is_noticed() -> None:
+    with pytest.raises(RuntimeError, match="waits for"):
+        Watching()(lambda: torch.zeros(3).sum().item())
 
 
 class Counted(Uncaptured):
