@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.report import circumstances
+from decoder.machine import device_name
 from decoder.target.layout import TreeLayout, additive_mask
 from decoder.target.target import Target
 from retriever.tree import DraftTree
@@ -50,28 +51,35 @@ class Row:
     stock_commit_ms: float
 
 
+def commit_costs(device: str, rounds: int) -> list[Row]:
+    """Measure both on a device at contexts from 512 to 8,192 tokens, in turn."""
+    model = _model(device)
+    target = Target(model)
+    return [
+        _measure(model, target, context, width, rounds) for context in CONTEXTS for width in WIDTHS
+    ]
+
+
 def main(
     *,
     rounds: Annotated[int, typer.Option(help="Passes of each kind.")] = 9,
     threads: Annotated[int, typer.Option(help="Of torch; 0 for its own choice.")] = 0,
+    device: Annotated[str, typer.Option(help="Where torch computes.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure both at contexts from 512 to 8,192 tokens, in turn."""
     if threads:
         torch.set_num_threads(threads)
-    model = _model()
-    target = Target(model)
-    rows = [
-        _measure(model, target, context, width, rounds) for context in CONTEXTS for width in WIDTHS
-    ]
+    rows = commit_costs(device, rounds)
     if as_json:
-        about = {**circumstances(), "torch_threads": torch.get_num_threads(), "rounds": rounds}
+        about = {**circumstances(), "device": device_name(torch.device(device)), "rounds": rounds}
+        about["torch_threads"] = torch.get_num_threads()
         print(json.dumps({**about, "rows": list(map(asdict, rows))}, indent=1))
     else:
         print(_table(rows))
 
 
-def _model() -> PreTrainedModel:
+def _model(device: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -84,7 +92,7 @@ def _model() -> PreTrainedModel:
         tie_word_embeddings=True,
     )
     model: Any = LlamaForCausalLM(config)
-    halved: PreTrainedModel = model.to(torch.bfloat16).eval()
+    halved: PreTrainedModel = model.to(device, torch.bfloat16).eval()
     return halved
 
 
@@ -95,10 +103,10 @@ def _measure(model: PreTrainedModel, target: Target, context: int, width: int, r
     times: list[list[float]] = []
     for _ in range(rounds + 1):
         taken = [
-            _seconds(lambda: target.verify(0, tree)),
-            _seconds(lambda: target.commit(path)),
-            _seconds(lambda: _verify_stock(model, stock, tree, context)),
-            _seconds(lambda: _gather(stock, context, path)),
+            _seconds(lambda: target.verify(0, tree), target.device),
+            _seconds(lambda: target.commit(path), target.device),
+            _seconds(lambda: _verify_stock(model, stock, tree, context), target.device),
+            _seconds(lambda: _gather(stock, context, path, target.device), target.device),
         ]
         times.append(taken)
         target._committed = context  # noqa: SLF001  the next round begins where this one did
@@ -124,7 +132,9 @@ def _filled(target: Target, context: int) -> DynamicCache:
     target.reset()
     stock = DynamicCache()
     for index, layer in enumerate(target._passes.cache.growing_layers):  # type: ignore[attr-defined]  # noqa: SLF001
-        states = torch.randn(2, 1, KEY_HEADS, context, HEAD_SIZE, dtype=torch.bfloat16)
+        states = torch.randn(
+            2, 1, KEY_HEADS, context, HEAD_SIZE, dtype=torch.bfloat16, device=target.device
+        )
         layer.update(states[0], states[1])
         stock.update(states[0], states[1], index)
     target._committed = context  # noqa: SLF001  a prompt of this length would take minutes
@@ -135,9 +145,8 @@ def _verify_stock(
     model: PreTrainedModel, stock: DynamicCache, tree: DraftTree, context: int
 ) -> None:
     layout = TreeLayout.of(tree)
-    depths = torch.from_numpy(layout.depths)
-    tokens = torch.from_numpy(np.concatenate([[0], tree.token_ids]).astype(np.int64))
-    visible = torch.from_numpy(layout.visible)
+    arrays = layout.depths, np.append(0, tree.token_ids).astype(np.int64), layout.visible
+    depths, tokens, visible = (torch.from_numpy(array).to(model.device) for array in arrays)
     mask = additive_mask(visible, depths, context, None, model.dtype) if len(tree) else None
     model(
         input_ids=tokens[None],
@@ -148,17 +157,22 @@ def _verify_stock(
     )
 
 
-def _gather(stock: DynamicCache, context: int, path: NDArray[np.int64]) -> None:
-    slots = torch.from_numpy(np.concatenate([np.arange(context + 1), path + context + 1]))
+def _gather(
+    stock: DynamicCache, context: int, path: NDArray[np.int64], device: torch.device
+) -> None:
+    kept = np.concatenate([np.arange(context + 1), path + context + 1])
+    slots = torch.from_numpy(kept).to(device)
     layers: Sequence[Any] = stock.layers
     for layer in layers:
         layer.keys = layer.keys.index_select(-2, slots)
         layer.values = layer.values.index_select(-2, slots)
 
 
-def _seconds(act: Callable[[], object]) -> float:
+def _seconds(act: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
     act()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 

@@ -9,10 +9,9 @@ names its position and how far apart the two best logits stand there, computed a
 Sums in passes of other widths are rounded in other places, so that a tie may fall either way.
 """
 
+import copy
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -86,24 +85,16 @@ def difference(
 
 
 def _best_two(language_model: LanguageModel, tokens: list[int]) -> tuple[tuple[int, int], float]:
-    """Return the two most probable next tokens and the gap of their logits, in float64."""
-    model: Any = language_model.model
-    with torch.inference_mode(), _in_double(model):
+    """Return the two most probable next tokens and the gap of their logits, in float64.
+
+    Computed by a copy: captured graphs would miss weights that are converted and back.
+    """
+    model: Any = copy.deepcopy(language_model.model).to(torch.float64)  # type: ignore[arg-type]  # wrapped without its types
+    with torch.inference_mode():
         logits = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0, -1]
     values, indices = logits.topk(2)
     first, second = indices.tolist()
     return (first, second), float(values[0] - values[1])
-
-
-@contextmanager
-def _in_double(model: Any) -> Iterator[None]:
-    """Have a model compute in float64 during the block; float32 weights survive it exactly."""
-    dtype = model.dtype
-    model.to(torch.float64)
-    try:
-        yield
-    finally:
-        model.to(dtype)
 
 
 def compare(

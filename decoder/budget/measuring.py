@@ -39,6 +39,9 @@ def measure_costs(
     pass for a cost. Contexts are made up in the cache instead of read. A sequence in progress is
     lost; the target is left without one.
 
+    Where passes are padded, each width is measured with the next one, which is where costs leap,
+    and what is only done once for each shape is done before.
+
     Args:
         target: the model to measure.
         widths: tokens in a pass, rising from 1.
@@ -46,11 +49,15 @@ def measure_costs(
         max_seconds: no pass begins later, but for two passes of the two narrowest widths at the
             first context. What was not reached by then is left out of the surface.
     """
+    if target.pads_passes:
+        widths = sorted({*widths, *(width + 1 for width in widths[:-1])})
     widths = [width for width in widths if width - 1 <= target.max_nodes]
     points = [(context, width) for context in _fitting(contexts, target) for width in widths]
     trees = {(context, width): _trial(width - 1, context, target) for context, width in points}
     samples: Samples = {point: [] for point in points}
     must = {(points[0][0], width) for width in widths[:2]}
+    if target.pads_passes:
+        _run_once(target, trees)
     deadline = time.perf_counter() + max_seconds
     held = 0
     for context, width in _rounds(samples):
@@ -88,6 +95,13 @@ def time_pass(target: Target, tree: DraftTree) -> float:
     start = time.perf_counter()
     follow(tree, target.verify(0, tree).argmax(dim=-1).tolist())
     return time.perf_counter() - start
+
+
+def _run_once(target: Target, trees: dict[tuple[int, int], DraftTree]) -> None:
+    """Run every pass once, those behind the longest context first: what holds it is kept."""
+    for context, width in sorted(trees, reverse=True):
+        target.pretend(context)
+        time_pass(target, trees[context, width])
 
 
 def _rounds(samples: Samples) -> Iterator[tuple[int, int]]:

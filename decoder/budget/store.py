@@ -126,7 +126,7 @@ def known_costs(
     """
     if store is None:
         return measure(target)
-    key = key_of(model) | {"packed": target.packed_bytes > 0}
+    key = key_of(model) | {"packed": target.packed_bytes > 0, "padded": target.pads_passes}
     surface = store.load(key)
     if surface is not None and still_holds(target, surface):
         return surface

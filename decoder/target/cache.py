@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -11,8 +12,22 @@ _MIN_CAPACITY = 256
 _ANY_STATE = 0.01  # pages that were never written to are all one page, and quicker to read
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """Where a pass of a fixed shape writes, and what it is shown.
+
+    Attributes:
+        slots: int64[rows], where the rows' states go.
+        num_keys: first slots of the buffers that it is shown, whatever they hold; its mask hides
+            what it is not to see.
+    """
+
+    slots: torch.Tensor
+    num_keys: int
+
+
 class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typed there
-    """One layer's keys and values, in buffers that double when full.
+    """One layer's keys and values, in buffers of powers of two that grow when full.
 
     Appending costs the new tokens, not the context, and so does keeping a path. A sliding layer
     holds every token, too, so that nothing is lost which a rejected draft pushed out of a window;
@@ -20,6 +35,10 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     Args:
         window: positions that a token looks back over, itself included; `None` for all.
+
+    Attributes:
+        frame: of the pass that is run, where its shape is fixed: it does not count as appended.
+        num_growths: how often the buffers were replaced by longer ones.
     """
 
     is_croppable = True
@@ -29,6 +48,13 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         self.is_sliding = window is not None
         self._window = window
         self._length = 0
+        self.frame: Frame | None = None
+        self.num_growths = 0
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the buffers."""
+        return int(self._key_buffer.shape[-2]) if self.is_initialized else 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take shapes, dtype and device from the first states."""
@@ -43,9 +69,11 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         """Append states and return all that these can see, [batch, heads, keys, head size]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.frame is not None:
+            return self._put(self.frame, key_states, value_states)
         first, start = self._first_seen(), self._length
         end = start + key_states.shape[-2]
-        self._reserve(end)
+        self.reserve(end)
         self._key_buffer[..., start:end, :] = key_states
         self._value_buffer[..., start:end, :] = value_states
         self._length = end
@@ -68,10 +96,19 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
             buffer[..., start:end, :] = buffer.index_select(-2, slots)
         self._length = end
 
+    def move(self, slots: torch.Tensor, places: torch.Tensor) -> None:
+        """Copy the tokens in `slots`, int64[n], to `places`, int64[n], whatever is held."""
+        for buffer in (self._key_buffer, self._value_buffer):
+            buffer.index_copy_(-2, places, buffer.index_select(-2, slots))
+
+    def hold(self, length: int) -> None:
+        """Count the first `length` slots as held: they were written to in place."""
+        self._length = length
+
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
         """Hold `length` tokens with states of no meaning."""
-        self._reserve(length)
+        self.reserve(length)
         for buffer in (self._key_buffer, self._value_buffer):
             buffer[..., :length, :] = _ANY_STATE
         self._length = length
@@ -93,18 +130,27 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         """Return -1: there is no maximum."""
         return -1
 
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens; where that fails, the layer is as it was."""
+        if length <= self.capacity:
+            return
+        try:
+            self._grow(max(1 << length.bit_length(), _MIN_CAPACITY))
+        except (MemoryError, RuntimeError):
+            self._grow(length)  # what is needed now may still fit
+
     def _first_seen(self) -> int:
         """Return the first slot that the next token can see."""
         return self._length - num_seen(self._length, self._window)
 
-    def _reserve(self, length: int) -> None:
-        """Make room for `length` tokens; where that fails, the layer is as it was."""
-        if length <= self._key_buffer.shape[-2]:
-            return
-        try:
-            self._grow(max(2 * length, _MIN_CAPACITY))
-        except (MemoryError, RuntimeError):
-            self._grow(length)  # what is needed now may still fit
+    def _put(
+        self, frame: Frame, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write states to a frame's slots and return all of its keys and values."""
+        self._key_buffer.index_copy_(-2, frame.slots, key_states)
+        self._value_buffer.index_copy_(-2, frame.slots, value_states)
+        shown = slice(frame.num_keys)
+        return self._key_buffer[..., shown, :], self._value_buffer[..., shown, :]
 
     def _grow(self, capacity: int) -> None:
         grown = (
@@ -112,6 +158,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
             self._resized(self._value_buffer, capacity),
         )
         self._key_buffer, self._value_buffer = grown
+        self.num_growths += 1
 
     def _resized(self, buffer: torch.Tensor, capacity: int) -> torch.Tensor:
         grown = buffer.new_zeros((*buffer.shape[:-2], capacity, buffer.shape[-1]))
@@ -145,10 +192,48 @@ class TreeCache(Cache):
         for layer in self.growing_layers:
             layer.keep(start, slots)
 
+    @contextmanager
+    def framed(self, frame: Frame) -> Iterator[Self]:
+        """Write a pass of a fixed shape to it during the block; `hold` counts its tokens."""
+        self._frame(frame)
+        try:
+            yield self
+        finally:
+            self._frame(None)
+
+    @property
+    def capacity(self) -> int:
+        """Slots that all layers have room for."""
+        return min(layer.capacity for layer in self.growing_layers)
+
+    @property
+    def num_growths(self) -> int:
+        """How often buffers were replaced by longer ones."""
+        return sum(layer.num_growths for layer in self.growing_layers)
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens, once the layers have appeared."""
+        for layer in self.growing_layers:
+            layer.reserve(length)
+
+    def hold(self, length: int) -> None:
+        """Count the first `length` slots as held: they were written to in place."""
+        for layer in self.growing_layers:
+            layer.hold(length)
+
+    def move(self, slots: torch.Tensor, places: torch.Tensor) -> None:
+        """Copy the tokens in `slots`, int64[n], to `places`, int64[n], whatever is held."""
+        for layer in self.growing_layers:
+            layer.move(slots, places)
+
     def pretend(self, length: int) -> None:
         """Hold `length` tokens with states of no meaning, once the layers have appeared."""
         for layer in self.growing_layers:
             layer.pretend(length)
+
+    def _frame(self, frame: Frame | None) -> None:
+        for layer in self.growing_layers:
+            layer.frame = frame
 
 
 def num_seen(past: int, window: int | None) -> int:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decoder.errors import InvalidPromptError, OutOfMemoryError
-from decoder.target.adapted import adapted
+from decoder.target.adapted import adapted, is_patched
 from decoder.target.cache import TreeCache, num_seen
 from decoder.target.compatibility import (
     Capability,
@@ -17,6 +17,8 @@ from decoder.target.compatibility import (
     compatibility_of,
     position_limit,
 )
+from decoder.target.graphs.capture import CaptureMaker, capture_on
+from decoder.target.graphs.passes import GraphPasses
 from decoder.target.layout import TreeLayout, additive_mask
 from decoder.target.memory import within_memory
 from decoder.target.passes import CachedPasses, ChainCache, Masks, Passes, PlainPasses
@@ -33,9 +35,13 @@ class Target:
     layers multiply by packed weights: those are read here once, and later changes of the model's
     weights are not seen.
 
+    On CUDA, passes that verify a draft are captured as graphs, one for each shape of a few.
+
     Args:
         model: a decoder-only model of transformers.
         pack: whether to keep packed weights on a CPU; they take `packed_bytes`.
+        capture: how passes of fixed shapes are captured; `None` for CUDA graphs on CUDA, and
+            elsewhere passes as wide as their draft.
 
     Attributes:
         capability: which drafts the model can verify; that it is not trees is logged once.
@@ -50,13 +56,15 @@ class Target:
         UnsupportedModelError: the model cannot be decoded here for another reason.
     """
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, pack: bool = True, capture: CaptureMaker | None = None
+    ) -> None:
         compatibility = compatibility_of(model)
         self.capability = compatibility.capability
         tell_once(model, self.capability, compatibility.reason)
         self._windows = dict(compatibility.layers or ())
         self._model, self.packed_bytes = adapted(model, self.capability, pack=pack)
-        self._passes = _passes(self._model, compatibility)
+        self._passes = _passes(self._model, compatibility, capture or capture_on(self.device))
         self._committed = 0
         self.max_nodes = 0 if self.capability is Capability.PLAIN else sys.maxsize
         self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
@@ -66,6 +74,11 @@ class Target:
     def device(self) -> torch.device:
         """Where logits lie."""
         return torch.device(self._model.device)
+
+    @property
+    def pads_passes(self) -> bool:
+        """Whether passes cost what the next power of two of rows costs."""
+        return isinstance(self._passes, GraphPasses) and self._passes.is_padding
 
     def checked_prompt(self, prompt: Sequence[int] | TokenIds) -> TokenIds:
         """Return a prompt as int32[n], n at least one.
@@ -199,9 +212,15 @@ class Target:
             return self._passes.read(tokens, masks, positions, num_logits)
 
 
-def _passes(model: PreTrainedModel, compatibility: Compatibility) -> Passes:
+def _passes(
+    model: PreTrainedModel, compatibility: Compatibility, capture: CaptureMaker | None
+) -> Passes:
     if compatibility.layers is not None:
-        return CachedPasses(model, TreeCache([window for _, window in compatibility.layers]))
+        cache = TreeCache([window for _, window in compatibility.layers])
+        takes_trees = compatibility.capability is Capability.TREES
+        if capture is None or not takes_trees or is_patched(model):
+            return CachedPasses(model, cache)
+        return GraphPasses(model, cache, dict(compatibility.layers), capture)
     if compatibility.capability is Capability.CHAINS:
         return CachedPasses(model, ChainCache(model))
     return PlainPasses(model)

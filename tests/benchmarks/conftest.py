@@ -12,6 +12,8 @@ from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Index, Vocabulary
 from tests.benchmarks.drafting import IndexMaker
 
+END = "<end>"
+
 
 @pytest.fixture
 def make_index(tmp_path: Path) -> IndexMaker:
@@ -25,12 +27,9 @@ def make_index(tmp_path: Path) -> IndexMaker:
     return make
 
 
-END = "<end>"
-
-
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> Path:
-    """A whole tiny model on disk, whose words are single letters."""
+    """A model and a tokenizer of eight words on disk."""
     words = {word: number for number, word in enumerate([END, *"abcdefgh"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=END))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -9,7 +9,6 @@ from benchmarks import greedy_exactness
 from decoder.budget.store import DIRECTORY_VARIABLE
 from decoder.contenders import FOREDRAFT, Contender, Run, contenders
 
-END = "<end>"
 PROMPTS = ["a b c a b", "c c d", "b a b a", "d e d"]
 
 

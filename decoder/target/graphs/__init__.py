@@ -1,0 +1,1 @@
+"""Passes of a few fixed shapes, each captured once and then replayed."""
