@@ -47,8 +47,6 @@ from tests.decoder.decoding import (
 )
 from tests.decoder.test_decoder_target import layers_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def _short_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
