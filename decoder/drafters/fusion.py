@@ -29,10 +29,6 @@ from retriever.tree import DraftTree, Source
 MAX_NODES: Final = 256
 """Most nodes of a fused tree, and of each tree that goes into it."""
 
-BREADTH: Final = 1
-"""How many times the budget each drafter is asked for: which nodes are best is known only once
-all are heard."""
-
 _LEAST_PROBABILITY: Final = 1e-4
 _NO_TABLE: Final = Table.of(4, NUM_LIKELY)
 
@@ -108,7 +104,7 @@ class FusedDrafter:
     def _draft(self, sequence: FusedSequence, request: DraftRequest) -> DraftTree:
         budget = min(request.budget_nodes, MAX_NODES)
         sequence.extend(request)
-        sequence.ask(min(BREADTH * budget, MAX_NODES))
+        sequence.ask(budget)
         self._plant(sequence.trees)
         growth = self._growth
         growth.places[0] = np.arange(len(sequence.trees))

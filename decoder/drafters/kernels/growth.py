@@ -86,7 +86,7 @@ def grow(
     num_trees = growth.places.shape[1]
     nothing = Hints(hints.tokens[:0], hints.log_odds[:0])
     size, considered, waiting, above = 0, 0, 0, 1.0
-    while True:
+    while size < budget:
         said = hints if size == 0 else nothing
         places, context = growth.places[size], growth.contexts[size]
         count = gather(siblings, forest, places, table, context, said, table_source)
@@ -103,12 +103,13 @@ def grow(
             push(growth.heap, waiting, rank_key(belief, considered))
             considered += 1
             waiting += 1
-        if waiting == 0 or size == budget:
-            return size
+        if waiting == 0:
+            break
         _take(growth, forest, size, candidate_of(pop(growth.heap, waiting)))
         waiting -= 1
         above = np.float64(growth.probabilities[size])
         size += 1
+    return size
 
 
 @kernel()
