@@ -1,6 +1,8 @@
 """Drafts inside `model.generate` of transformers."""
 
+import gc
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -185,6 +187,8 @@ def test_the_function_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> 
         measured.append(target)
         return CostSurface.flat((1, 64), (1.0, 1.0))
 
+    curves: WeakKeyDictionary[Any, CostSurface] = WeakKeyDictionary()
+    monkeypatch.setattr(custom_generate, "_curves", curves)
     monkeypatch.setattr(custom_generate, "measure_costs", watched)
     expected = prompt + plainly(model, prompt, NEW_TOKENS)
     for _ in range(2):
@@ -193,9 +197,10 @@ def test_the_function_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> 
         assert output.tolist() == drafter.closed == [expected]
     assert len(measured) == 1
     measured.clear()
-    assert len(custom_generate._curves) == 1
+    assert list(curves) == [model]
     del model
-    assert len(custom_generate._curves) == 0
+    gc.collect()
+    assert not list(curves)
 
 
 @pytest.mark.parametrize("name", MODELS)
