@@ -154,10 +154,12 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
     budget: Annotated[list[int] | None, typer.Option(help="Nodes. Default: 16 and 32.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens for each.")] = 64,
     dtype: Annotated[Precision, typer.Option(help="What to compute in.")] = Precision.BFLOAT16,
+    category: Annotated[list[str] | None, typer.Option(help="Measured. Default: all.")] = None,
 ) -> None:
     """Measure what fusing is worth."""
-    measured = read_prompts(prompts, per_category=per_category)
-    others = [prompt for prompt in read_prompts(prompts) if prompt not in measured]
+    first = read_prompts(prompts, per_category=per_category)
+    others = [prompt for prompt in read_prompts(prompts) if prompt not in first]
+    measured = [prompt for prompt in first if not category or prompt.category in category]
     warm = others[:warm_limit]
     language_model = load_model(ModelOptions(model, precision=dtype))
     report: dict[str, Any] = {

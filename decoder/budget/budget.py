@@ -1,6 +1,7 @@
 """How much of a draft is worth verifying: the cost of a pass against what it may bring."""
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -13,6 +14,8 @@ from decoder.budget.costs import CostSurface, LiveCosts
 from retriever.tree import DraftTree
 
 _MEMORY: Final = 0.97
+_LEAST_ASKED: Final = 16
+_RECENT_CUTS: Final = 16
 _LIKENESS: Final = 0.7
 
 
@@ -102,15 +105,22 @@ class MeasuredBudget:
         self.max_nodes = widest if max_nodes is None else min(max_nodes, widest)
         self._calibration = Calibration()
         self._asking = Asking()
+        self._chosen: deque[int] = deque(maxlen=_RECENT_CUTS)
         self._draft_s = 0.0
         self._tokens = 0.0
         self._seconds = 0.0
 
     def ask(self, context: int) -> int:
-        """Return the most nodes that pay if all are right; 0 where the drafter does not pay."""
+        """Return the most nodes that pay if all are right; 0 where the drafter does not pay.
+
+        Drafting takes longer the more nodes are asked for, so no more are than twice what paid
+        of late: a draft that pays to its end doubles the next one.
+        """
         table = self._table(context)
         certain = np.arange(1, len(table) + 1)
         nodes = int(np.argmax(certain - table / table[0]))
+        if self._chosen:
+            nodes = min(nodes, max(2 * max(self._chosen), _LEAST_ASKED))
         return nodes if nodes and self._asking.is_due() else 0
 
     def cut(self, tree: DraftTree, context: int, draft_s: float) -> DraftTree:
@@ -121,6 +131,7 @@ class MeasuredBudget:
         pace = self._pace(float((expected / table).max()), float(table[0]))
         gained = expected - pace * table
         nodes = int(np.argmax(gained))
+        self._chosen.append(nodes)
         self._draft_s = draft_s
         saved_s = float(gained[nodes] - gained[0]) / pace
         self._asking.learn(draft_s, saved_s, float(table[0]))

@@ -62,6 +62,7 @@ class FusedDrafter:
         self._forest = Forest.of(num_trees, MAX_NODES)
         self._siblings = Siblings.of(num_trees)
         self._growth = Growth.of(num_trees, MAX_NODES)
+        self._planted: Sequence[DraftTree] = ()
 
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
         """Begin a sequence; see `Drafter.open`."""
@@ -128,7 +129,10 @@ class FusedDrafter:
         )
 
     def _plant(self, trees: Sequence[DraftTree]) -> None:
-        start = len(trees)
+        """Enter trees into the forest, unless it holds these already."""
+        if trees is self._planted:
+            return
+        self._planted, start = trees, len(trees)
         for number, tree in enumerate(trees):
             start = plant(
                 self._forest,

@@ -8,8 +8,10 @@ each token; here they are kept for the last one, two and three tokens, with thei
 from typing import Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from decoder.drafters.kernels.likeliest import rank_columns
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, write_rows
 from decoder.drafters.kernels.siblings import Hints
 from decoder.drafters.learning import Verified
@@ -24,6 +26,7 @@ NUM_LIKELY: Final = 8
 
 NO_HINTS: Final = Hints(np.zeros(0, np.int32), np.zeros(0, np.float32))
 
+_INTEGERS: Final = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _MAX_LOG_ODDS: Final = 7.0
 _TAIL: Final = 8.0
 """What lies beyond the likeliest tokens, in tokens like the last of them: a rough guess, which
@@ -55,13 +58,32 @@ class RecycledLogits:
             What else was likely where the target chose its own token.
         """
         self._now += 1
-        values, indices = verified.logits.topk(min(NUM_LIKELY, verified.logits.shape[-1]), dim=-1)
-        tokens = indices.cpu().numpy().astype(np.int32)
-        log_odds = _log_odds(values.float().cpu().numpy())
+        tokens, logits = likeliest(verified.logits, min(NUM_LIKELY, verified.logits.shape[-1]))
+        log_odds = _log_odds(logits)
         write_rows(self.table, contexts_of(verified.tree, context), tokens, log_odds, self._now)
         end = int(verified.path[-1]) + 1 if len(verified.path) else 0
         others = tokens[end] != verified.next_token
         return Hints(tokens[end][others], log_odds[end][others])
+
+
+def likeliest(logits: torch.Tensor, count: int) -> tuple[TokenIds, NDArray[np.float32]]:
+    """Return int32[R, count], the likeliest of each row, and float32[R, count], their logits.
+
+    On CPUs `torch.topk` looks at one value after the other: rows of bfloat16 and float32 are
+    searched by a kernel instead, five times as fast.
+
+    Args:
+        logits: [R, vocabulary].
+        count: tokens of each row, at most the vocabulary; the likeliest come first.
+    """
+    integers = _INTEGERS.get(logits.dtype)
+    if integers is None or logits.device.type != "cpu":
+        values, indices = logits.topk(count, dim=-1)
+        return indices.cpu().numpy().astype(np.int32), values.float().cpu().numpy()
+    columns = np.empty((len(logits), count), np.int32)
+    rank_columns(logits.contiguous().view(integers).numpy(), columns)
+    values = logits.gather(1, torch.from_numpy(columns).long())
+    return columns, values.float().numpy()
 
 
 def contexts_of(tree: DraftTree, context: TokenIds) -> TokenIds:

@@ -116,6 +116,7 @@ class DraftSession:
         remember: bool = True,
     ) -> None:
         self._drafter = drafter
+        self._learner = drafter if isinstance(drafter, LogitsLearner) else None
         self._limits = limits
         self._backoff = backoff
         self._remember = remember
@@ -157,8 +158,8 @@ class DraftSession:
 
     def learn(self, verified: Verified) -> None:
         """Show a drafter that learns from logits what came of its last draft."""
-        if self._name and isinstance(self._drafter, LogitsLearner):
-            self._drafter.learn(self._name, verified)
+        if self._name and self._learner is not None:
+            self._learner.learn(self._name, verified)
 
     def close(self) -> None:
         """End the session with the tokens that the drafter has not seen yet."""

@@ -88,6 +88,20 @@ def test_a_drafter_is_asked_for_no_more_than_could_pay() -> None:
     assert len(knee.cut(tree_with([1.0] * 7), 0, 0.0)) == 3
 
 
+def test_a_drafter_is_asked_for_twice_of_what_paid_of_late() -> None:
+    free = CostSurface.flat((1, 256), (1.0, 1.0))
+    budget = MeasuredBudget(free)
+    asked = []
+    for _ in range(20):  # a draft of which little is worth verifying
+        asked.append(budget.ask(0))
+        budget.cut(tree_with([0.9] * 3), 0, 0.0)
+    assert (asked[0], asked[-1]) == (255, 16)
+    for _ in range(5):  # and then all that can be had
+        asked.append(budget.ask(0))
+        budget.cut(tree_with([0.9] * asked[-1]), 0, 0.0)
+    assert asked[-5:] == [16, 32, 64, 128, 255]
+
+
 def test_fixed_budget_takes_the_first_nodes() -> None:
     assert len(FixedBudget(2).cut(tree_with([0.9, 0.8, 0.7]), 0, 0.0)) == 2
     assert len(FixedBudget(9).cut(tree_with([0.9, 0.8, 0.7]), 0, 0.0)) == 3

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from decoder.drafters.kernels.forest import Forest, plant
@@ -24,7 +25,7 @@ from decoder.drafters.kernels.siblings import (
     Siblings,
 )
 from decoder.drafters.kernels.stacking import learn
-from decoder.drafters.recycling import contexts_of
+from decoder.drafters.recycling import contexts_of, likeliest
 from retriever.tree import DraftTree, Source
 from tests.decoder.decoding import random_tree
 from tests.decoder.fusing import Knowledge, Odds, Path
@@ -200,3 +201,18 @@ def test_contexts_follow_the_tree() -> None:
         path = tree.token_ids[tree.path_to(node)].tolist()
         assert contexts[node + 1].tolist() == [9, 8, 7, *path][::-1][:NUM_ORDERS]
     assert contexts[0].tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("vocabulary", [8, 64, 100, 1000])
+def test_likeliest_tokens_are_those_of_a_sort(dtype: torch.dtype, vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(6, vocabulary, generator=generator) * 5).to(dtype)
+    logits[0, :] = -torch.inf
+    logits[1, 3:] = -3.0  # ties, below zero
+    logits[2, 5] = torch.inf
+    tokens, values = likeliest(logits, 8)
+    np.testing.assert_array_equal(values, logits.sort(descending=True).values[:, :8].float())
+    assert all(len(set(row)) == 8 for row in tokens.tolist())
+    found = logits.gather(1, torch.from_numpy(tokens).long())
+    np.testing.assert_array_equal(values, found.float())
