@@ -29,7 +29,7 @@ from retriever.options import Indexes, Phrases, Servers
 from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
 from retriever.report_tables import tables
-from retriever.server import serve as serve_forever
+from retriever.service.serving import serve as serve_forever
 from retriever.traces import read_outputs, read_traces
 
 DEFAULT_REFRESH_S: Final = 5.0

@@ -1,28 +1,20 @@
-"""The service: translates messages, calls the embedded drafter, and decides nothing."""
+"""What answers: translates messages, calls the embedded drafter, and decides nothing."""
 
 import asyncio
-import signal
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Final
 
 from grpc import aio
 
 from retriever import wire
 from retriever.embedded import EmbeddedDrafter
-from retriever.errors import AddressInUseError, RetrieverError
+from retriever.errors import RetrieverError
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 
 DEFAULT_BUDGET_NODES: Final = 32
 """Nodes in the tree of a bare context that states no budget."""
-
-_GRACE_S: Final = 2.0
-_UNIX: Final = "unix:"
-_MAX_PORT: Final = 65535
-_SERVER_OPTIONS: Final = (*wire.CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))
 
 _Context = aio.ServicerContext[Any, Any]
 
@@ -117,82 +109,3 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
         yield
     except RetrieverError as error:
         await context.abort(wire.status_of(error), str(error))
-
-
-async def start(drafter: EmbeddedDrafter, address: str) -> tuple[aio.Server, str]:
-    """Start serving.
-
-    Args:
-        drafter: what answers; warmed here, so that the first draft waits for no compiler.
-        address: `host:port` (port 0: a free one), or `unix:/path`.
-
-    Returns:
-        The running server, and the address that it listens on.
-
-    Raises:
-        AddressInUseError: the address is taken or cannot be bound.
-    """
-    _check_address(address)
-    drafter.warm()
-    server = aio.server(options=_SERVER_OPTIONS)
-    pb_grpc.add_RetrieverServiceServicer_to_server(RetrieverServicer(drafter), server)
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise AddressInUseError(
-            f"cannot listen on {address}: it is taken or not an address of this machine; "
-            "choose another with --address"
-        ) from error
-    await server.start()
-    if address.startswith(_UNIX):
-        return server, address
-    return server, f"{address.rpartition(':')[0]}:{port}"
-
-
-async def serve(drafter: EmbeddedDrafter, address: str) -> None:
-    """Serve until SIGINT or SIGTERM; calls under way get two seconds to end.
-
-    Raises:
-        AddressInUseError: the address is taken or cannot be bound.
-    """
-    stopped = asyncio.Event()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signal_number, stopped.set)
-    server, bound = await start(drafter, address)
-    print(f"serving on {bound}", flush=True)  # noqa: T201  (says when it is ready, and where)
-    await stopped.wait()
-    await server.stop(_GRACE_S)
-
-
-def _check_address(address: str) -> None:
-    """Refuse what cannot be bound, and what gRPC would misread: it takes ports modulo 65536."""
-    if address.startswith(_UNIX):
-        _check_socket_is_free(Path(address.removeprefix(_UNIX)))
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > _MAX_PORT:
-        raise AddressInUseError(
-            f"cannot listen on {address}: an address is HOST:PORT, with a port from 0 to "
-            f"{_MAX_PORT}, or unix:/PATH"
-        )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host.strip("[]"), int(port)), family=family).close()
-    except OSError as error:
-        raise AddressInUseError(
-            f"cannot listen on {address}: {error.strerror or error}; choose another --address"
-        ) from error
-
-
-def _check_socket_is_free(path: Path) -> None:
-    """Refuse a unix socket that somebody serves on: binding would take it away from them."""
-    if not path.parent.is_dir():
-        raise AddressInUseError(f"cannot listen on {path}: there is no folder {path.parent}")
-    if not path.is_socket():
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return  # left over from a server that is gone
-    raise AddressInUseError(f"somebody serves on {path} already: choose another --address")

@@ -1,0 +1,50 @@
+"""Where a service may listen."""
+
+import socket
+from pathlib import Path
+from typing import Final
+
+from retriever.errors import AddressInUseError
+
+UNIX: Final = "unix:"
+"""What addresses of unix sockets begin with."""
+
+_MAX_PORT: Final = 65535
+
+
+def check_address(address: str) -> None:
+    """Refuse what cannot be bound, and what gRPC would misread: it takes ports modulo 65536.
+
+    Raises:
+        AddressInUseError: the address is taken or cannot be bound.
+    """
+    if address.startswith(UNIX):
+        _check_socket_is_free(Path(address.removeprefix(UNIX)))
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > _MAX_PORT:
+        raise AddressInUseError(
+            f"cannot listen on {address}: an address is HOST:PORT, with a port from 0 to "
+            f"{_MAX_PORT}, or unix:/PATH"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
+    except OSError as error:
+        raise AddressInUseError(
+            f"cannot listen on {address}: {error.strerror or error}; choose another --address"
+        ) from error
+
+
+def _check_socket_is_free(path: Path) -> None:
+    """Refuse a unix socket that somebody serves on: binding would take it away from them."""
+    if not path.parent.is_dir():
+        raise AddressInUseError(f"cannot listen on {path}: there is no folder {path.parent}")
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return  # left over from a server that is gone
+    raise AddressInUseError(f"somebody serves on {path} already: choose another --address")
