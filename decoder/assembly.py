@@ -106,7 +106,8 @@ class DrafterOptions:
             if self.recycle or models:
                 recycled = RecycledLogits() if self.recycle else None
                 limits = draft_limits(language_model)
-                yield FusedDrafter([retrieval], limits, models=models, recycled=recycled)
+                with FusedDrafter([retrieval], limits, models=models, recycled=recycled) as fused:
+                    yield fused
             else:
                 yield retrieval
         finally:

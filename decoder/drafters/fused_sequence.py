@@ -52,6 +52,11 @@ class Parts:
         quick = [begin(*part) for part in self._drafters]
         return quick, [begin(*part) for part in self._models]
 
+    def shut_down(self) -> None:
+        """End the thread, if there is one."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
     def meanwhile(self, quick: list[DraftSession], budget_nodes: int) -> Future[list[DraftTree]]:
         """Ask the quick drafters in a thread of their own."""
         if self._thread is None:

@@ -8,7 +8,7 @@ tree is cut to the budget as one.
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 
@@ -88,6 +88,16 @@ class FusedDrafter:
         sequence = self._get(session)
         del self._sequences[session]
         sequence.close(() if new_tokens is None else new_tokens.tolist())
+
+    def shut_down(self) -> None:
+        """End the thread that asks the quick drafters while models run. They go on living."""
+        self._parts.shut_down()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shut_down()
 
     def num_failures(self, session: str) -> int:
         """Return how many drafts of its parts a session could not have."""

@@ -1,3 +1,5 @@
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,16 @@ def test_part_that_fails_costs_its_part_alone() -> None:
     assert paths_of(tree) == [(4,), (4, 5)]
     assert drafter.num_failures("a") > 0
     drafter.close("a")
+
+
+def test_thread_ends_with_the_drafter() -> None:
+    before = threading.active_count()
+    with FusedDrafter([saying(([4], 0.8))], LIMITS, models=[saying(([5], 0.8))]) as drafter:
+        drafter.open("a", np.array([1], np.int32))
+        drafter.draft([DraftRequest("a", np.zeros(0, np.int32), 1, 8)])
+        assert threading.active_count() == before + 1
+        drafter.close("a")
+    assert threading.active_count() == before
 
 
 def test_sessions_are_as_the_protocol_says() -> None:
