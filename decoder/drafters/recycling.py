@@ -27,7 +27,7 @@ NUM_LIKELY: Final = 8
 NO_HINTS: Final = Hints(np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 _INTEGERS: Final = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-_MAX_LOG_ODDS: Final = 7.0
+_LEAST_SHARE: Final = np.float32(1e-3)
 _TAIL: Final = 8.0
 """What lies beyond the likeliest tokens, in tokens like the last of them: a rough guess, which
 learned weights correct, spares the sum over a vocabulary."""
@@ -100,5 +100,6 @@ def _log_odds(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return float32[R, K] for the likeliest logits of each row, which fall."""
     weights = np.exp(logits - logits[:, :1])
     shares = weights / (weights.sum(axis=1, keepdims=True) + _TAIL * weights[:, -1:])
-    odds: NDArray[np.float32] = np.log(shares / (1 - shares))
-    return np.clip(odds, -_MAX_LOG_ODDS, _MAX_LOG_ODDS)
+    bounded = np.clip(shares, _LEAST_SHARE, 1 - _LEAST_SHARE)
+    odds: NDArray[np.float32] = np.log(bounded / (1 - bounded))
+    return odds

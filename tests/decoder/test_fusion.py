@@ -148,6 +148,17 @@ def test_likely_tokens_come_back_where_their_context_does() -> None:
     assert set(tree.sources.tolist()) == {Source.MODEL}
 
 
+def test_a_token_that_leaves_nothing_to_others_is_kept_as_others_are() -> None:
+    recycled = RecycledLogits(1 << 8)
+    sure = torch.full((1, VOCABULARY), -torch.inf)
+    sure[0, 4] = 90.0
+    verified = Verified(3, DraftTree.empty(), sure, np.zeros(0, np.int64), 4)
+    recycled.learn(verified, np.array([3, 2, 1], np.int32))
+    kept = recycled.table.log_odds[recycled.table.entries["key"] != 0]
+    assert np.isfinite(kept).all()
+    assert (kept[:, 0] > 6).all()
+
+
 def test_a_drafter_that_is_always_wrong_loses_its_say() -> None:
     drafter = FusedDrafter([saying(([4], 0.9)), saying(([5], 0.6))], LIMITS)
     drafter.open("a", np.array([1], np.int32))
