@@ -11,8 +11,7 @@ from transformers.masking_utils import sdpa_mask
 TREE_ATTENTION: Final = "foredraft_tree"
 """The name under which transformers knows the attention below and the masks that go with it."""
 
-_UNFUSED_ROWS: Final = 16
-_UNFUSED_KEYS: Final = 256
+_UNFUSED_SCORES: Final = 7000
 _HALF: Final = (torch.bfloat16, torch.float16)
 
 _TAKEN: Final = {"module", "query", "key", "value", "attention_mask", "scaling", "is_causal"}
@@ -62,7 +61,7 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
     scale = size**-0.5 if scaling is None else scaling
     queries = folded(query, key.shape[1])
     mask = None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1)
-    if mask is not None and _pays_unfused(query, key):
+    if mask is not None and _pays_unfused(queries, key):
         attended = _unfused(queries, key, value, mask, scale)
     else:
         attended = torch.nn.functional.scaled_dot_product_attention(
@@ -100,14 +99,14 @@ def _is_folded(query: torch.Tensor, mask: torch.Tensor | None, options: dict[str
     return mask.is_floating_point() and mask.shape[1] == 1
 
 
-def _pays_unfused(query: torch.Tensor, key: torch.Tensor) -> bool:
+def _pays_unfused(queries: torch.Tensor, key: torch.Tensor) -> bool:
     """Return whether two products and a softmax outrun the fused kernel.
 
-    Measured: torch's fused kernel for CPUs multiplies half precision slowly, and soon loses to
-    the plain products when rows are many.
+    Measured: torch's fused kernel for CPUs multiplies half precision slowly, and loses to the
+    plain products once there are many scores for each head.
     """
-    is_half = query.device.type == "cpu" and query.dtype in _HALF
-    return is_half and query.shape[2] >= _UNFUSED_ROWS and key.shape[2] >= _UNFUSED_KEYS
+    is_half = queries.device.type == "cpu" and queries.dtype in _HALF
+    return is_half and queries.shape[2] * key.shape[2] >= _UNFUSED_SCORES
 
 
 def _unfused(
