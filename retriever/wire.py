@@ -104,6 +104,28 @@ def tree_from_message(message: pb.DraftTree) -> DraftTree:
     )
 
 
+def trees_from_messages(messages: Sequence[pb.DraftTree], num_trees: int) -> list[DraftTree]:
+    """Return the trees of a response, all checked at once.
+
+    Raises:
+        InvalidTreeError: they are not as many, or one of them is no tree.
+    """
+    if len(messages) != num_trees:
+        raise errors.InvalidTreeError(f"{len(messages)} trees for {num_trees} sequences")
+    return [tree_from_message(message) for message in messages]
+
+
+def request_to_step(request: DraftRequest, session_id: str) -> pb.SessionStep:
+    """Return the wire form of a request that was checked before."""
+    return pb.SessionStep(
+        session_id=session_id,
+        new_token_ids=request.new_tokens.tolist(),
+        length=request.length,
+        budget_nodes=request.budget_nodes,
+        min_probability=request.min_probability,
+    )
+
+
 def step_to_message(request: DraftRequest, session_id: str) -> pb.SessionStep:
     """Return the wire form of one sequence's part of a step.
 

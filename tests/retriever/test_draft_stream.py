@@ -237,12 +237,13 @@ def test_idle_sessions_end_by_themselves() -> None:
     drafter = EmbeddedDrafter(limits=Limits(idle_session_s=0.1))
     drafter.open("idle", np.zeros(4, np.int32))
 
-    async def wait() -> float:
-        began = time.monotonic()
+    async def sessions_after(*pauses_s: float) -> list[int]:
+        counts = []
         async with sweeping(drafter):
-            while drafter.num_sessions and time.monotonic() < began + 10:
-                await asyncio.sleep(0.01)
-        return time.monotonic() - began
+            for pause_s in pauses_s:
+                await asyncio.sleep(pause_s)
+                counts.append(drafter.num_sessions)
+        return counts
 
-    assert 0.09 < asyncio.run(wait()) < 1.0
-    assert drafter.num_sessions == drafter._sessions.num_tokens == 0
+    assert asyncio.run(sessions_after(0.05, 0.5)) == [1, 0]
+    assert drafter._sessions.num_tokens == 0
