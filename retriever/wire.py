@@ -11,16 +11,26 @@ from numpy.typing import ArrayLike
 from retriever import errors
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
-from retriever.limits import checked_tokens
+from retriever.limits import MAX_MESSAGE_BYTES, Limits, checked_tokens
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
-
-MAX_MESSAGE_BYTES: Final = 16 << 20
-"""Longest message in either direction; a prompt of a million tokens fits."""
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+_KEEPALIVE: Final = (
+    # A peer that is gone without a word is noticed within 15 s, and its sessions end.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+CLIENT_OPTIONS: Final = (
+    *CHANNEL_OPTIONS,
+    *_KEEPALIVE,
+    # A client that takes the place of another must not wait until gRPC lets it connect again.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 _SOURCES: Final = frozenset(map(int, Source))
@@ -36,6 +46,18 @@ _STATUS_OF_ERROR: Final[tuple[tuple[type[errors.RetrieverError], grpc.StatusCode
     (errors.SessionExistsError, grpc.StatusCode.ALREADY_EXISTS),
 )
 _ERROR_OF_STATUS: Final = {status: error for error, status in _STATUS_OF_ERROR}
+
+
+def server_options(limits: Limits) -> tuple[tuple[str, int], ...]:
+    """Return the options of a server's channels."""
+    return (
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        *_KEEPALIVE,
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.so_reuseport", 0),
+    )
 
 
 def status_of(error: errors.RetrieverError) -> grpc.StatusCode:
@@ -79,6 +101,28 @@ def tree_from_message(message: pb.DraftTree) -> DraftTree:
             source if source in _SOURCES else int(Source.UNSPECIFIED)
             for source in map(int, message.sources)
         ],
+    )
+
+
+def trees_from_messages(messages: Sequence[pb.DraftTree], num_trees: int) -> list[DraftTree]:
+    """Return the trees of a response, all checked at once.
+
+    Raises:
+        InvalidTreeError: they are not as many, or one of them is no tree.
+    """
+    if len(messages) != num_trees:
+        raise errors.InvalidTreeError(f"{len(messages)} trees for {num_trees} sequences")
+    return [tree_from_message(message) for message in messages]
+
+
+def request_to_step(request: DraftRequest, session_id: str) -> pb.SessionStep:
+    """Return the wire form of a request that was checked before."""
+    return pb.SessionStep(
+        session_id=session_id,
+        new_token_ids=request.new_tokens.tolist(),
+        length=request.length,
+        budget_nodes=request.budget_nodes,
+        min_probability=request.min_probability,
     )
 
 
@@ -184,11 +228,14 @@ def explanation_from_message(message: pb.ExplainResponse) -> Explanation:
 
 
 def requests_from_message(message: pb.DraftStreamRequest) -> list[DraftRequest]:
-    """Return the requests of one step; their contents are checked by the drafter."""
+    """Return the requests of one step; their contents are checked by the drafter.
+
+    Token ids beyond 31 bits come out negative, so that the drafter refuses them to their session.
+    """
     return [
         DraftRequest(
             step.session_id,
-            tokens_from_wire(step.new_token_ids),
+            np.array(step.new_token_ids, np.uint32).view(np.int32),
             step.length,
             step.budget_nodes,
             step.min_probability,

@@ -11,10 +11,10 @@ from retriever.embedded import EmbeddedDrafter
 from retriever.errors import AddressInUseError
 from retriever.service.listening import UNIX, check_address
 from retriever.service.servicer import RetrieverServicer
+from retriever.service.sweeping import sweeping
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 
 _GRACE_S: Final = 2.0
-_SERVER_OPTIONS: Final = (*wire.CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))
 
 
 async def start(drafter: EmbeddedDrafter, address: str) -> tuple[aio.Server, str]:
@@ -32,7 +32,7 @@ async def start(drafter: EmbeddedDrafter, address: str) -> tuple[aio.Server, str
     """
     check_address(address)
     drafter.warm()
-    server = aio.server(options=_SERVER_OPTIONS)
+    server = aio.server(options=wire.server_options(drafter.limits))
     pb_grpc.add_RetrieverServiceServicer_to_server(RetrieverServicer(drafter), server)
     try:
         port = server.add_insecure_port(address)
@@ -58,5 +58,6 @@ async def serve(drafter: EmbeddedDrafter, address: str) -> None:
         asyncio.get_running_loop().add_signal_handler(signal_number, stopped.set)
     server, bound = await start(drafter, address)
     print(f"serving on {bound}", flush=True)  # noqa: T201  (says when it is ready, and where)
-    await stopped.wait()
+    async with sweeping(drafter):
+        await stopped.wait()
     await server.stop(_GRACE_S)

@@ -1,0 +1,244 @@
+"""What is said on one stream: messages out, answers in, and what the server knows by them.
+
+No input or output happens here, so that the synchronous and the asynchronous client say the same.
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from logging import getLogger
+from typing import Final
+
+from retriever.drafter import DraftRequest
+from retriever.errors import InvalidTreeError
+from retriever.remote.backoff import Backoff
+from retriever.remote.endings import Endings
+from retriever.remote.fail_opens import FailOpen, FailOpens, reason_of
+from retriever.tracking import TrackedSequence, TrackedStep
+from retriever.tree import DraftTree
+from retriever.v1 import retriever_pb2 as pb
+from retriever.wire import request_to_step, trees_from_messages
+
+_MAX_UNANSWERED: Final = 8
+_FIRST_REFUSAL_S: Final = 1.0
+_LAST_REFUSAL_S: Final = 30.0
+
+_log = getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the server knows of a session once all that was sent is done."""
+
+    wire_name: str
+    length: int
+    is_asked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A message that has not been answered."""
+
+    sent_s: float
+    deadline_s: float
+    requests: Sequence[DraftRequest] = ()
+    told: Sequence[TrackedSequence] = ()
+    names: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a response brings.
+
+    Attributes:
+        trees: by session.
+        reasons: why others got none, by session.
+        is_broken: whether the stream cannot go on.
+    """
+
+    trees: dict[str, DraftTree] = field(default_factory=dict)
+    reasons: dict[str, FailOpen] = field(default_factory=dict)
+    is_broken: bool = False
+
+
+class Conversation:
+    """One server's side of all sequences.
+
+    Messages are numbered, and a session is asked for again once its last step was answered; what
+    it has missed travels then. After a new beginning every session is opened anew, under a name
+    that nobody can guess, with all its tokens.
+
+    Args:
+        address: of the server, for the log.
+        fingerprint: of the tokenizer at hand; empty if it is not known.
+
+    Attributes:
+        is_up: whether there is a stream.
+        fail_opens: what was refused besides the steps that somebody waits for.
+    """
+
+    def __init__(self, address: str, fingerprint: str) -> None:
+        self.is_up = False
+        self.fail_opens: FailOpens = Counter()
+        self._address = address
+        self._fingerprint = fingerprint
+        self._number = 0
+        self._names = count()
+        self._prefix = ""
+        self._known: dict[str, _Known] = {}
+        self._sent: dict[int, _Sent] = {}
+        self._endings = Endings()
+        self._refused: dict[str, tuple[Backoff, float]] = {}
+
+    def begin(self) -> None:
+        """Begin anew, on a new stream."""
+        self.lose()
+        self.is_up, self._number = True, 0
+        self._prefix = secrets.token_urlsafe(12)
+
+    def lose(self) -> None:
+        """The stream is gone, and with it all that the server knew."""
+        self.is_up = False
+        self._endings.lose()
+        for sent in self._sent.values():
+            for sequence in sent.told:
+                self._endings.tell(sequence)
+        self._sent.clear()
+        self._known.clear()
+
+    def oldest_unanswered_s(self) -> float | None:
+        """Return when the oldest message without an answer was sent; None if there is none."""
+        return next((sent.sent_s for sent in self._sent.values()), None)
+
+    def why_not(self, now_s: float) -> FailOpen | None:
+        """Tell why nothing is to be asked now; None if something may be."""
+        if not self.is_up:
+            return FailOpen.DOWN
+        is_late = any(sent.requests and sent.deadline_s < now_s for sent in self._sent.values())
+        return FailOpen.BUSY if is_late or len(self._sent) >= _MAX_UNANSWERED else None
+
+    def ask(
+        self, steps: Sequence[TrackedStep], now_s: float, deadline_s: float
+    ) -> tuple[pb.DraftStreamRequest, dict[str, FailOpen]]:
+        """Return a message for steps, and the sessions that are left out of it, with the reason."""
+        message = self._message()
+        message.timeout_us = max(1, int((deadline_s - now_s) * 1e6))
+        left_out: dict[str, FailOpen] = {}
+        requests: list[DraftRequest] = []
+        names: dict[str, str] = {}
+        for step in steps:
+            name = step.request.session
+            known = self._known.get(name) or self._open(name, step.sequence, message, now_s)
+            if known is None or known.is_asked:
+                left_out[name] = FailOpen.LIMIT if known is None else FailOpen.BUSY
+                continue
+            request = step.since(known.length)
+            known.length, known.is_asked = request.length, True
+            names[known.wire_name] = name
+            requests.append(request)
+            message.steps.append(request_to_step(request, known.wire_name))
+        told = self._endings.add_closings(message)
+        self._sent[self._number] = _Sent(now_s, deadline_s, requests, told, names)
+        return message, left_out
+
+    def close(self, session: str, sequence: TrackedSequence) -> None:
+        """End a session; the server is told with the next message."""
+        self._refused.pop(session, None)
+        known = self._known.pop(session, None)
+        if known is None:
+            self._endings.tell(sequence)
+        elif known.is_asked or not sequence.remember:
+            # Whether the server noted the last step is not known, so the output is told anew.
+            self._endings.close(known.wire_name)
+            self._endings.tell(sequence)
+        else:
+            missed = sequence.output(known.length, len(sequence)).tolist()
+            self._endings.close(known.wire_name, missed, sequence)
+
+    def rest(self, now_s: float) -> pb.DraftStreamRequest | None:
+        """Return a message with what is left to tell; None if it is nothing, or must wait."""
+        if not len(self._endings) or self.why_not(now_s):
+            return None
+        message = self._message()
+        told = self._endings.add_closings(message)
+        if not message.closings:
+            names = (self._wire_name() for _ in count())
+            told = self._endings.add_outputs(message, names, self._fingerprint)
+        self._sent[self._number] = _Sent(now_s, now_s, told=told)
+        return message
+
+    def settle(self, response: pb.DraftStreamResponse, now_s: float) -> Answer:
+        """Take an answer in."""
+        sent = self._sent.pop(response.sequence_number, None)
+        if sent is None:
+            return Answer()
+        for request in sent.requests:
+            if known := self._known.get(request.session):
+                known.is_asked = False
+        reasons: dict[str, FailOpen] = {}
+        for status in response.statuses:
+            reason = reason_of(status.code)
+            if status.session_id:
+                name = sent.names.get(status.session_id)
+                self._refuse([name] if name is not None else [], reason, status.message, now_s)
+                reasons |= {name: reason} if name is not None else {}
+            elif reason is FailOpen.LOST:
+                return Answer(is_broken=True)
+            elif reason is not FailOpen.TIMEOUT:
+                asked = [request.session for request in sent.requests]
+                self._refuse(asked, reason, status.message, now_s)
+                return Answer(reasons=dict.fromkeys(asked, reason))
+        return self._with_trees(response, sent, reasons)
+
+    def _with_trees(
+        self, response: pb.DraftStreamResponse, sent: _Sent, reasons: dict[str, FailOpen]
+    ) -> Answer:
+        try:
+            trees = trees_from_messages(response.trees, len(sent.requests))
+        except InvalidTreeError as error:
+            _log.warning("draft service %s sent no trees: %s", self._address, error)
+            invalid = {request.session: FailOpen.INVALID for request in sent.requests}
+            return Answer(reasons=invalid | reasons)
+        got = {
+            request.session: tree.prefix(request.budget_nodes)
+            for request, tree in zip(sent.requests, trees, strict=True)
+            if request.session not in reasons
+        }
+        return Answer(got, reasons)
+
+    def _refuse(self, names: list[str], reason: FailOpen, text: str, now_s: float) -> None:
+        """Let go of sessions that were refused; they are opened anew, if need be after a pause."""
+        if reason is not FailOpen.LOST:
+            _log.warning("draft service %s refuses: %s", self._address, text)
+            self.fail_opens[reason] += not names
+        for name in names:
+            known = self._known.pop(name, None)
+            if known is not None:
+                self._endings.close(known.wire_name)
+            if reason is not FailOpen.LOST:
+                before = self._refused.get(name)
+                backoff = before[0] if before else Backoff(_FIRST_REFUSAL_S, _LAST_REFUSAL_S)
+                self._refused[name] = backoff, now_s + backoff.next_pause_s()
+
+    def _open(
+        self, name: str, sequence: TrackedSequence, message: pb.DraftStreamRequest, now_s: float
+    ) -> _Known | None:
+        if name in self._refused and now_s < self._refused[name][1]:
+            return None
+        known = self._known[name] = _Known(self._wire_name(), len(sequence.prompt))
+        message.openings.add(
+            session_id=known.wire_name,
+            prompt=sequence.prompt.tolist(),
+            forget=not sequence.remember,
+            vocabulary_fingerprint=self._fingerprint,
+        )
+        return known
+
+    def _message(self) -> pb.DraftStreamRequest:
+        self._number += 1
+        return pb.DraftStreamRequest(sequence_number=self._number)
+
+    def _wire_name(self) -> str:
+        return f"{self._prefix}/{next(self._names)}"

@@ -1,0 +1,149 @@
+"""Drafting with nothing but numpy: what followed the last tokens in this sequence, or lately."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
+from retriever.limits import check_session_name, checked_tokens
+from retriever.tree import DraftTree, Source
+
+_NO_TOKEN: Final = -1  # between outputs, so that no match spans two
+_LONGEST_MATCH: Final = 8
+_MAX_CHAIN: Final = 16
+_NO_TOKENS: Final = np.empty(0, np.int32)
+
+# How probable it is that the next token goes on as it did after a match of so many tokens: rough
+# figures for chat, with room for doubt, as nothing corrects them.
+_CONFIDENCE: Final = (0.0, 0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85)
+
+
+class LocalDrafter:
+    """Drafts one chain: what came after the longest and latest match; a `Drafter`.
+
+    The rule is that of prompt lookup, with recent outputs as a second text. It needs no compiler
+    and holds no more than the tokens, so that a client can afford it beside a service. Not safe
+    for use from several threads at once.
+
+    Source: Saxena, "Prompt Lookup Decoding", 2023.
+
+    Args:
+        recent_tokens: outputs to remember, in tokens.
+    """
+
+    def __init__(self, recent_tokens: int = 1 << 15) -> None:
+        self._recent_tokens = recent_tokens
+        self._recent = _NO_TOKENS
+        self._sequences: dict[str, _Text] = {}
+
+    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
+        """Begin a sequence; see `Drafter.open`."""
+        check_session_name(session)
+        if session in self._sequences:
+            raise SessionExistsError(f"session {session!r} is open already")
+        self._sequences[session] = _Text(checked_tokens(prompt, None), remember=remember)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Commit new tokens and draft for each sequence; see `Drafter.draft`."""
+        texts = [self._checked(request) for request in requests]
+        for text, request in zip(texts, requests, strict=True):
+            text.append(checked_tokens(request.new_tokens, None))
+        return [
+            self._draft(text.tokens, request) for text, request in zip(texts, requests, strict=True)
+        ]
+
+    def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
+        """End a sequence; see `Drafter.close`."""
+        text = self._text(session)
+        if new_tokens is not None:
+            text.append(checked_tokens(new_tokens, None))
+        del self._sequences[session]
+        if text.remember and len(text.output):
+            joined = np.concatenate([self._recent, [np.int32(_NO_TOKEN)], text.output])
+            self._recent = joined[-self._recent_tokens :].astype(np.int32)
+
+    def _text(self, session: str) -> "_Text":
+        if session not in self._sequences:
+            raise UnknownSessionError(f"no session {session!r} is open: open it first")
+        return self._sequences[session]
+
+    def _checked(self, request: DraftRequest) -> "_Text":
+        text = self._text(request.session)
+        if len(text.tokens) + len(request.new_tokens) != request.length:
+            raise OutOfSequenceError(
+                f"session {request.session!r} has {len(text.tokens)} tokens and the request brings "
+                f"{len(request.new_tokens)}, but states a length of {request.length}"
+            )
+        return text
+
+    def _draft(self, tokens: TokenIds, request: DraftRequest) -> DraftTree:
+        own, own_match = _continuation(tokens, tokens)
+        recent, match = _continuation(tokens, self._recent)
+        if match > own_match:
+            return _chain(recent, match, Source.GENERATIONS, request)
+        return _chain(own, own_match, Source.CONTEXT, request)
+
+
+class _Text:
+    """A sequence that grows in place."""
+
+    def __init__(self, prompt: TokenIds, *, remember: bool) -> None:
+        self.remember = remember
+        self._prompt_length = self._length = len(prompt)
+        self._buffer = prompt
+
+    @property
+    def tokens(self) -> TokenIds:
+        """int32[n], all of it."""
+        return self._buffer[: self._length]
+
+    @property
+    def output(self) -> TokenIds:
+        """int32[n], what is not prompt."""
+        return self._buffer[self._prompt_length : self._length]
+
+    def append(self, tokens: TokenIds) -> None:
+        length = self._length + len(tokens)
+        if length > len(self._buffer):
+            grown = np.empty(2 * length, np.int32)
+            grown[: self._length] = self.tokens
+            self._buffer = grown
+        self._buffer[self._length : length] = tokens
+        self._length = length
+
+
+def _continuation(tokens: TokenIds, text: TokenIds) -> tuple[TokenIds, int]:
+    """Return int32[k], what followed the latest of the longest matches, and the match's length."""
+    if len(tokens) == 0 or len(text) < 2:  # noqa: PLR2004  (a token and one that follows)
+        return _NO_TOKENS, 0
+    ends = np.flatnonzero(text[:-1] == tokens[-1])
+    length = 0
+    while len(ends):
+        length, kept = length + 1, ends
+        if length == min(_LONGEST_MATCH, len(tokens)):
+            break
+        ends = ends[ends >= length]
+        ends = ends[text[ends - length] == tokens[-1 - length]]
+    if not length:
+        return _NO_TOKENS, 0
+    begin = int(kept[-1]) + 1
+    return text[begin : begin + _MAX_CHAIN], length
+
+
+def _chain(followed: TokenIds, match: int, source: Source, request: DraftRequest) -> DraftTree:
+    """Return the tree of one path, cut where texts end and where it is not probable enough."""
+    limit = min(len(followed), request.budget_nodes)
+    ends = np.flatnonzero(followed[:limit] == _NO_TOKEN)
+    length = int(ends[0]) if len(ends) else limit
+    matches = np.minimum(match + np.arange(length), _LONGEST_MATCH)
+    probabilities = np.cumprod(np.take(_CONFIDENCE, matches)).astype(np.float32)
+    length = int(np.count_nonzero(probabilities >= request.min_probability))
+    return DraftTree(
+        followed[:length].copy(),
+        np.arange(-1, length - 1, dtype=np.int32),
+        probabilities[:length],
+        np.full(length, source, np.uint8),
+    )

@@ -1,0 +1,191 @@
+"""What goes to which server at each step, and what comes of it: the client without its sockets."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from numpy.typing import ArrayLike
+
+from retriever.drafter import Drafter, DraftRequest
+from retriever.errors import (
+    InvalidRequestError,
+    OutOfSequenceError,
+    SessionExistsError,
+    UnknownSessionError,
+)
+from retriever.limits import check_session_name, checked_tokens
+from retriever.remote.conversation import Conversation
+from retriever.remote.fail_opens import FailOpen, FailOpens
+from retriever.remote.local_side import LocalSide
+from retriever.remote.placement import ranked
+from retriever.tracking import TrackedSequence, TrackedStep
+from retriever.tree import DraftTree
+from retriever.v1 import retriever_pb2 as pb
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step under way.
+
+    Attributes:
+        steps: of all its sequences, in order.
+        messages: what to send, by address.
+        trees: what has come, by session.
+        reasons: why there is none from a server, by session.
+    """
+
+    steps: list[TrackedStep]
+    messages: dict[str, pb.DraftStreamRequest] = field(default_factory=dict)
+    trees: dict[str, DraftTree] = field(default_factory=dict)
+    reasons: dict[str, FailOpen] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is to come."""
+        return len(self.trees) + len(self.reasons) >= len(self.steps)
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A sequence, and the server that drafts for it."""
+
+    sequence: TrackedSequence
+    address: str
+
+
+class Planner:
+    """Keeps all sequences, sends each to its server, and fills in for servers that are away.
+
+    Args:
+        addresses: of the servers; at least one, each once.
+        fingerprint: of the tokenizer at hand; empty if it is not known.
+        local: what drafts while a server does not; None for nothing.
+
+    Attributes:
+        conversations: by address.
+        fail_opens: steps of sequences that went on without a server's draft, by reason.
+
+    Raises:
+        InvalidRequestError: there is no address, or one twice.
+    """
+
+    def __init__(self, addresses: Iterable[str], fingerprint: str, local: Drafter | None) -> None:
+        listed = list(addresses)
+        if not listed or len(set(listed)) != len(listed):
+            raise InvalidRequestError("name at least one draft service, and each of them once")
+        self.conversations = {each: Conversation(each, fingerprint) for each in listed}
+        self._fail_opens: FailOpens = Counter()
+        self._placed: dict[str, _Placed] = {}
+        self._local = LocalSide(local)
+
+    @property
+    def fail_opens(self) -> FailOpens:
+        """A copy of the counts."""
+        return sum((each.fail_opens for each in self.conversations.values()), self._fail_opens)
+
+    def open(self, session: str, prompt: ArrayLike, *, remember: bool) -> None:
+        """Begin a sequence; servers are told with its first step."""
+        check_session_name(session)
+        if session in self._placed:
+            raise SessionExistsError(f"session {session!r} is open already")
+        sequence = TrackedSequence(checked_tokens(prompt, None), remember=remember)
+        self._placed[session] = _Placed(sequence, ranked(session, self.conversations)[0])
+
+    def plan(self, requests: Sequence[DraftRequest], now_s: float, deadline_s: float) -> Plan:
+        """Note the new tokens of a step; return what is to be sent.
+
+        Raises:
+            UnknownSessionError: a session is not open.
+            InvalidRequestError: a request is at fault; nothing of the step is kept.
+        """
+        if len({request.session for request in requests}) != len(requests):
+            raise InvalidRequestError("a step names one session twice")
+        plan = Plan([self._checked(request) for request in requests])
+        by_server: dict[str, list[TrackedStep]] = {}
+        for step in plan.steps:
+            step.sequence.extend(step.request.new_tokens)
+            by_server.setdefault(self._server_of(step.request.session), []).append(step)
+        for address, steps in by_server.items():
+            self._ask(plan, address, steps, now_s, deadline_s)
+        return plan
+
+    def take(
+        self, address: str, response: pb.DraftStreamResponse, plan: Plan, now_s: float
+    ) -> bool:
+        """Take in what a server answered; return whether its stream is broken."""
+        awaited = plan.messages.get(address)
+        answer = self.conversations[address].settle(response, now_s)
+        if awaited is not None and awaited.sequence_number == response.sequence_number:
+            plan.trees |= answer.trees
+            plan.reasons |= answer.reasons
+        return answer.is_broken
+
+    def lose(self, address: str, plan: Plan) -> None:
+        """Note that a server's stream is gone."""
+        self.conversations[address].lose()
+        if plan.messages.pop(address, None) is not None:
+            for step in plan.steps:
+                name = step.request.session
+                if name not in plan.trees and self._placed[name].address == address:
+                    plan.reasons.setdefault(name, FailOpen.DOWN)
+
+    def finish(self, plan: Plan) -> list[DraftTree]:
+        """Return the trees of a step, in order, locally made where no server's has come."""
+        missing = [step for step in plan.steps if step.request.session not in plan.trees]
+        for step in missing:
+            self._fail_opens[plan.reasons.get(step.request.session, FailOpen.TIMEOUT)] += 1
+        trees = plan.trees | self._local.draft(missing)
+        return [trees.get(step.request.session, DraftTree.empty()) for step in plan.steps]
+
+    def close(self, session: str, new_tokens: ArrayLike | None, *, remember: bool) -> None:
+        """End a sequence; its server is told with the next message.
+
+        Raises:
+            UnknownSessionError: the session is not open.
+        """
+        tokens = checked_tokens([] if new_tokens is None else new_tokens, None)
+        placed = self._find(session)
+        del self._placed[session]
+        placed.sequence.extend(tokens)
+        placed.sequence.remember = placed.sequence.remember and remember
+        self.conversations[placed.address].close(session, placed.sequence)
+        self._local.close(session, placed.sequence)
+
+    def _ask(
+        self, plan: Plan, address: str, steps: list[TrackedStep], now_s: float, deadline_s: float
+    ) -> None:
+        conversation = self.conversations[address]
+        why_not = conversation.why_not(now_s)
+        if why_not is None and now_s >= deadline_s:
+            why_not = FailOpen.TIMEOUT
+        if why_not is not None:
+            plan.reasons |= {step.request.session: why_not for step in steps}
+            return
+        plan.messages[address], left_out = conversation.ask(steps, now_s, deadline_s)
+        plan.reasons |= left_out
+
+    def _server_of(self, session: str) -> str:
+        """Return the server of a session; it moves if its own is away and another is not."""
+        placed = self._placed[session]
+        if not self.conversations[placed.address].is_up:
+            for address in ranked(session, self.conversations):
+                if self.conversations[address].is_up:
+                    placed.address = address
+                    break
+        return placed.address
+
+    def _find(self, session: str) -> _Placed:
+        if session not in self._placed:
+            raise UnknownSessionError(f"no session {session!r} is open: open it first")
+        return self._placed[session]
+
+    def _checked(self, request: DraftRequest) -> TrackedStep:
+        sequence = self._find(request.session).sequence
+        tokens = checked_tokens(request.new_tokens, None)
+        if len(sequence) + len(tokens) != request.length:
+            raise OutOfSequenceError(
+                f"session {request.session!r} has {len(sequence)} tokens and the request brings "
+                f"{len(tokens)}, but states a length of {request.length}: a step was lost or "
+                "repeated; close the session and open it again"
+            )
+        return TrackedStep(replace(request, new_tokens=tokens), sequence)

@@ -1,0 +1,225 @@
+"""A client that never fails a decode: where servers are away or late, it goes on without them."""
+
+import os
+import time
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Final, Self
+
+from numpy.typing import ArrayLike
+
+from retriever.drafter import Drafter, DraftRequest
+from retriever.remote.fail_opens import FailOpens
+from retriever.remote.link import Link, LinkEvent, LinkStream, OpenChannel, insecure_channel
+from retriever.remote.local import LocalDrafter
+from retriever.remote.pace import Pace
+from retriever.remote.planner import Plan, Planner
+from retriever.tree import DraftTree
+
+LOST_AFTER_S: Final = 1.0
+"""A stream on which a message has no answer for so long is given up, in seconds."""
+
+_ORPHANS: Final[list[object]] = []  # of a parent process: to end them could hang in this one
+
+
+class ResilientDrafter:
+    """Drafts from one or more services and never fails because of them; a `Drafter`.
+
+    A step waits until its deadline and no longer. Whatever a server does (it is late, paused,
+    restarted, full, for another tokenizer, or gone), the sequence goes on with a local draft, and
+    the reason is counted. A thread for each server connects at the first call, and again, with
+    growing pauses, whenever the connection is lost. Sessions are then opened anew and told all
+    their tokens, and outputs that ended meanwhile are told as well.
+
+    Sessions are spread over several servers by rendezvous hashing; one moves only while its own
+    server is away. Safe to call from any thread, and after a fork.
+
+    Args:
+        addresses: one address, or several; `host:port` or `unix:/path`.
+        deadline_s: longest wait of a step, in seconds; None to take a quarter of what the engine
+            itself takes for a step, as measured, from 5 to 20 ms.
+        local: what drafts while a server does not; True for a `LocalDrafter`, False for nothing.
+            It is called from one thread at a time.
+        lost_after_s: a stream without an answer for so long is given up, in seconds.
+        vocabulary_fingerprint: of the tokenizer at hand; a service for another one is not used.
+        open_channel: opens a channel to an address; without credentials if not given.
+
+    Raises:
+        InvalidRequestError: there is no address, or one twice.
+    """
+
+    def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
+        self,
+        addresses: str | Sequence[str],
+        *,
+        deadline_s: float | None = None,
+        local: Drafter | bool = True,
+        lost_after_s: float = LOST_AFTER_S,
+        vocabulary_fingerprint: str = "",
+        open_channel: OpenChannel = insecure_channel,
+    ) -> None:
+        listed = [addresses] if isinstance(addresses, str) else addresses
+        beside = local if not isinstance(local, bool) else LocalDrafter() if local else None
+        self._planner = Planner(listed, vocabulary_fingerprint, beside)
+        self._pace = Pace(deadline_s)
+        self._lost_after_s = lost_after_s
+        self._open_channel = open_channel
+        self._pid = os.getpid()
+        self._lock = Lock()
+        self._events: SimpleQueue[LinkEvent] = SimpleQueue()
+        self._links: list[Link] = []
+        self._streams: dict[str, LinkStream] = {}
+
+    @property
+    def fail_opens(self) -> FailOpens:
+        """How many steps of sequences went on without a server's draft, by reason."""
+        return self._planner.fail_opens
+
+    @property
+    def deadline_s(self) -> float:
+        """How long a step may wait now, in seconds."""
+        return self._pace.deadline_s
+
+    def is_up(self, address: str) -> bool:
+        """Tell whether a server can be asked, as far as is known."""
+        return self._planner.conversations[address].is_up
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until every server can be asked; tell whether that is so."""
+        self._start()
+        until_s = time.monotonic() + timeout_s
+        conversations = self._planner.conversations.values()
+        with self._lock:
+            while not all(each.is_up for each in conversations):
+                if not self._take_next(Plan([]), until_s):
+                    break
+            self._tell_rest()
+        return all(each.is_up for each in conversations)
+
+    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
+        """Begin a sequence; see `Drafter.open`. Servers are told with its first step."""
+        self._start()
+        with self._lock:
+            self._planner.open(session, prompt, remember=remember)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Commit new tokens and draft for each sequence; see `Drafter.draft`.
+
+        Raises only what is the caller's fault; it is never an error that a server is away.
+        """
+        self._start()
+        deadline_s = self._pace.begin(time.monotonic())
+        with self._lock:
+            self._take_all()
+            plan = self._planner.plan(requests, time.monotonic(), deadline_s)
+            for address, message in plan.messages.items():
+                self._streams[address].send(message)
+            while not plan.is_done and self._take_next(plan, deadline_s):
+                pass
+            trees = self._planner.finish(plan)
+            self._tell_rest()
+        self._pace.end(time.monotonic())
+        return trees
+
+    def close(
+        self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
+    ) -> None:
+        """End a sequence; see `Drafter.close`. Its server learns of it soon.
+
+        Args:
+            session: the name that it was opened with.
+            new_tokens: integers[n], tokens committed since its last request.
+            remember: false to keep nothing of it, whatever it was opened with.
+        """
+        self._start()
+        with self._lock:
+            self._planner.close(session, new_tokens, remember=remember)
+            self._take_all()
+            self._tell_rest()
+
+    def shut_down(self, timeout_s: float = 1.0) -> None:
+        """Tell servers what they are still to be told, and disconnect.
+
+        Args:
+            timeout_s: longest wait for them, in seconds.
+        """
+        self._start()
+        until_s = time.monotonic() + timeout_s
+        with self._lock:
+            self._tell_rest()
+            while any(each.oldest_unanswered_s() for each in self._planner.conversations.values()):
+                if not self._take_next(Plan([]), until_s):
+                    break
+                self._tell_rest()
+        for link in self._links:
+            link.shut_down()
+        for link in self._links:
+            link.join(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shut_down()
+
+    def _start(self) -> None:
+        """Connect at the first call in this process."""
+        if self._pid != os.getpid():
+            _ORPHANS.extend([self._links, self._streams, self._events])
+            self._pid, self._lock = os.getpid(), Lock()
+            self._links, self._streams, self._events = [], {}, SimpleQueue()
+            for conversation in self._planner.conversations.values():
+                conversation.lose()
+        if not self._links:
+            with self._lock:
+                self._links = self._links or [
+                    Link(address, self._open_channel, self._events, self._catch_up)
+                    for address in self._planner.conversations
+                ]
+
+    def _catch_up(self) -> None:
+        """Tell a server that is back what it missed; called in its link's thread."""
+        with self._lock:
+            self._take_all()
+            self._tell_rest()
+
+    def _take_all(self) -> None:
+        """Take in what has come, and give up streams on which too little comes."""
+        plan = Plan([])
+        while self._take_next(plan, 0.0):
+            pass
+        lost_s = time.monotonic() - self._lost_after_s
+        for address, conversation in self._planner.conversations.items():
+            oldest_s = conversation.oldest_unanswered_s()
+            if oldest_s is not None and oldest_s < lost_s:
+                self._give_up(address, plan)
+
+    def _take_next(self, plan: Plan, until_s: float) -> bool:
+        """Take in the next thing that a link reports; tell whether there was one in time."""
+        left_s = until_s - time.monotonic()
+        try:
+            event = self._events.get(block=left_s > 0, timeout=max(left_s, 0))
+        except Empty:
+            return False
+        if event.stream is not None:
+            self._streams[event.address] = event.stream
+            self._planner.conversations[event.address].begin()
+        elif event.response is None:
+            self._streams.pop(event.address, None)
+            self._planner.lose(event.address, plan)
+        elif self._planner.take(event.address, event.response, plan, time.monotonic()):
+            self._give_up(event.address, plan)
+        return True
+
+    def _give_up(self, address: str, plan: Plan) -> None:
+        self._planner.lose(address, plan)
+        stream = self._streams.pop(address, None)
+        if stream is not None:
+            stream.end()
+
+    def _tell_rest(self) -> None:
+        for address, stream in self._streams.items():
+            message = self._planner.conversations[address].rest(time.monotonic())
+            if message is not None:
+                stream.send(message)
