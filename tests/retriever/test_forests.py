@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from retriever.errors import InvalidTreeError
-from retriever.forests import Forest
+from retriever.forests import are_trees
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire import tree_from_message, trees_from_messages
@@ -57,7 +57,7 @@ def test_forest_is_valid_where_each_of_its_trees_is() -> None:
     for _ in range(3000):
         messages = [some_tree(rng) for _ in range(int(rng.integers(0, 4)))]
         expected = one_by_one(messages)
-        assert Forest.of(messages).is_valid == (expected is not None)
+        assert are_trees(messages) == (expected is not None)
         if expected is None:
             with pytest.raises(InvalidTreeError):
                 trees_from_messages(messages, len(messages))
