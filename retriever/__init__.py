@@ -23,6 +23,10 @@ from retriever.errors import (
     VocabularyMismatchError,
 )
 from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
+from retriever.remote.async_resilient import AsyncResilientDrafter
+from retriever.remote.fail_opens import FailOpen
+from retriever.remote.local import LocalDrafter
+from retriever.remote.resilient import ResilientDrafter
 from retriever.sharding import ShardedDrafter
 from retriever.shards import ShardState
 from retriever.tree import ROOT, DraftTree, Source
@@ -30,21 +34,25 @@ from retriever.tree import ROOT, DraftTree, Source
 __all__ = [
     "ROOT",
     "AddressInUseError",
+    "AsyncResilientDrafter",
     "DocumentOccurrence",
     "DraftRequest",
     "DraftTree",
     "Drafter",
     "DrafterUnavailableError",
     "Explanation",
+    "FailOpen",
     "IndexInfo",
     "InvalidRequestError",
     "InvalidTreeError",
     "LimitExceededError",
+    "LocalDrafter",
     "NodeProvenance",
     "OutOfSequenceError",
     "PhrasesError",
     "ProvenanceError",
     "RemoteDrafter",
+    "ResilientDrafter",
     "RetrieverError",
     "SessionExistsError",
     "ShardState",

@@ -25,7 +25,7 @@ from retriever.wire import (
     explanation_request,
     step_to_message,
     tokens_to_wire,
-    tree_from_message,
+    trees_from_messages,
 )
 
 DEFAULT_TIMEOUT_S: Final = 1.0
@@ -217,14 +217,9 @@ class RemoteDrafter:
     def _trees(self, messages: Sequence[pb.DraftTree], num_trees: int) -> list[DraftTree]:
         """Return the trees of an answer, or say that the service cannot be drafted with."""
         try:
-            trees = [tree_from_message(tree) for tree in messages]
+            return trees_from_messages(messages, num_trees)
         except InvalidTreeError as error:
-            raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
-        if len(trees) != num_trees:
-            raise DrafterUnavailableError(
-                f"{self._address} sent {len(trees)} trees for {num_trees} sequences"
-            )
-        return trees
+            raise DrafterUnavailableError(f"{self._address} sent no trees: {error}") from error
 
     def _call(self, method: Any, message: Any) -> Any:
         try:

@@ -12,7 +12,8 @@ from retriever.errors import InvalidTreeError
 ROOT: Final = -1
 """Parent of the first drafted tokens: the last committed token."""
 
-_PROBABILITY_SLACK: Final = 1e-6
+PROBABILITY_SLACK: Final = 1e-6
+"""By so much a probability may be beyond its bound: it is rounding."""
 
 
 class Source(IntEnum):
@@ -185,7 +186,7 @@ def _check_values(tree: DraftTree, vocabulary_size: int | None) -> None:
         raise InvalidTreeError(
             f"token id {tree.token_ids.max()} is outside the vocabulary of {vocabulary_size}"
         )
-    if not np.all((tree.probabilities >= 0) & (tree.probabilities <= 1 + _PROBABILITY_SLACK)):
+    if not np.all((tree.probabilities >= 0) & (tree.probabilities <= 1 + PROBABILITY_SLACK)):
         raise InvalidTreeError("probabilities must lie between 0 and 1")
     if tree.sources.max() > max(Source):
         raise InvalidTreeError(f"unknown source {tree.sources.max()}")
@@ -195,7 +196,7 @@ def _check_structure(tree: DraftTree) -> None:
     nodes = np.arange(len(tree))
     if np.any(tree.parents < ROOT) or np.any(tree.parents >= nodes):
         raise InvalidTreeError("every parent must be the root (-1) or an earlier node")
-    if np.any(np.diff(tree.probabilities) > _PROBABILITY_SLACK):
+    if np.any(np.diff(tree.probabilities) > PROBABILITY_SLACK):
         raise InvalidTreeError("nodes must stand in order of falling probability")
     siblings = np.stack([tree.parents, tree.token_ids])
     if np.unique(siblings, axis=1).shape[1] != len(tree):

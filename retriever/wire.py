@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from retriever import errors
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
+from retriever.forests import are_trees, make_trees
 from retriever.limits import MAX_MESSAGE_BYTES, Limits, checked_tokens
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
@@ -112,7 +113,9 @@ def trees_from_messages(messages: Sequence[pb.DraftTree], num_trees: int) -> lis
     """
     if len(messages) != num_trees:
         raise errors.InvalidTreeError(f"{len(messages)} trees for {num_trees} sequences")
-    return [tree_from_message(message) for message in messages]
+    if not are_trees(messages):
+        return [tree_from_message(message) for message in messages]  # says what is wrong
+    return make_trees(messages)
 
 
 def request_to_step(request: DraftRequest, session_id: str) -> pb.SessionStep:

@@ -21,7 +21,7 @@ from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire import request_to_step, trees_from_messages
 
-_MAX_UNANSWERED: Final = 8
+_MAX_UNANSWERED: Final = 256
 _FIRST_REFUSAL_S: Final = 1.0
 _LAST_REFUSAL_S: Final = 30.0
 

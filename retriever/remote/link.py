@@ -68,7 +68,7 @@ class Link:
         address: of the server.
         open_channel: makes its channel.
         events: where it reports, in order.
-        on_begin: called in the thread once a new stream was reported.
+        on_begin: called in a thread of its own once a new stream was reported.
     """
 
     def __init__(
@@ -119,7 +119,8 @@ class Link:
         self._events.put(LinkEvent(self._address, stream))
         if self._is_shut_down.is_set():
             stream.end()
-        self._on_begin()
+        # Not in this thread: it may have to wait for somebody who waits for what is read here.
+        Thread(target=self._on_begin, name="foredraft-catch-up", daemon=True).start()
         try:
             for response in stream.call:
                 self._events.put(LinkEvent(self._address, response=response))

@@ -23,7 +23,7 @@ from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Plan:
     """One step under way.
 
@@ -76,6 +76,7 @@ class Planner:
         self.conversations = {each: Conversation(each, fingerprint) for each in listed}
         self._fail_opens: FailOpens = Counter()
         self._placed: dict[str, _Placed] = {}
+        self._under_way: set[Plan] = set()
         self._local = LocalSide(local)
 
     @property
@@ -107,30 +108,32 @@ class Planner:
             by_server.setdefault(self._server_of(step.request.session), []).append(step)
         for address, steps in by_server.items():
             self._ask(plan, address, steps, now_s, deadline_s)
+        self._under_way.add(plan)
         return plan
 
-    def take(
-        self, address: str, response: pb.DraftStreamResponse, plan: Plan, now_s: float
-    ) -> bool:
+    def take(self, address: str, response: pb.DraftStreamResponse, now_s: float) -> bool:
         """Take in what a server answered; return whether its stream is broken."""
-        awaited = plan.messages.get(address)
         answer = self.conversations[address].settle(response, now_s)
-        if awaited is not None and awaited.sequence_number == response.sequence_number:
-            plan.trees |= answer.trees
-            plan.reasons |= answer.reasons
+        for plan in self._under_way:
+            awaited = plan.messages.get(address)
+            if awaited is not None and awaited.sequence_number == response.sequence_number:
+                plan.trees |= answer.trees
+                plan.reasons |= answer.reasons
         return answer.is_broken
 
-    def lose(self, address: str, plan: Plan) -> None:
+    def lose(self, address: str) -> None:
         """Note that a server's stream is gone."""
         self.conversations[address].lose()
-        if plan.messages.pop(address, None) is not None:
-            for step in plan.steps:
-                name = step.request.session
-                if name not in plan.trees and self._placed[name].address == address:
-                    plan.reasons.setdefault(name, FailOpen.DOWN)
+        for plan in self._under_way:
+            if plan.messages.pop(address, None) is not None:
+                for step in plan.steps:
+                    name = step.request.session
+                    if name not in plan.trees and self._address_of(name) == address:
+                        plan.reasons.setdefault(name, FailOpen.DOWN)
 
     def finish(self, plan: Plan) -> list[DraftTree]:
         """Return the trees of a step, in order, locally made where no server's has come."""
+        self._under_way.discard(plan)
         missing = [step for step in plan.steps if step.request.session not in plan.trees]
         for step in missing:
             self._fail_opens[plan.reasons.get(step.request.session, FailOpen.TIMEOUT)] += 1
@@ -161,7 +164,8 @@ class Planner:
         if why_not is not None:
             plan.reasons |= {step.request.session: why_not for step in steps}
             return
-        plan.messages[address], left_out = conversation.ask(steps, now_s, deadline_s)
+        message, left_out = conversation.ask(steps, now_s, deadline_s)
+        plan.messages[address] = message
         plan.reasons |= left_out
 
     def _server_of(self, session: str) -> str:
@@ -173,6 +177,10 @@ class Planner:
                     placed.address = address
                     break
         return placed.address
+
+    def _address_of(self, session: str) -> str | None:
+        placed = self._placed.get(session)
+        return placed.address if placed is not None else None
 
     def _find(self, session: str) -> _Placed:
         if session not in self._placed:

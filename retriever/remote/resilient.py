@@ -14,7 +14,7 @@ from retriever.remote.fail_opens import FailOpens
 from retriever.remote.link import Link, LinkEvent, LinkStream, OpenChannel, insecure_channel
 from retriever.remote.local import LocalDrafter
 from retriever.remote.pace import Pace
-from retriever.remote.planner import Plan, Planner
+from retriever.remote.planner import Planner
 from retriever.tree import DraftTree
 
 LOST_AFTER_S: Final = 1.0
@@ -91,8 +91,9 @@ class ResilientDrafter:
         until_s = time.monotonic() + timeout_s
         conversations = self._planner.conversations.values()
         with self._lock:
+            self._take_all()
             while not all(each.is_up for each in conversations):
-                if not self._take_next(Plan([]), until_s):
+                if not self._take_next(until_s):
                     break
             self._tell_rest()
         return all(each.is_up for each in conversations)
@@ -115,7 +116,7 @@ class ResilientDrafter:
             plan = self._planner.plan(requests, time.monotonic(), deadline_s)
             for address, message in plan.messages.items():
                 self._streams[address].send(message)
-            while not plan.is_done and self._take_next(plan, deadline_s):
+            while not plan.is_done and self._take_next(deadline_s):
                 pass
             trees = self._planner.finish(plan)
             self._tell_rest()
@@ -149,7 +150,7 @@ class ResilientDrafter:
         with self._lock:
             self._tell_rest()
             while any(each.oldest_unanswered_s() for each in self._planner.conversations.values()):
-                if not self._take_next(Plan([]), until_s):
+                if not self._take_next(until_s):
                     break
                 self._tell_rest()
         for link in self._links:
@@ -179,23 +180,22 @@ class ResilientDrafter:
                 ]
 
     def _catch_up(self) -> None:
-        """Tell a server that is back what it missed; called in its link's thread."""
+        """Tell a server that is back what it missed."""
         with self._lock:
             self._take_all()
             self._tell_rest()
 
     def _take_all(self) -> None:
         """Take in what has come, and give up streams on which too little comes."""
-        plan = Plan([])
-        while self._take_next(plan, 0.0):
+        while self._take_next(0.0):
             pass
         lost_s = time.monotonic() - self._lost_after_s
         for address, conversation in self._planner.conversations.items():
             oldest_s = conversation.oldest_unanswered_s()
             if oldest_s is not None and oldest_s < lost_s:
-                self._give_up(address, plan)
+                self._give_up(address)
 
-    def _take_next(self, plan: Plan, until_s: float) -> bool:
+    def _take_next(self, until_s: float) -> bool:
         """Take in the next thing that a link reports; tell whether there was one in time."""
         left_s = until_s - time.monotonic()
         try:
@@ -207,13 +207,13 @@ class ResilientDrafter:
             self._planner.conversations[event.address].begin()
         elif event.response is None:
             self._streams.pop(event.address, None)
-            self._planner.lose(event.address, plan)
-        elif self._planner.take(event.address, event.response, plan, time.monotonic()):
-            self._give_up(event.address, plan)
+            self._planner.lose(event.address)
+        elif self._planner.take(event.address, event.response, time.monotonic()):
+            self._give_up(event.address)
         return True
 
-    def _give_up(self, address: str, plan: Plan) -> None:
-        self._planner.lose(address, plan)
+    def _give_up(self, address: str) -> None:
+        self._planner.lose(address)
         stream = self._streams.pop(address, None)
         if stream is not None:
             stream.end()

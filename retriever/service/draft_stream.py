@@ -117,16 +117,18 @@ class DraftStream:
         self, requests: Sequence[DraftRequest], response: pb.DraftStreamResponse
     ) -> list[Step | None]:
         steps: list[Step | None] = []
+        not_opened = {status.session_id for status in response.statuses}
         began_s = time.monotonic()
         for first in range(0, len(requests), _COMMITS_AT_ONCE):
             part = requests[first : first + _COMMITS_AT_ONCE]
             committed = self._drafter.steps.commit_each(part, self._tenant)
             for request, step in zip(part, committed, strict=True):
-                if isinstance(step, RetrieverError):
-                    _refuse(response, request.session, step)
-                    steps.append(None)
-                else:
+                if not isinstance(step, RetrieverError):
                     steps.append(step)
+                    continue
+                steps.append(None)
+                if request.session not in not_opened:  # it has been told why already
+                    _refuse(response, request.session, step)
             began_s = await self._turns.give_way(began_s)
         return steps
 

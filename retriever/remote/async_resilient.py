@@ -1,0 +1,193 @@
+"""The asynchronous client that never fails a decode; on the event loop that first calls it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from numpy.typing import ArrayLike
+
+from retriever.drafter import Drafter, DraftRequest
+from retriever.remote.async_link import (
+    AsyncLink,
+    AsyncLinkEvent,
+    AsyncLinkStream,
+    OpenAsyncChannel,
+    insecure_async_channel,
+)
+from retriever.remote.fail_opens import FailOpens
+from retriever.remote.local import LocalDrafter
+from retriever.remote.pace import Pace
+from retriever.remote.planner import Planner
+from retriever.remote.resilient import LOST_AFTER_S
+from retriever.tree import DraftTree
+
+
+class AsyncResilientDrafter:
+    """`ResilientDrafter`, awaited: drafts from services and never fails because of them.
+
+    Several coroutines may draft at the same time, each for sequences of its own. What `local` does
+    is done on the event loop.
+
+    Args:
+        addresses: one address, or several; `host:port` or `unix:/path`.
+        deadline_s: longest wait of a step, in seconds; None to take a quarter of what the engine
+            itself takes for a step, as measured, from 5 to 20 ms.
+        local: what drafts while a server does not; True for a `LocalDrafter`, False for nothing.
+        lost_after_s: a stream without an answer for so long is given up, in seconds.
+        vocabulary_fingerprint: of the tokenizer at hand; a service for another one is not used.
+        open_channel: opens a channel to an address; without credentials if not given.
+
+    Raises:
+        InvalidRequestError: there is no address, or one twice.
+    """
+
+    def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
+        self,
+        addresses: str | Sequence[str],
+        *,
+        deadline_s: float | None = None,
+        local: Drafter | bool = True,
+        lost_after_s: float = LOST_AFTER_S,
+        vocabulary_fingerprint: str = "",
+        open_channel: OpenAsyncChannel = insecure_async_channel,
+    ) -> None:
+        listed = [addresses] if isinstance(addresses, str) else addresses
+        beside = local if not isinstance(local, bool) else LocalDrafter() if local else None
+        self._planner = Planner(listed, vocabulary_fingerprint, beside)
+        self._pace = Pace(deadline_s)
+        self._lost_after_s = lost_after_s
+        self._open_channel = open_channel
+        self._links: list[AsyncLink] = []
+        self._streams: dict[str, AsyncLinkStream] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def fail_opens(self) -> FailOpens:
+        """How many steps of sequences went on without a server's draft, by reason."""
+        return self._planner.fail_opens
+
+    @property
+    def deadline_s(self) -> float:
+        """How long a step may wait now, in seconds."""
+        return self._pace.deadline_s
+
+    def is_up(self, address: str) -> bool:
+        """Tell whether a server can be asked, as far as is known."""
+        return self._planner.conversations[address].is_up
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait until every server can be asked; tell whether that is so."""
+        self._start()
+        conversations = self._planner.conversations.values()
+        await self._wait(
+            lambda: all(each.is_up for each in conversations), time.monotonic() + timeout_s
+        )
+        return all(each.is_up for each in conversations)
+
+    async def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
+        """Begin a sequence; see `Drafter.open`. Servers are told with its first step."""
+        self._start()
+        self._planner.open(session, prompt, remember=remember)
+
+    async def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Commit new tokens and draft for each sequence; see `Drafter.draft`.
+
+        Raises only what is the caller's fault; it is never an error that a server is away.
+        """
+        self._start()
+        deadline_s = self._pace.begin(time.monotonic())
+        self._give_up_lost()
+        plan = self._planner.plan(requests, time.monotonic(), deadline_s)
+        for address, message in plan.messages.items():
+            self._streams[address].send(message)
+        await self._wait(lambda: plan.is_done, deadline_s)
+        trees = self._planner.finish(plan)
+        self._tell_rest()
+        self._pace.end(time.monotonic())
+        return trees
+
+    async def close(
+        self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
+    ) -> None:
+        """End a sequence; see `Drafter.close`. Its server learns of it soon.
+
+        Args:
+            session: the name that it was opened with.
+            new_tokens: integers[n], tokens committed since its last request.
+            remember: false to keep nothing of it, whatever it was opened with.
+        """
+        self._start()
+        self._planner.close(session, new_tokens, remember=remember)
+        self._tell_rest()
+
+    async def shut_down(self, timeout_s: float = 1.0) -> None:
+        """Tell servers what they are still to be told, and disconnect.
+
+        Args:
+            timeout_s: longest wait for them, in seconds.
+        """
+        self._tell_rest()
+        conversations = self._planner.conversations.values()
+        await self._wait(
+            lambda: not any(each.oldest_unanswered_s() for each in conversations),
+            time.monotonic() + timeout_s,
+        )
+        for link in self._links:
+            await link.shut_down()
+        self._links.clear()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shut_down()
+
+    def _start(self) -> None:
+        """Connect at the first call."""
+        self._links = self._links or [
+            AsyncLink(address, self._open_channel, self._take)
+            for address in self._planner.conversations
+        ]
+
+    async def _wait(self, is_done: Callable[[], bool], until_s: float) -> None:
+        """Take in what links report until it is done, or time is up."""
+        while not is_done() and (left_s := until_s - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+    def _take(self, event: AsyncLinkEvent) -> None:
+        """Take in what a link reports; everybody who waits looks whether it was for them."""
+        if event.stream is not None:
+            self._streams[event.address] = event.stream
+            self._planner.conversations[event.address].begin()
+            self._tell_rest()
+        elif event.response is None:
+            self._streams.pop(event.address, None)
+            self._planner.lose(event.address)
+        elif self._planner.take(event.address, event.response, time.monotonic()):
+            self._give_up(event.address)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _give_up_lost(self) -> None:
+        lost_s = time.monotonic() - self._lost_after_s
+        for address, conversation in self._planner.conversations.items():
+            oldest_s = conversation.oldest_unanswered_s()
+            if oldest_s is not None and oldest_s < lost_s:
+                self._give_up(address)
+
+    def _give_up(self, address: str) -> None:
+        self._planner.lose(address)
+        stream = self._streams.pop(address, None)
+        if stream is not None:
+            stream.end()
+
+    def _tell_rest(self) -> None:
+        for address, stream in self._streams.items():
+            message = self._planner.conversations[address].rest(time.monotonic())
+            if message is not None:
+                stream.send(message)
