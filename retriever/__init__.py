@@ -7,11 +7,15 @@ client does not pay for the rest. The embedded drafter is `retriever.embedded.Em
 from retriever.client import IndexInfo, RemoteDrafter
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import (
+    AccessRefusedError,
     AddressInUseError,
+    CredentialsError,
     DrafterUnavailableError,
+    InsecureAddressError,
     InvalidRequestError,
     InvalidTreeError,
     LimitExceededError,
+    NotPermittedError,
     OutOfSequenceError,
     PhrasesError,
     ProvenanceError,
@@ -23,13 +27,17 @@ from retriever.errors import (
     VocabularyMismatchError,
 )
 from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
+from retriever.remote.credentials import Credentials
 from retriever.sharding import ShardedDrafter
 from retriever.shards import ShardState
 from retriever.tree import ROOT, DraftTree, Source
 
 __all__ = [
     "ROOT",
+    "AccessRefusedError",
     "AddressInUseError",
+    "Credentials",
+    "CredentialsError",
     "DocumentOccurrence",
     "DraftRequest",
     "DraftTree",
@@ -37,10 +45,12 @@ __all__ = [
     "DrafterUnavailableError",
     "Explanation",
     "IndexInfo",
+    "InsecureAddressError",
     "InvalidRequestError",
     "InvalidTreeError",
     "LimitExceededError",
     "NodeProvenance",
+    "NotPermittedError",
     "OutOfSequenceError",
     "PhrasesError",
     "ProvenanceError",

@@ -13,6 +13,7 @@ from retriever.drafter import DraftRequest
 from retriever.errors import DrafterUnavailableError, InvalidTreeError, UnknownSessionError
 from retriever.explanation import Explanation
 from retriever.limits import DEFAULT_DOCUMENTS, check_session_name
+from retriever.remote.credentials import Credentials, open_channel
 from retriever.streams import Stream
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
@@ -58,6 +59,10 @@ class RemoteDrafter:
         address: `host:port`, or `unix:/path`.
         timeout_s: longest wait for any answer, in seconds.
         vocabulary_fingerprint: of the tokenizer at hand; a service for another one refuses.
+        credentials: what to show, and whom to trust; None for a service that asks for nothing.
+
+    Raises:
+        CredentialsError: a file of the credentials cannot be used.
     """
 
     def __init__(
@@ -66,12 +71,13 @@ class RemoteDrafter:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         vocabulary_fingerprint: str = "",
+        credentials: Credentials | None = None,
     ) -> None:
         self._address = address
         self._timeout_s = timeout_s
         self._fingerprint = vocabulary_fingerprint
         self._prefix = f"{uuid.uuid4().hex}/"
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._channel = open_channel(address, credentials, _OPTIONS)
         self._stub = RetrieverServiceStub(self._channel)
         self._stream: Stream | None = None
         self._sessions: set[str] = set()

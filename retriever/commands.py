@@ -25,10 +25,14 @@ from retriever.explain_command import explain
 from retriever.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.files import check_files
 from retriever.log_store import Durability
-from retriever.options import Indexes, Phrases, Servers
+from retriever.options import CredentialsFile, Indexes, Phrases, Servers, credentials_of
 from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
 from retriever.report_tables import tables
+from retriever.security.commands import app as access_app
+from retriever.security.options import AccessFile, CertificateFile, ClientCa, Insecure, KeyFile
+from retriever.security.protection import Protection, ProtectionFiles
+from retriever.service.listening import check_address
 from retriever.service.serving import serve as serve_forever
 from retriever.traces import read_outputs, read_traces
 
@@ -43,6 +47,7 @@ app = typer.Typer(
 )
 
 app.command()(explain)
+app.add_typer(access_app, name="access")
 
 
 @app.command()
@@ -100,16 +105,24 @@ def serve(
             "become; 0: never.",
         ),
     ] = DEFAULT_REFRESH_S,
+    certificate: CertificateFile = None,
+    key: KeyFile = None,
+    client_ca: ClientCa = None,
+    access: AccessFile = None,
+    insecure: Insecure = False,
 ) -> None:
     """Serve drafts over gRPC until interrupted.
 
-    Prints `serving on ADDRESS` once it is ready. There is no authentication yet: listen on
-    loopback or a unix socket.
+    Prints `serving on ADDRESS` once it is ready. Where other machines reach the address, it takes
+    --certificate and --key, and --access or --client-ca.
     """
     limits = replace(
         DEFAULT_LIMITS, generations_tokens=generations_tokens, generations_age_s=generations_age_s
     )
     with clear_errors():
+        protection = Protection.of(ProtectionFiles(certificate, key, client_ca, access, insecure))
+        check_address(address)
+        protection.check(address)
         check_files(index or [], phrases or [])
         encoder = ChatEncoder(tokenizer)
         drafter = EmbeddedDrafter.open_indexes(
@@ -122,7 +135,7 @@ def serve(
             refresh_s=refresh,
         )
         try:
-            asyncio.run(serve_forever(drafter, address))
+            asyncio.run(serve_forever(drafter, address, protection))
         finally:
             drafter.shut_down()
 
@@ -154,6 +167,7 @@ def replay_traces(
         ),
     ] = None,
     server: Servers = None,
+    credentials: CredentialsFile = None,
     drafter: Annotated[
         str,
         typer.Option(
@@ -204,7 +218,12 @@ def replay_traces(
         recorded = list(_progress(read, "tokenising"))
         outputs = list(chain.from_iterable(warming))
         if server:
-            make_drafter = partial(remote_drafter, server, vocabulary=encoder.vocabulary)
+            make_drafter = partial(
+                remote_drafter,
+                server,
+                vocabulary=encoder.vocabulary,
+                credentials=credentials_of(credentials),
+            )
         elif drafter == OWN:
             listed = _listed(phrases, encoder, index)
             make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)

@@ -10,6 +10,7 @@ from grpc import aio
 from retriever import wire
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import RetrieverError
+from retriever.service.identity import tenant_of
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 
@@ -69,6 +70,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     ) -> AsyncIterator[pb.DraftStreamResponse]:
         async with _statuses(context):
             async for request in request_iterator:
+                tenant_of(context)
                 trees = self._drafter.draft(wire.requests_from_message(request))
                 yield pb.DraftStreamResponse(trees=map(wire.tree_to_message, trees))
 

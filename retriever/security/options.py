@@ -1,0 +1,45 @@
+"""Options that protect a service."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CertificateFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--certificate",
+        metavar="FILE",
+        help="The server's certificate, PEM: connections are encrypted. Read again when it "
+        "changes, as is every file of these.",
+    ),
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option("--key", metavar="FILE", help="The certificate's key, PEM, mode 0600."),
+]
+ClientCa = Annotated[
+    Path | None,
+    typer.Option(
+        "--client-ca",
+        metavar="FILE",
+        help="Let in clients alone whose certificates these authorities have signed, PEM.",
+    ),
+]
+AccessFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--access",
+        metavar="FILE",
+        help="Whose tokens and certificates act for which tenant; `access` writes it. Nobody else "
+        "is let in.",
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        help="Listen where others reach the address without encryption, or without asking them "
+        "who they are.",
+    ),
+]
