@@ -19,7 +19,7 @@ from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire import (
-    CHANNEL_OPTIONS,
+    CLIENT_OPTIONS,
     context_to_message,
     error_of,
     explanation_from_message,
@@ -30,9 +30,6 @@ from retriever.wire import (
 )
 
 DEFAULT_TIMEOUT_S: Final = 1.0
-
-# A client that takes the place of another must not wait until gRPC lets it connect again.
-_OPTIONS: Final = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ class RemoteDrafter:
         self._timeout_s = timeout_s
         self._fingerprint = vocabulary_fingerprint
         self._prefix = f"{uuid.uuid4().hex}/"
-        self._channel = open_channel(address, credentials, _OPTIONS)
+        self._channel = open_channel(address, credentials, CLIENT_OPTIONS)
         self._stub = RetrieverServiceStub(self._channel)
         self._stream: Stream | None = None
         self._sessions: set[str] = set()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,18 +12,13 @@ from indexer.reader import Index, Vocabulary
 from retriever.corpora import shared_vocabulary
 from retriever.databases import Context, Databases
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.errors import (
-    InvalidRequestError,
-    OutOfSequenceError,
-    VocabularyMismatchError,
-)
+from retriever.errors import InvalidRequestError, VocabularyMismatchError
 from retriever.explanation import Explanation
 from retriever.generations import Generations
 from retriever.kernels.layout import MAX_MATCH
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
     Limits,
-    check_batch,
     check_documents,
     check_draft,
     check_length,
@@ -37,19 +32,12 @@ from retriever.phrases import ListedPhrases
 from retriever.pools import Pool, Pools
 from retriever.predictor import Predictor
 from retriever.provenance import Evidence, locate, trace_nodes
-from retriever.sessions import Session, Sessions
+from retriever.sessions import Session, SessionKey, Sessions
+from retriever.steps import Steps
 from retriever.tree import DraftTree
 
 DEFAULT_LIMITS: Final = Limits()
 _NO_TOKENS: Final = np.empty(0, np.int32)
-
-
-class _Step(NamedTuple):
-    """A request that has been checked against its session."""
-
-    session: Session
-    new_tokens: TokenIds
-    request: DraftRequest
 
 
 class EmbeddedDrafter:
@@ -96,6 +84,14 @@ class EmbeddedDrafter:
         self._sessions = Sessions(limits)
         self._live = LiveCorpora(indexes, self._sessions, self._lock)
         self._predictor = predictor or Predictor(limits.max_budget_nodes)
+        self.steps = Steps(
+            self._sessions,
+            self._predictor,
+            self._live,
+            self._lock,
+            limits=limits,
+            vocabulary_size=self.vocabulary.size if self.vocabulary else None,
+        )
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
         self._pools = Pools.open(limits, state, self._fingerprint, durability)
         self._fingerprint = self._fingerprint or self._pools.fingerprint
@@ -154,6 +150,11 @@ class EmbeddedDrafter:
         """Outputs that could not be written to the state directory."""
         return self._pools.log_failures
 
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open."""
+        return len(self._sessions)
+
     def open(
         self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
     ) -> None:
@@ -165,30 +166,33 @@ class EmbeddedDrafter:
             remember: whether what is generated may serve later sequences of the tenant.
             tenant: whose outputs to draft from and to add to; no other tenant sees them.
         """
-        check_session_name(session)
+        opened = self.prepare(prompt, remember=remember, tenant=tenant)
+        self.begin(SessionKey("", session), opened)
+
+    def prepare(self, prompt: ArrayLike, *, remember: bool = True, tenant: str = "") -> Session:
+        """Return a session for `begin`: the part of `open` that takes long for a long prompt."""
         tokens = self._checked(prompt)
         check_length(len(tokens), self.limits)
-        pool = self._pool(tenant)
-        opened = Session(self._databases(tokens, pool, remember=remember), len(tokens), remember)
+        databases = self._databases(tokens, self._pool(tenant), remember=remember)
+        return Session(databases, len(tokens), remember)
+
+    def begin(self, key: SessionKey, prepared: Session) -> None:
+        """Begin a sequence as `open` does, under a name that no open session has."""
+        check_session_name(key.name)
         with self._lock:
-            self._sessions.add(session, opened)
+            self._sessions.add(key, prepared)
+
+    def is_loaded(self, tenant: str) -> bool:
+        """Tell whether a tenant's recent outputs are in memory: loading them takes long."""
+        return tenant in self._pools
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
         A step is checked as a whole first: where any request is refused, nothing is kept of any.
+        To have one refused without the others, and to give way between drafts, see `steps`.
         """
-        check_batch(requests, self.limits)
-        with self._lock:
-            steps = [self._step(request) for request in requests]
-            for step in steps:  # all before any draft: what is learned from is the last draft
-                self._predictor.commit(step.session.databases, step.new_tokens)
-            return [
-                self._draft(
-                    step.session.databases, step.request.budget_nodes, step.request.min_probability
-                )
-                for step in steps
-            ]
+        return self.steps.make(requests, "")
 
     def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
@@ -202,17 +206,37 @@ class EmbeddedDrafter:
             new_tokens: integers[n], tokens committed since its last request.
             remember: false to keep nothing of it, whatever it was opened with.
         """
+        self.end(SessionKey("", session), new_tokens, remember=remember)
+        self.flush()
+
+    def end(
+        self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
+    ) -> None:
+        """End a sequence as `close` does, without waiting for the state directory: see `flush`."""
         tokens = _NO_TOKENS if new_tokens is None else self._checked(new_tokens)
         with self._lock:
-            ended = self._sessions.get(session)
+            ended = self._sessions.get(key)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
+            self._sessions.remove(key)
             self._predictor.commit(ended.databases, tokens)
-            self._sessions.remove(session)
             if ended.remember and remember:
                 context = ended.databases.context
                 output = context.last(len(context) - ended.prompt_length)
                 self._pools.remember(ended.databases.pool, output)
+
+    def flush(self) -> None:
+        """Keep in the state directory, if there is one, what was generated in ended sequences."""
         self._pools.commit()
+
+    def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
+        """End sessions, if they are open still, and keep nothing of them; return how many."""
+        with self._lock:
+            return self._sessions.discard(ended)
+
+    def end_idle(self) -> int:
+        """End the sessions that have been idle for too long; return how many."""
+        with self._lock:
+            return self._sessions.end_idle()
 
     def draft_context(
         self,
@@ -361,20 +385,6 @@ class EmbeddedDrafter:
             learns=remember,
             phrases=self._phrases.cursor(prompt) if self._phrases else None,
         )
-
-    def _step(self, request: DraftRequest) -> _Step:
-        session = self._sessions.get(request.session)
-        check_draft(request.budget_nodes, request.min_probability, self.limits)
-        tokens = self._checked(request.new_tokens)
-        known = len(session.databases.context)
-        check_length(known + len(tokens), self.limits)
-        if known + len(tokens) != request.length:
-            raise OutOfSequenceError(
-                f"session {request.session!r} has {known} tokens and the request brings "
-                f"{len(tokens)}, but states a length of {request.length}: a step was lost or "
-                "repeated; close the session and open it again"
-            )
-        return _Step(session, tokens, request)
 
     def _draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         databases.turn_to(self._live.current.corpus)

@@ -20,6 +20,9 @@ DEFAULT_DOCUMENTS: Final = 3
 MAX_DOCUMENTS: Final = 64
 """Most documents that are named for a node of a draft."""
 
+MAX_MESSAGE_BYTES: Final = 16 << 20
+"""Longest message in either direction; a prompt of a million tokens fits."""
+
 _BEYOND: Final = (1 << 31) - 1  # ids that no vocabulary limits are below it
 _FEW: Final = 64
 
@@ -30,20 +33,30 @@ class Limits:
 
     Attributes:
         max_sessions: sessions open at once.
-        idle_session_s: a session idle for longer may end to make room for another, in seconds.
+        max_tenant_sessions: those of one tenant, so that none takes all the room.
+        idle_session_s: a session idle for longer ends, in seconds.
         max_sequence_tokens: tokens in one sequence, prompt included.
+        max_total_tokens: tokens in the sequences of all open sessions, of 10 to 20 bytes each.
+        max_tenant_tokens: those of one tenant.
         max_budget_nodes: nodes in one tree.
         max_batch: sequences in one decoding step.
+        max_step_nodes: nodes that one step may ask for, over all its sequences.
+        max_message_bytes: longest message that the service reads.
         generations_tokens: recent outputs that are kept of each tenant, in tokens.
         generations_age_s: outputs older than this are no longer kept, in seconds.
         max_tenants: tenants whose outputs are in memory at once.
     """
 
     max_sessions: int = 4096
+    max_tenant_sessions: int = 2048
     idle_session_s: float = 600.0
     max_sequence_tokens: int = 1 << 20
+    max_total_tokens: int = 1 << 26
+    max_tenant_tokens: int = 1 << 25
     max_budget_nodes: int = 256
     max_batch: int = 1024
+    max_step_nodes: int = 1 << 16
+    max_message_bytes: int = MAX_MESSAGE_BYTES
     generations_tokens: int = 1 << 20
     generations_age_s: float = math.inf
     max_tenants: int = 256
@@ -151,16 +164,22 @@ def check_documents(max_documents: int) -> None:
 
 
 def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
-    """Refuse steps with too many sequences, or with one of them twice.
+    """Refuse steps with too many sequences or nodes, or with one sequence twice.
 
     Raises:
-        LimitExceededError: more than `max_batch`.
+        LimitExceededError: more than `max_batch` or `max_step_nodes`.
         InvalidRequestError: two requests name one session.
     """
     if len(requests) > limits.max_batch:
         raise LimitExceededError(
             f"a step of {len(requests)} sequences is beyond the limit of {limits.max_batch} "
             "(max_batch)"
+        )
+    num_nodes = sum(request.budget_nodes for request in requests)
+    if num_nodes > limits.max_step_nodes:
+        raise LimitExceededError(
+            f"a step of {num_nodes} nodes is beyond the limit of {limits.max_step_nodes} "
+            "(max_step_nodes)"
         )
     if len({request.session for request in requests}) != len(requests):
         raise InvalidRequestError("a step names one session twice")

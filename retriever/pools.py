@@ -105,6 +105,9 @@ class Pools:
         """Tenants in memory that no session needs to keep there."""
         return len(self._recent)
 
+    def __contains__(self, tenant: str) -> bool:
+        return tenant in self._in_use
+
     def get(self, tenant: str) -> Pool:
         """Return the tenant's pool. Loading takes about 0.4 s for a million tokens."""
         with self._lock:

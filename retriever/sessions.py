@@ -1,9 +1,11 @@
 """The sessions of a drafter: what is kept of each sequence that is being decoded."""
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from retriever.databases import Corpus, Databases
 from retriever.drafter import TokenIds
@@ -12,7 +14,19 @@ from retriever.limits import Limits
 from retriever.pools import Pool
 
 
-@dataclass(slots=True)
+class SessionKey(NamedTuple):
+    """What a session is found by.
+
+    Attributes:
+        namespace: whose name it is; names of different namespaces never meet.
+        name: as the caller knows it.
+    """
+
+    namespace: str
+    name: str
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """One sequence.
 
@@ -28,60 +42,122 @@ class Session:
     remember: bool
     last_used_s: float = 0.0
 
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.databases.pool.tenant
+
 
 class Sessions:
     """Sessions by name, the longest idle first. Callers hold a lock.
 
     Args:
-        limits: how many there may be, and when an idle one may end to make room.
+        limits: how many there may be, of how many tokens, and when an idle one ends.
         clock: seconds, rising.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._by_name: dict[str, Session] = {}
+        self._by_name: dict[SessionKey, Session] = {}
+        self._num_tokens = 0
+        self._tenant_sessions: Counter[str] = Counter()
+        self._tenant_tokens: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def add(self, name: str, session: Session) -> None:
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all sequences."""
+        return self._num_tokens
+
+    def add(self, key: SessionKey, session: Session) -> None:
         """Begin a session.
 
         Raises:
             SessionExistsError: the name is taken.
             LimitExceededError: there are as many as there may be, and none is idle.
         """
-        if name in self._by_name:
-            raise SessionExistsError(f"session {name!r} is open already")
-        if len(self._by_name) >= self._limits.max_sessions and not self._end_idle():
-            raise LimitExceededError(
-                f"{len(self._by_name)} sessions are open, which is the limit (max_sessions)"
-            )
+        if key in self._by_name:
+            raise SessionExistsError(f"session {key.name!r} is open already")
+        self.end_idle()
+        self._check_count(session.tenant)
+        self.charge(session, len(session.databases.context))
         session.last_used_s = self._clock()
-        self._by_name[name] = session
+        self._by_name[key] = session
+        self._tenant_sessions[session.tenant] += 1
 
-    def get(self, name: str) -> Session:
+    def get(self, key: SessionKey) -> Session:
         """Return a session, which is then the last to be idle.
 
         Raises:
             UnknownSessionError: there is none of this name.
         """
-        session = self.remove(name)
+        session = self._by_name.pop(key, None)
+        if session is None:
+            raise _unknown(key)
         session.last_used_s = self._clock()
-        self._by_name[name] = session
+        self._by_name[key] = session
         return session
 
-    def remove(self, name: str) -> Session:
+    def charge(self, session: Session, num_tokens: int) -> None:
+        """Count tokens that a sequence is to take.
+
+        Raises:
+            LimitExceededError: there is no room for them; they are not counted then.
+        """
+        limits, tenant = self._limits, session.tenant
+        total = self._num_tokens + num_tokens
+        if total > limits.max_total_tokens:
+            raise LimitExceededError(
+                f"open sessions would have {total} tokens, beyond the limit of "
+                f"{limits.max_total_tokens} (max_total_tokens)"
+            )
+        of_tenant = self._tenant_tokens[tenant] + num_tokens
+        if of_tenant > limits.max_tenant_tokens:
+            raise LimitExceededError(
+                f"the tenant's sessions would have {of_tenant} tokens, beyond the limit of "
+                f"{limits.max_tenant_tokens} (max_tenant_tokens)"
+            )
+        self._num_tokens = total
+        self._tenant_tokens[tenant] = of_tenant
+
+    def remove(self, key: SessionKey) -> Session:
         """End a session and return it.
 
         Raises:
             UnknownSessionError: there is none of this name.
         """
-        session = self._by_name.pop(name, None)
+        session = self._by_name.pop(key, None)
         if session is None:
-            raise UnknownSessionError(f"no session {name!r} is open: open it first")
+            raise _unknown(key)
+        tenant, num_tokens = session.tenant, len(session.databases.context)
+        self._num_tokens -= num_tokens
+        self._tenant_tokens[tenant] -= num_tokens
+        self._tenant_sessions[tenant] -= 1
+        if not self._tenant_sessions[tenant]:
+            del self._tenant_sessions[tenant], self._tenant_tokens[tenant]
         return session
+
+    def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
+        """End those that are open still; return how many. One of the same name may have come."""
+        gone = [key for key, session in ended if self._by_name.get(key) is session]
+        for key in gone:
+            self.remove(key)
+        return len(gone)
+
+    def end_idle(self) -> int:
+        """End the sessions that have been idle for too long; return how many."""
+        idle_since_s = self._clock() - self._limits.idle_session_s
+        num_ended = 0
+        while self._by_name:
+            key, session = next(iter(self._by_name.items()))
+            if session.last_used_s > idle_since_s:
+                break
+            self.remove(key)
+            num_ended += 1
+        return num_ended
 
     def forget(self, pool: Pool) -> None:
         """Let no open session of a tenant be learned from, or remembered when it ends."""
@@ -99,10 +175,18 @@ class Sessions:
         for session in self._by_name.values():
             session.databases.turn_to(corpus)
 
-    def _end_idle(self) -> bool:
-        """End the session that has been idle longest, if that is long enough."""
-        name, session = next(iter(self._by_name.items()))
-        if self._clock() - session.last_used_s < self._limits.idle_session_s:
-            return False
-        del self._by_name[name]
-        return True
+    def _check_count(self, tenant: str) -> None:
+        limits, of_tenant = self._limits, self._tenant_sessions[tenant]
+        if len(self._by_name) >= limits.max_sessions:
+            raise LimitExceededError(
+                f"{len(self._by_name)} sessions are open, which is the limit (max_sessions)"
+            )
+        if of_tenant >= limits.max_tenant_sessions:
+            raise LimitExceededError(
+                f"{of_tenant} sessions of the tenant are open, which is the limit "
+                "(max_tenant_sessions)"
+            )
+
+
+def _unknown(key: SessionKey) -> UnknownSessionError:
+    return UnknownSessionError(f"no session {key.name!r} is open: open it first")

@@ -11,17 +11,27 @@ from numpy.typing import ArrayLike
 from retriever import errors
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
-from retriever.limits import checked_tokens
+from retriever.limits import MAX_MESSAGE_BYTES, Limits, checked_tokens
 from retriever.remote.handshakes import advice
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 
-MAX_MESSAGE_BYTES: Final = 16 << 20
-"""Longest message in either direction; a prompt of a million tokens fits."""
-
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+_KEEPALIVE: Final = (
+    # A peer that is gone without a word is noticed within 15 s, and its sessions end.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+
+CLIENT_OPTIONS: Final = (
+    *CHANNEL_OPTIONS,
+    *_KEEPALIVE,
+    # A client that takes the place of another must not wait until gRPC lets it connect again.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 _SOURCES: Final = frozenset(map(int, Source))
@@ -39,6 +49,18 @@ _STATUS_OF_ERROR: Final[tuple[tuple[type[errors.RetrieverError], grpc.StatusCode
     (errors.AccessRefusedError, grpc.StatusCode.UNAUTHENTICATED),
 )
 _ERROR_OF_STATUS: Final = {status: error for error, status in _STATUS_OF_ERROR}
+
+
+def server_options(limits: Limits) -> tuple[tuple[str, int], ...]:
+    """Return the options of a server's channels."""
+    return (
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        *_KEEPALIVE,
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.so_reuseport", 0),
+    )
 
 
 def status_of(error: errors.RetrieverError) -> grpc.StatusCode:
@@ -188,11 +210,14 @@ def explanation_from_message(message: pb.ExplainResponse) -> Explanation:
 
 
 def requests_from_message(message: pb.DraftStreamRequest) -> list[DraftRequest]:
-    """Return the requests of one step; their contents are checked by the drafter."""
+    """Return the requests of one step; their contents are checked by the drafter.
+
+    Token ids beyond 31 bits come out negative, so that the drafter refuses them to their session.
+    """
     return [
         DraftRequest(
             step.session_id,
-            tokens_from_wire(step.new_token_ids),
+            np.array(step.new_token_ids, np.uint32).view(np.int32),
             step.length,
             step.budget_nodes,
             step.min_probability,

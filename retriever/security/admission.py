@@ -90,12 +90,15 @@ class Caller:
         """The tenant that it acts for.
 
         Raises:
-            AccessRefusedError: its credentials were withdrawn or have expired since.
+            AccessRefusedError: its credentials have expired since, were withdrawn, or given to
+                another tenant.
         """
         access = self._doorkeeper.current()
         by_certificate = self._token is None
         if access is not self._access or by_certificate:
-            self._tenant = self._doorkeeper.tenant(access, self._token, self._certificate)
+            tenant = self._doorkeeper.tenant(access, self._token, self._certificate)
+            if tenant != self._tenant:
+                raise AccessRefusedError("these credentials act for another tenant now: call anew")
             self._access = access
         return self._tenant
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any, Final
 
 from grpc import aio
@@ -10,7 +10,10 @@ from grpc import aio
 from retriever import wire
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import RetrieverError
+from retriever.service.draft_stream import DraftStream, end_session, open_session
+from retriever.service.flushing import Flushing
 from retriever.service.identity import tenant_of
+from retriever.service.turns import Turns
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 
@@ -29,6 +32,8 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
 
     def __init__(self, drafter: EmbeddedDrafter) -> None:
         self._drafter = drafter
+        self._turns = Turns()
+        self._flushing = Flushing(drafter)
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         async with _statuses(context):
@@ -37,6 +42,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
                 wire.tokens_from_wire(request.context),
                 request.budget_nodes or DEFAULT_BUDGET_NODES,
                 request.min_probability,
+                tenant=tenant_of(context),
             )
             return pb.DraftResponse(tree=wire.tree_to_message(tree))
 
@@ -50,6 +56,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
                 request.budget_nodes or DEFAULT_BUDGET_NODES,
                 request.min_probability,
                 max_documents=request.max_documents,
+                tenant=tenant_of(context),
             )
             return wire.explanation_to_message(explanation)
 
@@ -57,32 +64,27 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self, request: pb.OpenSessionRequest, context: _Context
     ) -> pb.OpenSessionResponse:
         async with _statuses(context):
-            self._drafter.check_vocabulary(request.vocabulary_fingerprint)
-            self._drafter.open(
-                request.session_id,
-                wire.tokens_from_wire(request.prompt),
-                remember=not request.forget,
-            )
+            await open_session(self._drafter, request, tenant_of(context))
             return pb.OpenSessionResponse()
 
     async def DraftStream(
         self, request_iterator: AsyncIterator[pb.DraftStreamRequest], context: _Context
     ) -> AsyncIterator[pb.DraftStreamResponse]:
+        stream = DraftStream(self._drafter, tenant_of(context), self._turns, self._flushing)
+        # One message at a time: what else was sent waits where gRPC's flow control holds it.
         async with _statuses(context):
-            async for request in request_iterator:
-                tenant_of(context)
-                trees = self._drafter.draft(wire.requests_from_message(request))
-                yield pb.DraftStreamResponse(trees=map(wire.tree_to_message, trees))
+            with self._turns.taking_part(), closing(stream):
+                async for message in request_iterator:
+                    tenant_of(context)  # while credentials last
+                    yield await stream.answer(message)
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: _Context
     ) -> pb.CloseSessionResponse:
         async with _statuses(context):
-            tokens = wire.tokens_from_wire(request.new_token_ids)
+            end_session(self._drafter, request, tenant_of(context))
             # Where outputs are kept on disk it is waited for, and meanwhile others draft.
-            await asyncio.to_thread(
-                self._drafter.close, request.session_id, tokens, remember=not request.forget
-            )
+            await asyncio.to_thread(self._drafter.flush)
             return pb.CloseSessionResponse()
 
     async def ListIndexes(

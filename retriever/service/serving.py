@@ -12,10 +12,10 @@ from retriever.security.admission import Admission
 from retriever.security.protection import NO_PROTECTION, Protection
 from retriever.service.listening import UNIX, check_address, listen
 from retriever.service.servicer import RetrieverServicer
+from retriever.service.sweeping import sweeping
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 
 _GRACE_S: Final = 2.0
-_SERVER_OPTIONS: Final = (*wire.CHANNEL_OPTIONS, ("grpc.so_reuseport", 0))
 
 
 async def start(
@@ -39,7 +39,8 @@ async def start(
     protection.check(address)
     drafter.warm()
     interceptors = [] if protection.doorkeeper is None else [Admission(protection.doorkeeper)]
-    server = aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
+    options = wire.server_options(drafter.limits)
+    server = aio.server(interceptors=interceptors, options=options)
     pb_grpc.add_RetrieverServiceServicer_to_server(RetrieverServicer(drafter), server)
     port = listen(server, address, protection.tls)
     await server.start()
@@ -63,6 +64,7 @@ async def serve(
     server, bound = await start(drafter, address, protection)
     watching = asyncio.create_task(protection.watch())
     print(f"serving on {bound}", flush=True)  # noqa: T201  (says when it is ready, and where)
-    await stopped.wait()
+    async with sweeping(drafter):
+        await stopped.wait()
     watching.cancel()
     await server.stop(_GRACE_S)

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cretriever/v1/retriever.proto\x12\x0cretriever.v1\"m\n\tDraftTree\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12\x15\n\rprobabilities\x18\x03 \x03(\x02\x12%\n\x07sources\x18\x04 \x03(\x0e\x32\x14.retriever.v1.Source\"n\n\x0c\x44raftRequest\x12\x0f\n\x07\x63ontext\x18\x01 \x03(\r\x12\x14\n\x0c\x62udget_nodes\x18\x02 \x01(\r\x12\x17\n\x0fmin_probability\x18\x03 \x01(\x02\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\"6\n\rDraftResponse\x12%\n\x04tree\x18\x01 \x01(\x0b\x32\x17.retriever.v1.DraftTree\"\x87\x01\n\x0e\x45xplainRequest\x12\x0f\n\x07\x63ontext\x18\x01 \x03(\r\x12\x14\n\x0c\x62udget_nodes\x18\x02 \x01(\r\x12\x17\n\x0fmin_probability\x18\x03 \x01(\x02\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\x12\x15\n\rmax_documents\x18\x05 \x01(\r\"e\n\x0f\x45xplainResponse\x12%\n\x04tree\x18\x01 \x01(\x0b\x32\x17.retriever.v1.DraftTree\x12+\n\x05nodes\x18\x02 \x03(\x0b\x32\x1c.retriever.v1.NodeProvenance\"\x85\x01\n\x0eNodeProvenance\x12\x14\n\x0cmatch_length\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x19\n\x11\x63ontext_positions\x18\x03 \x03(\r\x12\x33\n\tdocuments\x18\x04 \x03(\x0b\x32 .retriever.v1.DocumentOccurrence\"T\n\x12\x44ocumentOccurrence\x12\r\n\x05index\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07licence\x18\x03 \x01(\t\x12\x10\n\x08position\x18\x04 \x01(\x04\"h\n\x12OpenSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\"\x15\n\x13OpenSessionResponse\">\n\x12\x44raftStreamRequest\x12(\n\x05steps\x18\x01 \x03(\x0b\x32\x19.retriever.v1.SessionStep\"w\n\x0bSessionStep\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x14\n\x0c\x62udget_nodes\x18\x04 \x01(\r\x12\x17\n\x0fmin_probability\x18\x05 \x01(\x02\"=\n\x13\x44raftStreamResponse\x12&\n\x05trees\x18\x01 \x03(\x0b\x32\x17.retriever.v1.DraftTree\"P\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\"\x16\n\x14\x43loseSessionResponse\"\x14\n\x12ListIndexesRequest\"?\n\x13ListIndexesResponse\x12(\n\x07indexes\x18\x01 \x03(\x0b\x32\x17.retriever.v1.IndexInfo\"\x8f\x01\n\tIndexInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x15\n\rnum_documents\x18\x03 \x01(\x04\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\x04\x12\x1e\n\x16vocabulary_fingerprint\x18\x05 \x01(\t\x12\x10\n\x08snapshot\x18\x06 \x01(\x04*\x85\x01\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSOURCE_CONTEXT\x10\x01\x12\x16\n\x12SOURCE_GENERATIONS\x10\x02\x12\x12\n\x0eSOURCE_PHRASES\x10\x03\x12\x11\n\rSOURCE_CORPUS\x10\x04\x12\x10\n\x0cSOURCE_MODEL\x10\x05\x32\xf3\x03\n\x10RetrieverService\x12@\n\x05\x44raft\x12\x1a.retriever.v1.DraftRequest\x1a\x1b.retriever.v1.DraftResponse\x12\x46\n\x07\x45xplain\x12\x1c.retriever.v1.ExplainRequest\x1a\x1d.retriever.v1.ExplainResponse\x12R\n\x0bOpenSession\x12 .retriever.v1.OpenSessionRequest\x1a!.retriever.v1.OpenSessionResponse\x12V\n\x0b\x44raftStream\x12 .retriever.v1.DraftStreamRequest\x1a!.retriever.v1.DraftStreamResponse(\x01\x30\x01\x12U\n\x0c\x43loseSession\x12!.retriever.v1.CloseSessionRequest\x1a\".retriever.v1.CloseSessionResponse\x12R\n\x0bListIndexes\x12 .retriever.v1.ListIndexesRequest\x1a!.retriever.v1.ListIndexesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cretriever/v1/retriever.proto\x12\x0cretriever.v1\"m\n\tDraftTree\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12\x15\n\rprobabilities\x18\x03 \x03(\x02\x12%\n\x07sources\x18\x04 \x03(\x0e\x32\x14.retriever.v1.Source\"n\n\x0c\x44raftRequest\x12\x0f\n\x07\x63ontext\x18\x01 \x03(\r\x12\x14\n\x0c\x62udget_nodes\x18\x02 \x01(\r\x12\x17\n\x0fmin_probability\x18\x03 \x01(\x02\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\"6\n\rDraftResponse\x12%\n\x04tree\x18\x01 \x01(\x0b\x32\x17.retriever.v1.DraftTree\"\x87\x01\n\x0e\x45xplainRequest\x12\x0f\n\x07\x63ontext\x18\x01 \x03(\r\x12\x14\n\x0c\x62udget_nodes\x18\x02 \x01(\r\x12\x17\n\x0fmin_probability\x18\x03 \x01(\x02\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\x12\x15\n\rmax_documents\x18\x05 \x01(\r\"e\n\x0f\x45xplainResponse\x12%\n\x04tree\x18\x01 \x01(\x0b\x32\x17.retriever.v1.DraftTree\x12+\n\x05nodes\x18\x02 \x03(\x0b\x32\x1c.retriever.v1.NodeProvenance\"\x85\x01\n\x0eNodeProvenance\x12\x14\n\x0cmatch_length\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x19\n\x11\x63ontext_positions\x18\x03 \x03(\r\x12\x33\n\tdocuments\x18\x04 \x03(\x0b\x32 .retriever.v1.DocumentOccurrence\"T\n\x12\x44ocumentOccurrence\x12\r\n\x05index\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07licence\x18\x03 \x01(\t\x12\x10\n\x08position\x18\x04 \x01(\x04\"h\n\x12OpenSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\"\x15\n\x13OpenSessionResponse\"\xd4\x01\n\x12\x44raftStreamRequest\x12(\n\x05steps\x18\x01 \x03(\x0b\x32\x19.retriever.v1.SessionStep\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12\x32\n\x08openings\x18\x03 \x03(\x0b\x32 .retriever.v1.OpenSessionRequest\x12\x33\n\x08\x63losings\x18\x04 \x03(\x0b\x32!.retriever.v1.CloseSessionRequest\x12\x12\n\ntimeout_us\x18\x05 \x01(\r\"w\n\x0bSessionStep\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x14\n\x0c\x62udget_nodes\x18\x04 \x01(\r\x12\x17\n\x0fmin_probability\x18\x05 \x01(\x02\"\x85\x01\n\x13\x44raftStreamResponse\x12&\n\x05trees\x18\x01 \x03(\x0b\x32\x17.retriever.v1.DraftTree\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12-\n\x08statuses\x18\x03 \x03(\x0b\x32\x1b.retriever.v1.SessionStatus\"B\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"P\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\"\x16\n\x14\x43loseSessionResponse\"\x14\n\x12ListIndexesRequest\"?\n\x13ListIndexesResponse\x12(\n\x07indexes\x18\x01 \x03(\x0b\x32\x17.retriever.v1.IndexInfo\"\x8f\x01\n\tIndexInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x15\n\rnum_documents\x18\x03 \x01(\x04\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\x04\x12\x1e\n\x16vocabulary_fingerprint\x18\x05 \x01(\t\x12\x10\n\x08snapshot\x18\x06 \x01(\x04*\x85\x01\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSOURCE_CONTEXT\x10\x01\x12\x16\n\x12SOURCE_GENERATIONS\x10\x02\x12\x12\n\x0eSOURCE_PHRASES\x10\x03\x12\x11\n\rSOURCE_CORPUS\x10\x04\x12\x10\n\x0cSOURCE_MODEL\x10\x05\x32\xf3\x03\n\x10RetrieverService\x12@\n\x05\x44raft\x12\x1a.retriever.v1.DraftRequest\x1a\x1b.retriever.v1.DraftResponse\x12\x46\n\x07\x45xplain\x12\x1c.retriever.v1.ExplainRequest\x1a\x1d.retriever.v1.ExplainResponse\x12R\n\x0bOpenSession\x12 .retriever.v1.OpenSessionRequest\x1a!.retriever.v1.OpenSessionResponse\x12V\n\x0b\x44raftStream\x12 .retriever.v1.DraftStreamRequest\x1a!.retriever.v1.DraftStreamResponse(\x01\x30\x01\x12U\n\x0c\x43loseSession\x12!.retriever.v1.CloseSessionRequest\x1a\".retriever.v1.CloseSessionResponse\x12R\n\x0bListIndexes\x12 .retriever.v1.ListIndexesRequest\x1a!.retriever.v1.ListIndexesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'retriever.v1.retriever_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SOURCE']._serialized_start=1505
-  _globals['_SOURCE']._serialized_end=1638
+  _globals['_SOURCE']._serialized_start=1797
+  _globals['_SOURCE']._serialized_end=1930
   _globals['_DRAFTTREE']._serialized_start=46
   _globals['_DRAFTTREE']._serialized_end=155
   _globals['_DRAFTREQUEST']._serialized_start=157
@@ -51,22 +51,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENSESSIONREQUEST']._serialized_end=892
   _globals['_OPENSESSIONRESPONSE']._serialized_start=894
   _globals['_OPENSESSIONRESPONSE']._serialized_end=915
-  _globals['_DRAFTSTREAMREQUEST']._serialized_start=917
-  _globals['_DRAFTSTREAMREQUEST']._serialized_end=979
-  _globals['_SESSIONSTEP']._serialized_start=981
-  _globals['_SESSIONSTEP']._serialized_end=1100
-  _globals['_DRAFTSTREAMRESPONSE']._serialized_start=1102
-  _globals['_DRAFTSTREAMRESPONSE']._serialized_end=1163
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1165
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1245
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1247
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1269
-  _globals['_LISTINDEXESREQUEST']._serialized_start=1271
-  _globals['_LISTINDEXESREQUEST']._serialized_end=1291
-  _globals['_LISTINDEXESRESPONSE']._serialized_start=1293
-  _globals['_LISTINDEXESRESPONSE']._serialized_end=1356
-  _globals['_INDEXINFO']._serialized_start=1359
-  _globals['_INDEXINFO']._serialized_end=1502
-  _globals['_RETRIEVERSERVICE']._serialized_start=1641
-  _globals['_RETRIEVERSERVICE']._serialized_end=2140
+  _globals['_DRAFTSTREAMREQUEST']._serialized_start=918
+  _globals['_DRAFTSTREAMREQUEST']._serialized_end=1130
+  _globals['_SESSIONSTEP']._serialized_start=1132
+  _globals['_SESSIONSTEP']._serialized_end=1251
+  _globals['_DRAFTSTREAMRESPONSE']._serialized_start=1254
+  _globals['_DRAFTSTREAMRESPONSE']._serialized_end=1387
+  _globals['_SESSIONSTATUS']._serialized_start=1389
+  _globals['_SESSIONSTATUS']._serialized_end=1455
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1457
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1537
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1539
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1561
+  _globals['_LISTINDEXESREQUEST']._serialized_start=1563
+  _globals['_LISTINDEXESREQUEST']._serialized_end=1583
+  _globals['_LISTINDEXESRESPONSE']._serialized_start=1585
+  _globals['_LISTINDEXESRESPONSE']._serialized_end=1648
+  _globals['_INDEXINFO']._serialized_start=1651
+  _globals['_INDEXINFO']._serialized_end=1794
+  _globals['_RETRIEVERSERVICE']._serialized_start=1933
+  _globals['_RETRIEVERSERVICE']._serialized_end=2432
 # @@protoc_insertion_point(module_scope)

@@ -115,10 +115,18 @@ class OpenSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DraftStreamRequest(_message.Message):
-    __slots__ = ("steps",)
+    __slots__ = ("steps", "sequence_number", "openings", "closings", "timeout_us")
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    OPENINGS_FIELD_NUMBER: _ClassVar[int]
+    CLOSINGS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[SessionStep]
-    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ...) -> None: ...
+    sequence_number: int
+    openings: _containers.RepeatedCompositeFieldContainer[OpenSessionRequest]
+    closings: _containers.RepeatedCompositeFieldContainer[CloseSessionRequest]
+    timeout_us: int
+    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., openings: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., closings: _Optional[_Iterable[_Union[CloseSessionRequest, _Mapping]]] = ..., timeout_us: _Optional[int] = ...) -> None: ...
 
 class SessionStep(_message.Message):
     __slots__ = ("session_id", "new_token_ids", "length", "budget_nodes", "min_probability")
@@ -135,10 +143,24 @@ class SessionStep(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ...) -> None: ...
 
 class DraftStreamResponse(_message.Message):
-    __slots__ = ("trees",)
+    __slots__ = ("trees", "sequence_number", "statuses")
     TREES_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
     trees: _containers.RepeatedCompositeFieldContainer[DraftTree]
-    def __init__(self, trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ...) -> None: ...
+    sequence_number: int
+    statuses: _containers.RepeatedCompositeFieldContainer[SessionStatus]
+    def __init__(self, trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ...) -> None: ...
+
+class SessionStatus(_message.Message):
+    __slots__ = ("session_id", "code", "message")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    code: int
+    message: str
+    def __init__(self, session_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id", "new_token_ids", "forget")

@@ -102,8 +102,16 @@ class RetrieverServiceServicer(object):
 
     def DraftStream(self, request_iterator, context):
         """Drafts for decoding steps: one request and one response, in order, for each step of an
-        engine, with all its sequences. A step that fails ends the stream with its status; sessions
-        stay open, and a new stream goes on with them.
+        engine, with all its sequences. Sessions begin and end in its messages, too; those that began
+        in them end with the stream, however it ends, and what they generated is not kept.
+
+        Messages are numbered from 1. The next number is worked on; what one session is refused costs
+        no other, and is told in the response. The last number again is a repetition: its response is
+        sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
+        and which number is awaited, and nothing is done.
+
+        Messages without a number work as they did before there were any: a step that is refused for
+        one session is refused for all and ends the stream with its status, and sessions stay open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

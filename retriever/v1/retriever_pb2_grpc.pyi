@@ -49,8 +49,16 @@ class RetrieverServiceStub:
     """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel."""
     DraftStream: _grpc.StreamStreamMultiCallable[_retriever_pb2.DraftStreamRequest, _retriever_pb2.DraftStreamResponse]
     """Drafts for decoding steps: one request and one response, in order, for each step of an
-    engine, with all its sequences. A step that fails ends the stream with its status; sessions
-    stay open, and a new stream goes on with them.
+    engine, with all its sequences. Sessions begin and end in its messages, too; those that began
+    in them end with the stream, however it ends, and what they generated is not kept.
+
+    Messages are numbered from 1. The next number is worked on; what one session is refused costs
+    no other, and is told in the response. The last number again is a repetition: its response is
+    sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
+    and which number is awaited, and nothing is done.
+
+    Messages without a number work as they did before there were any: a step that is refused for
+    one session is refused for all and ends the stream with its status, and sessions stay open.
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]
     """Ends a session."""
@@ -78,8 +86,16 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     """Begins a session: a sequence whose tokens the server keeps, so that only new ones travel."""
     DraftStream: _aio.StreamStreamMultiCallable[_retriever_pb2.DraftStreamRequest, _retriever_pb2.DraftStreamResponse]  # type: ignore[assignment]
     """Drafts for decoding steps: one request and one response, in order, for each step of an
-    engine, with all its sequences. A step that fails ends the stream with its status; sessions
-    stay open, and a new stream goes on with them.
+    engine, with all its sequences. Sessions begin and end in its messages, too; those that began
+    in them end with the stream, however it ends, and what they generated is not kept.
+
+    Messages are numbered from 1. The next number is worked on; what one session is refused costs
+    no other, and is told in the response. The last number again is a repetition: its response is
+    sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
+    and which number is awaited, and nothing is done.
+
+    Messages without a number work as they did before there were any: a step that is refused for
+    one session is refused for all and ends the stream with its status, and sessions stay open.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session."""
@@ -128,8 +144,16 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_retriever_pb2.DraftStreamResponse], _abc.AsyncIterator[_retriever_pb2.DraftStreamResponse]]:
         """Drafts for decoding steps: one request and one response, in order, for each step of an
-        engine, with all its sequences. A step that fails ends the stream with its status; sessions
-        stay open, and a new stream goes on with them.
+        engine, with all its sequences. Sessions begin and end in its messages, too; those that began
+        in them end with the stream, however it ends, and what they generated is not kept.
+
+        Messages are numbered from 1. The next number is worked on; what one session is refused costs
+        no other, and is told in the response. The last number again is a repetition: its response is
+        sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
+        and which number is awaited, and nothing is done.
+
+        Messages without a number work as they did before there were any: a step that is refused for
+        one session is refused for all and ends the stream with its status, and sessions stay open.
         """
 
     @_abc_1.abstractmethod

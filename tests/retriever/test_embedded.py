@@ -23,7 +23,6 @@ from retriever import (
 from retriever.databases import Context
 from retriever.embedded import EmbeddedDrafter
 from retriever.limits import Limits
-from retriever.sessions import Sessions
 from tests.retriever.cursor_twin import collect_without_cursor
 
 
@@ -245,9 +244,8 @@ def test_session_names_have_a_length(name: str) -> None:
 
 def test_idle_session_ends_when_room_is_needed_and_a_used_one_does_not() -> None:
     now = 0.0
-    sessions = Sessions(Limits(max_sessions=2, idle_session_s=60), clock=lambda: now)
-    drafter = EmbeddedDrafter()
-    drafter._sessions = sessions
+    drafter = EmbeddedDrafter(limits=Limits(max_sessions=2, idle_session_s=60))
+    drafter._sessions._clock = lambda: now
     for name in ("idle", "used"):
         drafter.open(name, ids(1))
     now = 50.0

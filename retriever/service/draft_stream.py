@@ -1,0 +1,214 @@
+"""One stream of drafts: its messages in order, its sessions, and what it refuses."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+
+from retriever import wire
+from retriever.drafter import DraftRequest
+from retriever.embedded import EmbeddedDrafter
+from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
+from retriever.limits import check_batch
+from retriever.service.flushing import Flushing
+from retriever.service.turns import Turns
+from retriever.sessions import Session, SessionKey
+from retriever.steps import Step
+from retriever.v1 import retriever_pb2 as pb
+
+LONG_PROMPT: Final = 1 << 12
+"""Prompts of more tokens are read in another thread, and meanwhile others draft."""
+
+_COMMITS_AT_ONCE: Final = 32
+
+
+class DraftStream:
+    """Answers the messages of one stream; see `DraftStream` of the wire contract.
+
+    Args:
+        drafter: what drafts.
+        tenant: whose stream it is; it reaches the sessions of no other.
+        turns: shared with the other streams.
+        flushing: sees to what ended sessions leave.
+    """
+
+    def __init__(
+        self, drafter: EmbeddedDrafter, tenant: str, turns: Turns, flushing: Flushing
+    ) -> None:
+        self._drafter = drafter
+        self._tenant = tenant
+        self._turns = turns
+        self._flushing = flushing
+        self._number = 0
+        self._last = pb.DraftStreamResponse()
+        self._owned: dict[SessionKey, Session] = {}
+
+    async def answer(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
+        """Return the response to a message.
+
+        Raises:
+            RetrieverError: a message without a number is refused.
+        """
+        read_at_s = time.monotonic()
+        await self._turns.begin()
+        number = message.sequence_number
+        if not number:
+            return self._answer_unnumbered(message)
+        if number == self._number:
+            return self._last
+        if number != self._number + 1:
+            return _out_of_order(number, self._number + 1)
+        # Not before it is done: a stream that ends in between ends with all that it has.
+        self._last = await self._work(message, read_at_s)
+        self._number = number
+        return self._last
+
+    def close(self) -> None:
+        """End the sessions that began on this stream and have not ended; nothing is kept."""
+        self._drafter.discard(self._owned.items())
+        self._owned.clear()
+
+    def _answer_unnumbered(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
+        if message.openings or message.closings:
+            raise InvalidRequestError("messages that open or close sessions have a sequence_number")
+        requests = wire.requests_from_message(message)
+        trees = self._drafter.steps.make(requests, self._tenant)
+        return pb.DraftStreamResponse(trees=map(wire.tree_to_message, trees))
+
+    async def _work(
+        self, message: pb.DraftStreamRequest, read_at_s: float
+    ) -> pb.DraftStreamResponse:
+        response = pb.DraftStreamResponse(sequence_number=message.sequence_number)
+        try:
+            requests = wire.requests_from_message(message)
+            check_batch(requests, self._drafter.limits)
+            self._check_counts(message)
+        except RetrieverError as error:
+            _refuse(response, "", error)
+            return response
+        for opening in message.openings:
+            await self._open(opening, response)
+        steps = await self._commit(requests, response)
+        deadline_s = read_at_s + message.timeout_us / 1e6 if message.timeout_us else None
+        await self._draft(steps, response, deadline_s)
+        for closing in message.closings:
+            self._close(closing, response)
+        return response
+
+    def _check_counts(self, message: pb.DraftStreamRequest) -> None:
+        most = self._drafter.limits.max_batch
+        if max(len(message.openings), len(message.closings)) > most:
+            raise LimitExceededError(
+                f"a message of {len(message.openings)} openings and {len(message.closings)} "
+                f"closings is beyond the limit of {most} each (max_batch)"
+            )
+
+    async def _open(self, opening: pb.OpenSessionRequest, response: pb.DraftStreamResponse) -> None:
+        try:
+            session = await open_session(self._drafter, opening, self._tenant)
+        except RetrieverError as error:
+            _refuse(response, opening.session_id, error)
+        else:
+            self._owned[SessionKey(self._tenant, opening.session_id)] = session
+
+    async def _commit(
+        self, requests: Sequence[DraftRequest], response: pb.DraftStreamResponse
+    ) -> list[Step | None]:
+        steps: list[Step | None] = []
+        began_s = time.monotonic()
+        for first in range(0, len(requests), _COMMITS_AT_ONCE):
+            part = requests[first : first + _COMMITS_AT_ONCE]
+            committed = self._drafter.steps.commit_each(part, self._tenant)
+            for request, step in zip(part, committed, strict=True):
+                if isinstance(step, RetrieverError):
+                    _refuse(response, request.session, step)
+                    steps.append(None)
+                else:
+                    steps.append(step)
+            began_s = await self._turns.give_way(began_s)
+        return steps
+
+    async def _draft(
+        self,
+        steps: Sequence[Step | None],
+        response: pb.DraftStreamResponse,
+        deadline_s: float | None,
+    ) -> None:
+        """Add a tree for each step, as long as somebody waits for it."""
+        began_s = time.monotonic()
+        for at, step in enumerate(steps):
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                response.trees.extend(pb.DraftTree() for _ in steps[at:])
+                _refuse_late(response, len(steps) - at)
+                return
+            if step is None:
+                response.trees.add()
+                continue
+            (tree,) = self._drafter.steps.draft_each([step])
+            response.trees.append(wire.tree_to_message(tree))
+            began_s = await self._turns.give_way(began_s)
+
+    def _close(self, closing: pb.CloseSessionRequest, response: pb.DraftStreamResponse) -> None:
+        try:
+            end_session(self._drafter, closing, self._tenant)
+        except RetrieverError as error:
+            _refuse(response, closing.session_id, error)
+        else:
+            self._owned.pop(SessionKey(self._tenant, closing.session_id), None)
+            self._flushing.request()
+
+
+async def open_session(
+    drafter: EmbeddedDrafter, opening: pb.OpenSessionRequest, tenant: str
+) -> Session:
+    """Open a session of a tenant.
+
+    Raises:
+        RetrieverError: it is refused.
+    """
+    drafter.check_vocabulary(opening.vocabulary_fingerprint)
+    if len(opening.prompt) > LONG_PROMPT or not drafter.is_loaded(tenant):
+        # Begun in this thread all the same: a call that is cancelled meanwhile leaves no session.
+        session = await asyncio.to_thread(_prepare, drafter, opening, tenant)
+    else:
+        session = _prepare(drafter, opening, tenant)
+    drafter.begin(SessionKey(tenant, opening.session_id), session)
+    return session
+
+
+def end_session(drafter: EmbeddedDrafter, closing: pb.CloseSessionRequest, tenant: str) -> None:
+    """End a session of a tenant; `EmbeddedDrafter.flush` keeps what it leaves.
+
+    Raises:
+        RetrieverError: it is refused.
+    """
+    key = SessionKey(tenant, closing.session_id)
+    drafter.end(key, wire.tokens_from_wire(closing.new_token_ids), remember=not closing.forget)
+
+
+def _prepare(drafter: EmbeddedDrafter, opening: pb.OpenSessionRequest, tenant: str) -> Session:
+    prompt = wire.tokens_from_wire(opening.prompt)
+    return drafter.prepare(prompt, remember=not opening.forget, tenant=tenant)
+
+
+def _refuse(response: pb.DraftStreamResponse, name: str, error: RetrieverError) -> None:
+    code: int = wire.status_of(error).value[0]
+    response.statuses.add(session_id=name, code=code, message=str(error))
+
+
+def _refuse_late(response: pb.DraftStreamResponse, num_missing: int) -> None:
+    code: int = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+    text = f"{num_missing} drafts were not made: timeout_us had passed"
+    response.statuses.add(code=code, message=text)
+
+
+def _out_of_order(number: int, awaited: int) -> pb.DraftStreamResponse:
+    response = pb.DraftStreamResponse(sequence_number=number)
+    what = "is stale" if number < awaited else "came too early: an earlier one was lost"
+    response.statuses.add(
+        code=grpc.StatusCode.ABORTED.value[0],
+        message=f"message {number} {what}; message {awaited} is awaited",
+    )
+    return response
