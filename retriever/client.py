@@ -181,6 +181,25 @@ class RemoteDrafter:
         except InvalidTreeError as error:
             raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
 
+    def delete_session_data(self, session: str) -> None:
+        """Have the service forget what sessions of a name, opened by this client, generated.
+
+        Raises:
+            DrafterUnavailableError: no answer in time; it may have been done or not.
+        """
+        message = pb.DeleteSessionDataRequest(session_id=self._prefix + session)
+        self._call(self._stub.DeleteSessionData, message)
+        self._sessions.discard(session)
+        self._lost.discard(session)
+
+    def delete_tenant_data(self) -> None:
+        """Have the service forget all that it keeps of the tenant that the credentials are for.
+
+        Raises:
+            DrafterUnavailableError: no answer in time; it may have been done or not.
+        """
+        self._call(self._stub.DeleteTenantData, pb.DeleteTenantDataRequest())
+
     def list_indexes(self) -> list[IndexInfo]:
         """Return the indexes that the service drafts from."""
         response = self._call(self._stub.ListIndexes, pb.ListIndexesRequest())

@@ -30,7 +30,14 @@ from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
 from retriever.report_tables import tables
 from retriever.security.commands import app as access_app
-from retriever.security.options import AccessFile, CertificateFile, ClientCa, Insecure, KeyFile
+from retriever.security.options import (
+    AccessFile,
+    CertificateFile,
+    ClientCa,
+    Insecure,
+    KeyFile,
+    PadReplies,
+)
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.service.listening import check_address
 from retriever.service.serving import serve as serve_forever
@@ -110,6 +117,7 @@ def serve(
     client_ca: ClientCa = None,
     access: AccessFile = None,
     insecure: Insecure = False,
+    pad_replies: PadReplies = False,
 ) -> None:
     """Serve drafts over gRPC until interrupted.
 
@@ -135,7 +143,7 @@ def serve(
             refresh_s=refresh,
         )
         try:
-            asyncio.run(serve_forever(drafter, address, protection))
+            asyncio.run(serve_forever(drafter, address, protection, pad_replies=pad_replies))
         finally:
             drafter.shut_down()
 

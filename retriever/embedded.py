@@ -1,6 +1,7 @@
 """The embedded drafter: databases, predictor and sessions in the caller's process."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Final, Self
@@ -12,7 +13,11 @@ from indexer.reader import Index, Vocabulary
 from retriever.corpora import shared_vocabulary
 from retriever.databases import Context, Databases
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.errors import InvalidRequestError, VocabularyMismatchError
+from retriever.errors import (
+    InvalidRequestError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
 from retriever.explanation import Explanation
 from retriever.generations import Generations
 from retriever.kernels.layout import MAX_MATCH
@@ -222,7 +227,7 @@ class EmbeddedDrafter:
             if ended.remember and remember:
                 context = ended.databases.context
                 output = context.last(len(context) - ended.prompt_length)
-                self._pools.remember(ended.databases.pool, output)
+                self._pools.remember(ended.databases.pool, output, key.name)
 
     def flush(self) -> None:
         """Keep in the state directory, if there is one, what was generated in ended sequences."""
@@ -320,11 +325,31 @@ class EmbeddedDrafter:
             StateError: the disk refuses; what is in memory is forgotten all the same.
         """
         check_tenant_name(tenant)
-        with self._pools.deletion(tenant) as pool, self._lock:
+        with self._pools.deletion(tenant) as pool:
             if pool is not None:
-                pool.clear()
-                self._sessions.forget(pool)
+                with self._lock:
+                    pool.clear()
+                    self._sessions.forget(pool)
+                self._pools.let_go(tenant)
             self._pools.delete_logged(tenant)
+
+    def delete_session(self, key: SessionKey, *, tenant: str = "") -> None:
+        """Forget what sessions of a name have generated, in memory and in the state directory.
+
+        One that is open ends. What the tenant's weights learned stays: it names no token.
+
+        Raises:
+            StateError: the disk refuses; what is in memory is forgotten all the same.
+        """
+        check_session_name(key.name)
+        check_tenant_name(tenant)
+        with self._pools.deletion(tenant) as pool:
+            with self._lock, suppress(UnknownSessionError):
+                self._sessions.remove(key).databases.context.clear()
+            if pool is not None:
+                with self._lock:
+                    pool.forget(key.name)
+            self._pools.delete_logged(tenant, key.name)
 
     def refresh(self) -> bool:
         """Draft from what the indexes are now; tell whether any has changed.

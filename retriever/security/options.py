@@ -43,3 +43,11 @@ Insecure = Annotated[
         "who they are.",
     ),
 ]
+PadReplies = Annotated[
+    bool,
+    typer.Option(
+        "--pad-replies",
+        help="Make all drafts of a budget equal in size on the wire, so that whoever watches the "
+        "network does not learn from it how much was found.",
+    ),
+]

@@ -19,7 +19,11 @@ _GRACE_S: Final = 2.0
 
 
 async def start(
-    drafter: EmbeddedDrafter, address: str, protection: Protection = NO_PROTECTION
+    drafter: EmbeddedDrafter,
+    address: str,
+    protection: Protection = NO_PROTECTION,
+    *,
+    pad_replies: bool = False,
 ) -> tuple[aio.Server, str]:
     """Start serving.
 
@@ -27,6 +31,7 @@ async def start(
         drafter: what answers; warmed here, so that the first draft waits for no compiler.
         address: `host:port` (port 0: a free one), or `unix:/path`.
         protection: who is let in, and how connections are encrypted.
+        pad_replies: whether drafts are padded, so that their sizes tell nothing of them.
 
     Returns:
         The running server, and the address that it listens on.
@@ -41,7 +46,8 @@ async def start(
     interceptors = [] if protection.doorkeeper is None else [Admission(protection.doorkeeper)]
     options = wire.server_options(drafter.limits)
     server = aio.server(interceptors=interceptors, options=options)
-    pb_grpc.add_RetrieverServiceServicer_to_server(RetrieverServicer(drafter), server)
+    servicer = RetrieverServicer(drafter, pad_replies=pad_replies)
+    pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
     port = listen(server, address, protection.tls)
     await server.start()
     if address.startswith(UNIX):
@@ -50,7 +56,11 @@ async def start(
 
 
 async def serve(
-    drafter: EmbeddedDrafter, address: str, protection: Protection = NO_PROTECTION
+    drafter: EmbeddedDrafter,
+    address: str,
+    protection: Protection = NO_PROTECTION,
+    *,
+    pad_replies: bool = False,
 ) -> None:
     """Serve until SIGINT or SIGTERM; calls under way get two seconds to end.
 
@@ -61,7 +71,7 @@ async def serve(
     stopped = asyncio.Event()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signal_number, stopped.set)
-    server, bound = await start(drafter, address, protection)
+    server, bound = await start(drafter, address, protection, pad_replies=pad_replies)
     watching = asyncio.create_task(protection.watch())
     print(f"serving on {bound}", flush=True)  # noqa: T201  (says when it is ready, and where)
     async with sweeping(drafter):

@@ -19,9 +19,11 @@ def serving(
     drafter: EmbeddedDrafter,
     address: str = "127.0.0.1:0",
     protection: Protection = NO_PROTECTION,
+    *,
+    pad_replies: bool = False,
 ) -> Iterator[str]:
     """Serve during the block; give the address."""
-    server, bound = on_loop(start(drafter, address, protection))
+    server, bound = on_loop(start(drafter, address, protection, pad_replies=pad_replies))
     try:
         yield bound
     finally:
