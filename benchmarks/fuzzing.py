@@ -57,7 +57,7 @@ class Fuzzer:
 
     Attributes:
         outcomes: how often calls ended with each status; "unreadable" stands for bytes that are no
-            message, to which gRPC itself answers INTERNAL.
+            message, which do not come so far.
     """
 
     drafter: EmbeddedDrafter

@@ -17,6 +17,7 @@ from rich.progress import track
 
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL
+from retriever.bindings import BoundPaths, parsed_bindings
 from retriever.clear_errors import clear_errors
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
 from retriever.encoding import ChatEncoder
@@ -37,6 +38,8 @@ from retriever.security.options import (
     Insecure,
     KeyFile,
     PadReplies,
+    TenantIndexes,
+    TenantPhrases,
 )
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.service.listening import check_address
@@ -118,6 +121,8 @@ def serve(
     access: AccessFile = None,
     insecure: Insecure = False,
     pad_replies: PadReplies = False,
+    tenant_index: TenantIndexes = None,
+    tenant_phrases: TenantPhrases = None,
 ) -> None:
     """Serve drafts over gRPC until interrupted.
 
@@ -131,8 +136,17 @@ def serve(
         protection = Protection.of(ProtectionFiles(certificate, key, client_ca, access, insecure))
         check_address(address)
         protection.check(address)
-        check_files(index or [], phrases or [])
+        indexes = parsed_bindings(tenant_index or [], "--tenant-index")
+        lists = parsed_bindings(tenant_phrases or [], "--tenant-phrases")
+        check_files(
+            [*(index or []), *chain.from_iterable(indexes.values())],
+            [*(phrases or []), *chain.from_iterable(lists.values())],
+        )
         encoder = ChatEncoder(tokenizer)
+        listed = {
+            tenant: _listed([*(phrases or []), *own], encoder, index)
+            for tenant, own in lists.items()
+        }
         drafter = EmbeddedDrafter.open_indexes(
             index or [],
             vocabulary=encoder.vocabulary,
@@ -141,6 +155,7 @@ def serve(
             durability=durability,
             phrases=_listed(phrases, encoder, index),
             refresh_s=refresh,
+            bound=BoundPaths(indexes, {tenant: own for tenant, own in listed.items() if own}),
         )
         try:
             asyncio.run(serve_forever(drafter, address, protection, pad_replies=pad_replies))

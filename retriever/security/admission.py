@@ -14,6 +14,7 @@ from grpc import aio
 
 from retriever.errors import AccessRefusedError, NotPermittedError
 from retriever.security.access import Access, read_access
+from retriever.security.handlers import kind_of, rebuilt
 from retriever.security.identities import Certified, certified
 from retriever.security.private_files import Reloaded
 
@@ -141,9 +142,8 @@ class Admission(aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method in self._open_methods:
             return handler
-        kind = _kind_of(handler)
-        guarded = self._guarded(getattr(handler, kind))
-        return _MAKERS[kind](guarded, handler.request_deserializer, handler.response_serializer)
+        guarded = self._guarded(getattr(handler, kind_of(handler)))
+        return rebuilt(handler, guarded, handler.request_deserializer)
 
     def _guarded(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         if not isasyncgenfunction(behaviour):
@@ -207,17 +207,3 @@ def _of_certificate(access: Access | None, certificate: Certified | None) -> str
     if tenant is None:
         raise NotPermittedError(_NO_TENANT)
     return tenant
-
-
-_MAKERS: Final[Mapping[str, Callable[..., Any]]] = {
-    "unary_unary": grpc.unary_unary_rpc_method_handler,
-    "unary_stream": grpc.unary_stream_rpc_method_handler,
-    "stream_unary": grpc.stream_unary_rpc_method_handler,
-    "stream_stream": grpc.stream_stream_rpc_method_handler,
-}
-
-
-def _kind_of(handler: Any) -> str:
-    request = "stream" if handler.request_streaming else "unary"
-    response = "stream" if handler.response_streaming else "unary"
-    return f"{request}_{response}"

@@ -51,3 +51,19 @@ PadReplies = Annotated[
         "network does not learn from it how much was found.",
     ),
 ]
+TenantIndexes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tenant-index",
+        metavar="TENANT=DIR",
+        help="An index that this tenant alone drafts from, beside those of --index. Repeatable.",
+    ),
+]
+TenantPhrases = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tenant-phrases",
+        metavar="TENANT=FILE",
+        help="Phrases for this tenant alone, beside those of --phrases. Repeatable.",
+    ),
+]

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from grpc import aio
 
+from indexer.reader import Index
 from retriever import wire
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import RetrieverError
@@ -121,20 +122,10 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     async def ListIndexes(
         self, request: pb.ListIndexesRequest, context: _Context
     ) -> pb.ListIndexesResponse:
-        del request, context
-        return pb.ListIndexesResponse(
-            indexes=[
-                pb.IndexInfo(
-                    name=index.path.name,
-                    num_tokens=index.num_tokens,
-                    num_documents=index.num_documents,
-                    vocabulary_size=index.vocabulary.size,
-                    vocabulary_fingerprint=index.vocabulary.fingerprint,
-                    snapshot=index.number,
-                )
-                for index in self._drafter.indexes
-            ]
-        )
+        del request
+        async with _statuses(context):
+            indexes = self._drafter.indexes_of(tenant_of(context))
+            return pb.ListIndexesResponse(indexes=map(_described, indexes))
 
 
 @asynccontextmanager
@@ -144,3 +135,15 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
         yield
     except RetrieverError as error:
         await context.abort(wire.status_of(error), str(error))
+
+
+def _described(index: Index) -> pb.IndexInfo:
+    """Return the wire form of what is told of an index."""
+    return pb.IndexInfo(
+        name=index.path.name,
+        num_tokens=index.num_tokens,
+        num_documents=index.num_documents,
+        vocabulary_size=index.vocabulary.size,
+        vocabulary_fingerprint=index.vocabulary.fingerprint,
+        snapshot=index.number,
+    )

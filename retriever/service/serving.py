@@ -11,6 +11,7 @@ from retriever.embedded import EmbeddedDrafter
 from retriever.security.admission import Admission
 from retriever.security.protection import NO_PROTECTION, Protection
 from retriever.service.listening import UNIX, check_address, listen
+from retriever.service.reading import Reading
 from retriever.service.servicer import RetrieverServicer
 from retriever.service.sweeping import sweeping
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
@@ -43,7 +44,9 @@ async def start(
     check_address(address)
     protection.check(address)
     drafter.warm()
-    interceptors = [] if protection.doorkeeper is None else [Admission(protection.doorkeeper)]
+    interceptors: list[aio.ServerInterceptor] = [Reading()]
+    if protection.doorkeeper is not None:
+        interceptors.insert(0, Admission(protection.doorkeeper))
     options = wire.server_options(drafter.limits)
     server = aio.server(interceptors=interceptors, options=options)
     servicer = RetrieverServicer(drafter, pad_replies=pad_replies)
