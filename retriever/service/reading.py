@@ -4,26 +4,19 @@ gRPC for asyncio would answer UNKNOWN, with the name of a Python class, and log 
 time.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
-from inspect import isasyncgenfunction
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
+from retriever.errors import InvalidRequestError
 from retriever.security.handlers import kind_of, rebuilt
 
 _NO_MESSAGE: Final = "what was sent is no message of this call: see the contract for its form"
 
-
-class _Unreadable:
-    """Stands for bytes that are no message."""
-
-
-class _UnreadableError(Exception):
-    """A stream brought bytes that are no message."""
+_Parse = Callable[[bytes], Any]
 
 
 class Reading(aio.ServerInterceptor):
@@ -36,54 +29,42 @@ class Reading(aio.ServerInterceptor):
     ) -> Any:
         """Return a handler that reads what it can; see `aio.ServerInterceptor`."""
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        return rebuilt(handler, _tolerant(handler), _deserializer(handler.request_deserializer))
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        behaviour, parse = getattr(handler, kind_of(handler)), _parsing(handler)
+        if handler.request_streaming:  # the servicer awaits messages, and the error with them
+            return rebuilt(handler, behaviour, parse)
+        if handler.response_streaming:  # none of ours
+            return handler
+        return rebuilt(handler, _answering(behaviour), _late(parse))
 
 
-def _deserializer(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    if parse is None:
-        return None
+def _parsing(handler: Any) -> _Parse:
+    def parse(content: bytes) -> Any:
+        try:
+            return handler.request_deserializer(content)
+        except DecodeError as error:
+            raise InvalidRequestError(_NO_MESSAGE) from error
+
+    return parse
+
+
+def _late(parse: _Parse) -> _Parse:
+    """Return the error in the place of a message: it is read where no status can be given."""
 
     def read(content: bytes) -> Any:
         try:
             return parse(content)
-        except DecodeError:
-            return _Unreadable()
+        except InvalidRequestError as error:
+            return error
 
     return read
 
 
-def _tolerant(handler: Any) -> Callable[..., Any]:
-    behaviour = getattr(handler, kind_of(handler))
-    prepare = _readable if handler.request_streaming else _checked
-    if not isasyncgenfunction(behaviour):
+def _answering(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def answer(request: Any, context: Any) -> Any:
+        if isinstance(request, InvalidRequestError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
+        return await behaviour(request, context)
 
-        async def answer(request: Any, context: Any) -> Any:
-            try:
-                return await behaviour(prepare(request), context)
-            except _UnreadableError:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _NO_MESSAGE)
-
-        return answer
-
-    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            async with aclosing(behaviour(prepare(request), context)) as responses:
-                async for response in responses:
-                    yield response
-        except _UnreadableError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _NO_MESSAGE)
-
-    return stream
-
-
-def _checked(request: Any) -> Any:
-    if isinstance(request, _Unreadable):
-        raise _UnreadableError
-    return request
-
-
-async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _checked(request)
+    return answer

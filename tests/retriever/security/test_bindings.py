@@ -8,11 +8,13 @@ import pytest
 
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
-from retriever import DraftRequest, InvalidRequestError
+from retriever import Credentials, DraftRequest, InvalidRequestError, RemoteDrafter
 from retriever.bindings import BoundPaths, parsed_bindings
 from retriever.embedded import EmbeddedDrafter
 from retriever.phrases import ListedPhrases
+from retriever.security.access import add_token
 from retriever.sessions import SessionKey
+from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.states import ids
 
 VOCABULARY = Vocabulary(1000, "ab" * 32)
@@ -99,3 +101,20 @@ def test_bindings_on_the_command_line_are_checked() -> None:
     for wrong in ("a", "a=", f"{'x' * 257}=y"):
         with pytest.raises(InvalidRequestError):
             parsed_bindings([wrong], "--tenant-index")
+
+
+def test_the_command_binds_indexes_to_tenants(paths: dict[str, Path], tmp_path: Path) -> None:
+    access = tmp_path / "access"
+    tokens = {tenant: add_token(access, tenant) for tenant in ("a", "c")}
+    process, address = start_service(
+        *("--index", str(paths["shared"]), "--tenant-index", f"a={paths['a']}"),
+        *("--access", str(access), "--address", "127.0.0.1:0"),
+    )
+    try:
+        for tenant, names in (("a", ["shared", "a"]), ("c", ["shared"])):
+            with RemoteDrafter(address, credentials=Credentials(token=tokens[tenant])) as client:
+                assert [index.name for index in client.list_indexes()] == names
+                drafted = set(client.draft_context(COMMON, 64).token_ids // 100) - {0}
+                assert drafted == ({1, 2} if tenant == "a" else {1})
+    finally:
+        stop_service(process)

@@ -156,7 +156,9 @@ def shared_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "reason"), [(shared_pools, "was drafted"), (shared_names, "")], ids=["pools", "names"]
+    ("plant", "reason"),
+    [(shared_pools, "was drafted"), (shared_names, "s0|s1|drafted")],
+    ids=["pools", "names"],
 )
 def test_a_planted_leak_is_caught_by_the_same_test(
     tenants: dict[str, Tenant],
