@@ -29,6 +29,7 @@ from retriever.drafter import Drafter
 from retriever.embedded import EmbeddedDrafter
 from retriever.files import check_files
 from retriever.phrases import ListedPhrases
+from retriever.remote.credentials import Credentials
 from retriever.sharding import ShardedDrafter, connect
 
 
@@ -42,6 +43,7 @@ class DrafterOptions:
         phrases: files of listed phrases to draft from in this process.
         draft_model: a smaller model that drafts, too.
         recycle: whether to draft from what the target itself found likely before, too.
+        credentials: what to show to the servers, and whom to trust.
 
     Raises:
         ContradictoryOptionsError: servers and others are given, or a draft model's vocabulary is
@@ -53,6 +55,7 @@ class DrafterOptions:
     phrases: Sequence[Path] = field(default=())
     draft_model: DraftModelOptions | None = None
     recycle: bool = True
+    credentials: Credentials | None = None
 
     def __post_init__(self) -> None:
         if self.indexes and self.servers:
@@ -118,7 +121,11 @@ class DrafterOptions:
     ) -> EmbeddedDrafter | RemoteDrafter | ShardedDrafter:
         vocabulary = language_model.vocabulary
         if self.servers:
-            return connect(self.servers, vocabulary_fingerprint=vocabulary.fingerprint)
+            return connect(
+                self.servers,
+                vocabulary_fingerprint=vocabulary.fingerprint,
+                credentials=self.credentials,
+            )
         phrases = self._listed(language_model, vocabulary.size)
         drafter = EmbeddedDrafter.open_indexes(self.indexes, vocabulary=vocabulary, phrases=phrases)
         drafter.warm()

@@ -37,7 +37,13 @@ from decoder.options import (
 from decoder.prompts import read_prompts
 from decoder.trace_command import trace_command
 from indexer.tokenizer import DEFAULT_MODEL
-from retriever.options import Indexes, Phrases, Servers
+from retriever.options import (
+    CredentialsFile,
+    Indexes,
+    Phrases,
+    Servers,
+    credentials_of,
+)
 
 app = typer.Typer(
     help="Decode with a model and drafts, or measure against transformers' own decoding.",
@@ -58,6 +64,7 @@ def bench(
     model: ModelName = DEFAULT_MODEL,
     index: Indexes = None,
     server: Servers = None,
+    credentials: CredentialsFile = None,
     phrases: Phrases = None,
     draft_model: DraftModel = None,
     draft_vocabulary: DraftVocabulary = None,
@@ -90,7 +97,9 @@ def bench(
 ) -> None:
     """Measure against plain generation and prompt lookup, on the same prompts in one run."""
     modelled = draft_model_options(draft_model, draft_vocabulary)
-    drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled, recycle)
+    drafter_options = DrafterOptions(
+        index or (), server or (), phrases or (), modelled, recycle, credentials_of(credentials)
+    )
     drafter_options.check()
     selected = read_prompts(prompts, limit, per_category)
     others = [] if warm is None else read_prompts(warm)

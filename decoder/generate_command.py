@@ -52,7 +52,13 @@ from decoder.stopping import StopStrings, check_stop_strings, special_ids
 from decoder.trace import TraceWriter
 from indexer.launch import INTERRUPTED
 from indexer.tokenizer import DEFAULT_MODEL
-from retriever.options import Indexes, Phrases, Servers
+from retriever.options import (
+    CredentialsFile,
+    Indexes,
+    Phrases,
+    Servers,
+    credentials_of,
+)
 
 
 def generate_command(
@@ -60,6 +66,7 @@ def generate_command(
     model: ModelName = DEFAULT_MODEL,
     index: Indexes = None,
     server: Servers = None,
+    credentials: CredentialsFile = None,
     phrases: Phrases = None,
     draft_model: DraftModel = None,
     draft_vocabulary: DraftVocabulary = None,
@@ -120,7 +127,9 @@ def generate_command(
     each is done; a prompt that fails is reported, the others go on, and the status is 1.
     """
     modelled = draft_model_options(draft_model, draft_vocabulary)
-    drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled, recycle)
+    drafter_options = DrafterOptions(
+        index or (), server or (), phrases or (), modelled, recycle, credentials_of(credentials)
+    )
     drafter_options.check()
     settings = SamplingSettings(
         temperature,

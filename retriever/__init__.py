@@ -7,11 +7,15 @@ client does not pay for the rest. The embedded drafter is `retriever.embedded.Em
 from retriever.client import IndexInfo, RemoteDrafter
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import (
+    AccessRefusedError,
     AddressInUseError,
+    CredentialsError,
     DrafterUnavailableError,
+    InsecureAddressError,
     InvalidRequestError,
     InvalidTreeError,
     LimitExceededError,
+    NotPermittedError,
     OutOfSequenceError,
     PhrasesError,
     ProvenanceError,
@@ -24,6 +28,7 @@ from retriever.errors import (
 )
 from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
 from retriever.remote.async_resilient import AsyncResilientDrafter
+from retriever.remote.credentials import Credentials
 from retriever.remote.fail_opens import FailOpen
 from retriever.remote.local import LocalDrafter
 from retriever.remote.resilient import ResilientDrafter
@@ -33,8 +38,11 @@ from retriever.tree import ROOT, DraftTree, Source
 
 __all__ = [
     "ROOT",
+    "AccessRefusedError",
     "AddressInUseError",
     "AsyncResilientDrafter",
+    "Credentials",
+    "CredentialsError",
     "DocumentOccurrence",
     "DraftRequest",
     "DraftTree",
@@ -43,11 +51,13 @@ __all__ = [
     "Explanation",
     "FailOpen",
     "IndexInfo",
+    "InsecureAddressError",
     "InvalidRequestError",
     "InvalidTreeError",
     "LimitExceededError",
     "LocalDrafter",
     "NodeProvenance",
+    "NotPermittedError",
     "OutOfSequenceError",
     "PhrasesError",
     "ProvenanceError",

@@ -13,6 +13,7 @@ from retriever.drafter import DraftRequest
 from retriever.errors import DrafterUnavailableError, InvalidTreeError, UnknownSessionError
 from retriever.explanation import Explanation
 from retriever.limits import DEFAULT_DOCUMENTS, check_session_name
+from retriever.remote.credentials import Credentials, open_channel
 from retriever.streams import Stream
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
@@ -55,6 +56,10 @@ class RemoteDrafter:
         address: `host:port`, or `unix:/path`.
         timeout_s: longest wait for any answer, in seconds.
         vocabulary_fingerprint: of the tokenizer at hand; a service for another one refuses.
+        credentials: what to show, and whom to trust; None for a service that asks for nothing.
+
+    Raises:
+        CredentialsError: a file of the credentials cannot be used.
     """
 
     def __init__(
@@ -63,12 +68,13 @@ class RemoteDrafter:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         vocabulary_fingerprint: str = "",
+        credentials: Credentials | None = None,
     ) -> None:
         self._address = address
         self._timeout_s = timeout_s
         self._fingerprint = vocabulary_fingerprint
         self._prefix = f"{uuid.uuid4().hex}/"
-        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._channel = open_channel(address, credentials, CLIENT_OPTIONS)
         self._stub = RetrieverServiceStub(self._channel)
         self._stream: Stream | None = None
         self._sessions: set[str] = set()
@@ -174,6 +180,25 @@ class RemoteDrafter:
             return explanation_from_message(response)
         except InvalidTreeError as error:
             raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
+
+    def delete_session_data(self, session: str) -> None:
+        """Have the service forget what sessions of a name, opened by this client, generated.
+
+        Raises:
+            DrafterUnavailableError: no answer in time; it may have been done or not.
+        """
+        message = pb.DeleteSessionDataRequest(session_id=self._prefix + session)
+        self._call(self._stub.DeleteSessionData, message)
+        self._sessions.discard(session)
+        self._lost.discard(session)
+
+    def delete_tenant_data(self) -> None:
+        """Have the service forget all that it keeps of the tenant that the credentials are for.
+
+        Raises:
+            DrafterUnavailableError: no answer in time; it may have been done or not.
+        """
+        self._call(self._stub.DeleteTenantData, pb.DeleteTenantDataRequest())
 
     def list_indexes(self) -> list[IndexInfo]:
         """Return the indexes that the service drafts from."""

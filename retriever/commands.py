@@ -17,6 +17,7 @@ from rich.progress import track
 
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL
+from retriever.bindings import BoundPaths, parsed_bindings
 from retriever.clear_errors import clear_errors
 from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
 from retriever.encoding import ChatEncoder
@@ -25,10 +26,23 @@ from retriever.explain_command import explain
 from retriever.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.files import check_files
 from retriever.log_store import Durability
-from retriever.options import Indexes, Phrases, Servers
+from retriever.options import CredentialsFile, Indexes, Phrases, Servers, credentials_of
 from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
 from retriever.report_tables import tables
+from retriever.security.commands import app as access_app
+from retriever.security.options import (
+    AccessFile,
+    CertificateFile,
+    ClientCa,
+    Insecure,
+    KeyFile,
+    PadReplies,
+    TenantIndexes,
+    TenantPhrases,
+)
+from retriever.security.protection import Protection, ProtectionFiles
+from retriever.service.listening import check_address
 from retriever.service.serving import serve as serve_forever
 from retriever.traces import read_outputs, read_traces
 
@@ -43,6 +57,7 @@ app = typer.Typer(
 )
 
 app.command()(explain)
+app.add_typer(access_app, name="access")
 
 
 @app.command()
@@ -100,18 +115,38 @@ def serve(
             "become; 0: never.",
         ),
     ] = DEFAULT_REFRESH_S,
+    certificate: CertificateFile = None,
+    key: KeyFile = None,
+    client_ca: ClientCa = None,
+    access: AccessFile = None,
+    insecure: Insecure = False,
+    pad_replies: PadReplies = False,
+    tenant_index: TenantIndexes = None,
+    tenant_phrases: TenantPhrases = None,
 ) -> None:
     """Serve drafts over gRPC until interrupted.
 
-    Prints `serving on ADDRESS` once it is ready. There is no authentication yet: listen on
-    loopback or a unix socket.
+    Prints `serving on ADDRESS` once it is ready. Where other machines reach the address, it takes
+    --certificate and --key, and --access or --client-ca.
     """
     limits = replace(
         DEFAULT_LIMITS, generations_tokens=generations_tokens, generations_age_s=generations_age_s
     )
     with clear_errors():
-        check_files(index or [], phrases or [])
+        protection = Protection.of(ProtectionFiles(certificate, key, client_ca, access, insecure))
+        check_address(address)
+        protection.check(address)
+        indexes = parsed_bindings(tenant_index or [], "--tenant-index")
+        lists = parsed_bindings(tenant_phrases or [], "--tenant-phrases")
+        check_files(
+            [*(index or []), *chain.from_iterable(indexes.values())],
+            [*(phrases or []), *chain.from_iterable(lists.values())],
+        )
         encoder = ChatEncoder(tokenizer)
+        listed = {
+            tenant: _listed([*(phrases or []), *own], encoder, index)
+            for tenant, own in lists.items()
+        }
         drafter = EmbeddedDrafter.open_indexes(
             index or [],
             vocabulary=encoder.vocabulary,
@@ -120,9 +155,10 @@ def serve(
             durability=durability,
             phrases=_listed(phrases, encoder, index),
             refresh_s=refresh,
+            bound=BoundPaths(indexes, {tenant: own for tenant, own in listed.items() if own}),
         )
         try:
-            asyncio.run(serve_forever(drafter, address))
+            asyncio.run(serve_forever(drafter, address, protection, pad_replies=pad_replies))
         finally:
             drafter.shut_down()
 
@@ -154,6 +190,7 @@ def replay_traces(
         ),
     ] = None,
     server: Servers = None,
+    credentials: CredentialsFile = None,
     drafter: Annotated[
         str,
         typer.Option(
@@ -204,7 +241,12 @@ def replay_traces(
         recorded = list(_progress(read, "tokenising"))
         outputs = list(chain.from_iterable(warming))
         if server:
-            make_drafter = partial(remote_drafter, server, vocabulary=encoder.vocabulary)
+            make_drafter = partial(
+                remote_drafter,
+                server,
+                vocabulary=encoder.vocabulary,
+                credentials=credentials_of(credentials),
+            )
         elif drafter == OWN:
             listed = _listed(phrases, encoder, index)
             make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)

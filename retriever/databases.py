@@ -46,6 +46,10 @@ class Context:
             self._store = grown
         self._store.extend(tokens, self._cursor)
 
+    def clear(self) -> None:
+        """Overwrite the tokens: the sequence has ended, and nothing of it may be left."""
+        self._store.chains.tokens[:] = 0
+
     def last(self, num_tokens: int) -> TokenIds:
         """Return the last tokens, at most `num_tokens`."""
         return self._store.last(num_tokens)

@@ -1,6 +1,8 @@
 """The embedded drafter: databases, predictor and sessions in the caller's process."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Final, Self
@@ -9,10 +11,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from indexer.reader import Index, Vocabulary
+from retriever.bindings import NO_PHRASES, Bindings, Bound, BoundPaths
 from retriever.corpora import shared_vocabulary
-from retriever.databases import Context, Databases
+from retriever.databases import Context, Corpus, Databases
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.errors import InvalidRequestError, VocabularyMismatchError
+from retriever.errors import (
+    InvalidRequestError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
 from retriever.explanation import Explanation
 from retriever.generations import Generations
 from retriever.kernels.layout import MAX_MATCH
@@ -57,6 +64,8 @@ class EmbeddedDrafter:
         refresh_s: look every so many seconds whether an index has changed, in a thread of our own,
             and draft from what it has become; 0 for never. `refresh` does so at once.
         predictor: what grows the trees, with room for `limits`; made here if None.
+        bound: what tenants draft from in the place of the indexes and phrases that are shared;
+            their indexes are closed with the drafter, too.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
@@ -75,14 +84,20 @@ class EmbeddedDrafter:
         phrases: ListedPhrases | None = None,
         refresh_s: float = 0.0,
         predictor: Predictor | None = None,
+        bound: Mapping[str, Bound] | None = None,
     ) -> None:
         self.limits = limits
         self.vocabulary = shared_vocabulary(indexes, vocabulary)
-        self._phrases = phrases if phrases is not None else ListedPhrases(())
-        _check_phrases(self._phrases, self.vocabulary)
+        phrases = phrases if phrases is not None else NO_PHRASES
+        bound = bound or {}
+        for each in bound.values():
+            self.vocabulary = shared_vocabulary(each.indexes or (), self.vocabulary)
+            _check_phrases(each.phrases or NO_PHRASES, self.vocabulary)
+        _check_phrases(phrases, self.vocabulary)
         self._lock = Lock()
         self._sessions = Sessions(limits)
-        self._live = LiveCorpora(indexes, self._sessions, self._lock)
+        live = partial(LiveCorpora, sessions=self._sessions, lock=self._lock)
+        self._live = Bindings(live(indexes), phrases, bound, live)
         self._predictor = predictor or Predictor(limits.max_budget_nodes)
         self.steps = Steps(
             self._sessions,
@@ -110,6 +125,7 @@ class EmbeddedDrafter:
         durability: Durability = "process",
         phrases: ListedPhrases | None = None,
         refresh_s: float = 0.0,
+        bound: BoundPaths | None = None,
     ) -> Self:
         """Open the indexes at `paths` and draft from them; the rest is as for the constructor.
 
@@ -119,8 +135,11 @@ class EmbeddedDrafter:
             VocabularyMismatchError: `state` holds outputs of another tokenizer.
         """
         indexes: list[Index] = []
+        opened: list[Index] = []
+        shared = list(paths)
         try:
-            indexes.extend(Index.open(path, vocabulary=vocabulary) for path in paths)
+            indexes.extend(Index.open(path, vocabulary=vocabulary) for path in shared)
+            tenants = (bound or BoundPaths()).opened(shared, vocabulary, opened)
             return cls(
                 indexes,
                 vocabulary=vocabulary,
@@ -129,16 +148,21 @@ class EmbeddedDrafter:
                 durability=durability,
                 phrases=phrases,
                 refresh_s=refresh_s,
+                bound=tenants,
             )
         except BaseException:
-            for index in indexes:
+            for index in (*indexes, *opened):
                 index.close()
             raise
 
     @property
     def indexes(self) -> tuple[Index, ...]:
-        """The indexes, as they are drafted from now."""
-        return self._live.current.indexes
+        """The indexes that are shared, as they are drafted from now."""
+        return self.indexes_of("")
+
+    def indexes_of(self, tenant: str) -> tuple[Index, ...]:
+        """Return the indexes that a tenant drafts from, as they are now."""
+        return self._live.corpora(tenant).current.indexes
 
     @property
     def refresh_failures(self) -> int:
@@ -222,7 +246,7 @@ class EmbeddedDrafter:
             if ended.remember and remember:
                 context = ended.databases.context
                 output = context.last(len(context) - ended.prompt_length)
-                self._pools.remember(ended.databases.pool, output)
+                self._pools.remember(ended.databases.pool, output, key.name)
 
     def flush(self) -> None:
         """Keep in the state directory, if there is one, what was generated in ended sequences."""
@@ -296,7 +320,9 @@ class EmbeddedDrafter:
         with self._lock:
             tree = self._draft(databases, budget_nodes, min_probability)
             evidence = Evidence.of(self._predictor, budget_nodes)
-            indexes = self.indexes  # those that the draft is from, whatever comes meanwhile
+            indexes = self.indexes_of(
+                tenant
+            )  # those that the draft is from, whatever comes meanwhile
         supports = trace_nodes(tree, databases, evidence)
         return Explanation(tree, tuple(locate(supports, indexes, max_documents)))
 
@@ -320,11 +346,31 @@ class EmbeddedDrafter:
             StateError: the disk refuses; what is in memory is forgotten all the same.
         """
         check_tenant_name(tenant)
-        with self._pools.deletion(tenant) as pool, self._lock:
+        with self._pools.deletion(tenant) as pool:
             if pool is not None:
-                pool.clear()
-                self._sessions.forget(pool)
+                with self._lock:
+                    pool.clear()
+                    self._sessions.forget(pool)
+                self._pools.let_go(tenant)
             self._pools.delete_logged(tenant)
+
+    def delete_session(self, key: SessionKey, *, tenant: str = "") -> None:
+        """Forget what sessions of a name have generated, in memory and in the state directory.
+
+        One that is open ends. What the tenant's weights learned stays: it names no token.
+
+        Raises:
+            StateError: the disk refuses; what is in memory is forgotten all the same.
+        """
+        check_session_name(key.name)
+        check_tenant_name(tenant)
+        with self._pools.deletion(tenant) as pool:
+            with self._lock, suppress(UnknownSessionError):
+                self._sessions.remove(key).databases.context.clear()
+            if pool is not None:
+                with self._lock:
+                    pool.forget(key.name)
+            self._pools.delete_logged(tenant, key.name)
 
     def refresh(self) -> bool:
         """Draft from what the indexes are now; tell whether any has changed.
@@ -338,12 +384,12 @@ class EmbeddedDrafter:
     def warm(self) -> None:
         """Compile or load all kernels now, so that no draft waits for it."""
         context = np.zeros(2 * MAX_MATCH, np.int32)
-        nobody = Databases(Context(context), Pool("", Generations(0)), self._live.current.corpus)
+        nobody = Databases(Context(context), Pool("", Generations(0)), self._corpus(""))
         nobody.pool.generations.add(context)
         with self._lock:
             self._predictor.draft(nobody, 1, 0.0)
             self._predictor.commit(nobody, context[:1])
-        self._phrases.warm()
+        self._live.warm()
 
     def check_vocabulary(self, fingerprint: str) -> None:
         """Refuse the tokens of another tokenizer.
@@ -378,16 +424,20 @@ class EmbeddedDrafter:
         return self._pools.get(tenant)
 
     def _databases(self, prompt: TokenIds, pool: Pool, *, remember: bool = False) -> Databases:
+        phrases = self._live.phrases(pool.tenant)
         return Databases(
             Context(prompt),
             pool,
-            self._live.current.corpus,
+            self._corpus(pool.tenant),
             learns=remember,
-            phrases=self._phrases.cursor(prompt) if self._phrases else None,
+            phrases=phrases.cursor(prompt) if phrases else None,
         )
 
+    def _corpus(self, tenant: str) -> Corpus:
+        return self._live.corpora(tenant).current.corpus
+
     def _draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
-        databases.turn_to(self._live.current.corpus)
+        databases.turn_to(self._corpus(databases.pool.tenant))
         return self._predictor.draft(databases, budget, min_probability)
 
 

@@ -37,6 +37,22 @@ class DrafterUnavailableError(RetrieverError):
     """The drafter cannot be reached in time: go on without a draft."""
 
 
+class AccessRefusedError(DrafterUnavailableError):
+    """The service does not let the caller in: credentials are missing, wrong, or over."""
+
+
+class NotPermittedError(AccessRefusedError):
+    """The service knows the caller, who may not do this."""
+
+
+class CredentialsError(RetrieverError):
+    """A certificate, key or token cannot be used: the message says why, and what to do."""
+
+
+class InsecureAddressError(RetrieverError):
+    """Listening on this address would let in whoever can reach it."""
+
+
 class ProvenanceError(RetrieverError):
     """Where a draft came from cannot be told: an index is damaged or closed."""
 

@@ -11,6 +11,7 @@ from retriever.drafter import Drafter, TokenIds
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import RetrieverError
 from retriever.phrases import ListedPhrases
+from retriever.remote.credentials import Credentials
 from retriever.sharding import connect
 
 DrafterFactory = Callable[[Sequence[Index], Sequence[TokenIds], int], Drafter]
@@ -55,6 +56,7 @@ def remote_drafter(
     _max_budget: int,
     *,
     vocabulary: Vocabulary | None = None,
+    credentials: Credentials | None = None,
 ) -> Drafter:
     """Return a client of one or more services, which keep the outputs as recent generations.
 
@@ -62,7 +64,12 @@ def remote_drafter(
         RetrieverError: a service refuses an output.
     """
     fingerprint = vocabulary.fingerprint if vocabulary is not None else ""
-    drafter = connect(addresses, deadline_s=_PATIENCE_S, vocabulary_fingerprint=fingerprint)
+    drafter = connect(
+        addresses,
+        deadline_s=_PATIENCE_S,
+        vocabulary_fingerprint=fingerprint,
+        credentials=credentials,
+    )
     for number, output in enumerate(outputs):
         drafter.open(f"output-{number}", output[:0])
         drafter.close(f"output-{number}", output)

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,20 @@ class Output:
     Attributes:
         tokens: int32[n], token ids.
         time_s: when it ended, in seconds since 1970.
+        origin: what it is deleted by, 16 bytes; none where nobody will ask for it.
     """
 
     tokens: TokenIds
     time_s: float
+    origin: bytes = b""
+
+
+class _End(NamedTuple):
+    """Where an output in the ring ends, its end included, and what else is known of it."""
+
+    time_s: float
+    position: int
+    origin: bytes
 
 
 class Generations:
@@ -60,7 +70,7 @@ class Generations:
         self._store = ChainStore(0, GENERATIONS_LIMITS, Source.GENERATIONS)
         self.live = live_table(self._store.capacity)
         self._counted_from = 0
-        self._ends: deque[tuple[float, int]] = deque()  # time and end of each, where age counts
+        self._ends: deque[_End] = deque()
         self._expires_at_s = math.inf
 
     @property
@@ -92,13 +102,36 @@ class Generations:
             return
         tokens = np.concatenate(documents).astype(np.int32, copy=False)
         self._make_room(len(tokens))
-        if self._max_age_s < math.inf:
-            self._note_ends(outputs)
+        self._note_ends(outputs)
         self._append(tokens)
+        self._drop_ends()
         self._expire()
 
+    def outputs(self) -> list[Output]:
+        """Return what is held, oldest first; of the oldest the end, where its beginning is gone."""
+        self._expire()
+        held, begin = self._store.live(), self._store.oldest
+        found: list[Output] = []
+        for end in self._ends:
+            tokens = held[begin - self._store.oldest : end.position - 1 - self._store.oldest]
+            found.append(Output(tokens.copy(), end.time_s, end.origin))
+            begin = end.position
+        return found
+
+    def remove(self, origin: bytes) -> int:
+        """Forget the outputs of an origin; return how many these were."""
+        if all(end.origin != origin for end in self._ends):
+            return 0
+        outputs = self.outputs()
+        kept = [output for output in outputs if output.origin != origin]
+        self.clear()
+        self.extend(kept)
+        return len(outputs) - len(kept)
+
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything, and overwrite it."""
+        self._store.chains.tokens[:] = 0
+        self.live[:] = 0
         self._store = ChainStore(0, GENERATIONS_LIMITS, Source.GENERATIONS)
         self.live = live_table(self._store.capacity)
         self._counted_from = 0
@@ -149,8 +182,13 @@ class Generations:
         end = len(self._store)
         for output in outputs:
             end += len(output.tokens) + 1
-            self._ends.append((output.time_s, end))
-        self._expires_at_s = self._ends[0][0] + self._max_age_s
+            self._ends.append(_End(output.time_s, end, output.origin))
+        self._expires_at_s = self._ends[0].time_s + self._max_age_s
+
+    def _drop_ends(self) -> None:
+        """Know no longer of outputs that were overwritten."""
+        while self._ends and self._ends[0].position <= self._store.oldest:
+            self._ends.popleft()
 
     def _expire(self) -> None:
         """Stop reading what is too old."""
@@ -158,12 +196,12 @@ class Generations:
             return
         now, oldest = self._clock(), self._store.oldest
         while self._ends and (
-            self._ends[0][0] + self._max_age_s < now or self._ends[0][1] <= oldest
+            self._ends[0].time_s + self._max_age_s < now or self._ends[0].position <= oldest
         ):
-            end = self._ends.popleft()[1]
+            end = self._ends.popleft().position
             self._take_back(end)
             self._store.forget_before(end)
-        self._expires_at_s = self._ends[0][0] + self._max_age_s if self._ends else math.inf
+        self._expires_at_s = self._ends[0].time_s + self._max_age_s if self._ends else math.inf
 
 
 def live_table(capacity: int) -> NDArray[np.int64]:

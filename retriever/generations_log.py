@@ -121,16 +121,27 @@ class GenerationsLog:
             StateError: the disk refuses; then all of it is still there, or its records are gone
                 and its bytes are still in the file.
         """
+        self._delete(tenant, lambda: self._store.delete(tenant))
+
+    def delete_origin(self, tenant: str, origin: bytes) -> None:
+        """Remove a tenant's outputs of an origin, and write the file anew without them.
+
+        Raises:
+            StateError: as for `delete`.
+        """
+        self._delete(tenant, lambda: self._store.delete_origin(tenant, origin))
+
+    def _delete(self, tenant: str, action: Callable[[], object]) -> None:
         self.commit()
         with self._lock, self._sync_lock:
             try:
                 self._check_usable()
-                self._store.delete(tenant)
-                self._rewrite()
+                if action() != 0:  # the file need not be written anew where nothing was removed
+                    self._rewrite()
             except REFUSALS as error:
                 raise StateError(
-                    f"cannot delete the tenant {tenant!r} from {self._directory}: {error}; free "
-                    "space and delete it again"
+                    f"what {self._directory} has of the tenant {tenant!r} cannot be removed: "
+                    f"{error}; free space and ask again"
                 ) from error
 
     def _rewrite(self) -> None:

@@ -127,7 +127,7 @@ class LiveCorpora:
     def _exchange(self, newer: Corpora) -> None:
         with self._lock:
             older, self._corpora = self._corpora, newer
-            self._sessions.turn_to(newer.corpus)
+            self._sessions.turn_to(newer.corpus, older.corpus)
         del older  # out of the lock: what nobody else uses is unmapped here
 
     def _keep(self, path: Path, error: Exception) -> None:

@@ -9,8 +9,9 @@ Every value begins with the CRC-32 (u32, little-endian) of its key and of the re
 | `o`, length of the tenant's name (u16, big-endian), name, number (u64, big-endian) | an output |
 | `s`, length of the tenant's name (u16, big-endian), name | statistics, opaque |
 
-An output is its time in seconds since 1970 (f64), the bytes of a token (u8: 2 or 4) and its tokens
-(u16 or u32), little-endian. A tenant's outputs are numbered upwards, the oldest goes first.
+An output is its time in seconds since 1970 (f64), the bytes of a token (u8: 2 or 4, and 128 more
+where an origin follows), the origin that it is deleted by (16 bytes) and its tokens (u16 or u32),
+little-endian. A tenant's outputs are numbered upwards, the oldest goes first.
 """
 
 import struct
@@ -34,6 +35,8 @@ _NAME_LENGTH: Final = struct.Struct(">H")
 _NUMBER: Final = struct.Struct(">Q")
 _OUTPUT_HEAD: Final = struct.Struct("<dB")
 _WIDTHS: Final = (2, 4)
+_HAS_ORIGIN: Final = 0x80
+_ORIGIN_BYTES: Final = 16
 _MAX_U16: Final = 0xFFFF
 
 
@@ -80,26 +83,45 @@ def unseal(key: bytes, value: bytes) -> bytes | None:
 def encode_output(output: Output) -> bytes:
     """Return the content of an output."""
     width = _WIDTHS[0] if int(output.tokens.max(initial=0)) <= _MAX_U16 else _WIDTHS[1]
-    return _OUTPUT_HEAD.pack(output.time_s, width) + output.tokens.astype(f"<u{width}").tobytes()
+    head = _OUTPUT_HEAD.pack(output.time_s, width | (_HAS_ORIGIN if output.origin else 0))
+    return head + output.origin + output.tokens.astype(f"<u{width}").tobytes()
 
 
 def decode_output(content: bytes) -> Output | None:
     """Return an output from its content; None where this version writes no such thing."""
-    if len(content) < _OUTPUT_HEAD.size:
+    head = _head(content)
+    if head is None:
         return None
-    time_s, width = _OUTPUT_HEAD.unpack_from(content)
-    if width not in _WIDTHS or (len(content) - _OUTPUT_HEAD.size) % width:
+    time_s, width, begin = head
+    if width not in _WIDTHS or len(content) < begin or (len(content) - begin) % width:
         return None
-    tokens = np.frombuffer(content, f"<u{width}", offset=_OUTPUT_HEAD.size)
-    return Output(tokens.astype(np.int32), time_s)
+    tokens = np.frombuffer(content, f"<u{width}", offset=begin)
+    return Output(tokens.astype(np.int32), time_s, content[_OUTPUT_HEAD.size : begin])
 
 
 def measure_output(value: bytes) -> tuple[float, int]:
     """Return an output's time and number of tokens from a sealed value, which may be damaged."""
-    if len(value) < _CHECKSUM.size + _OUTPUT_HEAD.size:
+    head = _head(value[_CHECKSUM.size :])
+    if head is None:
         return 0.0, 0
-    time_s, width = _OUTPUT_HEAD.unpack_from(value, _CHECKSUM.size)
-    return time_s, (len(value) - _CHECKSUM.size - _OUTPUT_HEAD.size) // max(1, width)
+    time_s, width, begin = head
+    return time_s, max(0, len(value) - _CHECKSUM.size - begin) // max(1, width)
+
+
+def origin_of(value: bytes) -> bytes:
+    """Return an output's origin from a sealed value; empty where it has none."""
+    content = value[_CHECKSUM.size :]
+    head = _head(content)
+    return b"" if head is None else content[_OUTPUT_HEAD.size : head[2]]
+
+
+def _head(content: bytes) -> tuple[float, int, int] | None:
+    """Return an output's time, the bytes of its tokens, and where these begin."""
+    if len(content) < _OUTPUT_HEAD.size:
+        return None
+    time_s, width = _OUTPUT_HEAD.unpack_from(content)
+    has_origin = bool(width & _HAS_ORIGIN)
+    return time_s, width & ~_HAS_ORIGIN, _OUTPUT_HEAD.size + _ORIGIN_BYTES * has_origin
 
 
 def _named(tenant: str) -> bytes:

@@ -161,6 +161,25 @@ class LogStore:
         self._write(delete_all, 2 * self._options.max_bytes)
         self.let_go(tenant)
 
+    def delete_origin(self, tenant: str, origin: bytes) -> int:
+        """Remove the outputs of an origin; return how many these were."""
+        num_removed = 0
+
+        def delete_all(transaction: Any) -> None:
+            nonlocal num_removed
+            num_removed = 0
+            with transaction.cursor() as cursor:
+                prefix = records.output_prefix(tenant)
+                found = cursor.set_range(prefix)
+                while found and cursor.key().startswith(prefix):
+                    is_meant = records.origin_of(cursor.value()) == origin
+                    num_removed += is_meant
+                    found = cursor.delete() and bool(cursor.key()) if is_meant else cursor.next()
+
+        self._write(delete_all, 2 * self._options.max_bytes)
+        self.let_go(tenant)
+        return num_removed
+
     def let_go(self, tenant: str) -> None:
         """Keep nothing of a tenant in memory."""
         self._extents.pop(tenant, None)

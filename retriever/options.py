@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from retriever.remote.credentials import VARIABLES, Credentials
+
 Indexes = Annotated[
     list[Path] | None,
     typer.Option(
@@ -31,3 +33,22 @@ Servers = Annotated[
         "Repeatable: services that each hold a part of a corpus draft together.",
     ),
 ]
+CredentialsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--credentials",
+        metavar="FILE",
+        help="With --server: a TOML file with what to show and whom to trust: ca, certificate, "
+        "key, token or token_file, server_name, tls. Default: what the environment says "
+        f"({', '.join(VARIABLES)}).",
+    ),
+]
+
+
+def credentials_of(file: Path | None) -> Credentials | None:
+    """Return the credentials of a file, or else of the environment; None where there are none.
+
+    Raises:
+        CredentialsError: they cannot be used.
+    """
+    return Credentials.from_environment() if file is None else Credentials.from_file(file)

@@ -5,12 +5,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 from typing import Self
 from weakref import WeakValueDictionary
 
 from retriever.drafter import TokenIds
+from retriever.errors import LimitExceededError
 from retriever.generations import Generations, Output
 from retriever.generations_log import GenerationsLog
 from retriever.limits import Limits
@@ -36,12 +38,16 @@ class Pool:
     learned: int = 0
     logged: int = 0
 
-    def add(self, output: TokenIds, time_s: float) -> Entry:
-        """Remember int32[n], an output, and return what the log must keep of it."""
-        self.generations.add(output, time_s)
+    def add(self, output: Output) -> Entry:
+        """Remember an output, and return what the log must keep of it."""
+        self.generations.extend([output])
         statistics = to_bytes(self.weights) if self.learned != self.logged else None
         self.logged = self.learned
-        return Entry(self.tenant, Output(output, time_s), statistics)
+        return Entry(self.tenant, output, statistics)
+
+    def forget(self, name: str) -> None:
+        """Forget the outputs of the sessions of a name."""
+        self.generations.remove(_origin(name))
 
     def clear(self) -> None:
         """Forget everything."""
@@ -75,6 +81,7 @@ class Pools:
         self._recent: OrderedDict[str, Pool] = OrderedDict()
         self._in_use: WeakValueDictionary[str, Pool] = WeakValueDictionary()
         self._lock = Lock()
+        self._deleting: set[str] = set()
 
     @classmethod
     def open(
@@ -109,8 +116,14 @@ class Pools:
         return tenant in self._in_use
 
     def get(self, tenant: str) -> Pool:
-        """Return the tenant's pool. Loading takes about 0.4 s for a million tokens."""
+        """Return the tenant's pool. Loading takes about 0.4 s for a million tokens.
+
+        Raises:
+            LimitExceededError: what is kept of the tenant is being deleted.
+        """
         with self._lock:
+            if tenant in self._deleting:
+                raise LimitExceededError("the tenant's data is being deleted: try again soon")
             pool = self._in_use.get(tenant) or self._load(tenant)
             self._in_use[tenant] = pool
             self._recent[tenant] = pool
@@ -119,10 +132,16 @@ class Pools:
                 self._let_go(*self._recent.popitem(last=False))
             return pool
 
-    def remember(self, pool: Pool, output: TokenIds) -> None:
-        """Add int32[n], an output, to a pool; the log keeps it once `commit` was called."""
+    def remember(self, pool: Pool, output: TokenIds, name: str = "") -> None:
+        """Add int32[n], an output, to a pool; the log keeps it once `commit` was called.
+
+        Args:
+            pool: whose output it is.
+            output: token ids.
+            name: of the session that it is from.
+        """
         if len(output):
-            entry = pool.add(output, self._clock())
+            entry = pool.add(Output(output, self._clock(), _origin(name)))
             if self._log is not None:
                 self._log.append(entry)
 
@@ -133,22 +152,42 @@ class Pools:
 
     @contextmanager
     def deletion(self, tenant: str) -> Iterator[Pool | None]:
-        """Take a tenant's pool out of memory and give it, if it was there.
+        """Give a tenant's pool, if it is in memory.
 
-        Until the block ends no pool is loaded, so that nothing comes back that it deletes.
+        Until the block ends the tenant's pool is not to be had, so that nothing comes back that is
+        deleted meanwhile; other tenants' are.
+
+        Raises:
+            LimitExceededError: what is kept of the tenant is being deleted already.
         """
         with self._lock:
-            self._recent.pop(tenant, None)
-            yield self._in_use.get(tenant)
+            if tenant in self._deleting:
+                raise LimitExceededError("the tenant's data is being deleted: try again soon")
+            self._deleting.add(tenant)
+            pool = self._in_use.get(tenant)
+        try:
+            yield pool
+        finally:
+            with self._lock:
+                self._deleting.discard(tenant)
 
-    def delete_logged(self, tenant: str) -> None:
-        """Remove all that the log has of a tenant.
+    def let_go(self, tenant: str) -> None:
+        """Keep a tenant's pool in memory no longer than sessions use it, and not for its sake."""
+        with self._lock:
+            self._recent.pop(tenant, None)
+
+    def delete_logged(self, tenant: str, name: str | None = None) -> None:
+        """Remove all that the log has of a tenant, or of its sessions of one name.
 
         Raises:
             StateError: the disk refuses.
         """
-        if self._log is not None:
+        if self._log is None:
+            return
+        if name is None:
             self._log.delete(tenant)
+        else:
+            self._log.delete_origin(tenant, _origin(name))
 
     def name_vocabulary(self, fingerprint: str) -> None:
         """State of which tokenizer the tokens are, where that was not known."""
@@ -180,3 +219,8 @@ class Pools:
             generations.extend(kept.outputs)
             pool.weights = from_bytes(kept.statistics)
         return pool
+
+
+def _origin(name: str) -> bytes:
+    """Return what tells a session's outputs from others, and does not tell its name."""
+    return sha256(name.encode()).digest()[:16] if name else b""

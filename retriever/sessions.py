@@ -170,10 +170,11 @@ class Sessions:
         latest = islice(reversed(self._by_name.values()), max_sessions)
         return [session.databases.context.last(num_tokens).copy() for session in latest]
 
-    def turn_to(self, corpus: Corpus) -> None:
-        """Draft all sessions from this corpus from now on: idle ones keep no other one open."""
+    def turn_to(self, corpus: Corpus, older: Corpus) -> None:
+        """Draft from this corpus what drafted from an older one: idle sessions keep none open."""
         for session in self._by_name.values():
-            session.databases.turn_to(corpus)
+            if session.databases.corpus is older:
+                session.databases.turn_to(corpus)
 
     def _check_count(self, tenant: str) -> None:
         limits, of_tenant = self._limits, self._tenant_sessions[tenant]

@@ -23,6 +23,7 @@ from retriever.errors import (
 )
 from retriever.limits import check_session_name, checked_tokens
 from retriever.merging import merge_trees
+from retriever.remote.credentials import Credentials
 from retriever.shards import Shard, ShardState, Trees
 from retriever.tracking import TrackedSequence, TrackedStep
 from retriever.tree import DraftTree
@@ -51,8 +52,10 @@ class ShardedDrafter:
             counts as lost, in seconds.
         vocabulary_fingerprint: of the tokenizer at hand. If not given, servers must agree among
             themselves.
+        credentials: what to show to all of them, and whom to trust.
 
     Raises:
+        CredentialsError: a file of the credentials cannot be used.
         InvalidRequestError: there is no address, or one twice.
     """
 
@@ -63,13 +66,14 @@ class ShardedDrafter:
         deadline_s: float = DEFAULT_DEADLINE_S,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         vocabulary_fingerprint: str = "",
+        credentials: Credentials | None = None,
     ) -> None:
         self._deadline_s = deadline_s
         self._timeout_s = timeout_s
         self._sequences: dict[str, TrackedSequence] = {}
         self._lock = Lock()
         agreement = Agreement(vocabulary_fingerprint)
-        client = partial(_client, timeout_s=timeout_s)
+        client = partial(_client, timeout_s=timeout_s, credentials=credentials)
         self._shards = [Shard(address, client, agreement) for address in _checked(addresses)]
 
     @property
@@ -179,6 +183,7 @@ def connect(
     *,
     deadline_s: float = DEFAULT_DEADLINE_S,
     vocabulary_fingerprint: str = "",
+    credentials: Credentials | None = None,
 ) -> "RemoteDrafter | ShardedDrafter":
     """Return a client of one service, or of several that each hold a part of a corpus.
 
@@ -186,14 +191,21 @@ def connect(
         addresses: of the services.
         deadline_s: longest wait of a step for one of several, in seconds.
         vocabulary_fingerprint: of the tokenizer at hand; empty if it is not known.
+        credentials: what to show, and whom to trust; None for services that ask for nothing.
 
     Raises:
+        CredentialsError: a file of the credentials cannot be used.
         InvalidRequestError: there is no address, or one twice.
     """
     if len(addresses) == 1:
-        return RemoteDrafter(addresses[0], vocabulary_fingerprint=vocabulary_fingerprint)
+        return RemoteDrafter(
+            addresses[0], vocabulary_fingerprint=vocabulary_fingerprint, credentials=credentials
+        )
     return ShardedDrafter(
-        addresses, deadline_s=deadline_s, vocabulary_fingerprint=vocabulary_fingerprint
+        addresses,
+        deadline_s=deadline_s,
+        vocabulary_fingerprint=vocabulary_fingerprint,
+        credentials=credentials,
     )
 
 
@@ -220,8 +232,15 @@ def _await(jobs: Sequence[_Job], timeout_s: float) -> list[Any]:
     return answers
 
 
-def _client(address: str, fingerprint: str, *, timeout_s: float) -> RemoteDrafter:
-    return RemoteDrafter(address, timeout_s=timeout_s, vocabulary_fingerprint=fingerprint)
+def _client(
+    address: str, fingerprint: str, *, timeout_s: float, credentials: Credentials | None
+) -> RemoteDrafter:
+    return RemoteDrafter(
+        address,
+        timeout_s=timeout_s,
+        vocabulary_fingerprint=fingerprint,
+        credentials=credentials,
+    )
 
 
 def _checked(addresses: Iterable[str]) -> list[str]:

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import NamedTuple
 
+from retriever.bindings import Bindings
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import OutOfSequenceError, RetrieverError
 from retriever.limits import Limits, check_batch, check_draft, check_length, checked_tokens
-from retriever.live import LiveCorpora
 from retriever.predictor import Predictor
 from retriever.sessions import Session, SessionKey, Sessions
 from retriever.tree import DraftTree
@@ -43,7 +43,7 @@ class Steps:
         self,
         sessions: Sessions,
         predictor: Predictor,
-        live: LiveCorpora,
+        live: Bindings,
         lock: Lock,
         *,
         limits: Limits,
@@ -122,7 +122,7 @@ class Steps:
 
     def _draft(self, step: Step) -> DraftTree:
         databases = step.session.databases
-        databases.turn_to(self._live.current.corpus)
+        databases.turn_to(self._live.corpora(step.session.tenant).current.corpus)
         return self._predictor.draft(
             databases, step.request.budget_nodes, step.request.min_probability
         )

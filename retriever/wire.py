@@ -13,6 +13,7 @@ from retriever.drafter import DraftRequest, TokenIds
 from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
 from retriever.forests import are_trees, make_trees
 from retriever.limits import MAX_MESSAGE_BYTES, Limits, checked_tokens
+from retriever.remote.handshakes import advice
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 
@@ -45,6 +46,8 @@ _STATUS_OF_ERROR: Final[tuple[tuple[type[errors.RetrieverError], grpc.StatusCode
     (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.UnknownSessionError, grpc.StatusCode.NOT_FOUND),
     (errors.SessionExistsError, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.NotPermittedError, grpc.StatusCode.PERMISSION_DENIED),
+    (errors.AccessRefusedError, grpc.StatusCode.UNAUTHENTICATED),
 )
 _ERROR_OF_STATUS: Final = {status: error for error, status in _STATUS_OF_ERROR}
 
@@ -75,7 +78,8 @@ def error_of(error: grpc.RpcError) -> errors.RetrieverError:
     kind = _ERROR_OF_STATUS.get(code)
     if kind is not None:
         return kind(details)
-    return errors.DrafterUnavailableError(f"the draft service answered {code.name}: {details}")
+    reason = advice(details) or f"the draft service answered {code.name}: {details}"
+    return errors.DrafterUnavailableError(reason)
 
 
 def tree_to_message(tree: DraftTree) -> pb.DraftTree:

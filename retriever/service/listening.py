@@ -1,15 +1,22 @@
-"""Where a service may listen."""
+"""Where a service may listen, and how it begins to."""
 
+import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from grpc import aio
+
 from retriever.errors import AddressInUseError
+from retriever.security.certificates import ServerTls
 
 UNIX: Final = "unix:"
 """What addresses of unix sockets begin with."""
 
 _MAX_PORT: Final = 65535
+_NOBODY_ELSE: Final = 0o177
 
 
 def check_address(address: str) -> None:
@@ -48,3 +55,31 @@ def _check_socket_is_free(path: Path) -> None:
         except OSError:
             return  # left over from a server that is gone
     raise AddressInUseError(f"somebody serves on {path} already: choose another --address")
+
+
+def listen(server: aio.Server, address: str, tls: ServerTls | None) -> int:
+    """Have a server listen; return the port. A unix socket has the mode 0600 from the first.
+
+    Raises:
+        AddressInUseError: the address is taken or cannot be bound.
+    """
+    try:
+        with _private_sockets():
+            if tls is not None:
+                return server.add_secure_port(address, tls.credentials())
+            return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise AddressInUseError(
+            f"cannot listen on {address}: it is taken or not an address of this machine; "
+            "choose another with --address"
+        ) from error
+
+
+@contextmanager
+def _private_sockets() -> Iterator[None]:
+    """Let what is made meanwhile be readable and writable by this user alone."""
+    before = os.umask(_NOBODY_ELSE)
+    try:
+        yield
+    finally:
+        os.umask(before)

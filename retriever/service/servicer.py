@@ -7,13 +7,16 @@ from typing import Any, Final
 
 from grpc import aio
 
+from indexer.reader import Index
 from retriever import wire
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import RetrieverError
+from retriever.padding import pad
 from retriever.service.draft_stream import DraftStream, end_session, open_session
 from retriever.service.flushing import Flushing
 from retriever.service.identity import tenant_of
 from retriever.service.turns import Turns
+from retriever.sessions import SessionKey
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 
@@ -28,23 +31,32 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
 
     A draft takes tens of microseconds, which is less than handing it to another thread would.
     The methods are named by the contract.
+
+    Args:
+        drafter: what drafts.
+        pad_replies: whether drafts are padded, so that their sizes tell nothing of them.
     """
 
-    def __init__(self, drafter: EmbeddedDrafter) -> None:
+    def __init__(self, drafter: EmbeddedDrafter, *, pad_replies: bool = False) -> None:
         self._drafter = drafter
+        self._pad_replies = pad_replies
         self._turns = Turns()
         self._flushing = Flushing(drafter)
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         async with _statuses(context):
             self._drafter.check_vocabulary(request.vocabulary_fingerprint)
+            budget_nodes = request.budget_nodes or DEFAULT_BUDGET_NODES
             tree = self._drafter.draft_context(
                 wire.tokens_from_wire(request.context),
-                request.budget_nodes or DEFAULT_BUDGET_NODES,
+                budget_nodes,
                 request.min_probability,
                 tenant=tenant_of(context),
             )
-            return pb.DraftResponse(tree=wire.tree_to_message(tree))
+            response = pb.DraftResponse(tree=wire.tree_to_message(tree))
+            if self._pad_replies:
+                pad(response, [budget_nodes])
+            return response
 
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         async with _statuses(context):
@@ -75,7 +87,11 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         async with _statuses(context):
             with self._turns.taking_part(), closing(stream):
                 async for message in request_iterator:
-                    yield await stream.answer(message)
+                    tenant_of(context)  # while credentials last
+                    response = await stream.answer(message)
+                    if self._pad_replies and not response.padding:
+                        pad(response, [step.budget_nodes for step in message.steps])
+                    yield response
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: _Context
@@ -86,23 +102,30 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             await asyncio.to_thread(self._drafter.flush)
             return pb.CloseSessionResponse()
 
+    async def DeleteSessionData(
+        self, request: pb.DeleteSessionDataRequest, context: _Context
+    ) -> pb.DeleteSessionDataResponse:
+        async with _statuses(context):
+            tenant = tenant_of(context)
+            key = SessionKey(tenant, request.session_id)
+            await asyncio.to_thread(self._drafter.delete_session, key, tenant=tenant)
+            return pb.DeleteSessionDataResponse()
+
+    async def DeleteTenantData(
+        self, request: pb.DeleteTenantDataRequest, context: _Context
+    ) -> pb.DeleteTenantDataResponse:
+        del request
+        async with _statuses(context):
+            await asyncio.to_thread(self._drafter.delete_tenant, tenant_of(context))
+            return pb.DeleteTenantDataResponse()
+
     async def ListIndexes(
         self, request: pb.ListIndexesRequest, context: _Context
     ) -> pb.ListIndexesResponse:
-        del request, context
-        return pb.ListIndexesResponse(
-            indexes=[
-                pb.IndexInfo(
-                    name=index.path.name,
-                    num_tokens=index.num_tokens,
-                    num_documents=index.num_documents,
-                    vocabulary_size=index.vocabulary.size,
-                    vocabulary_fingerprint=index.vocabulary.fingerprint,
-                    snapshot=index.number,
-                )
-                for index in self._drafter.indexes
-            ]
-        )
+        del request
+        async with _statuses(context):
+            indexes = self._drafter.indexes_of(tenant_of(context))
+            return pb.ListIndexesResponse(indexes=map(_described, indexes))
 
 
 @asynccontextmanager
@@ -112,3 +135,15 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
         yield
     except RetrieverError as error:
         await context.abort(wire.status_of(error), str(error))
+
+
+def _described(index: Index) -> pb.IndexInfo:
+    """Return the wire form of what is told of an index."""
+    return pb.IndexInfo(
+        name=index.path.name,
+        num_tokens=index.num_tokens,
+        num_documents=index.num_documents,
+        vocabulary_size=index.vocabulary.size,
+        vocabulary_fingerprint=index.vocabulary.fingerprint,
+        snapshot=index.number,
+    )

@@ -47,10 +47,12 @@ class DraftRequest(_message.Message):
     def __init__(self, context: _Optional[_Iterable[int]] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., vocabulary_fingerprint: _Optional[str] = ...) -> None: ...
 
 class DraftResponse(_message.Message):
-    __slots__ = ("tree",)
+    __slots__ = ("tree", "padding")
     TREE_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     tree: DraftTree
-    def __init__(self, tree: _Optional[_Union[DraftTree, _Mapping]] = ...) -> None: ...
+    padding: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tree: _Optional[_Union[DraftTree, _Mapping]] = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("context", "budget_nodes", "min_probability", "vocabulary_fingerprint", "max_documents")
@@ -143,14 +145,16 @@ class SessionStep(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ...) -> None: ...
 
 class DraftStreamResponse(_message.Message):
-    __slots__ = ("trees", "sequence_number", "statuses")
+    __slots__ = ("trees", "sequence_number", "statuses", "padding")
     TREES_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     trees: _containers.RepeatedCompositeFieldContainer[DraftTree]
     sequence_number: int
     statuses: _containers.RepeatedCompositeFieldContainer[SessionStatus]
-    def __init__(self, trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ...) -> None: ...
+    padding: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
     __slots__ = ("session_id", "code", "message")
@@ -173,6 +177,24 @@ class CloseSessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., forget: bool = ...) -> None: ...
 
 class CloseSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DeleteSessionDataRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class DeleteSessionDataResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DeleteTenantDataRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DeleteTenantDataResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

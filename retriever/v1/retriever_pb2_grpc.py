@@ -63,6 +63,16 @@ class RetrieverServiceStub(object):
                 request_serializer=retriever_dot_v1_dot_retriever__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=retriever_dot_v1_dot_retriever__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.DeleteSessionData = channel.unary_unary(
+                '/retriever.v1.RetrieverService/DeleteSessionData',
+                request_serializer=retriever_dot_v1_dot_retriever__pb2.DeleteSessionDataRequest.SerializeToString,
+                response_deserializer=retriever_dot_v1_dot_retriever__pb2.DeleteSessionDataResponse.FromString,
+                _registered_method=True)
+        self.DeleteTenantData = channel.unary_unary(
+                '/retriever.v1.RetrieverService/DeleteTenantData',
+                request_serializer=retriever_dot_v1_dot_retriever__pb2.DeleteTenantDataRequest.SerializeToString,
+                response_deserializer=retriever_dot_v1_dot_retriever__pb2.DeleteTenantDataResponse.FromString,
+                _registered_method=True)
         self.ListIndexes = channel.unary_unary(
                 '/retriever.v1.RetrieverService/ListIndexes',
                 request_serializer=retriever_dot_v1_dot_retriever__pb2.ListIndexesRequest.SerializeToString,
@@ -124,6 +134,22 @@ class RetrieverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteSessionData(self, request, context):
+        """Deletes what is kept of sessions of one name: what they generated, in memory and on disk. One
+        that is open ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteTenantData(self, request, context):
+        """Deletes all that is kept of the caller's tenant: recent outputs and what was learned from them,
+        in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListIndexes(self, request, context):
         """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids belong to.
         """
@@ -158,6 +184,16 @@ def add_RetrieverServiceServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=retriever_dot_v1_dot_retriever__pb2.CloseSessionRequest.FromString,
                     response_serializer=retriever_dot_v1_dot_retriever__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'DeleteSessionData': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteSessionData,
+                    request_deserializer=retriever_dot_v1_dot_retriever__pb2.DeleteSessionDataRequest.FromString,
+                    response_serializer=retriever_dot_v1_dot_retriever__pb2.DeleteSessionDataResponse.SerializeToString,
+            ),
+            'DeleteTenantData': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteTenantData,
+                    request_deserializer=retriever_dot_v1_dot_retriever__pb2.DeleteTenantDataRequest.FromString,
+                    response_serializer=retriever_dot_v1_dot_retriever__pb2.DeleteTenantDataResponse.SerializeToString,
             ),
             'ListIndexes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListIndexes,
@@ -304,6 +340,60 @@ class RetrieverService(object):
             '/retriever.v1.RetrieverService/CloseSession',
             retriever_dot_v1_dot_retriever__pb2.CloseSessionRequest.SerializeToString,
             retriever_dot_v1_dot_retriever__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteSessionData(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/retriever.v1.RetrieverService/DeleteSessionData',
+            retriever_dot_v1_dot_retriever__pb2.DeleteSessionDataRequest.SerializeToString,
+            retriever_dot_v1_dot_retriever__pb2.DeleteSessionDataResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteTenantData(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/retriever.v1.RetrieverService/DeleteTenantData',
+            retriever_dot_v1_dot_retriever__pb2.DeleteTenantDataRequest.SerializeToString,
+            retriever_dot_v1_dot_retriever__pb2.DeleteTenantDataResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -62,6 +62,14 @@ class RetrieverServiceStub:
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]
     """Ends a session."""
+    DeleteSessionData: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DeleteSessionDataRequest, _retriever_pb2.DeleteSessionDataResponse]
+    """Deletes what is kept of sessions of one name: what they generated, in memory and on disk. One
+    that is open ends.
+    """
+    DeleteTenantData: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DeleteTenantDataRequest, _retriever_pb2.DeleteTenantDataResponse]
+    """Deletes all that is kept of the caller's tenant: recent outputs and what was learned from them,
+    in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+    """
     ListIndexes: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]
     """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids belong to."""
 
@@ -99,6 +107,14 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session."""
+    DeleteSessionData: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DeleteSessionDataRequest, _retriever_pb2.DeleteSessionDataResponse]  # type: ignore[assignment]
+    """Deletes what is kept of sessions of one name: what they generated, in memory and on disk. One
+    that is open ends.
+    """
+    DeleteTenantData: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DeleteTenantDataRequest, _retriever_pb2.DeleteTenantDataResponse]  # type: ignore[assignment]
+    """Deletes all that is kept of the caller's tenant: recent outputs and what was learned from them,
+    in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+    """
     ListIndexes: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]  # type: ignore[assignment]
     """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids belong to."""
 
@@ -163,6 +179,26 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.CloseSessionResponse, _abc.Awaitable[_retriever_pb2.CloseSessionResponse]]:
         """Ends a session."""
+
+    @_abc_1.abstractmethod
+    def DeleteSessionData(
+        self,
+        request: _retriever_pb2.DeleteSessionDataRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.DeleteSessionDataResponse, _abc.Awaitable[_retriever_pb2.DeleteSessionDataResponse]]:
+        """Deletes what is kept of sessions of one name: what they generated, in memory and on disk. One
+        that is open ends.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteTenantData(
+        self,
+        request: _retriever_pb2.DeleteTenantDataRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.DeleteTenantDataResponse, _abc.Awaitable[_retriever_pb2.DeleteTenantDataResponse]]:
+        """Deletes all that is kept of the caller's tenant: recent outputs and what was learned from them,
+        in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+        """
 
     @_abc_1.abstractmethod
     def ListIndexes(

@@ -80,6 +80,16 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
     def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:  # noqa: N802
         raise NotImplementedError
 
+    def DeleteSessionData(  # noqa: N802
+        self, request: pb.DeleteSessionDataRequest, context: Any
+    ) -> pb.DeleteSessionDataResponse:
+        raise NotImplementedError
+
+    def DeleteTenantData(  # noqa: N802
+        self, request: pb.DeleteTenantDataRequest, context: Any
+    ) -> pb.DeleteTenantDataResponse:
+        raise NotImplementedError
+
     def lengths(self) -> list[int]:
         """Return the lengths of the open sessions' sequences."""
         sessions = self.drafter._sessions._by_name.values()

@@ -145,7 +145,7 @@ def test_the_old_snapshot_is_let_go_of(library: Library, drafter: EmbeddedDrafte
 def test_who_still_uses_the_old_snapshot_keeps_it(
     library: Library, drafter: EmbeddedDrafter
 ) -> None:
-    current = drafter._live.current
+    current = drafter._live.corpora("").current
     library.remove(5)
     drafter.refresh()
     library.add(100)
@@ -179,19 +179,19 @@ def test_only_what_changed_is_opened_anew(
     (tmp_path / "other").mkdir()
     other = Library(tmp_path / "other", tokenizer, range(300, 340))
     drafter = EmbeddedDrafter.open_indexes([library.path, other.path])
-    before, tables = drafter.indexes, drafter._live.current.corpus.tables
+    before, tables = drafter.indexes, drafter._live.corpora("").current.corpus.tables
     other.add(400)
     assert drafter.refresh()
     assert drafter.indexes[0] is before[0]
     assert drafter.indexes[1].segments[0] is before[1].segments[0]
     assert (
-        drafter._live.current.corpus.tables is tables
+        drafter._live.corpora("").current.corpus.tables is tables
     )  # few documents more are not counted at once
     assert is_known(drafter.draft_context(document(400)[:SEEN], 16), 400)
     other.compact()
     library.remove(7)
     assert drafter.refresh()
-    assert drafter._live.current.corpus.tables is not tables
+    assert drafter._live.corpora("").current.corpus.tables is not tables
     for number in (8, 320, 400):
         tokens = document(number)[:SEEN]
         tree = drafter.draft_context(tokens, 16)

@@ -1,0 +1,1 @@
+"""Who is calling: TLS material, files of credentials, and the tenant that a call acts for."""

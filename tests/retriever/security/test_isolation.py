@@ -1,0 +1,189 @@
+"""No draft ever holds another tenant's token, however their sessions interleave."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from retriever.embedded import EmbeddedDrafter
+from retriever.pools import Pool, Pools
+from retriever.remote.credentials import Credentials
+from retriever.security.access import add_token
+from retriever.security.protection import Protection, ProtectionFiles
+from retriever.service import servicer
+from retriever.v1 import retriever_pb2 as pb
+from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from tests.retriever.security.in_process import serving
+
+TENANTS = ("a", "b", "c")
+COMMON = range(8)
+"""Tokens that all tenants use: what is found by them may only go on with one's own."""
+
+
+def own(tenant: str) -> range:
+    begin = 100 * (1 + TENANTS.index(tenant))
+    return range(begin, begin + 100)
+
+
+@dataclass
+class Tenant:
+    name: str
+    stub: RetrieverServiceStub
+    lengths: dict[str, int]
+
+    def reset(self) -> None:
+        self.stub.DeleteTenantData(pb.DeleteTenantDataRequest())
+        for session in ("s0", "s1"):
+            self.stub.DeleteSessionData(pb.DeleteSessionDataRequest(session_id=session))
+        self.lengths.clear()
+
+    def open(self, session: str, tokens: list[int]) -> None:
+        if session not in self.lengths:
+            self.stub.OpenSession(pb.OpenSessionRequest(session_id=session, prompt=tokens))
+            self.lengths[session] = len(tokens)
+
+    def step(self, session: str, tokens: list[int]) -> None:
+        length = self.lengths.get(session, 0) + len(tokens)
+        step = pb.SessionStep(
+            session_id=session, new_token_ids=tokens, length=length, budget_nodes=32
+        )
+        call = self.stub.DraftStream(iter([pb.DraftStreamRequest(steps=[step])]))
+        try:
+            for response in call:
+                self.check(response.trees[0])
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.NOT_FOUND  # noqa: PT017
+            assert error.details() == f"no session {session!r} is open: open it first"  # noqa: PT017
+            assert session not in self.lengths
+        else:
+            assert session in self.lengths
+            self.lengths[session] = length
+
+    def close(self, session: str, tokens: list[int]) -> None:
+        request = pb.CloseSessionRequest(session_id=session, new_token_ids=tokens)
+        known = self.lengths.pop(session, None) is not None
+        try:
+            self.stub.CloseSession(request)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.NOT_FOUND  # noqa: PT017
+            assert not known
+        else:
+            assert known
+
+    def draft(self, _session: str, tokens: list[int]) -> None:
+        self.check(self.stub.Draft(pb.DraftRequest(context=tokens, budget_nodes=32)).tree)
+
+    def explain(self, _session: str, tokens: list[int]) -> None:
+        self.check(self.stub.Explain(pb.ExplainRequest(context=tokens, budget_nodes=32)).tree)
+
+    def check(self, tree: pb.DraftTree) -> None:
+        foreign = set(tree.token_ids) - set(COMMON) - set(own(self.name))
+        assert not foreign, f"{self.name} was drafted {foreign}"
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tenant]]:
+    folder = tmp_path_factory.mktemp("tenants")
+    access = folder / "access"
+    shown = {name: Credentials(token=add_token(access, name)) for name in TENANTS}
+    protection = Protection.of(ProtectionFiles(access=access))
+    drafter = EmbeddedDrafter()
+    with serving(drafter, f"unix:{folder}/s", protection) as address, ExitStack() as stack:
+        yield {
+            name: Tenant(
+                name,
+                RetrieverServiceStub(stack.enter_context(credentials.channel(address, ()))),
+                {},
+            )
+            for name, credentials in shown.items()
+        }
+    drafter.shut_down()
+
+
+ACTIONS = ("open", "step", "step", "close", "close", "draft", "explain")
+PIECE = st.tuples(st.integers(0, 3), st.integers(0, 3))
+"""Where among the common tokens a piece begins, and among one's own."""
+
+
+def piece(tenant: str, begins: tuple[int, int]) -> list[int]:
+    common, mine = begins
+    return [*COMMON[common : common + 4], *own(tenant)[mine : mine + 4], *COMMON[:4]]
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(
+    script=st.lists(
+        st.tuples(
+            st.sampled_from(TENANTS),
+            st.sampled_from(ACTIONS),
+            st.sampled_from(["s0", "s1"]),
+            PIECE,
+        ),
+        min_size=15,
+        max_size=40,
+    )
+)
+def test_tenants_that_interleave_are_isolated(
+    tenants: dict[str, Tenant], script: list[tuple[str, str, str, tuple[int, int]]]
+) -> None:
+    for tenant in tenants.values():
+        tenant.reset()
+    for name, action, session, begins in script:
+        getattr(tenants[name], action)(session, piece(name, begins))
+
+
+def shared_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Pools.get
+
+    def get(self: Pools, _tenant: str) -> Pool:
+        return original(self, "everybody")
+
+    monkeypatch.setattr(Pools, "get", get)
+
+
+def shared_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "tenant_of", lambda _: "everybody")
+
+
+@pytest.mark.parametrize(
+    ("plant", "reason"),
+    [(shared_pools, "was drafted"), (shared_names, "s0|s1|drafted")],
+    ids=["pools", "names"],
+)
+def test_a_planted_leak_is_caught_by_the_same_test(
+    tenants: dict[str, Tenant],
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    reason: str,
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, grpc.RpcError), match=reason):
+        test_tenants_that_interleave_are_isolated(tenants=tenants)
+    monkeypatch.undo()
+    with suppress(grpc.RpcError):
+        for tenant in tenants.values():
+            tenant.reset()
+
+
+def test_anothers_session_is_answered_as_one_that_was_never_opened(
+    tenants: dict[str, Tenant],
+) -> None:
+    for tenant in tenants.values():
+        tenant.reset()
+    tenants["a"].open("s0", [1, 2])
+    for session in ("s0", "s1"):
+        tenants["b"].step(session, [3])
+        tenants["b"].close(session, [3])
+    tenants["b"].open("s0", [1, 2, 3])
+    tenants["a"].step("s0", [3])
+    tenants["b"].step("s0", [4])
