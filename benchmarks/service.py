@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any, Final
@@ -22,7 +24,7 @@ from grpc import aio
 from numpy.typing import NDArray
 
 from benchmarks.report import circumstances
-from retriever import DraftRequest, TokenIds
+from retriever import Drafter, DraftRequest, TokenIds
 from retriever.embedded import EmbeddedDrafter
 from retriever.remote.resilient import ResilientDrafter
 from retriever.v1 import retriever_pb2 as pb
@@ -83,38 +85,73 @@ class Asker:
         ]
 
 
+class Stub:
+    """A stream with nothing around it: a message out, a message in."""
+
+    def __init__(self, address: str) -> None:
+        self._outbox: SimpleQueue[pb.DraftStreamRequest | None] = SimpleQueue()
+        self._channel = grpc.insecure_channel(address)
+        stub = RetrieverServiceStub(self._channel)
+        self._call = stub.DraftStream(iter(self._outbox.get, None))
+
+    def ask(self, message: pb.DraftStreamRequest) -> float:
+        """Exchange a message; return how long it took, in seconds."""
+        began_s = time.perf_counter()
+        self._outbox.put(message)
+        answer = next(self._call)
+        took_s = time.perf_counter() - began_s
+        if answer.statuses:
+            raise SystemExit(f"refused: {answer.statuses[0].message}")
+        return took_s
+
+    def end(self) -> None:
+        """End the stream."""
+        self._outbox.put(None)
+        self._channel.close()
+
+
 def beside_echo(service: str, echo: str, num_steps: int, budget: int) -> dict[str, Any]:
-    """Time one-sequence steps: through the client, as a bare echo, and drafted in process."""
-    took: dict[str, list[float]] = {"step": [], "echo": [], "draft": []}
-    remote, drafter = ResilientDrafter(service, deadline_s=_PATIENCE_S), EmbeddedDrafter()
+    """Time one-sequence steps, one after the other in four ways.
+
+    Drafted in this process; the messages alone, to a bare echo and to the service, over the same
+    stub; and as an engine asks, by the client that fails open.
+    """
+    took: dict[str, list[float]] = {"draft": [], "echo": [], "round_trip": [], "client": []}
+    drafter, bare, real = EmbeddedDrafter(), Stub(echo), Stub(service)
     drafter.warm()
-    outbox: SimpleQueue[pb.DraftStreamRequest | None] = SimpleQueue()
-    with grpc.insecure_channel(echo) as channel, remote:
-        remote.wait(_PATIENCE_S)
-        call = RetrieverServiceStub(channel).DraftStream(iter(outbox.get, None))
-        asker = Asker(1, num_steps, budget)
-        for name, prompt in asker.prompts.items():
-            remote.open(name, prompt)
-            drafter.open(name, prompt)
-        for turn in range(num_steps):
+    asker = Asker(1, num_steps, budget)
+    ((name, prompt),) = asker.prompts.items()
+    opening = pb.OpenSessionRequest(session_id=name, prompt=prompt.tolist())
+    real.ask(pb.DraftStreamRequest(sequence_number=1, openings=[opening]))
+    with ResilientDrafter(service, deadline_s=_PATIENCE_S) as client:
+        client.wait(_PATIENCE_S)
+        drafter.open(name, prompt)
+        client.open(name, prompt)
+        for number in range(2, num_steps + 2):
             step = asker.step()
-            message = _message(turn + 1, step)
-            began_s = time.perf_counter()
-            drafter.draft(step)
-            drafted_s = time.perf_counter()
-            outbox.put(message)
-            next(call)
-            echoed_s = time.perf_counter()
-            remote.draft(step)
-            ended_s = time.perf_counter()
-            took["draft"].append(drafted_s - began_s)
-            took["echo"].append(echoed_s - drafted_s)
-            took["step"].append(ended_s - echoed_s)
-        outbox.put(None)
-        failed = remote.fail_opens.total()
-    medians = {name: _us(np.array(times)[num_steps // 10 :]) for name, times in took.items()}
-    bare = medians["echo"]["median_us"] + medians["draft"]["median_us"]
-    return {**medians, "ratio": round(medians["step"]["median_us"] / bare, 3), "failed": failed}
+            message = pb.DraftStreamRequest(
+                sequence_number=number, steps=[request_to_step(step[0], name)]
+            )
+            took["draft"].append(_time(drafter, step))
+            took["echo"].append(bare.ask(message))
+            took["round_trip"].append(real.ask(message))
+            took["client"].append(_time(client, step))
+        failed = client.fail_opens.total()
+    bare.end()
+    real.end()
+    medians = {way: _us(np.array(times)[num_steps // 10 :]) for way, times in took.items()}
+    least = medians["echo"]["median_us"] + medians["draft"]["median_us"]
+    ratios = {
+        f"{way}_over_echo_and_draft": round(medians[way]["median_us"] / least, 3)
+        for way in ("round_trip", "client")
+    }
+    return {**medians, **ratios, "failed": failed}
+
+
+def _time(drafter: Drafter, step: Sequence[DraftRequest]) -> float:
+    began_s = time.perf_counter()
+    drafter.draft(step)
+    return time.perf_counter() - began_s
 
 
 def large_steps(service: str, num_sequences: int, num_steps: int, budget: int) -> dict[str, Any]:
@@ -143,32 +180,39 @@ def large_steps(service: str, num_sequences: int, num_steps: int, budget: int) -
 
 
 async def many_streams(
-    service: str, num_streams: int, seconds: float, budget: int, wide: int = 0
+    service: str, num_streams: int, seconds: float, budget: int, width: int = 1
 ) -> dict[str, Any]:
-    """Time one-sequence steps on streams that all ask without a pause.
-
-    Args:
-        service: the address.
-        num_streams: of one sequence.
-        seconds: how long.
-        budget: nodes of each tree.
-        wide: streams besides, each with steps of 64 sequences.
-    """
+    """Time steps of `width` sequences on streams that all ask without a pause."""
     until_s = time.perf_counter() + seconds
-    one_each = [_stream(service, 1, at, budget, until_s) for at in range(num_streams)]
-    besides = [_stream(service, 64, 1000 * (at + 1), budget, until_s) for at in range(wide)]
-    done = await asyncio.gather(*one_each, *besides)
-    times_s = np.concatenate([np.array(times) for times, _ in done[:num_streams]])
+    streams = [
+        _stream(service, width, 1000 * width * (at + 1), budget, until_s)
+        for at in range(num_streams)
+    ]
+    done = await asyncio.gather(*streams)
+    times_s = np.concatenate([np.array(times) for times, _ in done])
     figures = _us(times_s)
     return {
         "streams": num_streams,
-        "wide_streams": wide,
+        "sequences": width,
         "seconds": seconds,
         "steps": len(times_s),
         **figures,
         "p99_over_median": round(figures["p99_us"] / figures["median_us"], 2),
         "errors": sum(errors for _, errors in done),
     }
+
+
+def beside_wide(service: str, seconds: float, budget: int, num_wide: int = 4) -> dict[str, Any]:
+    """Time one-sequence steps while another process asks for 64 sequences at once, on streams."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        wide = pool.submit(_run_wide, service, num_wide, seconds + 2, budget)
+        time.sleep(1.5)
+        alone = asyncio.run(many_streams(service, 1, seconds, budget))
+        return {**alone, "wide": wide.result()}
+
+
+def _run_wide(service: str, num_streams: int, seconds: float, budget: int) -> dict[str, Any]:
+    return asyncio.run(many_streams(service, num_streams, seconds, budget, width=64))
 
 
 async def _stream(
@@ -242,7 +286,7 @@ def main(  # noqa: PLR0913  (a command has as many options as it has)
             "one_sequence": beside_echo(service, echo, steps, budget),
             "large_steps": large_steps(service, 64, max(50, steps // _ROUNDS), budget),
             "alone": asyncio.run(many_streams(service, 1, seconds / 4, budget)),
-            "beside_wide": asyncio.run(many_streams(service, 1, seconds / 4, budget, 4)),
+            "beside_wide": beside_wide(service, seconds / 4, budget),
             "streams": asyncio.run(many_streams(service, streams, seconds, budget)),
         }
     if output is not None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from numpy.typing import ArrayLike
 
@@ -196,4 +196,7 @@ class Planner:
                 f"{len(tokens)}, but states a length of {request.length}: a step was lost or "
                 "repeated; close the session and open it again"
             )
-        return TrackedStep(replace(request, new_tokens=tokens), sequence)
+        checked = DraftRequest(
+            request.session, tokens, request.length, request.budget_nodes, request.min_probability
+        )
+        return TrackedStep(checked, sequence)

@@ -187,7 +187,7 @@ class ResilientDrafter:
 
     def _take_all(self) -> None:
         """Take in what has come, and give up streams on which too little comes."""
-        while self._take_next(0.0):
+        while not self._events.empty() and self._take_next(0.0):
             pass
         lost_s = time.monotonic() - self._lost_after_s
         for address, conversation in self._planner.conversations.items():
