@@ -16,12 +16,12 @@ from grpc import aio
 from retriever.errors import CredentialsError
 
 VARIABLES: Final = {
-    "FOREDRAFT_CA": "ca",
-    "FOREDRAFT_CERTIFICATE": "certificate",
-    "FOREDRAFT_KEY": "key",
-    "FOREDRAFT_TOKEN": "token",
-    "FOREDRAFT_TOKEN_FILE": "token_file",
-    "FOREDRAFT_SERVER_NAME": "server_name",
+    "FOREDRAFT_REMOTE_CA": "ca",
+    "FOREDRAFT_REMOTE_CERTIFICATE": "certificate",
+    "FOREDRAFT_REMOTE_KEY": "key",
+    "FOREDRAFT_REMOTE_TOKEN": "token",
+    "FOREDRAFT_REMOTE_TOKEN_FILE": "token_file",
+    "FOREDRAFT_REMOTE_SERVER_NAME": "server_name",
 }
 """Environment variables that say what a file of credentials would."""
 
