@@ -25,6 +25,7 @@ from retriever.log_store import Entry, LogOptions, LogStore, Remembered
 _LOGGER: Final = logging.getLogger(__name__)
 _SYNC_EVERY_S: Final = 1.0
 _SYNCS_PER_SWEEP: Final = 60
+_REWRITE_EVERY_S: Final = 3600.0
 
 
 class GenerationsLog:
@@ -65,6 +66,8 @@ class GenerationsLog:
         self._sync_lock = Lock()  # taken after the other
         self._refused = False
         self._unsynced = False
+        self._num_freed = 0  # outputs whose bytes may be in free pages
+        self._rewrite_at_s = 0.0
         self._process = os.getpid()
         self._files = LogFiles(directory)
         try:
@@ -180,8 +183,16 @@ class GenerationsLog:
                 self._refuse(error, 0)
 
     def remove_expired(self) -> None:
-        """Remove what is too old, of all tenants."""
-        self._attempt(lambda: self._store.remove_expired(self._clock()))
+        """Remove what is too old, of all tenants; once in an hour from free pages, too."""
+
+        def remove() -> None:
+            self._num_freed += self._store.remove_expired(self._clock())
+
+        self._attempt(remove)
+        if self._num_freed and time.monotonic() >= self._rewrite_at_s:
+            self._num_freed, self._rewrite_at_s = 0, time.monotonic() + _REWRITE_EVERY_S
+            with self._lock, self._sync_lock:
+                self._attempt_locked(self._rewrite)
 
     def close(self) -> None:
         """Write and sync what is left, and let others open the directory; once is enough."""

@@ -184,10 +184,10 @@ class LogStore:
         """Keep nothing of a tenant in memory."""
         self._extents.pop(tenant, None)
 
-    def remove_expired(self, now_s: float) -> None:
-        """Remove the outputs of all tenants that are too old."""
+    def remove_expired(self, now_s: float) -> int:
+        """Remove the outputs of all tenants that are too old; return how many these were."""
         if self._options.max_age_s == math.inf:
-            return
+            return 0
 
         def remove(transaction: Any) -> None:
             with transaction.cursor() as cursor:
@@ -197,8 +197,10 @@ class LogStore:
                     self._trim(cursor, prefix, 0, now_s)
                     found = cursor.set_range(prefix + _AFTER_NUMBERS)
 
+        before = int(self._environment.stat()["entries"])
         self._write(remove, 2 * self._options.max_bytes)
         self._extents.clear()
+        return before - int(self._environment.stat()["entries"])
 
     def copy(self, path: Path) -> None:
         """Write all records, and nothing that was removed, to a new file and sync it."""

@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import grpc
 from grpc import aio
 
 from retriever.errors import CredentialsError
+from retriever.remote.bearers import Bearer, async_bearers
 
 VARIABLES: Final = {
-    "FOREDRAFT_CA": "ca",
-    "FOREDRAFT_CERTIFICATE": "certificate",
-    "FOREDRAFT_KEY": "key",
-    "FOREDRAFT_TOKEN": "token",
-    "FOREDRAFT_TOKEN_FILE": "token_file",
-    "FOREDRAFT_SERVER_NAME": "server_name",
+    "FOREDRAFT_REMOTE_CA": "ca",
+    "FOREDRAFT_REMOTE_CERTIFICATE": "certificate",
+    "FOREDRAFT_REMOTE_KEY": "key",
+    "FOREDRAFT_REMOTE_TOKEN": "token",
+    "FOREDRAFT_REMOTE_TOKEN_FILE": "token_file",
+    "FOREDRAFT_REMOTE_SERVER_NAME": "server_name",
 }
 """Environment variables that say what a file of credentials would."""
 
@@ -116,7 +117,7 @@ class Credentials:
         Raises:
             CredentialsError: a file cannot be used.
         """
-        bearer: list[Any] = [] if self.token is None else [_Bearer(self.token)]
+        bearer: list[Any] = [] if self.token is None else [Bearer(self.token)]
         if not self._encrypts(address):
             return grpc.intercept_channel(grpc.insecure_channel(address, options), *bearer)
         channel = grpc.secure_channel(address, self._for_tls(), self._with_name(options))
@@ -124,7 +125,7 @@ class Credentials:
 
     def aio_channel(self, address: str, options: _Options) -> aio.Channel:
         """Return a channel as `channel` does, for asyncio."""
-        bearer: Any = [] if self.token is None else _async_bearers(self.token)
+        bearer: Any = [] if self.token is None else async_bearers(self.token)
         if not self._encrypts(address):
             return aio.insecure_channel(address, options, interceptors=bearer)
         return aio.secure_channel(
@@ -168,77 +169,6 @@ def open_channel(address: str, credentials: Credentials | None, options: _Option
     if credentials is None:
         return grpc.insecure_channel(address, options)
     return credentials.channel(address, options)
-
-
-class _CallDetails(NamedTuple):
-    """What gRPC reads of a call's details."""
-
-    method: str
-    timeout: float | None
-    metadata: Sequence[tuple[str, str | bytes]] | None
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: grpc.Compression | None
-
-
-class _Bearer(
-    grpc.UnaryUnaryClientInterceptor,
-    grpc.StreamStreamClientInterceptor,
-):
-    """Adds a token to every call."""
-
-    def __init__(self, token: str) -> None:
-        self._metadata = ("authorization", f"Bearer {token}")
-
-    def intercept_unary_unary(
-        self, continuation: Any, client_call_details: Any, request: Any
-    ) -> Any:
-        return continuation(self._with_token(client_call_details), request)
-
-    def intercept_stream_stream(
-        self, continuation: Any, client_call_details: Any, request_iterator: Any
-    ) -> Any:
-        return continuation(self._with_token(client_call_details), request_iterator)
-
-    def _with_token(self, details: Any) -> _CallDetails:
-        return _CallDetails(
-            details.method,
-            details.timeout,
-            (*(details.metadata or ()), self._metadata),
-            details.credentials,
-            getattr(details, "wait_for_ready", None),
-            getattr(details, "compression", None),
-        )
-
-
-class _AsyncBearer:
-    """Adds a token to every call of an asyncio channel."""
-
-    def __init__(self, token: str) -> None:
-        self._value = f"Bearer {token}"
-
-    def _with_token(self, details: Any) -> Any:
-        metadata = aio.Metadata(*(details.metadata or ()))
-        metadata.add("authorization", self._value)
-        return details._replace(metadata=metadata)
-
-
-class _AsyncUnaryBearer(_AsyncBearer, aio.UnaryUnaryClientInterceptor):
-    async def intercept_unary_unary(
-        self, continuation: Any, client_call_details: Any, request: Any
-    ) -> Any:
-        return await continuation(self._with_token(client_call_details), request)
-
-
-class _AsyncStreamBearer(_AsyncBearer, aio.StreamStreamClientInterceptor):
-    async def intercept_stream_stream(
-        self, continuation: Any, client_call_details: Any, request_iterator: Any
-    ) -> Any:
-        return await continuation(self._with_token(client_call_details), request_iterator)
-
-
-def _async_bearers(token: str) -> list[Any]:
-    return [_AsyncUnaryBearer(token), _AsyncStreamBearer(token)]
 
 
 def _is_local(address: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Final, Self
 
 from retriever.errors import CredentialsError, InsecureAddressError
 from retriever.security.admission import Doorkeeper
-from retriever.security.certificates import ServerTls, TlsFiles
+from retriever.security.tls import ServerTls, TlsFiles
 
 _LOOK_EVERY_S: Final = 60.0
 _LOGGER: Final = logging.getLogger(__name__)

@@ -17,6 +17,8 @@ from retriever.service.sweeping import sweeping
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 
 _GRACE_S: Final = 2.0
+_FOR_ANYBODY: Final = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch")
+"""What tells whoever watches over a service that it runs, and nothing else."""
 
 
 async def start(
@@ -46,7 +48,7 @@ async def start(
     drafter.warm()
     interceptors: list[aio.ServerInterceptor] = [Reading()]
     if protection.doorkeeper is not None:
-        interceptors.insert(0, Admission(protection.doorkeeper))
+        interceptors.insert(0, Admission(protection.doorkeeper, _FOR_ANYBODY))
     options = wire.server_options(drafter.limits)
     server = aio.server(interceptors=interceptors, options=options)
     servicer = RetrieverServicer(drafter, pad_replies=pad_replies)

@@ -26,6 +26,7 @@ from retriever import (
     ShardedDrafter,
 )
 from retriever.embedded import EmbeddedDrafter
+from retriever.remote import credentials
 from retriever.remote.credentials import VARIABLES
 from retriever.security import private_files
 from retriever.security.access import add_certificate, add_token, remove
@@ -60,17 +61,17 @@ def protected(server: Signed, **files: Path) -> Protection:
     return Protection.of(ProtectionFiles(server.certificate, server.key, **files))  # type: ignore[arg-type]
 
 
-def use(address: str, credentials: Credentials | None) -> None:
+def use(address: str, shown: Credentials | None) -> None:
     """Make a unary call, and a step on a stream."""
-    with RemoteDrafter(address, credentials=credentials, timeout_s=5) as remote:
+    with RemoteDrafter(address, credentials=shown, timeout_s=5) as remote:
         remote.open("s", [1, 2])
         assert len(remote.draft([DraftRequest("s", ids(3), 3, 0)])) == 1
         remote.close("s")
 
 
-def refused(address: str, credentials: Credentials | None) -> str:
+def refused(address: str, shown: Credentials | None) -> str:
     with pytest.raises(DrafterUnavailableError) as raised:
-        use(address, credentials)
+        use(address, shown)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -122,7 +123,11 @@ def test_a_renewed_certificate_is_used_without_a_restart(
 
 
 def test_with_mutual_tls_only_certificates_of_the_authority_are_let_in(
-    tmp_path: Path, drafter: EmbeddedDrafter, authority: Signed, server: Signed
+    tmp_path: Path,
+    drafter: EmbeddedDrafter,
+    authority: Signed,
+    server: Signed,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = signed(tmp_path, "engine", authority, names=(DNSName("engine.example"),))
     access = tmp_path / "access"
@@ -135,11 +140,32 @@ def test_with_mutual_tls_only_certificates_of_the_authority_are_let_in(
         self_made = signed(tmp_path, "self-made")
         other = Credentials(authority.certificate, self_made.certificate, self_made.key)
         assert "client certificate" in refused(address, other)
+        with monkeypatch.context() as patched:  # nor does the service let in what has expired
+            patched.setattr(credentials, "find_spec", lambda _: None)
+            over = signed(tmp_path, "over", authority, hours=(-3, -1))
+            expired = Credentials(authority.certificate, over.certificate, over.key)
+            assert "client certificate" in refused(address, expired)
         unknown = signed(tmp_path, "unknown", authority)
         with pytest.raises(NotPermittedError, match="no tenant"):
             use(address, Credentials(authority.certificate, unknown.certificate, unknown.key))
     with serving(drafter, protection=protected(server, client_ca=authority.certificate)) as address:
         use(address, shown)
+
+
+def test_a_stream_ends_once_its_certificate_has_expired(
+    tmp_path: Path, drafter: EmbeddedDrafter, authority: Signed, server: Signed
+) -> None:
+    short = signed(tmp_path, "short", authority, hours=(-1, 2 / 3600))
+    shown = Credentials(authority.certificate, short.certificate, short.key)
+    with (
+        serving(drafter, protection=protected(server, client_ca=authority.certificate)) as address,
+        RemoteDrafter(address, credentials=shown) as remote,
+    ):
+        remote.open("s", [1, 2])
+        remote.draft([DraftRequest("s", ids(3), 3, 4)])
+        time.sleep(2)
+        with pytest.raises(AccessRefusedError):
+            remote.draft([DraftRequest("s", ids(4), 4, 4)])
 
 
 def test_a_clients_own_files_are_checked_before_it_connects(
@@ -203,10 +229,10 @@ def test_asyncio_channels_carry_the_same_credentials(
     tmp_path: Path, drafter: EmbeddedDrafter, authority: Signed, server: Signed
 ) -> None:
     access = tmp_path / "access"
-    credentials = Credentials(authority.certificate, token=add_token(access, "acme"))
+    shown = Credentials(authority.certificate, token=add_token(access, "acme"))
 
     async def exchange(address: str) -> int:
-        async with credentials.aio_channel(address, ()) as channel:
+        async with shown.aio_channel(address, ()) as channel:
             stub: Any = RetrieverServiceStub(channel)
             await stub.OpenSession(pb.OpenSessionRequest(session_id="s"))
             call = stub.DraftStream()
@@ -249,7 +275,10 @@ def test_credentials_come_from_a_file_or_the_environment(tmp_path: Path) -> None
     read = Credentials.from_file(file)
     assert read == Credentials(tmp_path / "ca.pem", token=token, tls=True)
     assert token not in repr(read)
-    variables = {"FOREDRAFT_TOKEN_FILE": str(tmp_path / "token"), "FOREDRAFT_CA": "/x"}
+    variables = {
+        "FOREDRAFT_REMOTE_TOKEN_FILE": str(tmp_path / "token"),
+        "FOREDRAFT_REMOTE_CA": "/x",
+    }
     assert set(variables) < set(VARIABLES)
     assert Credentials.from_environment(variables) == Credentials(Path("/x"), token=token)
     assert Credentials.from_environment({}) is None

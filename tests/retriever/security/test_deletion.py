@@ -15,11 +15,12 @@ from retriever import Credentials, DraftRequest, RemoteDrafter, TokenIds, Unknow
 from retriever.embedded import EmbeddedDrafter
 from retriever.generations import Generations, Output
 from retriever.limits import Limits
+from retriever.log_store import LogOptions
 from retriever.security.access import add_token
 from retriever.security.protection import Protection, ProtectionFiles
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.security.in_process import serving
-from tests.retriever.states import drafter_on, ids, output
+from tests.retriever.states import drafter_on, ids, keep, kept, log_on, output
 
 Clients = dict[str, RemoteDrafter]
 
@@ -186,3 +187,21 @@ def test_a_tenant_of_many_is_deleted_while_others_draft(tmp_path: Path) -> None:
             clients["a"].delete_tenant_data()
             assert knows(clients["b"], number)
             assert not knows(clients["a"], number + 40)
+
+
+def test_old_outputs_leave_the_file(tmp_path: Path) -> None:
+    now = [1000.0]
+    with log_on(tmp_path, LogOptions(1 << 12, max_age_s=10), lambda: now[0]) as log:
+        for number in range(4):
+            keep(log, output(number), "a", time_s=1000.0 + 4 * number)
+        now[0] = 1015.0
+        log.remove_expired()
+        assert [on_disk(tmp_path, number) for number in range(4)] == [False, False, True, True]
+        assert kept(log, "a") == [output(2).tolist(), output(3).tolist()]
+        now[0] = 1020.0
+        log.remove_expired()  # the file is not written anew within the hour
+        assert kept(log, "a") == [output(3).tolist()]
+        keep(log, output(5), "a", time_s=1020.0)
+        assert log.failures == 0
+    with log_on(tmp_path) as log:
+        assert kept(log, "a") == [output(3).tolist(), output(5).tolist()]
