@@ -1,0 +1,67 @@
+"""The commands that serve drafts, and that show with which settings it would be done."""
+
+import asyncio
+import os
+from typing import Annotated
+
+import typer
+
+from retriever.clear_errors import clear_errors
+from retriever.embedded import EmbeddedDrafter
+from retriever.encoding import ChatEncoder
+from retriever.files import check_files
+from retriever.loading import listed_phrases
+from retriever.operations import printing
+from retriever.operations.flags import ConfigFile, with_settings
+from retriever.operations.resolving import resolve
+from retriever.operations.settings import Settings
+from retriever.service.serving import serve as serve_forever
+
+
+@with_settings
+def serve(config: ConfigFile = None, **flags: object) -> None:
+    """Serve drafts over gRPC until interrupted.
+
+    Prints `serving on ADDRESS` once it is ready. There is no authentication yet: listen on
+    loopback or a unix socket. Each flag can be set in the file of --config, too, and in the
+    environment (FOREDRAFT_ADDRESS for --address); `config` shows what is in force.
+    """
+    with clear_errors():
+        settings = resolve(Settings, flags, os.environ, config).settings
+        drafter = _open(settings)
+        try:
+            asyncio.run(serve_forever(drafter, settings.address))
+        finally:
+            drafter.shut_down()
+
+
+@with_settings
+def show_settings(
+    config: ConfigFile = None,
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, on standard output.")
+    ] = False,
+    **flags: object,
+) -> None:
+    """Show the settings that `serve` would have, and where each comes from.
+
+    What is printed is TOML for `serve --config`. Nothing is opened.
+    """
+    with clear_errors():
+        resolved = resolve(Settings, flags, os.environ, config)
+        print(printing.as_json(resolved) if as_json else printing.as_toml(resolved))  # noqa: T201
+
+
+def _open(settings: Settings) -> EmbeddedDrafter:
+    check_files(settings.index, settings.phrases)
+    encoder = ChatEncoder(settings.tokenizer)
+    return EmbeddedDrafter.open_indexes(
+        settings.index,
+        vocabulary=encoder.vocabulary,
+        limits=settings.limits,
+        state=settings.state,
+        durability=settings.durability,
+        phrases=listed_phrases(settings.phrases, encoder, settings.index),
+        refresh_s=settings.refresh,
+    )
