@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Lock
+from time import perf_counter
 from typing import Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from indexer.reader import Index, Vocabulary
+from retriever.census import Census, census_of
 from retriever.corpora import shared_vocabulary
 from retriever.databases import Context, Databases
 from retriever.drafter import DraftRequest, TokenIds
@@ -38,6 +40,7 @@ from retriever.pools import Pool, Pools
 from retriever.predictor import Predictor
 from retriever.provenance import Evidence, locate, trace_nodes
 from retriever.sessions import Session, Sessions
+from retriever.tally import Tally
 from retriever.tree import DraftTree
 
 DEFAULT_LIMITS: Final = Limits()
@@ -70,6 +73,11 @@ class EmbeddedDrafter:
             and draft from what it has become; 0 for never. `refresh` does so at once.
         predictor: what grows the trees, with room for `limits`; made here if None.
 
+    Attributes:
+        limits: as given.
+        vocabulary: of the indexes, or as given.
+        tally: what was drafted, and what became of it.
+
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
         StateError: `state` cannot be used.
@@ -93,6 +101,7 @@ class EmbeddedDrafter:
         self._phrases = phrases if phrases is not None else ListedPhrases(())
         _check_phrases(self._phrases, self.vocabulary)
         self._lock = Lock()
+        self.tally = Tally()
         self._sessions = Sessions(limits)
         self._live = LiveCorpora(indexes, self._sessions, self._lock)
         self._predictor = predictor or Predictor(limits.max_budget_nodes)
@@ -154,6 +163,12 @@ class EmbeddedDrafter:
         """Outputs that could not be written to the state directory."""
         return self._pools.log_failures
 
+    def census(self) -> Census:
+        """Count what is held now, without keeping drafts waiting for longer than a moment."""
+        with self._lock:
+            sessions = self._sessions.all()
+        return census_of(sessions, [(pool, self._tokens_of(pool)) for pool in self._pools.all()])
+
     def open(
         self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
     ) -> None:
@@ -179,16 +194,14 @@ class EmbeddedDrafter:
         A step is checked as a whole first: where any request is refused, nothing is kept of any.
         """
         check_batch(requests, self.limits)
+        began = perf_counter()
         with self._lock:
             steps = [self._step(request) for request in requests]
             for step in steps:  # all before any draft: what is learned from is the last draft
-                self._predictor.commit(step.session.databases, step.new_tokens)
-            return [
-                self._draft(
-                    step.session.databases, step.request.budget_nodes, step.request.min_probability
-                )
-                for step in steps
-            ]
+                self._commit(step.session, step.new_tokens)
+            trees = [self._draft_step(step) for step in steps]
+            self.tally.stepped(len(steps), perf_counter() - began)
+        return trees
 
     def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
@@ -206,7 +219,7 @@ class EmbeddedDrafter:
         with self._lock:
             ended = self._sessions.get(session)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
-            self._predictor.commit(ended.databases, tokens)
+            self._commit(ended, tokens)
             self._sessions.remove(session)
             if ended.remember and remember:
                 context = ended.databases.context
@@ -237,8 +250,11 @@ class EmbeddedDrafter:
         check_length(len(tokens), self.limits)
         check_draft(budget_nodes, min_probability, self.limits)
         databases = self._databases(tokens, self._pool(tenant))
+        began = perf_counter()
         with self._lock:
-            return self._draft(databases, budget_nodes, min_probability)
+            tree = self._draft(databases, budget_nodes, min_probability)
+            self.tally.drafted_bare(perf_counter() - began)
+        return tree
 
     def explain(
         self,
@@ -320,6 +336,7 @@ class EmbeddedDrafter:
             self._predictor.draft(nobody, 1, 0.0)
             self._predictor.commit(nobody, context[:1])
         self._phrases.warm()
+        self.tally.warm()
 
     def check_vocabulary(self, fingerprint: str) -> None:
         """Refuse the tokens of another tokenizer.
@@ -349,6 +366,10 @@ class EmbeddedDrafter:
     def _checked(self, tokens: ArrayLike) -> TokenIds:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
 
+    def _tokens_of(self, pool: Pool) -> int:
+        with self._lock:
+            return pool.generations.num_tokens
+
     def _pool(self, tenant: str) -> Pool:
         check_tenant_name(tenant)
         return self._pools.get(tenant)
@@ -375,6 +396,18 @@ class EmbeddedDrafter:
                 "repeated; close the session and open it again"
             )
         return _Step(session, tokens, request)
+
+    def _commit(self, session: Session, tokens: TokenIds) -> None:
+        if session.drafted is not None:
+            self.tally.committed(session.drafted, tokens)
+            session.drafted = None
+        self._predictor.commit(session.databases, tokens)
+
+    def _draft_step(self, step: _Step) -> DraftTree:
+        request = step.request
+        tree = self._draft(step.session.databases, request.budget_nodes, request.min_probability)
+        step.session.drafted = tree
+        return tree
 
     def _draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         databases.turn_to(self._live.current.corpus)

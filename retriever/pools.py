@@ -105,6 +105,11 @@ class Pools:
         """Tenants in memory that no session needs to keep there."""
         return len(self._recent)
 
+    def all(self) -> list[Pool]:
+        """Return the pools that are in memory."""
+        with self._lock:
+            return list({**self._in_use, **self._recent}.values())
+
     def get(self, tenant: str) -> Pool:
         """Return the tenant's pool. Loading takes about 0.4 s for a million tokens."""
         with self._lock:

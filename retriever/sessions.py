@@ -10,6 +10,7 @@ from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError, SessionExistsError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.pools import Pool
+from retriever.tree import DraftTree
 
 
 @dataclass(slots=True)
@@ -21,12 +22,14 @@ class Session:
         prompt_length: tokens that it was opened with.
         remember: whether its output may serve later sequences.
         last_used_s: when it was last asked for.
+        drafted: its last draft, of which nobody knows yet what will become; None before the first.
     """
 
     databases: Databases
     prompt_length: int
     remember: bool
     last_used_s: float = 0.0
+    drafted: DraftTree | None = None
 
 
 class Sessions:
@@ -82,6 +85,10 @@ class Sessions:
         if session is None:
             raise UnknownSessionError(f"no session {name!r} is open: open it first")
         return session
+
+    def all(self) -> list[Session]:
+        """Return the sessions that are open."""
+        return list(self._by_name.values())
 
     def forget(self, pool: Pool) -> None:
         """Let no open session of a tenant be learned from, or remembered when it ends."""
