@@ -163,6 +163,11 @@ class EmbeddedDrafter:
         """Outputs that could not be written to the state directory."""
         return self._pools.log_failures
 
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open."""
+        return len(self._sessions)
+
     def census(self) -> Census:
         """Count what is held now, without keeping drafts waiting for longer than a moment."""
         with self._lock:

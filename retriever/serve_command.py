@@ -13,6 +13,8 @@ from retriever.files import check_files
 from retriever.loading import listed_phrases
 from retriever.operations import printing
 from retriever.operations.flags import ConfigFile, with_settings
+from retriever.operations.logs import log_to_standard_error
+from retriever.operations.operator import Operator
 from retriever.operations.resolving import resolve
 from retriever.operations.settings import Settings
 from retriever.service.serving import serve as serve_forever
@@ -28,9 +30,11 @@ def serve(config: ConfigFile = None, **flags: object) -> None:
     """
     with clear_errors():
         settings = resolve(Settings, flags, os.environ, config).settings
+        log_to_standard_error(settings.log_format, settings.log_level)
+        operator = Operator(reflection=settings.reflection)
         drafter = _open(settings)
         try:
-            asyncio.run(serve_forever(drafter, settings.address))
+            asyncio.run(serve_forever(drafter, settings.address, operator, settings.drain_s))
         finally:
             drafter.shut_down()
 

@@ -1,0 +1,72 @@
+"""Around every call of the wire contract: whether it may begin, how it ends."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from retriever.operations.calls import Calls
+from retriever.operations.lifecycle import SERVICE, Lifecycle
+
+_Handler = Any  # gRPC's own, whose fields its stubs do not name
+_Context = aio.ServicerContext[Any, Any]
+
+
+class Interceptor(aio.ServerInterceptor):
+    """Counts calls, and refuses those that come too early or too late.
+
+    Other services of the server (health, reflection) are left alone.
+
+    Args:
+        calls: counted here.
+        lifecycle: says what may begin.
+    """
+
+    def __init__(self, calls: Calls, lifecycle: Lifecycle) -> None:
+        self._calls = calls
+        self._lifecycle = lifecycle
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler:
+        """Return the handler of a call, with what is around it."""
+        handler = await continuation(handler_call_details)
+        _, service, method = str(handler_call_details.method).rpartition(f"/{SERVICE}/")
+        if handler is None or not service:
+            return handler
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                self._around_stream(method, handler.stream_stream),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            self._around_call(method, handler.unary_unary),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+
+    def _around_call(self, method: str, answer: Callable[..., Awaitable[Any]]) -> Any:
+        async def call(request: Any, context: _Context) -> Any:
+            with self._calls.counted(method, context):
+                await self._admit(method, context)
+                return await answer(request, context)
+
+        return call
+
+    def _around_stream(self, method: str, answer: Callable[..., AsyncIterator[Any]]) -> Any:
+        async def stream(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
+            with self._calls.counted(method, context):
+                await self._admit(method, context)
+                async for response in answer(requests, context):
+                    yield response
+
+        return stream
+
+    async def _admit(self, method: str, context: _Context) -> None:
+        refusal = self._lifecycle.refusal(method)
+        if refusal is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, refusal)
