@@ -1,7 +1,11 @@
 """The commands that serve drafts, and that show with which settings it would be done."""
 
 import asyncio
+import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -13,11 +17,16 @@ from retriever.files import check_files
 from retriever.loading import listed_phrases
 from retriever.operations import printing
 from retriever.operations.flags import ConfigFile, with_settings
-from retriever.operations.logs import log_to_standard_error
+from retriever.operations.logs import log_event, log_to_standard_error
 from retriever.operations.operator import Operator
+from retriever.operations.report import Service
 from retriever.operations.resolving import resolve
 from retriever.operations.settings import Settings
+from retriever.operations.web import Web
+from retriever.operations.web_server import WebAddress
 from retriever.service.serving import serve as serve_forever
+
+_logger = logging.getLogger(__name__)
 
 
 @with_settings
@@ -34,7 +43,8 @@ def serve(config: ConfigFile = None, **flags: object) -> None:
         operator = Operator(reflection=settings.reflection)
         drafter = _open(settings)
         try:
-            asyncio.run(serve_forever(drafter, settings.address, operator, settings.drain_s))
+            with _shown(settings, Service(drafter, operator, time.time())):
+                asyncio.run(serve_forever(drafter, settings.address, operator, settings.drain_s))
         finally:
             drafter.shut_down()
 
@@ -55,6 +65,21 @@ def show_settings(
     with clear_errors():
         resolved = resolve(Settings, flags, os.environ, config)
         print(printing.as_json(resolved) if as_json else printing.as_toml(resolved))  # noqa: T201
+
+
+@contextmanager
+def _shown(settings: Settings, service: Service) -> Iterator[None]:
+    """Serve metrics and the status page during the block, where that is wanted."""
+    if settings.metrics_address is None:
+        yield
+        return
+    address = WebAddress.parsed(settings.metrics_address)
+    web = Web(service, address, status_page=settings.status_page)
+    log_event(_logger, logging.INFO, "metrics", "metrics are served", address=str(web.address))
+    try:
+        yield
+    finally:
+        web.close()
 
 
 def _open(settings: Settings) -> EmbeddedDrafter:
