@@ -22,6 +22,7 @@ from retriever.operations.operator import Operator
 from retriever.operations.report import Service
 from retriever.operations.resolving import resolve
 from retriever.operations.settings import Settings
+from retriever.operations.tracing import tracing_of
 from retriever.operations.web import Web
 from retriever.operations.web_server import WebAddress
 from retriever.service.serving import serve as serve_forever
@@ -40,13 +41,15 @@ def serve(config: ConfigFile = None, **flags: object) -> None:
     with clear_errors():
         settings = resolve(Settings, flags, os.environ, config).settings
         log_to_standard_error(settings.log_format, settings.log_level)
-        operator = Operator(reflection=settings.reflection)
+        tracing = tracing_of(settings.trace_ratio, settings.trace_endpoint)
+        operator = Operator(reflection=settings.reflection, tracing=tracing)
         drafter = _open(settings)
         try:
             with _shown(settings, Service(drafter, operator, time.time())):
                 asyncio.run(serve_forever(drafter, settings.address, operator, settings.drain_s))
         finally:
             drafter.shut_down()
+            operator.shut_down()
 
 
 @with_settings

@@ -1,6 +1,7 @@
 """Around every call of the wire contract: whether it may begin, how it ends."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -8,6 +9,7 @@ from grpc import aio
 
 from retriever.operations.calls import Calls
 from retriever.operations.lifecycle import SERVICE, Lifecycle
+from retriever.operations.tracing import Tracing
 
 _Handler = Any  # gRPC's own, whose fields its stubs do not name
 _Context = aio.ServicerContext[Any, Any]
@@ -21,9 +23,11 @@ class Interceptor(aio.ServerInterceptor):
     Args:
         calls: counted here.
         lifecycle: says what may begin.
+        tracing: makes spans of a sample; None for none.
     """
 
-    def __init__(self, calls: Calls, lifecycle: Lifecycle) -> None:
+    def __init__(self, calls: Calls, lifecycle: Lifecycle, tracing: Tracing | None = None) -> None:
+        self._tracing = tracing
         self._calls = calls
         self._lifecycle = lifecycle
 
@@ -51,7 +55,7 @@ class Interceptor(aio.ServerInterceptor):
 
     def _around_call(self, method: str, answer: Callable[..., Awaitable[Any]]) -> Any:
         async def call(request: Any, context: _Context) -> Any:
-            with self._calls.counted(method, context):
+            with self._calls.counted(method, context), self._traced(method, context):
                 await self._admit(method, context)
                 return await answer(request, context)
 
@@ -61,10 +65,24 @@ class Interceptor(aio.ServerInterceptor):
         async def stream(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
             with self._calls.counted(method, context):
                 await self._admit(method, context)
-                async for response in answer(requests, context):
+                responses = (
+                    answer(requests, context)
+                    if self._tracing is None
+                    else self._tracing.steps(requests, lambda timed: answer(timed, context))
+                )
+                async for response in responses:
                     yield response
 
         return stream
+
+    @contextmanager
+    def _traced(self, method: str, context: _Context) -> Iterator[None]:
+        ended = self._tracing.call(method, context) if self._tracing is not None else None
+        try:
+            yield
+        finally:
+            if ended is not None:
+                ended()
 
     async def _admit(self, method: str, context: _Context) -> None:
         refusal = self._lifecycle.refusal(method)

@@ -10,6 +10,7 @@ from retriever.errors import SettingsError
 from retriever.operations.calls import Calls
 from retriever.operations.interception import Interceptor
 from retriever.operations.lifecycle import SERVICE, Lifecycle
+from retriever.operations.tracing import Tracing
 
 _STREAM = "DraftStream"
 
@@ -19,13 +20,15 @@ class Operator:
 
     Args:
         reflection: whether to answer gRPC reflection.
+        tracing: makes spans of a sample of calls; None for none.
 
     Attributes:
         calls: what came and how it ended.
         lifecycle: the phase of the service.
     """
 
-    def __init__(self, *, reflection: bool = False) -> None:
+    def __init__(self, *, reflection: bool = False, tracing: Tracing | None = None) -> None:
+        self._tracing = tracing
         self.calls = Calls()
         self.lifecycle = Lifecycle()
         self._reflection = reflection
@@ -33,7 +36,7 @@ class Operator:
     @property
     def interceptors(self) -> Sequence[aio.ServerInterceptor]:
         """What stands around every call, outermost."""
-        return [Interceptor(self.calls, self.lifecycle)]
+        return [Interceptor(self.calls, self.lifecycle, self._tracing)]
 
     async def attach(self, server: aio.Server) -> None:
         """Add what a server answers beside drafts, before it starts.
@@ -44,6 +47,11 @@ class Operator:
         await self.lifecycle.attach(server)
         if self._reflection:
             _reflect(server)
+
+    def shut_down(self) -> None:
+        """Send what is left to send."""
+        if self._tracing is not None:
+            self._tracing.shut_down()
 
     def is_idle(self, drafter: EmbeddedDrafter) -> bool:
         """Tell whether a service can end without anybody's missing it.
