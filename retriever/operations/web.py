@@ -11,6 +11,7 @@ from retriever.operations.report import Service
 from retriever.operations.status_page import HEADERS, page
 from retriever.operations.web_server import WebAddress, bound
 
+_POLL_S: Final = 0.2
 _PLAIN: Final = "text/plain; charset=utf-8"
 
 _StartResponse = Callable[[str, list[tuple[str, str]]], Any]
@@ -44,7 +45,10 @@ class Web:
         self._server.set_app(self._answer)
         self.address = WebAddress(address.host, self._server.server_port)
         self._thread = Thread(
-            target=self._server.serve_forever, name="foredraft-metrics", daemon=True
+            target=self._server.serve_forever,
+            args=(_POLL_S,),
+            name="foredraft-metrics",
+            daemon=True,
         )
         self._thread.start()
 

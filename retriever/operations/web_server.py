@@ -40,7 +40,8 @@ class WebAddress:
             SettingsError: it is neither.
         """
         host, _, port = text.rpartition(":")
-        if not (port.isascii() and port.isdigit()) or int(port) > _MAX_PORT or host == ":":
+        is_port = port.isascii() and port.isdigit() and int(port) <= _MAX_PORT
+        if not is_port or text.startswith(":") or (":" in host and not host.startswith("[")):
             raise SettingsError(
                 f"--metrics-address {text}: an address is HOST:PORT, or a port of loopback"
             )
@@ -59,7 +60,7 @@ class WebAddress:
 
 
 def bound(address: WebAddress, act: Callable[[], None]) -> WSGIServer:
-    """Return a server that listens, and acts twice a second while it serves.
+    """Return a server that listens, and acts now and then while it serves.
 
     Raises:
         AddressInUseError: the address is taken or cannot be bound.

@@ -75,7 +75,7 @@ def test_refusals_are_counted_by_reason_and_name_nobody(index: Path, tmp_path: P
     labels = {"method": "CloseSession", "status": "NOT_FOUND", "reason": ""}
     assert value(found, "refused_total", **labels) == 1
     assert HIDDEN not in text
-    assert "script" not in text
+    assert "alert" not in text
 
 
 class Page(HTMLParser):
