@@ -93,7 +93,7 @@ def _status_of(error: BaseException, context: aio.ServicerContext[Any, Any]) -> 
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "CANCELLED", ""
     if not isinstance(error, aio.AbortError):
-        return "UNKNOWN", type(error).__name__
+        return "INTERNAL", type(error).__name__
     code: Any = context.code()
     named = _NAMED.search(str(context.details() or ""))
     limit = named[1] if named is not None and named[1] in _LIMITS else ""

@@ -1,7 +1,8 @@
 """Around every call of the wire contract: whether it may begin, how it ends."""
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -10,6 +11,8 @@ from grpc import aio
 from retriever.operations.calls import Calls
 from retriever.operations.lifecycle import SERVICE, Lifecycle
 from retriever.operations.tracing import Tracing
+
+_logger = logging.getLogger(__name__)
 
 _Handler = Any  # gRPC's own, whose fields its stubs do not name
 _Context = aio.ServicerContext[Any, Any]
@@ -55,16 +58,15 @@ class Interceptor(aio.ServerInterceptor):
 
     def _around_call(self, method: str, answer: Callable[..., Awaitable[Any]]) -> Any:
         async def call(request: Any, context: _Context) -> Any:
-            with self._calls.counted(method, context), self._traced(method, context):
-                await self._admit(method, context)
-                return await answer(request, context)
+            async with self._around(method, context):
+                with self._traced(method, context):
+                    return await answer(request, context)
 
         return call
 
     def _around_stream(self, method: str, answer: Callable[..., AsyncIterator[Any]]) -> Any:
         async def stream(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
-            with self._calls.counted(method, context):
-                await self._admit(method, context)
+            async with self._around(method, context):
                 responses = (
                     answer(requests, context)
                     if self._tracing is None
@@ -84,7 +86,20 @@ class Interceptor(aio.ServerInterceptor):
             if ended is not None:
                 ended()
 
-    async def _admit(self, method: str, context: _Context) -> None:
-        refusal = self._lifecycle.refusal(method)
-        if refusal is not None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, refusal)
+    @asynccontextmanager
+    async def _around(self, method: str, context: _Context) -> AsyncIterator[None]:
+        """Count a call, refuse it at the wrong time, and tell its caller nothing of our faults.
+
+        gRPC would send the text of an unexpected error, which may hold what another caller sent.
+        """
+        try:
+            with self._calls.counted(method, context):
+                refusal = self._lifecycle.refusal(method)
+                if refusal is not None:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, refusal)
+                yield
+        except aio.BaseError:
+            raise  # gRPC's own: the call has its status, or has ended
+        except Exception:
+            _logger.exception("%s failed", method)
+            await context.abort(grpc.StatusCode.INTERNAL, "the service failed: its log has more")

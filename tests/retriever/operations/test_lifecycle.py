@@ -19,11 +19,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
+from numpy.typing import ArrayLike
 
-from retriever import DrafterUnavailableError, DraftRequest, RemoteDrafter
+from retriever import DrafterUnavailableError, DraftRequest, DraftTree, RemoteDrafter
 from retriever.embedded import EmbeddedDrafter
 from retriever.operations.calls import End
 from retriever.operations.lifecycle import SERVICE
+from retriever.operations.logs import JsonLines
 from retriever.operations.operator import Operator
 from retriever.service.serving import start
 from retriever.v1 import retriever_pb2 as pb
@@ -153,6 +155,39 @@ def test_an_interrupt_while_nobody_is_there_ends_with_status_0() -> None:
     process, _ = start_service("--address", "127.0.0.1:0")
     process.send_signal(signal.SIGINT)
     assert status_at_end(process, 10) == 0
+
+
+class Faulty(EmbeddedDrafter):
+    """A drafter with a fault, whose error shows what somebody sent."""
+
+    def draft_context(self, context: ArrayLike, *_: Any, **__: Any) -> DraftTree:
+        raise ValueError(f"cannot cope with {context!r}")
+
+
+async def _fail(folder: Path) -> Operator:
+    drafter, operator, address = Faulty(), Operator(), f"unix:{folder}/draft.sock"
+    server, _ = await start(drafter, address, operator)
+    async with aio.insecure_channel(address) as channel:
+        stub: Any = RetrieverServiceStub(channel)
+        with pytest.raises(aio.AioRpcError) as raised:
+            await stub.Draft(pb.DraftRequest(context=[48611]))
+        await stub.OpenSession(pb.OpenSessionRequest(session_id="s"))
+    await server.stop(0)
+    drafter.shut_down()
+    assert raised.value.code() is grpc.StatusCode.INTERNAL
+    assert raised.value.details() == "the service failed: its log has more"
+    return operator
+
+
+def test_a_fault_of_ours_is_counted_and_logged_and_told_to_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    operator = asyncio.run(_fail(tmp_path))
+    assert operator.calls.ended[End("Draft", "INTERNAL", "ValueError")] == 1
+    assert operator.calls.under_way["Draft"] == 0
+    (record,) = [each for each in caplog.records if each.exc_info]
+    assert "Draft failed" in record.message
+    assert "48611" not in JsonLines().format(record)
 
 
 def test_a_missing_library_is_answered_with_what_to_install() -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, SecretStr
 
+from retriever import LimitExceededError, RemoteDrafter
 from retriever.errors import SettingsError
 from retriever.limits import Limits
 from retriever.operations.printing import as_json, as_toml
 from retriever.operations.resolving import Resolved, resolve
 from retriever.operations.settings import Settings
+from tests.retriever.conftest import start_service, stop_service
 
 
 def resolved(
@@ -148,6 +150,24 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as raised:
         resolve(WithSecrets, {}, {}, path)
     assert "hunter2" not in str(raised.value)
+
+
+def test_a_service_is_set_by_a_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "service.toml"
+    path.write_text(f'address = "unix:{tmp_path}/draft.sock"\nmax_sessions = 1\n')
+    monkeypatch.setenv("FOREDRAFT_MAX_SEQUENCE_TOKENS", "5")
+    process, address = start_service("--config", str(path))
+    assert address == f"unix:{tmp_path}/draft.sock"
+    with RemoteDrafter(address) as remote:
+        with pytest.raises(LimitExceededError, match="limit of 5"):
+            remote.open("s", [1] * 6)
+        remote.open("s", [1])
+        with pytest.raises(LimitExceededError, match="max_sessions"):
+            remote.open("t", [1])
+        remote.close("s")
+    stop_service(process)
 
 
 def test_the_command_shows_what_is_in_force(tmp_path: Path) -> None:
