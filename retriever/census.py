@@ -1,11 +1,16 @@
 """What a drafter holds at one moment."""
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from retriever.pools import Pool
 from retriever.sessions import Session
+
+_BETWEEN_PAUSES: Final = 256
+_PAUSE_S: Final = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +34,26 @@ class Census:
     generations_bytes: int
 
 
-def census_of(sessions: Iterable[Session], pools: Iterable[tuple[Pool, int]]) -> Census:
-    """Return what these are together; each pool comes with its number of tokens."""
-    contexts = [(each.databases.pool.tenant, each.databases.context) for each in sessions]
+def census_of(sessions: Sequence[Session], pools: Iterable[tuple[Pool, int]]) -> Census:
+    """Return what these are together; each pool comes with its number of tokens.
+
+    Pauses now and then, so that whoever drafts meanwhile gets the interpreter.
+    """
+    by_tenant: Counter[str] = Counter()
+    num_tokens = num_bytes = 0
+    for begin in range(0, len(sessions), _BETWEEN_PAUSES):
+        for session in sessions[begin : begin + _BETWEEN_PAUSES]:
+            databases = session.databases
+            by_tenant[databases.pool.tenant] += 1
+            num_tokens += len(databases.context)
+            num_bytes += databases.context.num_bytes
+        time.sleep(_PAUSE_S)
     held = list(pools)
     return Census(
-        sessions=Counter(tenant for tenant, _ in contexts),
-        session_tokens=sum(len(context) for _, context in contexts),
-        session_bytes=sum(each.nbytes for _, context in contexts for each in context.chains),
+        sessions=by_tenant,
+        session_tokens=num_tokens,
+        session_bytes=num_bytes,
         tenants=len(held),
-        generations_tokens=sum(num_tokens for _, num_tokens in held),
+        generations_tokens=sum(tokens for _, tokens in held),
         generations_bytes=sum(pool.generations.num_bytes for pool, _ in held),
     )
