@@ -42,6 +42,7 @@ class Index:
         segments: its parts, in the order in which they were built.
         phrases: the phrase tables of the segments.
         number: of the snapshot: higher after every change.
+        published_s: when the snapshot was published, in seconds since 1970.
         num_tokens: tokens in all segments, separators not counted.
         num_documents: documents in all segments.
         num_uncounted_tokens: tokens of segments that the phrase tables do not count yet.
@@ -58,6 +59,7 @@ class Index:
         self.segments = snapshot.segments
         self.phrases = snapshot.phrases
         self.number = held.number
+        self.published_s = held.published_s
         self.num_tokens = contents.num_tokens
         self.num_documents = sum(record.num_documents for record in contents.segments)
         self.num_uncounted_tokens = contents.num_uncounted_tokens

@@ -48,6 +48,7 @@ class HeldSnapshot:
         number: of the snapshot.
         contents: what it publishes.
         num_bytes: size of its file.
+        published_s: when it was published, in seconds since 1970.
     """
 
     def __init__(self, index: Path, number: int, descriptor: int) -> None:
@@ -58,6 +59,7 @@ class HeldSnapshot:
         try:
             content = _read_all(index, number, descriptor)
             self.num_bytes = len(content)
+            self.published_s = os.fstat(descriptor).st_mtime
             self.contents = _decoded(index, number, content)
         except BaseException:
             self.close()

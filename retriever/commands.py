@@ -1,52 +1,30 @@
-"""The commands: serve drafts, replay recorded outputs, or explain a draft."""
+"""The commands: serve drafts and show the settings, replay recorded outputs, explain a draft."""
 
-import asyncio
 import json
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import track
 
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL
-from retriever.bindings import BoundPaths, parsed_bindings
 from retriever.clear_errors import clear_errors
-from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
+from retriever.embedded import DEFAULT_LIMITS
 from retriever.encoding import ChatEncoder
 from retriever.errors import InvalidRequestError
 from retriever.explain_command import explain
 from retriever.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.files import check_files
-from retriever.log_store import Durability
+from retriever.loading import listed_phrases, progress
 from retriever.options import CredentialsFile, Indexes, Phrases, Servers, credentials_of
-from retriever.phrases import ListedPhrases
 from retriever.replay import ReplayReport, replay
 from retriever.report_tables import tables
 from retriever.security.commands import app as access_app
-from retriever.security.options import (
-    AccessFile,
-    CertificateFile,
-    ClientCa,
-    Insecure,
-    KeyFile,
-    PadReplies,
-    TenantIndexes,
-    TenantPhrases,
-)
-from retriever.security.protection import Protection, ProtectionFiles
-from retriever.service.listening import check_address
-from retriever.service.serving import serve as serve_forever
+from retriever.serve_command import serve, show_settings
 from retriever.traces import read_outputs, read_traces
-
-DEFAULT_REFRESH_S: Final = 5.0
 
 app = typer.Typer(
     help="Serve draft trees from indexes, replay recorded outputs through a drafter, or explain a "
@@ -56,111 +34,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.command()(serve)
+app.command("config")(show_settings)
 app.command()(explain)
 app.add_typer(access_app, name="access")
-
-
-@app.command()
-def serve(
-    index: Indexes = None,
-    phrases: Phrases = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="The tokenizer of phrases in text: a hub id, a folder or a .gguf file. "
-            f"Default: {DEFAULT_MODEL}.",
-        ),
-    ] = None,
-    address: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Where to listen: HOST:PORT (port 0: a free one) or unix:PATH.",
-        ),
-    ] = "127.0.0.1:50051",
-    generations_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1024,
-            max=1 << 30,
-            help="Recent outputs to keep, in tokens of 24 bytes; rounded up to a power of two.",
-        ),
-    ] = DEFAULT_LIMITS.generations_tokens,
-    generations_age_s: Annotated[
-        float,
-        typer.Option(min=1, help="Forget outputs that are older than this, in seconds."),
-    ] = DEFAULT_LIMITS.generations_age_s,
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="A folder that keeps recent outputs, so that a restarted service drafts as "
-            "well as before. For one service and one tokenizer. Default: memory only.",
-        ),
-    ] = None,
-    durability: Annotated[
-        Durability,
-        typer.Option(
-            help="What outputs in --state survive: the end of this process, even by kill -9 "
-            "(process), or a power failure too, at the cost of a disk write for each (disk)."
-        ),
-    ] = "process",
-    refresh: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            help="How often to look whether an index has changed, and to draft from what it has "
-            "become; 0: never.",
-        ),
-    ] = DEFAULT_REFRESH_S,
-    certificate: CertificateFile = None,
-    key: KeyFile = None,
-    client_ca: ClientCa = None,
-    access: AccessFile = None,
-    insecure: Insecure = False,
-    pad_replies: PadReplies = False,
-    tenant_index: TenantIndexes = None,
-    tenant_phrases: TenantPhrases = None,
-) -> None:
-    """Serve drafts over gRPC until interrupted.
-
-    Prints `serving on ADDRESS` once it is ready. Where other machines reach the address, it takes
-    --certificate and --key, and --access or --client-ca.
-    """
-    limits = replace(
-        DEFAULT_LIMITS, generations_tokens=generations_tokens, generations_age_s=generations_age_s
-    )
-    with clear_errors():
-        protection = Protection.of(ProtectionFiles(certificate, key, client_ca, access, insecure))
-        check_address(address)
-        protection.check(address)
-        indexes = parsed_bindings(tenant_index or [], "--tenant-index")
-        lists = parsed_bindings(tenant_phrases or [], "--tenant-phrases")
-        check_files(
-            [*(index or []), *chain.from_iterable(indexes.values())],
-            [*(phrases or []), *chain.from_iterable(lists.values())],
-        )
-        encoder = ChatEncoder(tokenizer)
-        listed = {
-            tenant: _listed([*(phrases or []), *own], encoder, index)
-            for tenant, own in lists.items()
-        }
-        drafter = EmbeddedDrafter.open_indexes(
-            index or [],
-            vocabulary=encoder.vocabulary,
-            limits=limits,
-            state=state,
-            durability=durability,
-            phrases=_listed(phrases, encoder, index),
-            refresh_s=refresh,
-            bound=BoundPaths(indexes, {tenant: own for tenant, own in listed.items() if own}),
-        )
-        try:
-            asyncio.run(serve_forever(drafter, address, protection, pad_replies=pad_replies))
-        finally:
-            drafter.shut_down()
 
 
 @app.command("replay")
@@ -238,7 +115,7 @@ def replay_traces(
         check_files(index or [], phrases or [])
         read = read_traces(traces, encoder, limit)
         warming = [read_outputs(path, encoder) for path in warm or []]
-        recorded = list(_progress(read, "tokenising"))
+        recorded = list(progress(read, "tokenising"))
         outputs = list(chain.from_iterable(warming))
         if server:
             make_drafter = partial(
@@ -248,12 +125,12 @@ def replay_traces(
                 credentials=credentials_of(credentials),
             )
         elif drafter == OWN:
-            listed = _listed(phrases, encoder, index)
+            listed = listed_phrases(phrases, encoder, index)
             make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
         indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in index or []]
         made = make_drafter(indexes, outputs, budget)
         after = calibration_after if calibration else None
-        report = replay(made, _progress(recorded, "replaying"), budget, after)
+        report = replay(made, progress(recorded, "replaying"), budget, after)
         _print(report, as_json=as_json)
 
 
@@ -262,31 +139,8 @@ def main() -> None:
     app(prog_name="python -m retriever")
 
 
-def _listed(
-    paths: list[Path] | None, encoder: ChatEncoder, index: list[Path] | None
-) -> ListedPhrases | None:
-    """Load listed phrases and say on standard error what was loaded."""
-    if not paths:
-        return None
-    vocabulary = encoder.vocabulary
-    if vocabulary is None and index:
-        with closing(Index.open(index[0])) as opened:
-            vocabulary = opened.vocabulary
-    size = vocabulary.size if vocabulary is not None else None
-    listed = ListedPhrases.load(paths, encoder.encode_output, size, track=_progress)
-    for line in listed.summary():
-        print(line, file=sys.stderr)
-    return listed
-
-
 def _print(report: ReplayReport, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.as_json()))
     else:
         Console().print(*tables(report))
-
-
-def _progress(items: Iterable[Any], doing: str) -> Iterator[Any]:
-    """Show progress on a terminal's standard error."""
-    console = Console(stderr=True)
-    yield from track(items, doing, console=console, disable=not console.is_terminal)

@@ -61,6 +61,11 @@ class Context:
         return self._store.collect_own(query, self._cursor, rarity, depth, scratch)
 
     @property
+    def num_bytes(self) -> int:
+        """Memory of the store, in bytes."""
+        return self._store.num_bytes
+
+    @property
     def chains(self) -> Chains:
         """The arrays that kernels read."""
         return self._store.chains

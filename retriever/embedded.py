@@ -5,6 +5,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from time import perf_counter
 from typing import Final, Self
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from indexer.reader import Index, Vocabulary
 from retriever.bindings import NO_PHRASES, Bindings, Bound, BoundPaths
+from retriever.census import Census, census_of
 from retriever.corpora import shared_vocabulary
 from retriever.databases import Context, Corpus, Databases
 from retriever.drafter import DraftRequest, TokenIds
@@ -41,6 +43,7 @@ from retriever.predictor import Predictor
 from retriever.provenance import Evidence, locate, trace_nodes
 from retriever.sessions import Session, SessionKey, Sessions
 from retriever.steps import Steps
+from retriever.tally import Tally
 from retriever.tree import DraftTree
 
 DEFAULT_LIMITS: Final = Limits()
@@ -66,6 +69,11 @@ class EmbeddedDrafter:
         predictor: what grows the trees, with room for `limits`; made here if None.
         bound: what tenants draft from in the place of the indexes and phrases that are shared;
             their indexes are closed with the drafter, too.
+
+    Attributes:
+        limits: as given.
+        vocabulary: of the indexes, or as given.
+        tally: what was drafted, and what became of it.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
@@ -95,6 +103,7 @@ class EmbeddedDrafter:
             _check_phrases(each.phrases or NO_PHRASES, self.vocabulary)
         _check_phrases(phrases, self.vocabulary)
         self._lock = Lock()
+        self.tally = Tally()
         self._sessions = Sessions(limits)
         live = partial(LiveCorpora, sessions=self._sessions, lock=self._lock)
         self._live = Bindings(live(indexes), phrases, bound, live)
@@ -105,6 +114,7 @@ class EmbeddedDrafter:
             self._live,
             self._lock,
             limits=limits,
+            tally=self.tally,
             vocabulary_size=self.vocabulary.size if self.vocabulary else None,
         )
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
@@ -179,6 +189,12 @@ class EmbeddedDrafter:
         """Sessions that are open."""
         return len(self._sessions)
 
+    def census(self) -> Census:
+        """Count what is held now, without keeping drafts waiting for longer than a moment."""
+        with self._lock:
+            sessions = self._sessions.all()
+        return census_of(sessions, [(pool, self._tokens_of(pool)) for pool in self._pools.all()])
+
     def open(
         self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
     ) -> None:
@@ -241,8 +257,8 @@ class EmbeddedDrafter:
         with self._lock:
             ended = self._sessions.get(key)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
+            self.steps.commit(ended, tokens)
             self._sessions.remove(key)
-            self._predictor.commit(ended.databases, tokens)
             if ended.remember and remember:
                 context = ended.databases.context
                 output = context.last(len(context) - ended.prompt_length)
@@ -285,8 +301,11 @@ class EmbeddedDrafter:
         check_length(len(tokens), self.limits)
         check_draft(budget_nodes, min_probability, self.limits)
         databases = self._databases(tokens, self._pool(tenant))
+        began = perf_counter()
         with self._lock:
-            return self._draft(databases, budget_nodes, min_probability)
+            tree = self._draft(databases, budget_nodes, min_probability)
+            self.tally.drafted_bare(perf_counter() - began)
+        return tree
 
     def explain(
         self,
@@ -390,6 +409,7 @@ class EmbeddedDrafter:
             self._predictor.draft(nobody, 1, 0.0)
             self._predictor.commit(nobody, context[:1])
         self._live.warm()
+        self.tally.warm()
 
     def check_vocabulary(self, fingerprint: str) -> None:
         """Refuse the tokens of another tokenizer.
@@ -418,6 +438,10 @@ class EmbeddedDrafter:
 
     def _checked(self, tokens: ArrayLike) -> TokenIds:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
+
+    def _tokens_of(self, pool: Pool) -> int:
+        with self._lock:
+            return pool.generations.num_tokens
 
     def _pool(self, tenant: str) -> Pool:
         check_tenant_name(tenant)

@@ -65,6 +65,10 @@ class StateError(RetrieverError):
     """A state directory cannot be used: the message says why, and what to do."""
 
 
+class SettingsError(RetrieverError):
+    """A setting is unknown, or cannot have the value: the message names both."""
+
+
 class TraceError(RetrieverError):
     """A file of recorded outputs cannot be read."""
 

@@ -115,6 +115,11 @@ class Pools:
     def __contains__(self, tenant: str) -> bool:
         return tenant in self._in_use
 
+    def all(self) -> list[Pool]:
+        """Return the pools that are in memory."""
+        with self._lock:
+            return list({**self._in_use, **self._recent}.values())
+
     def get(self, tenant: str) -> Pool:
         """Return the tenant's pool. Loading takes about 0.4 s for a million tokens.
 

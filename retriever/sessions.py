@@ -12,6 +12,7 @@ from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError, SessionExistsError, UnknownSessionError
 from retriever.limits import Limits
 from retriever.pools import Pool
+from retriever.tree import DraftTree
 
 
 class SessionKey(NamedTuple):
@@ -35,12 +36,14 @@ class Session:
         prompt_length: tokens that it was opened with.
         remember: whether its output may serve later sequences.
         last_used_s: when it was last asked for.
+        drafted: its last draft, of which nobody knows yet what will become; None before the first.
     """
 
     databases: Databases
     prompt_length: int
     remember: bool
     last_used_s: float = 0.0
+    drafted: DraftTree | None = None
 
     @property
     def tenant(self) -> str:
@@ -158,6 +161,10 @@ class Sessions:
             self.remove(key)
             num_ended += 1
         return num_ended
+
+    def all(self) -> list[Session]:
+        """Return the sessions that are open."""
+        return list(self._by_name.values())
 
     def forget(self, pool: Pool) -> None:
         """Let no open session of a tenant be learned from, or remembered when it ends."""

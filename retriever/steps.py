@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from threading import Lock
+from time import perf_counter
 from typing import NamedTuple
 
 from retriever.bindings import Bindings
@@ -10,6 +11,7 @@ from retriever.errors import OutOfSequenceError, RetrieverError
 from retriever.limits import Limits, check_batch, check_draft, check_length, checked_tokens
 from retriever.predictor import Predictor
 from retriever.sessions import Session, SessionKey, Sessions
+from retriever.tally import Tally
 from retriever.tree import DraftTree
 
 
@@ -36,6 +38,7 @@ class Steps:
         live: what is drafted from.
         lock: held while any of them is used.
         limits: what is accepted at most.
+        tally: of what is drafted and what became of it.
         vocabulary_size: token ids must be below it; None where it is not known.
     """
 
@@ -47,6 +50,7 @@ class Steps:
         lock: Lock,
         *,
         limits: Limits,
+        tally: Tally,
         vocabulary_size: int | None,
     ) -> None:
         self._sessions = sessions
@@ -54,6 +58,7 @@ class Steps:
         self._live = live
         self._lock = lock
         self._limits = limits
+        self._tally = tally
         self._vocabulary_size = vocabulary_size
 
     def make(self, requests: Sequence[DraftRequest], namespace: str) -> list[DraftTree]:
@@ -63,12 +68,15 @@ class Steps:
             RetrieverError: the first that a request is refused with.
         """
         check_batch(requests, self._limits)
+        began = perf_counter()
         with self._lock:
             steps = [self._checked(request, namespace) for request in requests]
             self._charge(steps)
             for step in steps:  # all before any draft: what is learned from is the last draft
-                self._predictor.commit(step.session.databases, step.new_tokens)
-            return [self._draft(step) for step in steps]
+                self.commit(step.session, step.new_tokens)
+            trees = [self._draft(step) for step in steps]
+            self._tally.stepped(len(steps), perf_counter() - began)
+        return trees
 
     def commit_each(
         self, requests: Iterable[DraftRequest], namespace: str
@@ -82,8 +90,21 @@ class Steps:
 
     def draft_each(self, steps: Iterable[Step]) -> list[DraftTree]:
         """Draft for steps that were committed; a session that has ended meanwhile gets a tree."""
+        began = perf_counter()
         with self._lock:
-            return [self._draft(step) for step in steps]
+            trees = [self._draft(step) for step in steps]
+            self._tally.stepped(len(trees), perf_counter() - began)
+        return trees
+
+    def commit(self, session: Session, new_tokens: TokenIds) -> None:
+        """Commit int32[n], tokens that were checked, and count what they make of the last draft.
+
+        The caller holds the lock.
+        """
+        if session.drafted is not None:
+            self._tally.committed(session.drafted, new_tokens)
+            session.drafted = None
+        self._predictor.commit(session.databases, new_tokens)
 
     def _commit(self, request: DraftRequest, namespace: str) -> Step | RetrieverError:
         try:
@@ -91,7 +112,7 @@ class Steps:
             self._sessions.charge(step.session, len(step.new_tokens))
         except RetrieverError as error:
             return error
-        self._predictor.commit(step.session.databases, step.new_tokens)
+        self.commit(step.session, step.new_tokens)
         return step
 
     def _charge(self, steps: Sequence[Step]) -> None:
@@ -123,6 +144,8 @@ class Steps:
     def _draft(self, step: Step) -> DraftTree:
         databases = step.session.databases
         databases.turn_to(self._live.corpora(step.session.tenant).current.corpus)
-        return self._predictor.draft(
+        tree = self._predictor.draft(
             databases, step.request.budget_nodes, step.request.min_probability
         )
+        step.session.drafted = tree
+        return tree

@@ -51,6 +51,11 @@ class ChainStore:
         limits: the n-grams to index.
         source: what rows of this store are marked with.
         start: position of the first token that will be appended.
+
+    Attributes:
+        chains: the arrays.
+        lent: the same, lent to kernels.
+        num_bytes: their memory, in bytes.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class ChainStore:
             np.full(max(size, _MIN_LAST) if source == Source.CONTEXT else 1, -1, np.int32),
         )
         self.lent = lend(self.chains)
+        self.num_bytes = sum(array.nbytes for array in self.chains)
         self._end = start
 
     def __len__(self) -> int:
@@ -86,11 +92,6 @@ class ChainStore:
     def oldest(self) -> int:
         """Position of the oldest token that is read."""
         return max(int(self.chains.state[2]), len(self) - self.capacity)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the arrays, in bytes."""
-        return sum(array.nbytes for array in self.chains)
 
     def append(self, tokens: TokenIds) -> None:
         """Append int32[n] to the current document."""

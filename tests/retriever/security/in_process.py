@@ -23,7 +23,7 @@ def serving(
     pad_replies: bool = False,
 ) -> Iterator[str]:
     """Serve during the block; give the address."""
-    server, bound = on_loop(start(drafter, address, protection, pad_replies=pad_replies))
+    server, bound = on_loop(start(drafter, address, protection=protection, pad_replies=pad_replies))
     try:
         yield bound
     finally:

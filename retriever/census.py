@@ -1,0 +1,59 @@
+"""What a drafter holds at one moment."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from retriever.pools import Pool
+from retriever.sessions import Session
+
+_BETWEEN_PAUSES: Final = 256
+_PAUSE_S: Final = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What a drafter holds.
+
+    Attributes:
+        sessions: how many are open, by tenant.
+        session_tokens: tokens of their sequences.
+        session_bytes: memory of the sequences.
+        tenants: tenants whose recent outputs are in memory.
+        generations_tokens: tokens of these outputs, and one for the end of each.
+        generations_bytes: memory of the outputs.
+    """
+
+    sessions: Mapping[str, int]
+    session_tokens: int
+    session_bytes: int
+    tenants: int
+    generations_tokens: int
+    generations_bytes: int
+
+
+def census_of(sessions: Sequence[Session], pools: Iterable[tuple[Pool, int]]) -> Census:
+    """Return what these are together; each pool comes with its number of tokens.
+
+    Pauses now and then, so that whoever drafts meanwhile gets the interpreter.
+    """
+    by_tenant: Counter[str] = Counter()
+    num_tokens = num_bytes = 0
+    for begin in range(0, len(sessions), _BETWEEN_PAUSES):
+        for session in sessions[begin : begin + _BETWEEN_PAUSES]:
+            databases = session.databases
+            by_tenant[databases.pool.tenant] += 1
+            num_tokens += len(databases.context)
+            num_bytes += databases.context.num_bytes
+        time.sleep(_PAUSE_S)
+    held = list(pools)
+    return Census(
+        sessions=by_tenant,
+        session_tokens=num_tokens,
+        session_bytes=num_bytes,
+        tenants=len(held),
+        generations_tokens=sum(tokens for _, tokens in held),
+        generations_bytes=sum(pool.generations.num_bytes for pool, _ in held),
+    )

@@ -1,0 +1,1 @@
+"""Running a service: its settings, life, logs, metrics, traces and status page."""

@@ -1,0 +1,178 @@
+"""Metrics as Prometheus takes them, read from what is counted anyway when somebody asks."""
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from retriever.operations.lifecycle import Phase
+from retriever.operations.report import Service, installed_version
+from retriever.tally import BOUNDS_S, Latencies
+from retriever.tree import Source
+
+SHOWN_SOURCES: Final = (Source.CONTEXT, Source.GENERATIONS, Source.PHRASES, Source.CORPUS)
+"""The databases that a service drafts from."""
+
+
+def registry_of(service: Service) -> CollectorRegistry:
+    """Return the metrics of a service and of its process."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(ServiceCollector(service))
+    return registry
+
+
+class ServiceCollector(Collector):
+    """Reads a service when it is collected; no draft waits for that."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield all metrics of the service."""
+        yield from self._of_life()
+        yield from self._of_drafts()
+        yield from self._of_outcomes()
+        yield from self._of_calls()
+        yield from self._of_memory()
+        yield from self._of_indexes()
+        yield from self._of_failures()
+
+    def _of_life(self) -> Iterator[Metric]:
+        ready = self._service.operator.lifecycle.phase is Phase.READY
+        yield _gauge("ready", "Whether the service takes calls: 1 or 0.", float(ready))
+        yield _labelled(
+            GaugeMetricFamily("foredraft_info", "The version, as a label.", labels=["version"]),
+            [((installed_version(),), 1)],
+        )
+
+    def _of_drafts(self) -> Iterator[Metric]:
+        tally = self._service.tally
+        bare, all_drafts = tally.num_bare, sum(tally.drafts.counts)
+        yield _labelled(
+            CounterMetricFamily("foredraft_drafts", "Drafts, by what for.", labels=["kind"]),
+            [(("session",), all_drafts - bare), (("bare",), bare)],
+        )
+        yield _histogram(
+            "step_seconds", "Time of a step of a stream, for all its sequences.", tally.steps
+        )
+        yield _histogram(
+            "draft_seconds", "Time of a draft: of a step, divided by its sequences.", tally.drafts
+        )
+
+    def _of_outcomes(self) -> Iterator[Metric]:
+        tally = self._service.tally
+        nodes, accepted = tally.by_source.tolist()
+        for name, text, counts in (
+            ("nodes", "Nodes of drafts whose outcome is known, by database.", nodes),
+            (
+                "accepted_tokens",
+                "Tokens that were committed and that the last draft had, by database.",
+                accepted,
+            ),
+        ):
+            yield _labelled(
+                CounterMetricFamily(f"foredraft_{name}", text, labels=["source"]),
+                [((each.name.lower(),), counts[each]) for each in SHOWN_SOURCES],
+            )
+        yield _counter("outcomes", "Drafts whose outcome is known.", tally.num_outcomes)
+        yield _counter(
+            "committed_tokens", "Tokens that were committed after these.", tally.num_committed
+        )
+
+    def _of_calls(self) -> Iterator[Metric]:
+        calls = self._service.operator.calls
+        yield _labelled(
+            CounterMetricFamily(
+                "foredraft_calls", "Calls that have ended.", labels=["method", "status", "reason"]
+            ),
+            [((e.method, e.status, e.reason), n) for e, n in calls.ended.copy().items()],
+        )
+        yield _labelled(
+            CounterMetricFamily(
+                "foredraft_refused",
+                "Calls that ended with an error, by status, and the limit or kind of error.",
+                labels=["method", "status", "reason"],
+            ),
+            [((e.method, e.status, e.reason), n) for e, n, _ in calls.refusals()],
+        )
+        yield _labelled(
+            GaugeMetricFamily("foredraft_calls_under_way", "Calls under way.", labels=["method"]),
+            [((method,), n) for method, n in calls.under_way.copy().items()],
+        )
+
+    def _of_memory(self) -> Iterator[Metric]:
+        census = self._service.census()
+        yield _gauge("sessions", "Sessions that are open.", sum(census.sessions.values()))
+        yield _gauge("session_tokens", "Tokens of open sessions.", census.session_tokens)
+        yield _gauge("session_bytes", "Memory of open sessions.", census.session_bytes)
+        yield _gauge("tenants", "Tenants whose outputs are in memory.", census.tenants)
+        yield _gauge(
+            "generations_tokens", "Tokens of recent outputs in memory.", census.generations_tokens
+        )
+        yield _gauge("generations_bytes", "Memory of recent outputs.", census.generations_bytes)
+
+    def _of_indexes(self) -> Iterator[Metric]:
+        reports = self._service.indexes()
+        for name, text, values in (
+            ("snapshot", "Number of the snapshot.", [each.snapshot for each in reports]),
+            (
+                "snapshot_age_seconds",
+                "Time since the snapshot was published.",
+                [each.age_s for each in reports],
+            ),
+            ("tokens", "Tokens in the index.", [each.num_tokens for each in reports]),
+            ("documents", "Documents in the index.", [each.num_documents for each in reports]),
+            ("bytes", "Size of the index on disk.", [each.num_bytes for each in reports]),
+        ):
+            yield _labelled(
+                GaugeMetricFamily(f"foredraft_index_{name}", text, labels=["index"]),
+                [((each.name,), value) for each, value in zip(reports, values, strict=True)],
+            )
+
+    def _of_failures(self) -> Iterator[Metric]:
+        drafter = self._service.drafter
+        yield _counter(
+            "log_failures", "Outputs that could not be kept on disk.", drafter.log_failures
+        )
+        yield _counter(
+            "refresh_failures",
+            "Times that an index had changed and could not be opened.",
+            drafter.refresh_failures,
+        )
+
+
+_Family = CounterMetricFamily | GaugeMetricFamily
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"foredraft_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"foredraft_{name}", text, value=value)
+
+
+def _labelled(family: _Family, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    for labels, value in samples:
+        family.add_metric(list(labels), value)
+    return family
+
+
+def _histogram(name: str, text: str, latencies: Latencies) -> Metric:
+    bounds = [*(repr(bound) for bound in BOUNDS_S), "+Inf"]
+    counts = accumulate(latencies.counts.copy())
+    return HistogramMetricFamily(
+        f"foredraft_{name}",
+        text,
+        buckets=list(zip(bounds, counts, strict=True)),
+        sum_value=latencies.total_s,
+    )

@@ -1,0 +1,82 @@
+"""What is to be known of a service at one moment, for metrics and for the page alike."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from indexer.reader import Index
+from retriever.census import Census
+from retriever.embedded import EmbeddedDrafter
+from retriever.operations.operator import Operator
+from retriever.tally import Tally
+
+
+@dataclass(frozen=True, slots=True)
+class IndexReport:
+    """One index.
+
+    Attributes:
+        name: of its folder; its path where two folders have one name.
+        snapshot: number of the snapshot that is drafted from.
+        age_s: since that was published, in seconds.
+        num_tokens: tokens in it.
+        num_documents: documents in it.
+        num_bytes: its size on disk.
+    """
+
+    name: str
+    snapshot: int
+    age_s: float
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service that is running: whatever reports ask is here.
+
+    Attributes:
+        drafter: what answers.
+        operator: what looks after it.
+        began_s: when it began, in seconds since 1970.
+    """
+
+    drafter: EmbeddedDrafter
+    operator: Operator
+    began_s: float
+
+    @property
+    def tally(self) -> Tally:
+        """What was drafted, and what became of it."""
+        return self.drafter.tally
+
+    def census(self) -> Census:
+        """Return what is held now."""
+        return self.drafter.census()
+
+    def indexes(self) -> list[IndexReport]:
+        """Return the indexes, as they are drafted from now."""
+        indexes = self.drafter.indexes
+        names = Counter(index.path.name for index in indexes)
+        return [_report(index, unique=names[index.path.name] == 1) for index in indexes]
+
+
+def installed_version() -> str:
+    """Return the version that is installed; `unknown` where it was not installed but copied."""
+    try:
+        return version("foredraft")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _report(index: Index, *, unique: bool) -> IndexReport:
+    return IndexReport(
+        index.path.name if unique else str(index.path),
+        index.number,
+        max(0.0, time.time() - index.published_s),
+        index.num_tokens,
+        index.num_documents,
+        index.num_bytes,
+    )

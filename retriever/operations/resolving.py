@@ -1,0 +1,172 @@
+"""Settings from a file, the environment and flags: each weaker than the next.
+
+Own code and not pydantic-settings, for that library does not tell where a value came from, and
+passes over environment variables that are no setting. Types and bounds are pydantic's.
+"""
+
+import json
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Final, Generic, TypeVar, get_origin
+
+from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from retriever.errors import SettingsError
+from retriever.remote import credentials
+
+PREFIX: Final = "FOREDRAFT_"
+"""What the environment variables begin with."""
+
+FILE_VARIABLE: Final = "FOREDRAFT_CONFIG"
+"""The environment variable that names a file where no flag does."""
+
+_LIST: Final = "`python -m retriever config`"
+_OTHERS: Final = frozenset({FILE_VARIABLE, "FOREDRAFT_CACHE", *credentials.VARIABLES})
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved(Generic[Schema]):
+    """Settings, and where each came from.
+
+    Attributes:
+        settings: checked.
+        origins: by name: `default`, `--flag`, an environment variable or a file.
+    """
+
+    settings: Schema
+    origins: Mapping[str, str]
+
+
+def resolve(
+    schema: type[Schema],
+    flags: Mapping[str, object],
+    environment: Mapping[str, str],
+    file: Path | None = None,
+) -> Resolved[Schema]:
+    """Return the settings in force.
+
+    Args:
+        schema: what can be set.
+        flags: by name, checked already; None where a flag was not given.
+        environment: variables; an empty one counts as not set.
+        file: TOML. None: the one that `FOREDRAFT_CONFIG` names, if it does.
+
+    Raises:
+        SettingsError: a key or variable is no setting, or a value cannot be one; the message
+            names the nearest setting, or what is expected.
+    """
+    fields = schema.model_fields
+    values: dict[str, object] = {}
+    origins = dict.fromkeys(fields, "default")
+    named = environment.get(FILE_VARIABLE)
+    path = file or (Path(named) if named else None)
+    if path is not None:
+        values |= _from_file(path, fields)
+        origins |= dict.fromkeys(values, str(path))
+    variables = _from_environment(environment, fields)
+    given = {
+        name: _checked(flag_of(name), fields[name], value, TypeAdapter.validate_python)
+        for name, value in flags.items()
+        if value is not None
+    }
+    origins |= {name: variable_of(name) for name in variables}
+    origins |= {name: flag_of(name) for name in given}
+    return Resolved(schema.model_validate(values | variables | given), origins)
+
+
+def variable_of(name: str) -> str:
+    """Return the environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def type_of(field: FieldInfo) -> Any:
+    """Return the type of a setting with its bounds."""
+    return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+
+
+def _from_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, object]:
+    found = _read(path)
+    written = {name: name for name in fields}
+    for name in found:
+        if name not in fields:
+            raise SettingsError(f"{path}: {name} is no setting{_nearest(name, written)}")
+    return {
+        name: _checked(f"{path}: {name}", fields[name], value, _strictly)
+        for name, value in found.items()
+    }
+
+
+def _strictly(adapter: TypeAdapter[Any], value: Any) -> Any:
+    """Check what TOML typed already: as JSON, in which text may be a path, but not a number."""
+    return adapter.validate_json(json.dumps(value, default=str), strict=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:  # of bytes, of syntax, or of a number with too many digits
+        raise SettingsError(f"{path} is no TOML: {error}") from error
+    except RecursionError as error:
+        raise SettingsError(f"{path} is no TOML that we read: it is nested too deeply") from error
+
+
+def _from_environment(
+    environment: Mapping[str, str], fields: Mapping[str, FieldInfo]
+) -> dict[str, object]:
+    found = {
+        variable: value
+        for variable, value in environment.items()
+        if variable.startswith(PREFIX) and variable not in _OTHERS and value
+    }
+    written = {name: variable_of(name) for name in fields}
+    values: dict[str, object] = {}
+    for variable, value in found.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if written.get(name) != variable:
+            raise SettingsError(f"{variable} is no setting{_nearest(name, written)}")
+        parts = _parts(fields[name], value)
+        values[name] = _checked(variable, fields[name], parts, TypeAdapter.validate_python)
+    return values
+
+
+def _parts(field: FieldInfo, value: str) -> Any:
+    """Return a variable's value; that of a list is written as `PATH` is."""
+    return value.split(os.pathsep) if get_origin(field.annotation) is list else value
+
+
+def _checked(
+    where: str, field: FieldInfo, value: Any, validate: Callable[[TypeAdapter[Any], Any], Any]
+) -> object:
+    """Return a value as its setting's type, or say what is expected."""
+    try:
+        checked: object = validate(TypeAdapter(type_of(field)), value)
+    except ValidationError as error:
+        expected = error.errors(include_url=False)[0]["msg"].replace("Input ", "it ", 1)
+        shown = "a value that is kept secret" if is_secret(field) else repr(value)
+        raise SettingsError(f"{where} is {shown}: {expected}") from error
+    return checked
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Tell whether a setting's value must not be shown."""
+    return SecretStr in (field.annotation, *getattr(field.annotation, "__args__", ()))
+
+
+def _nearest(name: str, written: Mapping[str, str]) -> str:
+    """Return what to add to the refusal of a name; settings are written as the mapping says."""
+    near = get_close_matches(name.replace("-", "_"), written, n=1)
+    return f": did you mean {written[near[0]]}?" if near else f": {_LIST} lists them"

@@ -1,0 +1,170 @@
+"""A page about the state of a service, for whoever looks after it.
+
+No scripts, no forms, nothing from elsewhere. Tenants are named, sessions and tokens never; every
+value is escaped by the library that writes the elements.
+"""
+
+import base64
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from typing import Final
+from xml.etree.ElementTree import Element, SubElement, tostring
+
+from retriever.operations.chart import COLOURS, stacked_areas, swatch
+from retriever.operations.history import SAMPLE_S, History
+from retriever.operations.report import Service, installed_version
+from retriever.tally import BOUNDS_S, Latencies
+
+_STYLE: Final = """
+:root { color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif; }
+body { max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid #8886; }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
+svg text { fill: currentColor; font-size: 12px; }
+"""
+_MAX_TENANTS: Final = 50
+_MAX_REFUSALS: Final = 30
+
+_STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+_POLICY = (
+    f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS: Final = (
+    (
+        "Content-Security-Policy",
+        _POLICY,
+    ),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cache-Control", "no-store"),
+)
+"""What a browser is told with the page."""
+
+
+def page(service: Service, history: History) -> str:
+    """Return the page as HTML."""
+    html = Element("html", lang="en")
+    head, body = SubElement(html, "head"), SubElement(html, "body")
+    SubElement(head, "meta", charset="utf-8")
+    SubElement(head, "meta", {"http-equiv": "refresh", "content": f"{SAMPLE_S:.0f}"})
+    SubElement(head, "title").text = "foredraft"
+    SubElement(head, "style").text = _STYLE
+    _life(body, service)
+    _outcomes(body, service, history)
+    _indexes(body, service)
+    _memory(body, service)
+    _refusals(body, service)
+    return "<!doctype html>\n" + tostring(html, encoding="unicode", method="html")
+
+
+def _life(body: Element, service: Service) -> None:
+    SubElement(body, "h1").text = "foredraft"
+    phase = service.operator.lifecycle.phase.value
+    up = duration(time.time() - service.began_s)
+    SubElement(body, "p", id="life").text = f"{phase}, {up} up, version {installed_version()}"
+
+
+def _outcomes(body: Element, service: Service, history: History) -> None:
+    tally = service.tally
+    SubElement(body, "h2").text = "Drafts"
+    steps = tally.num_committed / tally.num_outcomes if tally.num_outcomes else 0.0
+    SubElement(body, "p", id="drafts").text = (
+        f"{sum(tally.drafts.counts):,} drafts, median {_shown(quantile(tally.drafts, 0.5))}, "
+        f"99th percentile {_shown(quantile(tally.drafts, 0.99))}; "
+        f"{steps:.2f} tokens committed for each"
+    )
+    SubElement(body, "h3").text = "Accepted tokens a second"
+    body.append(stacked_areas(history.rates()))
+    nodes, accepted = tally.by_source.tolist()
+    rows = _table(body, "sources", "database", "nodes", "accepted", "share")
+    for source in COLOURS:
+        row = _row(rows, "", nodes[source], accepted[source], _share(accepted, nodes, source))
+        row[0].append(swatch(source))
+        row[0][0].tail = f" {source.name.lower()}"
+
+
+def _indexes(body: Element, service: Service) -> None:
+    SubElement(body, "h2").text = "Indexes"
+    rows = _table(body, "indexes", "index", "snapshot", "published", "documents", "tokens", "MB")
+    for each in service.indexes():
+        ago = f"{duration(each.age_s)} ago"
+        megabytes = f"{each.num_bytes / 1e6:,.1f}"
+        _row(rows, each.name, each.snapshot, ago, each.num_documents, each.num_tokens, megabytes)
+    failures = service.drafter.refresh_failures
+    SubElement(body, "p", id="refresh").text = f"{failures:,} failures to open a changed index"
+
+
+def _memory(body: Element, service: Service) -> None:
+    census = service.census()
+    SubElement(body, "h2").text = "Sessions"
+    SubElement(body, "p", id="sessions").text = (
+        f"{sum(census.sessions.values()):,} open, {census.session_tokens:,} tokens, "
+        f"{census.session_bytes / 1e6:,.1f} MB; {census.tenants:,} tenants with "
+        f"{census.generations_tokens:,} tokens of recent outputs, "
+        f"{census.generations_bytes / 1e6:,.1f} MB; "
+        f"{service.drafter.log_failures:,} outputs could not be kept on disk"
+    )
+    rows = _table(body, "tenants", "tenant", "sessions")
+    by_count = sorted(census.sessions.items(), key=lambda each: (-each[1], each[0]))
+    for tenant, count in by_count[:_MAX_TENANTS]:
+        _row(rows, tenant or "(no name)", count)
+    left = by_count[_MAX_TENANTS:]
+    if left:
+        _row(rows, f"{len(left):,} others", sum(count for _, count in left))
+
+
+def _refusals(body: Element, service: Service) -> None:
+    SubElement(body, "h2").text = "Recent errors"
+    rows = _table(body, "errors", "method", "status", "reason", "times", "last")
+    for end, count, latest_s in service.operator.calls.refusals()[:_MAX_REFUSALS]:
+        ago = f"{duration(time.time() - latest_s)} ago"
+        _row(rows, end.method, end.status, end.reason, count, ago)
+
+
+def _table(body: Element, name: str, *titles: str) -> Element:
+    table = SubElement(body, "table", id=name)
+    head = SubElement(SubElement(table, "thead"), "tr")
+    for title in titles:
+        SubElement(head, "th").text = title
+    return SubElement(table, "tbody")
+
+
+def _row(rows: Element, *values: str | int) -> Element:
+    row = SubElement(rows, "tr")
+    for value in values:
+        SubElement(row, "td").text = value if isinstance(value, str) else f"{value:,}"
+    return row
+
+
+def _share(accepted: Sequence[int], nodes: Sequence[int], source: int) -> str:
+    return f"{accepted[source] / nodes[source]:.1%}" if nodes[source] else "unknown"
+
+
+def quantile(latencies: Latencies, share: float) -> float:
+    """Return the bound that this share of the latencies are within; 0 where there are none."""
+    counts: Iterable[int] = latencies.counts.copy()
+    wanted, seen = share * sum(counts), 0
+    for bound, count in zip((*BOUNDS_S, float("inf")), counts, strict=True):
+        seen += count
+        if count and seen >= wanted:
+            return bound
+    return 0.0
+
+
+def _shown(seconds: float) -> str:
+    if seconds == 0:
+        return "unknown"
+    if seconds == float("inf"):
+        return f"over {BOUNDS_S[-1]:g} s"
+    return f"within {seconds * 1e6:,.0f} µs"
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in one unit, rounded down."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size):,} {unit}"
+    return f"{max(0, int(seconds))} s"

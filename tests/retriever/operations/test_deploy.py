@@ -1,0 +1,179 @@
+"""The files that a service is run and watched with: whole, and in agreement with the code."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from indexer.reader import Index
+from retriever.embedded import EmbeddedDrafter
+from retriever.operations import health
+from retriever.operations.lifecycle import SERVICE
+from retriever.operations.metrics import registry_of
+from retriever.operations.resolving import PREFIX, resolve
+from retriever.operations.settings import Settings
+from tests.retriever.conftest import start_service, stop_service
+from tests.retriever.operations.watched import watched
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "docs" / "deploy"
+OPERATIONS = ROOT / "docs" / "operations.md"
+ADDED_BY_PROMETHEUS = {"instance", "job", "le", "severity"}
+
+
+@pytest.fixture
+def registry(index: Path, tmp_path: Path) -> CollectorRegistry:
+    with watched(index, tmp_path) as (service, _):
+        found = CollectorRegistry()
+        families = list(registry_of(service).collect())
+        found.collect = lambda: families  # type: ignore[method-assign]  # once the service is gone
+    return found
+
+
+def expressions() -> list[str]:
+    """All that the dashboard and the rules ask Prometheus for."""
+    alerts = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+    dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+    rules = [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
+    panels = [each["expr"] for panel in dashboard["panels"] for each in panel["targets"]]
+    assert min(len(rules), len(panels)) > 8
+    return rules + panels
+
+
+def test_every_metric_and_label_that_is_asked_for_exists(registry: CollectorRegistry) -> None:
+    samples = [each for family in registry.collect() for each in family.samples]
+    names = {each.name for each in samples}
+    labels = {label for each in samples for label in each.labels} | ADDED_BY_PROMETHEUS
+    for text in expressions():
+        asked = set(re.findall(r"\b(?:foredraft|process)_\w+", text))
+        assert asked <= names, text
+        assert asked or text.startswith("up{")
+        by = {
+            each.strip()
+            for found in re.findall(r"by \(([^)]*)\)", text)
+            for each in found.split(",")
+        }
+        assert by | set(re.findall(r"(\w+)=~?\"", text)) <= labels, text
+
+
+def test_every_metric_is_documented(registry: CollectorRegistry) -> None:
+    text = OPERATIONS.read_text()
+    ours = {family.name for family in registry.collect() if family.name.startswith("foredraft_")}
+    assert ours <= {name.removesuffix("_total") for name in re.findall(r"foredraft_\w+", text)}
+
+
+def test_every_alert_says_what_is_wrong_and_is_documented() -> None:
+    alerts = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+    for rule in alerts["groups"][0]["rules"]:
+        assert rule["annotations"]["summary"]
+        assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+        assert f"`{rule['alert']}`" in OPERATIONS.read_text()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_alerts_go_off_when_they_should(tmp_path: Path) -> None:
+    shutil.copy(DEPLOY / "alerts.yml", tmp_path)
+    shutil.copy(Path(__file__).with_name("alerts.test.yml"), tmp_path)
+    subprocess.run(["promtool", "test", "rules", "alerts.test.yml"], cwd=tmp_path, check=True)
+
+
+def unit() -> ConfigParser:
+    parser = ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[method-assign,assignment]
+    parser.read(DEPLOY / "foredraft.service")
+    return parser
+
+
+def test_the_unit_and_the_settings_agree() -> None:
+    settings = resolve(Settings, {}, {}, DEPLOY / "service.toml").settings
+    service = unit()["Service"]
+    assert float(service["TimeoutStopSec"]) > settings.drain_s + 5
+    assert str(settings.state).startswith(f"/var/lib/{service['StateDirectory']}/")
+    assert settings.address.startswith(f"unix:/run/{service['RuntimeDirectory']}/")
+    assert service["User"] != "root"
+    assert service["NoNewPrivileges"] == "yes"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_finds_no_fault_with_the_unit(tmp_path: Path) -> None:
+    copy = tmp_path / "foredraft.service"
+    text = (DEPLOY / copy.name).read_text()
+    copy.write_text(text.replace("/opt/foredraft/bin/python", sys.executable))
+    command = ["systemd-analyze", "verify", "--man=no", str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert "foredraft.service" not in done.stdout + done.stderr
+
+
+def test_the_image_runs_unprivileged_and_says_how_it_is() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    stages = [number for number, line in enumerate(lines) if line.startswith("FROM ")]
+    assert len(stages) == 2
+    final = lines[stages[1] :]
+    assert next(line for line in final if line.startswith("USER ")) != "USER root"
+    assert any("retriever.operations.health" in line for line in final if "HEALTHCHECK" in line)
+    for line in lines[: stages[1]]:
+        if line.startswith("COPY "):
+            assert all((ROOT / source).exists() for source in line.split()[1:-1])
+    variables = dict(re.findall(rf"({PREFIX}\w+)=(\S+)", "\n".join(final)))
+    assert resolve(Settings, {}, variables).settings.log_format == "json"
+
+
+def test_the_health_check_tells_who_takes_calls() -> None:
+    assert health.SERVICE == SERVICE
+    process, address = start_service("--address", "127.0.0.1:0")
+    command = [sys.executable, "-m", "retriever.operations.health"]
+    assert subprocess.run([*command, address], check=False, timeout=30).returncode == 0
+    stop_service(process)
+    assert subprocess.run([*command, address], check=False, timeout=30).returncode == 1
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert "usage:" in done.stderr
+
+
+def backed_up(text: str, tmp_path: Path) -> None:
+    """Run a block of the page's commands on folders of ours."""
+    for theirs, ours in (
+        ("/srv/foredraft", "srv"),
+        ("/var/lib/foredraft", "lib"),
+        ("/backup", "backup"),
+    ):
+        text = text.replace(theirs, str(tmp_path / ours))
+    text = text.replace("/opt/foredraft/bin/python", sys.executable)
+    kept = [line for line in text.splitlines() if not line.startswith("systemctl ")]
+    subprocess.run(["sh", "-euc", "\n".join(kept)], cwd=ROOT, check=True, timeout=120)
+
+
+def test_back_up_and_restore_bring_back_indexes_and_outputs(index: Path, tmp_path: Path) -> None:
+    blocks: list[str] = re.findall(
+        r"^```sh\n(.*?)^```$", OPERATIONS.read_text(), re.MULTILINE | re.DOTALL
+    )
+    save_index, restore_index, save_state, restore_state = (
+        next(block for block in blocks if wanted in block)
+        for wanted in ("# an index, kept", "# an index, back", "# outputs, kept", "# outputs, back")
+    )
+    mine, state = tmp_path / "srv" / "my.index", tmp_path / "lib" / "state"
+    (tmp_path / "backup").mkdir()
+    shutil.copytree(index, mine)
+    documents = Index.open(mine).num_documents
+    drafter = EmbeddedDrafter(state=state)
+    drafter.remember([7, 8, 9, 10, 11, 12, 13, 14, 15, 16], tenant="t")
+    drafter.shut_down()
+    backed_up(save_index, tmp_path)
+    backed_up(save_state, tmp_path)
+    shutil.rmtree(mine / "segments")
+    shutil.rmtree(state)
+    backed_up(restore_index, tmp_path)
+    backed_up(restore_state, tmp_path)
+    assert Index.open(mine).num_documents == documents
+    restored: Any = EmbeddedDrafter(state=state)
+    tree = restored.draft_context([7, 8, 9, 10, 11, 12], 4, tenant="t")
+    restored.shut_down()
+    assert tree.token_ids[:2].tolist() == [13, 14]
+    assert state.stat().st_mode & 0o777 == 0o700

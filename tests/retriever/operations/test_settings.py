@@ -1,0 +1,195 @@
+"""Settings: which source wins, what is refused and how, and that what is shown can be kept."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, SecretStr
+
+from retriever import LimitExceededError, RemoteDrafter
+from retriever.errors import SettingsError
+from retriever.limits import Limits
+from retriever.operations.printing import as_json, as_toml
+from retriever.operations.resolving import Resolved, resolve
+from retriever.operations.settings import Settings
+from tests.retriever.conftest import start_service, stop_service
+
+
+def resolved(
+    tmp_path: Path, toml: str = "", environment: dict[str, str] | None = None, **flags: object
+) -> Resolved[Settings]:
+    path = tmp_path / "service.toml"
+    path.write_text(toml)
+    return resolve(Settings, flags, environment or {}, path)
+
+
+def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> None:
+    found = resolved(
+        tmp_path,
+        'address = "file:1"\nmax_batch = 2\nmax_tenants = 3\ngenerations_age_s = inf\n',
+        {"FOREDRAFT_ADDRESS": "environment:1", "FOREDRAFT_MAX_BATCH": "4", "HOME": "/"},
+        address="flag:1",
+        max_batch=None,
+    )
+    settings, origins = found.settings, found.origins
+    assert (settings.address, settings.max_batch, settings.max_tenants) == ("flag:1", 4, 3)
+    assert settings.max_sessions == Limits().max_sessions
+    assert [origins[name] for name in ("address", "max_batch", "max_tenants", "max_sessions")] == [
+        "--address",
+        "FOREDRAFT_MAX_BATCH",
+        str(tmp_path / "service.toml"),
+        "default",
+    ]
+
+
+def test_every_limit_is_a_setting_with_the_limit_as_its_default() -> None:
+    assert Settings().limits == Limits()
+    for field in dataclasses.fields(Limits):
+        assert field.name in Settings.model_fields
+
+
+def test_a_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "named.toml"
+    path.write_text("reflection = true")
+    found = resolve(Settings, {}, {"FOREDRAFT_CONFIG": str(path), "FOREDRAFT_CACHE": "x"})
+    assert found.settings.reflection
+    assert found.origins["reflection"] == str(path)
+
+
+def test_lists_and_switches_come_from_the_environment(tmp_path: Path) -> None:
+    variables = {"FOREDRAFT_INDEX": os.pathsep.join("ab"), "FOREDRAFT_STATUS_PAGE": "false"}
+    settings = resolved(tmp_path, "status_page = true", variables).settings
+    assert settings.index == [Path("a"), Path("b")]
+    assert settings.status_page is False
+    assert resolved(tmp_path, environment={"FOREDRAFT_STATE": ""}).settings.state is None
+
+
+@pytest.mark.parametrize(
+    ("toml", "environment", "flags", "message"),
+    [
+        ("adress = 1", {}, {}, "adress is no setting: did you mean address?"),
+        ("max-batch = 1", {}, {}, "max-batch is no setting: did you mean max_batch?"),
+        ("[limits]\nx = 1", {}, {}, "limits is no setting"),
+        ("", {"FOREDRAFT_STAT": "x"}, {}, "FOREDRAFT_STAT is no .*did you mean FOREDRAFT_STATE?"),
+        ("", {"FOREDRAFT_QQ": "x"}, {}, "FOREDRAFT_QQ is no setting: `python -m retriever config`"),
+        ("max_batch = 'many'", {}, {}, "max_batch is 'many': it should be a valid integer"),
+        ("max_batch = '5'", {}, {}, "max_batch is '5': it should be a valid integer"),
+        ("max_batch = true", {}, {}, "max_batch is True: it should be a valid integer"),
+        ("max_batch = 0", {}, {}, "max_batch is 0: it should be greater than or equal to 1"),
+        ("address = 5", {}, {}, "address is 5: it should be a valid string"),
+        ("index = 'a'", {}, {}, "index is 'a': it should be a valid (list|array)"),
+        ("refresh = nan", {}, {}, "refresh is nan: it should be a finite number"),
+        ("state = 1979-05-27", {}, {}, None),
+        ("durability = 'ever'", {}, {}, "it should be 'process' or 'disk'"),
+        ("", {"FOREDRAFT_DRAIN_S": "x"}, {}, "FOREDRAFT_DRAIN_S is 'x': it should be a valid numb"),
+        ("", {}, {"refresh": math.nan}, "--refresh is nan: it should be a finite number"),
+        ("address = ", {}, {}, "is no TOML"),
+        ("max_batch = " + "9" * 5000, {}, {}, "is no TOML"),
+        ("index = " + "[" * 5000, {}, {}, "is no TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(
+    tmp_path: Path,
+    toml: str,
+    environment: dict[str, str],
+    flags: dict[str, object],
+    message: str | None,
+) -> None:
+    if message is None:  # a date that is read as text: odd, and harmless
+        assert resolved(tmp_path, toml, environment, **flags).settings.state == Path("1979-05-27")
+        return
+    with pytest.raises(SettingsError, match=message) as raised:
+        resolved(tmp_path, toml, environment, **flags)
+    assert "\n" not in str(raised.value)[:200]
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "none.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SettingsError, match=r"none\.toml"):
+        resolve(Settings, {}, {}, path)
+
+
+def test_what_is_shown_can_be_kept_and_gives_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "kept.toml"
+    found = resolved(tmp_path, 'address = "a\\u007f\\"b"\n', index=[Path("x"), Path("y")])
+    path.write_text(as_toml(found), encoding="utf-8")
+    assert resolve(Settings, {}, {}, path).settings == found.settings
+    shown = json.loads(as_json(found), parse_constant=pytest.fail)
+    assert shown["index"] == {"value": ["x", "y"], "origin": "--index"}
+    assert shown["generations_age_s"] == {"value": "inf", "origin": "default"}
+    assert set(shown) == set(Settings.model_fields)
+
+
+class WithSecrets(BaseModel):
+    """Settings as they could become."""
+
+    key: SecretStr | None = None
+    store: str = ""
+
+
+def test_secrets_are_never_shown(tmp_path: Path) -> None:
+    variables = {"FOREDRAFT_KEY": "hunter2", "FOREDRAFT_STORE": "redis://me:hunter2@host:1/0?x=1"}
+    found: Resolved[Any] = resolve(WithSecrets, {}, variables)
+    assert found.settings.key.get_secret_value() == "hunter2"
+    for text in (as_toml(found), as_json(found)):
+        assert "hunter2" not in text
+        assert "host:1/0?x=1" in text
+        assert "FOREDRAFT_KEY" in text
+    path = tmp_path / "secret.toml"
+    path.write_text("key = ['hunter2']")
+    with pytest.raises(SettingsError) as raised:
+        resolve(WithSecrets, {}, {}, path)
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_service_is_set_by_a_file_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "service.toml"
+    path.write_text(f'address = "unix:{tmp_path}/draft.sock"\nmax_sessions = 1\n')
+    monkeypatch.setenv("FOREDRAFT_MAX_SEQUENCE_TOKENS", "5")
+    process, address = start_service("--config", str(path))
+    assert address == f"unix:{tmp_path}/draft.sock"
+    with RemoteDrafter(address) as remote:
+        with pytest.raises(LimitExceededError, match="limit of 5"):
+            remote.open("s", [1] * 6)
+        remote.open("s", [1])
+        with pytest.raises(LimitExceededError, match="max_sessions"):
+            remote.open("t", [1])
+        remote.close("s")
+    stop_service(process)
+
+
+def test_the_command_shows_what_is_in_force(tmp_path: Path) -> None:
+    path = tmp_path / "service.toml"
+    path.write_text("max_batch = 7\nreflection = true\n")
+    command = [
+        sys.executable,
+        "-m",
+        "retriever",
+        "config",
+        "--config",
+        str(path),
+        "--max-batch",
+        "8",
+    ]
+    done = subprocess.run(
+        [*command, "--no-reflection"], capture_output=True, text=True, check=True, timeout=60
+    )
+    found = tomllib.loads(done.stdout)
+    assert (found["max_batch"], found["reflection"]) == (8, False)
+    assert "max_batch = 8  # --max-batch" in done.stdout
+    path.write_text("max_bach = 7")
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert refused.returncode == 1
+    assert refused.stderr == f"error: {path}: max_bach is no setting: did you mean max_batch?\n"

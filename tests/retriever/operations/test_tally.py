@@ -1,0 +1,111 @@
+"""What became of drafts: counted as a slow twin counts, and at a price that no draft feels."""
+
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from retriever.drafter import DraftRequest
+from retriever.embedded import EmbeddedDrafter
+from retriever.tally import BOUNDS_S, Latencies, Tally
+from retriever.tree import DraftTree, Source
+
+
+def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
+    parents = np.array([rng.integers(-1, node) if node else -1 for node in range(num_nodes)])
+    tokens = rng.integers(0, 3, num_nodes) + 3 * np.arange(num_nodes)  # no equal siblings
+    tokens[rng.random(num_nodes) < 0.8] %= 3
+    children = {(int(p), int(t)) for p, t in zip(parents, tokens, strict=True)}
+    if len(children) < num_nodes:
+        return random_tree(rng, num_nodes)
+    sources = rng.integers(0, len(Source), num_nodes)
+    falling = np.linspace(0.9, 0.1, num_nodes)
+    return DraftTree.checked(tokens, parents, falling, sources)
+
+
+def test_nodes_and_accepted_tokens_equal_the_twins() -> None:
+    rng = np.random.default_rng(3)
+    tally, nodes, accepted = Tally(), Counter[int](), Counter[int]()
+    for _ in range(1000):
+        tree = random_tree(rng, int(rng.integers(0, 7)))
+        tokens = rng.integers(0, 3, int(rng.integers(0, 6))).astype(np.int32)
+        tally.committed(tree, tokens)
+        nodes.update(tree.sources.tolist())
+        accepted.update(tree.sources[tree.follow(tokens)].tolist())
+    assert accepted.total() > 300
+    assert tally.by_source.tolist() == [[each[s] for s in Source] for each in (nodes, accepted)]
+    assert tally.num_outcomes == 1000
+
+
+def test_sessions_are_counted_by_what_they_commit(index: Path) -> None:
+    """Each step commits the first path of the tree before, and one token that it did not have."""
+    drafter = EmbeddedDrafter.open_indexes([index])
+    corpus = drafter.indexes[0].segments[0].tokens[:12].astype(np.int32)
+    drafter.open("s", corpus)
+    length, new, expected = len(corpus), np.empty(0, np.int32), 0
+    for _ in range(5):
+        (tree,) = drafter.draft([DraftRequest("s", new, length, 8)])
+        chain = tree.best_chain(3)
+        expected += len(chain)
+        new = np.append(chain.token_ids, 49).astype(np.int32)
+        length += len(new)
+    assert drafter.tally.by_source[1].sum() < expected  # nobody knows yet about the last one
+    drafter.close("s", new)
+    drafter.draft_context(corpus, 4)
+    tally = drafter.tally
+    assert expected > 5
+    assert tally.by_source[1].sum() >= expected
+    assert tally.by_source[0].sum() == 5 * 8
+    assert (tally.num_outcomes, tally.num_bare) == (5, 1)
+    assert tally.num_committed == length - len(corpus)
+    assert (sum(tally.steps.counts), sum(tally.drafts.counts)) == (5, 6)
+    drafter.shut_down()
+
+
+def test_latencies_fall_into_the_buckets_of_their_bounds() -> None:
+    latencies = Latencies()
+    for seconds in (1e-6, 1e-5, 1.01e-5, 0.99, 1.0, 5.0):
+        latencies.add(seconds, 2)
+    assert list(BOUNDS_S) == sorted(BOUNDS_S)
+    assert BOUNDS_S[0] == 1e-5
+    assert latencies.counts[0] == 4
+    assert latencies.counts[1] == 2
+    assert latencies.counts[-2:] == [4, 2]
+    assert np.isclose(latencies.total_s, 2 * sum((1e-6, 1e-5, 1.01e-5, 0.99, 1.0, 5.0)))
+
+
+def test_a_census_counts_what_is_held() -> None:
+    drafter = EmbeddedDrafter()
+    drafter.open("a", [1, 2, 3], tenant="one")
+    drafter.open("b", [1, 2], tenant="one")
+    drafter.open("c", [1], tenant="two")
+    drafter.remember([1, 2, 3, 4], tenant="two")
+    census = drafter.census()
+    assert (census.sessions, census.session_tokens) == ({"one": 2, "two": 1}, 6)
+    assert (census.tenants, census.generations_tokens) == (3, 5)  # nobody's pool is there, too
+    assert census.session_bytes > 6 * 4
+    assert census.generations_bytes > 5 * 24
+    drafter.close("a")
+    assert drafter.census().sessions == {"one": 1, "two": 1}
+    drafter.shut_down()
+
+
+def test_counting_a_step_takes_about_two_microseconds() -> None:
+    """The least of many rounds: what others do on the machine at the same time is not ours."""
+    random = random_tree(np.random.default_rng(1), 6)
+    tree = DraftTree(
+        np.resize(random.token_ids, 32),
+        np.resize(random.parents, 32),
+        np.linspace(1, 0, 32, dtype=np.float32),
+        np.resize(random.sources, 32),
+    )
+    tokens = np.array([1, 2], np.int32)
+    tally, rounds, best = Tally(), 1000, 1.0
+    for _ in range(100):
+        began = time.perf_counter()
+        for _ in range(rounds):
+            tally.committed(tree, tokens)
+            tally.stepped(1, 3e-5)
+        best = min(best, (time.perf_counter() - began) / rounds)
+    assert best < 4e-6

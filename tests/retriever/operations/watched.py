@@ -1,0 +1,81 @@
+"""A service that has drafted, as metrics and the page see it; and how they are asked over HTTP."""
+
+import asyncio
+import http.client
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from grpc import aio
+
+from retriever.drafter import DraftRequest
+from retriever.embedded import EmbeddedDrafter
+from retriever.operations.operator import Operator
+from retriever.operations.report import Service
+from retriever.operations.web import Web
+from retriever.operations.web_server import WebAddress
+from retriever.service.serving import start
+from retriever.v1 import retriever_pb2 as pb
+from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+
+NASTY = "<script>alert('tenant')</script>&\"'"
+HIDDEN = "session-that-nobody-may-see"
+
+
+def drafted(index: Path) -> EmbeddedDrafter:
+    """A drafter that has drafted four times, three of them for what then came true."""
+    drafter = EmbeddedDrafter.open_indexes([index])
+    corpus = drafter.indexes[0].segments[0].tokens[:12].astype(np.int32)
+    drafter.open(HIDDEN, corpus, tenant=NASTY)
+    length, new = len(corpus), np.empty(0, np.int32)
+    for _ in range(4):
+        (tree,) = drafter.draft([DraftRequest(HIDDEN, new, length, 8)])
+        new = tree.best_chain(3).token_ids
+        length += len(new)
+    return drafter
+
+
+async def refused(operator: Operator, drafter: EmbeddedDrafter, address: str) -> None:
+    """Serve, and make errors: a session that is there, one that is not, and too many nodes."""
+    server, _ = await start(drafter, address, operator)
+    async with aio.insecure_channel(address) as channel:
+        stub: Any = RetrieverServiceStub(channel)
+        for call in (
+            stub.OpenSession(pb.OpenSessionRequest(session_id=HIDDEN)),
+            stub.CloseSession(pb.CloseSessionRequest(session_id=f"{HIDDEN}-too")),
+            stub.Draft(pb.DraftRequest(context=[1], budget_nodes=1 << 20)),
+        ):
+            try:
+                await call
+            except aio.AioRpcError:
+                continue
+    await server.stop(0)
+
+
+@contextmanager
+def watched(index: Path, folder: Path, **options: Any) -> Iterator[tuple[Service, Web]]:
+    """Serve what such a drafter has to tell."""
+    drafter, operator = drafted(index), Operator()
+    asyncio.run(refused(operator, drafter, f"unix:{folder}/draft.sock"))
+    service = Service(drafter, operator, time.time() - 3700)
+    web = Web(service, WebAddress.parsed("0"), **options)
+    try:
+        yield service, web
+    finally:
+        web.close()
+        drafter.shut_down()
+
+
+def asked(
+    web: Web, path: str, *, method: str = "GET", host: str = "localhost"
+) -> tuple[int, dict[str, str], str]:
+    """Return the status, headers and body of an answer over HTTP."""
+    connection = http.client.HTTPConnection("127.0.0.1", web.address.port, timeout=10)
+    connection.request(method, path, headers={"Host": host})
+    response = connection.getresponse()
+    answer = response.status, dict(response.getheaders()), response.read().decode()
+    connection.close()
+    return answer
