@@ -211,5 +211,7 @@ def own_rule(
     stated = getattr(model, "generation_config", None)
     if stated is not None:
         settings = settings.completed(stated)
-    grammar = Grammar.of_regex(regex, language_model.tokenizer, stop_ids) if regex else None
+    grammar = (
+        Grammar.of_regex(regex, language_model.tokenizer, stop_ids) if regex is not None else None
+    )
     return accept_rule(settings, stated_processors(model, stop_ids), grammar)

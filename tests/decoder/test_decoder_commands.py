@@ -170,6 +170,7 @@ def index_of_another_tokenizer(tmp_path: Path) -> Path:
         (["--prompt", PROMPT, "--phrases", "no-such-file"], "no-such-file"),
         (["--prompt", PROMPT, "--index", "no-such-index"], "no-such-index"),
         (["--prompt", PROMPT, "--top-p", "0.9"], "top_p has no effect at temperature 0"),
+        (["--prompt", PROMPT, "--regex", ""], "the pattern is empty"),
         pytest.param(
             ["--prompt", PROMPT, "--regex", "(a"],
             "unclosed group",
