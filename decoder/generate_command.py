@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from decoder.answers import Answerer, Printer
-from decoder.assembly import DrafterOptions, assemble, draft_model_options, own_rule
+from decoder.assembly import DrafterOptions, assemble, draft_model_options, own_rule, pattern_of
 from decoder.budget.store import store_at
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError
 from decoder.generate import AnswerOptions
@@ -151,15 +151,22 @@ def generate_command(
     with ExitStack() as stack:
         writer = stack.enter_context(TraceWriter(trace, prepared.tokenizer)) if trace else None
         language_model = _stopping_at(extra_ids, prepared.load())
+        pattern = pattern_of(language_model, regex)
         drafter = stack.enter_context(drafter_options.connect(language_model))
         decoder = assemble(
             language_model,
             drafter,
-            own_rule(language_model, settings, regex),
+            own_rule(language_model, settings, pattern),
             costs=store_at(cost_cache),
         )
         answerer = Answerer(
-            decoder, language_model, options, printer, writer=writer, interruption=interruption
+            decoder,
+            language_model,
+            options,
+            printer,
+            writer=writer,
+            interruption=interruption,
+            pattern=pattern,
         )
         stack.enter_context(interruption.handled())
         answerer.run(selected)

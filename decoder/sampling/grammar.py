@@ -69,6 +69,11 @@ class Grammar:
         advanced.consume_token(token)
         return advanced
 
+    def is_match(self, tokens: Sequence[int]) -> bool:
+        """Return whether an output may end behind some tokens, which the constraint allowed."""
+        state = self._initial.deep_copy()
+        return bool(state.consume_tokens(list(tokens)) and state.is_accepting())
+
     def allowed(self, state: "LLMatcher") -> torch.Tensor:
         """Return bool[vocabulary], whether each token may come next; a stop token after the end."""
         if state.is_error():

@@ -145,6 +145,43 @@ def test_sampling_is_repeatable_by_seed(
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+def test_an_answer_that_ends_at_a_limit_says_so(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def figures(*arguments: str) -> str:
+        assert generate(monkeypatch, model_directory, "--max-new-tokens", *arguments) == 0
+        return capsys.readouterr().err.splitlines()[-1]
+
+    one = figures("1", "--prompt", PROMPT)
+    assert one.startswith("1 token, ")
+    assert one.endswith("; ended at the limit of 1 token")
+    assert figures("300", "--prompt", PROMPT).endswith(
+        "; ended at the model's limit for prompt and output"
+    )
+    prompts = tmp_path / "prompts"
+    prompts.write_text("abc\nabcd\n")
+    assert figures("5", "--prompts", str(prompts)).endswith(
+        "; 2 of 2 answers ended at the limit of 5 tokens"
+    )
+
+
+def test_a_pattern_that_the_limit_cut_off_is_told(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance", reason="an extra: run pip install '.[grammar]'")
+    arguments = ("--prompt", PROMPT, "--regex", "[0-9]{3,}", "--max-new-tokens")
+    for limit, is_whole in (("2", False), ("3", True)):
+        assert generate(monkeypatch, model_directory, *arguments, limit) == 0
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert f"; ended at the limit of {limit} tokens" in told
+        assert told.endswith("before the pattern was complete") == (not is_whole)
+    assert generate(monkeypatch, model_directory, *arguments[:3], "[0-9]{3}") == 0
+    assert "limit" not in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_the_answer_matches_a_regular_expression(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
