@@ -35,6 +35,7 @@ from decoder.options import (
     model_options,
 )
 from decoder.prompts import read_prompts
+from decoder.table_printing import print_table
 from decoder.trace_command import trace_command
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.options import Indexes, Phrases, Servers
@@ -113,7 +114,7 @@ def bench(
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        Console().print(table_of(report))
+        print_table(table_of(report))
 
 
 def main() -> None:
