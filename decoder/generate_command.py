@@ -49,7 +49,7 @@ from decoder.sampling.options import (
 )
 from decoder.sampling.settings import SamplingSettings
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
-from decoder.trace import TraceWriter
+from decoder.trace import TraceWriter, check_trace
 from indexer.launch import INTERRUPTED
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.options import Indexes, Phrases, Servers
@@ -134,6 +134,8 @@ def generate_command(
     )
     if regex is not None:
         check_regex(regex)
+    if trace is not None:
+        check_trace(trace)
     stops = StopStrings(stop or ())
     selected = _selected(prompt, prompts, limit)
     prepared = prepare_model(
