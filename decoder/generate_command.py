@@ -46,6 +46,7 @@ from decoder.sampling.options import (
     Temperature,
     TopK,
     TopP,
+    named_as_options,
 )
 from decoder.sampling.settings import SamplingSettings
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
@@ -96,8 +97,8 @@ def generate_command(
         bool,
         typer.Option(
             "--forget",
-            help="With --server: keep the answer out of the service's later drafts. Without it, "
-            "nothing outlives this command anyway.",
+            help="Keep answers out of later drafts: of the service with --server, of later prompts "
+            "with --prompts. Without either, nothing is kept anyway.",
         ),
     ] = False,
     trace: Annotated[
@@ -122,16 +123,17 @@ def generate_command(
     modelled = draft_model_options(draft_model, draft_vocabulary)
     drafter_options = DrafterOptions(index or (), server or (), phrases or (), modelled, recycle)
     drafter_options.check()
-    settings = SamplingSettings(
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        repetition_penalty,
-        presence_penalty,
-        frequency_penalty,
-        seed,
-    )
+    with named_as_options():
+        settings = SamplingSettings(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
+            seed,
+        )
     if regex is not None:
         check_regex(regex)
     if trace is not None:
@@ -147,6 +149,8 @@ def generate_command(
     check_stop_strings(stops, prepared.tokenizer)
     extra_ids = [*_known(stop_id or (), prepared), *special_ids(stops, prepared.tokenizer)]
     _check_prompts(selected, prepared, is_single=prompts is None)
+    if forget and not server and prompts is None:
+        typer.echo("--forget has no effect here: without --server nothing is kept", err=True)
     options = AnswerOptions(max_new_tokens, stops, include_stop, remember=not forget)
     printer = Printer(as_json=as_json, is_single=prompts is None, num_prompts=len(selected))
     interruption = Interruption()
@@ -181,6 +185,8 @@ def generate_command(
 def _selected(prompt: str | None, path: Path | None, limit: int | None) -> list[Prompt]:
     """Return the prompts in the order of their file."""
     if path is None:
+        if limit is not None:
+            raise ContradictoryOptionsError("--limit is for a file of prompts: --prompts")
         text = read_text(sys.stdin.buffer) if prompt is None else prompt
         return [Prompt(DEFAULT_CATEGORY, checked_text(text))]
     if prompt is not None:

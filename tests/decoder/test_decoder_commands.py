@@ -63,6 +63,7 @@ def test_answers_are_forgotten_if_wanted(
     remembered: bool,  # noqa: FBT001  a parameter of the test
     model_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     opened = []
 
@@ -76,6 +77,17 @@ def test_answers_are_forgotten_if_wanted(
     monkeypatch.setattr(assembly, "EmbeddedDrafter", Watched)
     generate(monkeypatch, model_directory, "--prompt", PROMPT, "--max-new-tokens", "2", *option)
     assert opened == [remembered]
+    assert ("--forget has no effect here" in capsys.readouterr().err) == bool(option)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--top-p", "0"), ("--top-p", "nan"), ("--repetition-penalty", "0")]
+)
+def test_what_lies_outside_an_open_range_is_refused_by_its_option(
+    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "generate", "--prompt", PROMPT, option, value) == 2
+    assert f"Invalid value for '{option}'" in re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("attention", Attention)
@@ -206,7 +218,9 @@ def index_of_another_tokenizer(tmp_path: Path) -> Path:
         (["--prompt", PROMPT, "--phrases", "a", "--server", "b"], "exclude each other"),
         (["--prompt", PROMPT, "--phrases", "no-such-file"], "no-such-file"),
         (["--prompt", PROMPT, "--index", "no-such-index"], "no-such-index"),
-        (["--prompt", PROMPT, "--top-p", "0.9"], "top_p has no effect at temperature 0"),
+        (["--prompt", PROMPT, "--top-p", "0.9"], "--top-p has no effect at temperature 0"),
+        (["--prompt", PROMPT, "--temperature", "1e-9"], "--temperature must be 0 (greedy) or"),
+        (["--prompt", PROMPT, "--limit", "2"], "--limit is for a file of prompts"),
         (["--prompt", PROMPT, "--regex", ""], "the pattern is empty"),
         pytest.param(
             ["--prompt", PROMPT, "--regex", "(a"],
