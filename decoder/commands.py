@@ -16,6 +16,7 @@ from decoder.bench import BenchOptions, run_benchmark
 from decoder.bench_table import table_of
 from decoder.budget.store import store_at
 from decoder.generate_command import generate_command
+from decoder.help_panels import GroupedCommand
 from decoder.loop import DEFAULT_MAX_NEW_TOKENS
 from decoder.models import Attention, Precision, prepare_model
 from decoder.options import (
@@ -43,16 +44,17 @@ from retriever.options import Indexes, Phrases, Servers
 app = typer.Typer(
     help="Decode with a model and drafts, or measure against transformers' own decoding.",
     no_args_is_help=True,
+    epilog="--version, in place of a command, prints the version.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-app.command("generate")(generate_command)
+app.command("generate", cls=GroupedCommand)(generate_command)
 app.command("trace")(trace_command)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def bench(
     *,
     prompts: PromptFile,

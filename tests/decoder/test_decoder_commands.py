@@ -127,6 +127,10 @@ def test_help_names_the_commands_and_says_what_each_option_does(
             assert (parameter.metavar if is_argument else parameter.opts[0]) in described
             assert getattr(parameter, "help", None), parameter.opts
         assert ("no effect at temperature 0" in described) == (name == "generate")
+        ungrouped = [
+            p.name for p in subcommand.params if not p.rich_help_panel and p.name != "help"
+        ]
+        assert ungrouped == ([] if name != "trace" else ["file", "as_json"])
 
 
 def test_listed_phrases_change_no_output(
