@@ -42,7 +42,8 @@ def trace_command(
 
 
 def _table(steps: Iterable[TracedStep]) -> Table:
-    table = Table(box=SIMPLE_HEAD, caption="width: tokens in the pass; pass 1 reads the prompt")
+    caption = "width: tokens in the pass; pass 1 reads the prompt"
+    table = Table(box=SIMPLE_HEAD, caption=caption, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in _NUMBERS:
         table.add_column(heading, justify="right")
     table.add_column("sources")
