@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -30,6 +29,7 @@ from decoder.loop import Decoder
 from decoder.models import LanguageModel, ModelOptions, Precision, load_model
 from decoder.prompts import Prompt, read_prompts
 from decoder.statistics import Statistics
+from decoder.table_printing import print_table
 from decoder.target.target import Target
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.drafter import Drafter, TokenIds
@@ -173,7 +173,7 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
     for nodes in budget or [16, 32]:
         found = compare(language_model, index or [], (warm, measured), nodes, max_new_tokens)
         report["tokens_per_pass"][str(nodes)] = found
-        Console().print(table_of(nodes, found))
+        print_table(table_of(nodes, found))
         output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

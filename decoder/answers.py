@@ -10,12 +10,14 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from decoder.endings import Endings
 from decoder.errors import DecoderError, TraceFileError
 from decoder.generate import Answer, AnswerOptions, FinishReason, answer
 from decoder.interruption import Interruption
 from decoder.loop import Decoder
 from decoder.models import LanguageModel
 from decoder.prompts import Prompt
+from decoder.sampling.grammar import Grammar
 from decoder.statistics import Statistics
 from decoder.trace import TraceWriter
 from indexer.errors import IndexerError, reason_of
@@ -69,9 +71,9 @@ class Printer:
         place = "" if self.is_single else f"prompt {number} (line {prompt.line}): "
         typer.echo(f"error: {place}{reason_of(error)}", err=True)
 
-    def statistics(self, total: Statistics) -> None:
-        """Show the figures of all answers."""
-        typer.echo(total.summary(), err=True)
+    def statistics(self, total: Statistics, endings: Endings) -> None:
+        """Show the figures of all answers, and which ended at a limit."""
+        typer.echo(total.summary() + endings.summary(), err=True)
 
     def _print_json(self, prompt: Prompt, report: dict[str, Any]) -> None:
         about = {"line": prompt.line, "category": prompt.category, "prompt": prompt.text}
@@ -94,6 +96,7 @@ class Answerer:
         printer: shows them.
         writer: writes every pass, if wanted.
         interruption: ends the answers.
+        pattern: what whole answers match, if anything.
 
     Attributes:
         num_failed: prompts without a whole answer.
@@ -109,6 +112,7 @@ class Answerer:
         *,
         writer: TraceWriter | None,
         interruption: Interruption,
+        pattern: Grammar | None = None,
     ) -> None:
         self._decoder = decoder
         self._language_model = language_model
@@ -116,6 +120,7 @@ class Answerer:
         self._printer = printer
         self._writer = writer
         self._interruption = interruption
+        self._endings = Endings(options.max_new_tokens, pattern)
         self.num_failed = 0
         self.is_interrupted = False
 
@@ -136,7 +141,7 @@ class Answerer:
             self.is_interrupted = True
         finally:
             if total.num_passes or self.is_interrupted:
-                self._printer.statistics(total)
+                self._printer.statistics(total, self._endings)
 
     def _answer(self, number: int, prompt: Prompt, total: Statistics) -> None:
         try:
@@ -148,6 +153,7 @@ class Answerer:
             self.num_failed += 1
             return
         total.add(result.statistics)
+        self._endings.count(result)
         self._printer.answer(number, prompt, result)
         self.is_interrupted = result.finish_reason is FinishReason.INTERRUPTED
         if result.error is not None:

@@ -200,23 +200,32 @@ def assemble(
     )
 
 
+def pattern_of(language_model: LanguageModel, regex: str | None) -> Grammar | None:
+    """Return what an output of a model shall match, `None` where it may be anything.
+
+    Raises:
+        InvalidConstraintError: the expression cannot be followed.
+    """
+    if regex is None:
+        return None
+    return Grammar.of_regex(regex, language_model.tokenizer, language_model.stop_ids)
+
+
 def own_rule(
-    language_model: LanguageModel, settings: SamplingSettings, regex: str | None = None
+    language_model: LanguageModel, settings: SamplingSettings, pattern: Grammar | None = None
 ) -> AcceptRule:
     """Return the rule for some settings, completed by what the model's generation_config states.
 
     Args:
         language_model: whose generation_config and tokenizer count.
         settings: how tokens are chosen.
-        regex: a regular expression that the whole output shall match.
+        pattern: what the whole output shall match.
 
     Raises:
         InvalidSettingsError: the generation_config states a value out of its range.
-        InvalidConstraintError: the expression cannot be followed.
     """
     model, stop_ids = language_model.model, language_model.stop_ids
     stated = getattr(model, "generation_config", None)
     if stated is not None:
         settings = settings.completed(stated)
-    grammar = Grammar.of_regex(regex, language_model.tokenizer, stop_ids) if regex else None
-    return accept_rule(settings, stated_processors(model, stop_ids), grammar)
+    return accept_rule(settings, stated_processors(model, stop_ids), pattern)

@@ -5,6 +5,8 @@ from typing import Any, Final
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from decoder.statistics import counted
+
 _HEADINGS: Final = (
     "prompts",
     "tokens/s",
@@ -30,7 +32,10 @@ def table_of(report: dict[str, Any]) -> Table:
 
 
 def _notes(report: dict[str, Any]) -> list[str]:
-    notes = ["x: in time per token; tokens: per pass of the model; lookup: prompt lookup"]
+    notes = [
+        "x: in time per token; tokens: per pass of the model; lookup: prompt lookup",
+        "undrafted: our own loop without drafts; equal: prompts with the output of plain generate",
+    ]
     times = report["overall"]["time_per_step"]
     if times:
         parts = ", ".join(
@@ -40,7 +45,10 @@ def _notes(report: dict[str, Any]) -> list[str]:
         notes.append(f"a step: {parts}; a plain one: {times['plain_step_ms']:.2f} ms")
     if report["warm"]["num_prompts"]:
         warm = report["warm"]
-        notes.append(f"warmed with {warm['num_prompts']} prompts, {warm['num_tokens']} tokens")
+        notes.append(
+            f"warmed with {counted(warm['num_prompts'], 'prompt')}, "
+            f"{counted(warm['num_tokens'], 'token')}"
+        )
     if report["skipped"]:
         notes.append(f"prompts skipped, as the model cannot take them: {report['skipped']}")
     return notes

@@ -16,6 +16,7 @@ from decoder.bench import BenchOptions, run_benchmark
 from decoder.bench_table import table_of
 from decoder.budget.store import store_at
 from decoder.generate_command import generate_command
+from decoder.help_panels import GroupedCommand
 from decoder.loop import DEFAULT_MAX_NEW_TOKENS
 from decoder.models import Attention, Precision, prepare_model
 from decoder.options import (
@@ -35,6 +36,7 @@ from decoder.options import (
     model_options,
 )
 from decoder.prompts import read_prompts
+from decoder.table_printing import print_table
 from decoder.trace_command import trace_command
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.options import (
@@ -48,16 +50,17 @@ from retriever.options import (
 app = typer.Typer(
     help="Decode with a model and drafts, or measure against transformers' own decoding.",
     no_args_is_help=True,
+    epilog="--version, in place of a command, prints the version.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-app.command("generate")(generate_command)
+app.command("generate", cls=GroupedCommand)(generate_command)
 app.command("trace")(trace_command)
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def bench(
     *,
     prompts: PromptFile,
@@ -122,7 +125,7 @@ def bench(
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        Console().print(table_of(report))
+        print_table(table_of(report))
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ class UnknownTokenError(DecoderError):
 
 
 class InvalidSettingsError(DecoderError):
-    """A sampling setting is out of its range; the message gives the range."""
+    """A setting is out of its range; the message gives the range."""
 
 
 class InvalidConstraintError(DecoderError):

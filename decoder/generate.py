@@ -170,6 +170,6 @@ def _reason(answering: _Answering, decoder: Decoder, error: BaseException | None
         return FinishReason.ERROR
     if error is not None or answering.interruption.is_requested:
         return FinishReason.INTERRUPTED
-    if answering.text.found is not None or answering.token_ids[-1] in decoder.stop_ids:
+    if answering.text.found is not None or decoder.stop_ids.intersection(answering.token_ids[-1:]):
         return FinishReason.STOP
     return FinishReason.LENGTH

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from decoder.answers import Answerer, Printer
-from decoder.assembly import DrafterOptions, assemble, draft_model_options, own_rule
+from decoder.assembly import DrafterOptions, assemble, draft_model_options, own_rule, pattern_of
 from decoder.budget.store import store_at
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError
 from decoder.generate import AnswerOptions
@@ -46,10 +46,11 @@ from decoder.sampling.options import (
     Temperature,
     TopK,
     TopP,
+    named_as_options,
 )
 from decoder.sampling.settings import SamplingSettings
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
-from decoder.trace import TraceWriter
+from decoder.trace import TraceWriter, check_trace
 from indexer.launch import INTERRUPTED
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.options import (
@@ -103,8 +104,8 @@ def generate_command(
         bool,
         typer.Option(
             "--forget",
-            help="With --server: keep the answer out of the service's later drafts. Without it, "
-            "nothing outlives this command anyway.",
+            help="Keep answers out of later drafts: of the service with --server, of later prompts "
+            "with --prompts. Without either, nothing is kept anyway.",
         ),
     ] = False,
     trace: Annotated[
@@ -131,18 +132,21 @@ def generate_command(
         index or (), server or (), phrases or (), modelled, recycle, credentials_of(credentials)
     )
     drafter_options.check()
-    settings = SamplingSettings(
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        repetition_penalty,
-        presence_penalty,
-        frequency_penalty,
-        seed,
-    )
+    with named_as_options():
+        settings = SamplingSettings(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            presence_penalty,
+            frequency_penalty,
+            seed,
+        )
     if regex is not None:
         check_regex(regex)
+    if trace is not None:
+        check_trace(trace)
     stops = StopStrings(stop or ())
     selected = _selected(prompt, prompts, limit)
     prepared = prepare_model(
@@ -154,21 +158,30 @@ def generate_command(
     check_stop_strings(stops, prepared.tokenizer)
     extra_ids = [*_known(stop_id or (), prepared), *special_ids(stops, prepared.tokenizer)]
     _check_prompts(selected, prepared, is_single=prompts is None)
+    if forget and not server and prompts is None:
+        typer.echo("--forget has no effect here: without --server nothing is kept", err=True)
     options = AnswerOptions(max_new_tokens, stops, include_stop, remember=not forget)
     printer = Printer(as_json=as_json, is_single=prompts is None, num_prompts=len(selected))
     interruption = Interruption()
     with ExitStack() as stack:
         writer = stack.enter_context(TraceWriter(trace, prepared.tokenizer)) if trace else None
         language_model = _stopping_at(extra_ids, prepared.load())
+        pattern = pattern_of(language_model, regex)
         drafter = stack.enter_context(drafter_options.connect(language_model))
         decoder = assemble(
             language_model,
             drafter,
-            own_rule(language_model, settings, regex),
+            own_rule(language_model, settings, pattern),
             costs=store_at(cost_cache),
         )
         answerer = Answerer(
-            decoder, language_model, options, printer, writer=writer, interruption=interruption
+            decoder,
+            language_model,
+            options,
+            printer,
+            writer=writer,
+            interruption=interruption,
+            pattern=pattern,
         )
         stack.enter_context(interruption.handled())
         answerer.run(selected)
@@ -181,6 +194,8 @@ def generate_command(
 def _selected(prompt: str | None, path: Path | None, limit: int | None) -> list[Prompt]:
     """Return the prompts in the order of their file."""
     if path is None:
+        if limit is not None:
+            raise ContradictoryOptionsError("--limit is for a file of prompts: --prompts")
         text = read_text(sys.stdin.buffer) if prompt is None else prompt
         return [Prompt(DEFAULT_CATEGORY, checked_text(text))]
     if prompt is not None:

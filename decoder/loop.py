@@ -12,7 +12,12 @@ from numpy.typing import NDArray
 from decoder.budget.budget import Budget, Outcome
 from decoder.drafters.learning import Verified
 from decoder.drafters.session import Backoff, DraftLimits, DraftSession
-from decoder.errors import DecoderBusyError, GenerationStartedError, OutOfMemoryError
+from decoder.errors import (
+    DecoderBusyError,
+    GenerationStartedError,
+    InvalidSettingsError,
+    OutOfMemoryError,
+)
 from decoder.observation import Clock, Observer, Step, Watch
 from decoder.sampling.verification import AcceptRule, Place, accept_greedy
 from decoder.sequence import Sequence
@@ -79,9 +84,12 @@ class Decoder:
             observer: is shown every pass once its tokens are out.
 
         Raises:
-            InvalidPromptError: the prompt is empty, holds tokens outside the vocabulary, or
-                leaves no room below the model's limit.
+            InvalidPromptError: the prompt is empty or no token ids of the vocabulary, or leaves
+                no room below the model's limit.
+            InvalidSettingsError: `max_new_tokens` is negative.
         """
+        if max_new_tokens < 0:
+            raise InvalidSettingsError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
         tokens = self.target.checked_prompt(prompt)
         room = self.target.room(len(tokens), max_new_tokens)
         watch = Watch(stop_rule, observer)

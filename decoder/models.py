@@ -21,7 +21,7 @@ from transformers.utils import logging
 from decoder.errors import ContradictoryOptionsError, DeviceError, ModelLoadError
 from decoder.gguf_reading import SharedReading
 from decoder.target.compatibility import position_limit
-from decoder.target.target import check_prompt_length
+from decoder.target.prompt import check_prompt_length
 from indexer.errors import TokenizerError, reason_of
 from indexer.tokenizer import (
     Vocabulary,

@@ -48,7 +48,9 @@ def read_prompts(
     try:
         with _opened(path) as lines:
             numbered = list(enumerate(map(str.strip, lines), start=1))
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+    except UnicodeDecodeError as error:
+        raise PromptFileError(f"{path} is not text in UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:
         raise PromptFileError(f"cannot read {path}: {reason_of(error)}") from error
     prompts = [_parsed(line, path, number) for number, line in numbered if line]
     if not prompts:
@@ -65,7 +67,7 @@ def read_text(stream: BinaryIO) -> str:
     try:
         return stream.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise PromptFileError(f"standard input is not UTF-8: {error}") from error
+        raise PromptFileError("standard input is not UTF-8") from error
 
 
 def checked_text(text: str) -> str:

@@ -84,9 +84,10 @@ class Statistics:
             f"{name} {count / self.num_tokens:.0%}"
             for name, count in self.accepted_by_source().items()
         ]
-        failures = f"; {self.num_failures} drafts failed" if self.num_failures else ""
+        failed = counted(self.num_failures, "draft")
+        failures = f"; {failed} failed" if self.num_failures else ""
         return (
-            f"{self.num_tokens} tokens, {self.tokens_per_second:.1f} tokens/s, "
+            f"{counted(self.num_tokens, 'token')}, {self.tokens_per_second:.1f} tokens/s, "
             f"{self.tokens_per_pass:.2f} tokens per pass; "
             f"drafted: {', '.join(shares) or 'none'}{self._widths()}{failures}"
         )
@@ -132,3 +133,8 @@ class Statistics:
             yield
         finally:
             setattr(self, account, getattr(self, account) + time.perf_counter() - start)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -41,13 +41,14 @@ class StopStrings:
     By the automaton of Aho and Corasick (1975, doi:10.1145/360825.360855).
 
     Args:
-        strings: the strings; there may be none.
+        strings: the strings; there may be none. One alone may come by itself.
 
     Raises:
         StopStringError: one is empty, or no text.
     """
 
-    def __init__(self, strings: Sequence[str] = ()) -> None:
+    def __init__(self, strings: str | Sequence[str] = ()) -> None:
+        strings = [strings] if isinstance(strings, str) else strings
         self.strings = tuple(dict.fromkeys(map(_checked, strings)))
         self._max_length = max(map(len, self.strings), default=0)
         self._automaton = ahocorasick.Automaton()
@@ -182,6 +183,8 @@ def special_ids(strings: StopStrings, tokenizer: PreTrainedTokenizerBase) -> lis
 
 
 def _checked(string: str) -> str:
+    if not isinstance(string, str):
+        raise StopStringError(f"the stop string {string!r} is not text")
     if not string:
         raise StopStringError("a stop string is empty: give at least one character")
     if INCOMPLETE in string or any("\ud800" <= character <= "\udfff" for character in string):

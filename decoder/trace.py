@@ -108,8 +108,8 @@ class TracedStep:
         Raises:
             ValueError, KeyError, TypeError, OverflowError: it is not one of a trace.
         """
-        fields = json.loads(line)
-        tree = TracedTree.parsed(fields["tree"])
+        fields = _object(json.loads(line), "it")
+        tree = TracedTree.parsed(_object(fields["tree"], "its tree"))
         path = list(map(int, fields["path"]))
         if not all(0 <= node < len(tree.tokens) for node in path):
             raise ValueError("its path leaves its tree")
@@ -214,6 +214,18 @@ class TraceWriter:
             ) from error
 
 
+def check_trace(path: Path) -> None:
+    """Refuse a place that no trace can be written to, before anything is done for one.
+
+    Raises:
+        TraceFileError: it is a folder, or in one that is not there.
+    """
+    if path.is_dir():
+        raise TraceFileError(f"cannot write the trace {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise TraceFileError(f"cannot write the trace {path}: there is no folder {path.parent}")
+
+
 def read_trace(path: Path) -> Iterator[TracedStep]:
     """Read the passes of a trace, in order.
 
@@ -224,15 +236,27 @@ def read_trace(path: Path) -> Iterator[TracedStep]:
         with _opened(path, "rt") as lines:
             for number, line in enumerate(lines, 1):
                 yield _parsed(line, f"{path}:{number}")
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+    except UnicodeDecodeError as error:
+        raise TraceFileError(f"{path} is not text in UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:
         raise TraceFileError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 def _parsed(line: str, place: str) -> TracedStep:
     try:
         return TracedStep.parsed(line)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except KeyError as error:
+        raise TraceFileError(f"{place} is no pass of a trace: it has no {error}") from error
+    except json.JSONDecodeError as error:
+        raise TraceFileError(f"{place} is no pass of a trace, nor any JSON") from error
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise TraceFileError(f"{place} is no pass of a trace: {reason_of(error)}") from error
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is no JSON object")
+    return value
 
 
 def _opened(path: Path, mode: str) -> Any:

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from decoder.errors import TraceFileError
 from decoder.options import AsJson
+from decoder.table_printing import print_table
 from decoder.trace import TracedStep, read_trace
 from decoder.trace_summary import TraceSummary, summarize
 
@@ -29,22 +30,24 @@ def trace_command(
 ) -> None:
     """Show the passes of a trace and what they come to; --json gives the totals alone."""
     steps = list(read_trace(file))
+    if not steps:
+        raise TraceFileError(f"{file} holds no pass: nothing was generated while it was written")
     summary = summarize(steps)
     if as_json:
         typer.echo(json.dumps(summary.report()))
         return
-    console = Console()
-    console.print(_table(steps))
+    print_table(_table(steps))
     for line in _totals(summary):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        typer.echo(line)
 
 
 def _table(steps: Iterable[TracedStep]) -> Table:
-    table = Table(box=SIMPLE_HEAD, caption="width: tokens in the pass; pass 1 reads the prompt")
+    caption = "width: tokens in the pass; pass 1 reads the prompt"
+    table = Table(box=SIMPLE_HEAD, caption=caption, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in _NUMBERS:
         table.add_column(heading, justify="right")
     table.add_column("sources")
-    table.add_column("text")
+    table.add_column("text", overflow="fold")
     for step in steps:
         text = json.dumps(step.text, ensure_ascii=False)[1:-1]
         table.add_row(*_numbers(step), _sources(step), Text(text))

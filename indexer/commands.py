@@ -53,6 +53,7 @@ from indexer.verify import DEFAULT_SAMPLES, verify_index
 app = typer.Typer(
     help="Turn text into an index that drafts are looked up in, and look after such indexes.",
     no_args_is_help=True,
+    epilog="--version, in place of a command, prints the version.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 INTERRUPTED: Final = 130
@@ -19,7 +20,8 @@ _PACKAGES: Final = ("indexer", "retriever", "decoder")
 def launch(package: str, extra: str) -> None:
     """Import a package's commands and run them; Ctrl-C ends that in silence at any time.
 
-    What the packages log at INFO and above goes to standard error, a line each.
+    `--version` alone is answered here, at once and whatever is installed. What the packages log at
+    INFO and above goes to standard error, a line each.
 
     Args:
         package: has a module `commands` with a function `main`.
@@ -27,6 +29,9 @@ def launch(package: str, extra: str) -> None:
     """
     # Not an exception: libraries turn those into errors of their own while they are imported.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    if sys.argv[1:] == ["--version"]:
+        print(_version())  # noqa: T201  (for whoever runs a command)
+        return
     try:
         commands = import_module(f"{package}.commands")
     except ModuleNotFoundError as error:
@@ -37,6 +42,13 @@ def launch(package: str, extra: str) -> None:
         commands.main()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _version() -> str:
+    try:
+        return f"foredraft {version('foredraft')}"
+    except PackageNotFoundError:
+        return "foredraft, not installed: run `pip install .`"
 
 
 def show_messages() -> None:

@@ -208,8 +208,8 @@ def _check_vocabulary(path: Path, built_for: Vocabulary, at_hand: Vocabulary) ->
     if built_for != at_hand:
         raise TokenizerMismatchError(
             f"index {path} was built for another tokenizer ({_describe(built_for)}), "
-            f"not for this one ({_describe(at_hand)}): name its own with --tokenizer, "
-            "or build it again for this one"
+            f"not for this one ({_describe(at_hand)}): use the model or tokenizer that it was "
+            "built for (decoder: --model; retriever: --tokenizer), or build it again for this one"
         )
 
 

@@ -30,6 +30,7 @@ app = typer.Typer(
     help="Serve draft trees from indexes, replay recorded outputs through a drafter, or explain a "
     "draft.",
     no_args_is_help=True,
+    epilog="--version, in place of a command, prints the version.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )

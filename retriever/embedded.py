@@ -24,6 +24,8 @@ from retriever.errors import (
 )
 from retriever.explanation import Explanation
 from retriever.generations import Generations
+from retriever.kernels.compiling import tell_compiling
+from retriever.kernels.entries import grow_tree
 from retriever.kernels.layout import MAX_MATCH
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
@@ -402,6 +404,7 @@ class EmbeddedDrafter:
 
     def warm(self) -> None:
         """Compile or load all kernels now, so that no draft waits for it."""
+        tell_compiling(grow_tree)
         context = np.zeros(2 * MAX_MATCH, np.int32)
         nobody = Databases(Context(context), Pool("", Generations(0)), self._corpus(""))
         nobody.pool.generations.add(context)

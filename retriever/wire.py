@@ -1,8 +1,10 @@
 """Between values and wire messages, and between errors and gRPC statuses: the one place."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
+from urllib.parse import unquote
 
 import grpc
 import numpy as np
@@ -49,6 +51,13 @@ _STATUS_OF_ERROR: Final[tuple[tuple[type[errors.RetrieverError], grpc.StatusCode
     (errors.NotPermittedError, grpc.StatusCode.PERMISSION_DENIED),
     (errors.AccessRefusedError, grpc.StatusCode.UNAUTHENTICATED),
 )
+_UNREACHED: Final = re.compile(
+    r"(?:failed to connect .*(?:ipv[46]:|(?=unix:))|errors resolving )(?P<place>\S+): "
+    r".*: (?P<reason>[^:\]]+)\]?$",
+    re.DOTALL,
+)
+"""How gRPC says that nobody listens at an address, or that there is none."""
+
 _ERROR_OF_STATUS: Final = {status: error for error, status in _STATUS_OF_ERROR}
 
 
@@ -78,6 +87,11 @@ def error_of(error: grpc.RpcError) -> errors.RetrieverError:
     kind = _ERROR_OF_STATUS.get(code)
     if kind is not None:
         return kind(details)
+    if code is grpc.StatusCode.UNAVAILABLE and (refused := _UNREACHED.search(details)):
+        return errors.DrafterUnavailableError(
+            f"no draft service answers at {unquote(refused['place'])} ({refused['reason']}): "
+            "is `python -m retriever serve` running there?"
+        )
     reason = advice(details) or f"the draft service answered {code.name}: {details}"
     return errors.DrafterUnavailableError(reason)
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,16 @@ def test_a_missing_library_is_answered_with_what_to_install(
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"error: typer is missing: run `pip install '.[{extra}]'`\n"
+
+
+@pytest.mark.parametrize("package", ["indexer", "retriever", "decoder"])
+def test_every_command_line_tells_its_version_at_once(package: str) -> None:
+    told = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", package, "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert told.stdout == f"foredraft {version('foredraft')}\n"
+    assert "typer" not in told.stderr

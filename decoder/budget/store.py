@@ -118,6 +118,8 @@ def known_costs(
 ) -> CostSurface:
     """Return what passes of a target cost, from a store where that still holds, else measured.
 
+    Logs that it measures, which takes seconds.
+
     Args:
         target: whose passes; a sequence in progress is lost.
         model: the target's.
@@ -125,11 +127,14 @@ def known_costs(
         measure: how.
     """
     if store is None:
+        _log.info("measuring what passes cost")
         return measure(target)
     key = key_of(model) | {"packed": target.packed_bytes > 0, "padded": target.pads_passes}
     surface = store.load(key)
     if surface is not None and still_holds(target, surface):
         return surface
+    why = "once on this machine" if surface is None else "as they no longer take what they took"
+    _log.info("measuring what passes cost, %s", why)
     surface = measure(target)
     store.save(key, surface)
     return surface

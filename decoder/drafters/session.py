@@ -68,7 +68,7 @@ class Backoff:
         self._until = time.monotonic() + _RETRY_AFTER * failure_s
         if not self._is_known:
             self._is_known = True
-            _log.warning("decoding goes on without drafts: %s", failure)
+            _log.warning("decoding goes on without drafts from this drafter: %s", failure)
 
 
 @dataclass(frozen=True, slots=True)

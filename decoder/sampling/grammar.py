@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +37,7 @@ class Grammar:
             stop_ids: tokens that end a sequence; the tokenizer's own where there are none.
 
         Raises:
-            InvalidConstraintError: it cannot be read, or llguidance is missing.
+            InvalidConstraintError: it is empty or cannot be read, or llguidance is missing.
         """
         check_regex(pattern)
         grammar = _library().LLMatcher.grammar_from_regex(pattern)
@@ -68,6 +69,11 @@ class Grammar:
         advanced.consume_token(token)
         return advanced
 
+    def is_match(self, tokens: Sequence[int]) -> bool:
+        """Return whether an output may end behind some tokens, which the constraint allowed."""
+        state = self._initial.deep_copy()
+        return bool(state.consume_tokens(list(tokens)) and state.is_accepting())
+
     def allowed(self, state: "LLMatcher") -> torch.Tensor:
         """Return bool[vocabulary], whether each token may come next; a stop token after the end."""
         if state.is_error():
@@ -80,17 +86,38 @@ def check_regex(pattern: str) -> None:
     """Refuse a regular expression that cannot be followed, before any tokenizer is there.
 
     Raises:
-        InvalidConstraintError: it cannot be read, or llguidance is missing.
+        InvalidConstraintError: it is empty or cannot be read, or llguidance is missing.
     """
-    _check(_library().LLMatcher.grammar_from_regex(pattern), f"pattern {pattern!r}")
+    if not pattern:
+        raise InvalidConstraintError(
+            "the pattern is empty, which nothing but an empty answer matches: say what an answer "
+            "shall match, or ask for no pattern"
+        )
+    grammar = _library().LLMatcher.grammar_from_regex(pattern)
+    _check(grammar, f"pattern {pattern!r}", pattern)
 
 
-def _check(grammar: str, name: str) -> None:
+def _check(grammar: str, name: str, pattern: str = "") -> None:
     message = _library().LLMatcher.validate_grammar(grammar)
     if message and not message.startswith("WARNING"):
-        lines = [line.strip() for line in message.splitlines() if line.strip()]
-        reason = next((line for line in lines if line.startswith("error:")), lines[0])
+        reason = _reason(message) + _position(message, pattern)
         raise InvalidConstraintError(f"cannot follow the {name}: {reason}")
+
+
+def _reason(message: str) -> str:
+    """Return the line that says what is wrong, of the many that llguidance gives."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith("error:")), lines[0])
+    return reason.removeprefix("error:").strip()
+
+
+def _position(message: str, pattern: str) -> str:
+    """Return which character of a pattern is at fault, where llguidance marks it below."""
+    for line, below in pairwise(message.splitlines()):
+        indent = line.removesuffix(pattern)
+        if pattern and indent != line and not indent.strip() and set(below.strip()) == {"^"}:
+            return f" (at character {below.index('^') - len(indent) + 1})"
+    return ""
 
 
 def _matcher(

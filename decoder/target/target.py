@@ -22,6 +22,7 @@ from decoder.target.graphs.passes import GraphPasses
 from decoder.target.layout import TreeLayout, additive_mask
 from decoder.target.memory import within_memory
 from decoder.target.passes import CachedPasses, ChainCache, Masks, Passes, PlainPasses
+from decoder.target.prompt import check_prompt_length, prompt_tokens
 from decoder.target.shapes import chain_of, tell_once
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
@@ -84,10 +85,10 @@ class Target:
         """Return a prompt as int32[n], n at least one.
 
         Raises:
-            InvalidPromptError: it is empty, holds tokens outside the vocabulary, or leaves no
-                room below the model's limit.
+            InvalidPromptError: it is empty, holds what are no token ids or tokens outside the
+                vocabulary, or leaves no room below the model's limit.
         """
-        tokens = np.asarray(prompt, np.int64)
+        tokens = prompt_tokens(prompt)
         check_prompt_length(len(tokens), self.max_length)
         if tokens.min() < 0 or tokens.max() >= self.vocabulary_size:
             raise InvalidPromptError(
@@ -230,22 +231,3 @@ def _num_in_place(path: NDArray[np.int64]) -> int:
     """Return how many nodes of a path lie in the slots that they are to be kept in."""
     moved = np.flatnonzero(path != np.arange(len(path)))
     return int(moved[0]) if len(moved) else len(path)
-
-
-def check_prompt_length(num_tokens: int, max_length: int | None) -> None:
-    """Refuse prompts that cannot be gone on from.
-
-    Args:
-        num_tokens: of the prompt.
-        max_length: most tokens of a sequence, `None` where there is no limit.
-
-    Raises:
-        InvalidPromptError: it is empty, or leaves no room below the limit.
-    """
-    if num_tokens == 0:
-        raise InvalidPromptError("the prompt is empty: give at least one token")
-    if max_length is not None and num_tokens >= max_length:
-        raise InvalidPromptError(
-            f"the prompt has {num_tokens} tokens, and the model's limit is "
-            f"{max_length} for prompt and output together: shorten it"
-        )

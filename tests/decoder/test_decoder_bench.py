@@ -73,7 +73,8 @@ def test_the_table_tells_where_time_goes(language_model: LanguageModel) -> None:
     report = run_benchmark(language_model, decoder, [Prompt("a", "abc")], options)
     table = table_of({**report, "drafter": "context"})
     assert "a plain one" in str(table.caption)
-    assert "warmed with 1 prompts" in str(table.caption)
+    assert "undrafted: our own loop" in str(table.caption)
+    assert "warmed with 1 prompt, " in str(table.caption)
     assert report["overall"]["foredraft"]["widths"]
 
 

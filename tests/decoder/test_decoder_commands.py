@@ -63,6 +63,7 @@ def test_answers_are_forgotten_if_wanted(
     remembered: bool,  # noqa: FBT001  a parameter of the test
     model_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     opened = []
 
@@ -76,6 +77,17 @@ def test_answers_are_forgotten_if_wanted(
     monkeypatch.setattr(assembly, "EmbeddedDrafter", Watched)
     generate(monkeypatch, model_directory, "--prompt", PROMPT, "--max-new-tokens", "2", *option)
     assert opened == [remembered]
+    assert ("--forget has no effect here" in capsys.readouterr().err) == bool(option)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--top-p", "0"), ("--top-p", "nan"), ("--repetition-penalty", "0")]
+)
+def test_what_lies_outside_an_open_range_is_refused_by_its_option(
+    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "generate", "--prompt", PROMPT, option, value) == 2
+    assert f"Invalid value for '{option}'" in re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("attention", Attention)
@@ -115,6 +127,10 @@ def test_help_names_the_commands_and_says_what_each_option_does(
             assert (parameter.metavar if is_argument else parameter.opts[0]) in described
             assert getattr(parameter, "help", None), parameter.opts
         assert ("no effect at temperature 0" in described) == (name == "generate")
+        ungrouped = [
+            p.name for p in subcommand.params if not p.rich_help_panel and p.name != "help"
+        ]
+        assert ungrouped == ([] if name != "trace" else ["file", "as_json"])
 
 
 def test_listed_phrases_change_no_output(
@@ -145,6 +161,43 @@ def test_sampling_is_repeatable_by_seed(
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+def test_an_answer_that_ends_at_a_limit_says_so(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def figures(*arguments: str) -> str:
+        assert generate(monkeypatch, model_directory, "--max-new-tokens", *arguments) == 0
+        return capsys.readouterr().err.splitlines()[-1]
+
+    one = figures("1", "--prompt", PROMPT)
+    assert one.startswith("1 token, ")
+    assert one.endswith("; ended at the limit of 1 token")
+    assert figures("300", "--prompt", PROMPT).endswith(
+        "; ended at the model's limit for prompt and output"
+    )
+    prompts = tmp_path / "prompts"
+    prompts.write_text("abc\nabcd\n")
+    assert figures("5", "--prompts", str(prompts)).endswith(
+        "; 2 of 2 answers ended at the limit of 5 tokens"
+    )
+
+
+def test_a_pattern_that_the_limit_cut_off_is_told(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance", reason="an extra: run pip install '.[grammar]'")
+    arguments = ("--prompt", PROMPT, "--regex", "[0-9]{3,}", "--max-new-tokens")
+    for limit, is_whole in (("2", False), ("3", True)):
+        assert generate(monkeypatch, model_directory, *arguments, limit) == 0
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert f"; ended at the limit of {limit} tokens" in told
+        assert told.endswith("before the pattern was complete") == (not is_whole)
+    assert generate(monkeypatch, model_directory, *arguments[:3], "[0-9]{3}") == 0
+    assert "limit" not in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_the_answer_matches_a_regular_expression(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,7 +222,10 @@ def index_of_another_tokenizer(tmp_path: Path) -> Path:
         (["--prompt", PROMPT, "--phrases", "a", "--server", "b"], "exclude each other"),
         (["--prompt", PROMPT, "--phrases", "no-such-file"], "no-such-file"),
         (["--prompt", PROMPT, "--index", "no-such-index"], "no-such-index"),
-        (["--prompt", PROMPT, "--top-p", "0.9"], "top_p has no effect at temperature 0"),
+        (["--prompt", PROMPT, "--top-p", "0.9"], "--top-p has no effect at temperature 0"),
+        (["--prompt", PROMPT, "--temperature", "1e-9"], "--temperature must be 0 (greedy) or"),
+        (["--prompt", PROMPT, "--limit", "2"], "--limit is for a file of prompts"),
+        (["--prompt", PROMPT, "--regex", ""], "the pattern is empty"),
         pytest.param(
             ["--prompt", PROMPT, "--regex", "(a"],
             "unclosed group",
@@ -221,7 +277,10 @@ def test_loading_is_announced_and_a_failing_drafter_once(
     failing = [record for record in caplog.messages if "without drafts" in record]
     assert loading == [f"loading {model_directory}"]
     assert len(failing) == 1
-    assert "127.0.0.1:1" in failing[0]
+    assert (
+        "without drafts from this drafter: no draft service answers at 127.0.0.1:1 " in failing[0]
+    )
+    assert failing[0].endswith("is `python -m retriever serve` running there?")
 
 
 def test_an_unknown_model_is_answered_in_one_line(

@@ -142,10 +142,14 @@ def known(counted: list[int], where: CostStore, model: Any = None) -> CostSurfac
     return known_costs(Target(model), model, where, measured)
 
 
-def test_a_second_start_measures_nothing(tmp_path: Path, counted: list[int]) -> None:
+def test_a_second_start_measures_nothing(
+    tmp_path: Path, counted: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     where = CostStore(tmp_path / "new" / "cache")
     assert known(counted, where) == known(counted, where) == SURFACE
     assert len(counted) == 1
+    assert caplog.messages == ["measuring what passes cost, once on this machine"]
     assert [path.suffix for path in where.directory.iterdir()] == [".json"]
 
 

@@ -4,7 +4,12 @@ import pytest
 
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.session import NoDrafter
-from decoder.errors import DecoderBusyError, GenerationStartedError, InvalidPromptError
+from decoder.errors import (
+    DecoderBusyError,
+    GenerationStartedError,
+    InvalidPromptError,
+    InvalidSettingsError,
+)
 from decoder.loop import Decoder
 from decoder.target.target import Target
 from retriever.tree import DraftTree, Source
@@ -78,13 +83,24 @@ def test_the_models_limit_ends_the_sequence(prompt: list[int]) -> None:
         ([1, VOCABULARY], "vocabulary"),
         ([-1], "vocabulary"),
         (prompt_of(256), "limit is 256"),
+        ("hello", "the prompt is text: give its token ids"),
+        ([[1, 2]], r"not one row of token ids, but of shape \(1, 2\)"),
+        ([[1], [1, 2]], "not one row of token ids$"),
+        ([1.5], "float64 and not whole token ids"),
     ],
 )
-def test_impossible_prompts_are_refused(tokens: list[int], message: str) -> None:
+def test_impossible_prompts_are_refused(tokens: Any, message: str) -> None:
     drafter = ScriptedDrafter(nothing)
     with pytest.raises(InvalidPromptError, match=message):
         decoder_with(tiny_llama(), drafter).generate(tokens)
     assert not drafter.closed
+
+
+def test_a_negative_limit_is_refused(prompt: list[int]) -> None:
+    decoder = decoder_with(tiny_llama(), ScriptedDrafter(nothing))
+    with pytest.raises(InvalidSettingsError, match="max_new_tokens must be 0 or more, not -1"):
+        decoder.generate(prompt, -1)
+    assert decoded(decoder, prompt, 0) == []
 
 
 def test_statistics_say_who_drafted_what(prompt: list[int]) -> None:

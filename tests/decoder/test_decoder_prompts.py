@@ -40,7 +40,7 @@ def test_prompts_are_utf8_in_any_locale(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"", "no prompt"),
-        (b"\xff\xfe", "cannot read"),
+        (b"\xff\xfe", "is not text in UTF-8"),
         (b'{"category": "x"', ":1 is not JSON"),
         (b'{"category": "x"}', ":1: expected"),
         (b'fine\n{"category": "x", "turns": []}', ":2: expected"),

@@ -113,6 +113,14 @@ def test_stop_strings_that_are_no_text_are_refused(string: str) -> None:
         StopStrings(["fine", string])
 
 
+def test_one_stop_string_may_come_by_itself() -> None:
+    assert StopStrings("END").strings == ("END",)
+    with pytest.raises(StopStringError, match="empty"):
+        StopStrings("")
+    with pytest.raises(StopStringError, match="3 is not text"):
+        StopStrings([3])  # type: ignore[list-item]
+
+
 def test_stop_strings_that_no_token_can_write_are_refused(
     byte_tokenizer: PreTrainedTokenizerBase,
 ) -> None:

@@ -103,6 +103,23 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, line: bytes) -> None:
         list(read_trace(path))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"id": 1}', "trace:1 is no pass of a trace: it has no 'tree'$"),
+        (b'{"tree": {"tokens": []}}', "it has no 'texts'$"),
+        (b"[1]", "it is no JSON object$"),
+        (b"words", "nor any JSON$"),
+        (b"\xff\xfe", "trace is not text in UTF-8$"),
+    ],
+)
+def test_what_a_line_lacks_is_told_in_words(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(line)
+    with pytest.raises(TraceFileError, match=message):
+        list(read_trace(path))
+
+
 def test_missing_and_unwritable_files_are_errors(
     tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase
 ) -> None:

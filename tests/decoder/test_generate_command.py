@@ -98,6 +98,9 @@ def test_answers_end_at_stop_texts_and_stop_tokens(
         (["--prompt", PROMPT, "--stop", ""], "a stop string is empty"),
         (["--prompt", PROMPT, "--prompts", "file"], "exclude each other"),
         (["--prompts", "no-such-file"], "cannot read no-such-file"),
+        (["--prompts", sys.executable], f"{sys.executable} is not text in UTF-8"),
+        (["--prompt", PROMPT, "--trace", "/no/such/trace"], "there is no folder /no/such"),
+        (["--prompt", PROMPT, "--trace", "/"], "it is a folder"),
         (["--prompt", PROMPT, "--system", "x", "--no-chat-template"], "exclude each other"),
     ],
 )
@@ -124,7 +127,6 @@ def test_what_the_tokenizer_tells_of_options_is_refused_before_the_weights_are_l
         (["--stop-id", "-1"], "--stop-id -1 is no token: ids of this model are from 0 to 256"),
         (["--stop-id", "257"], "--stop-id 257"),
         (["--system", "Be brief."], "needs a chat template"),
-        (["--trace", "/no/such/folder/trace"], "cannot write the trace /no/such/folder/trace"),
     ):
         assert generate(monkeypatch, model_directory, "--prompt", PROMPT, *arguments) == 1
         assert message in capsys.readouterr().err
@@ -178,6 +180,9 @@ def test_traces_are_written_and_shown(
     assert f"passes: {report['num_passes']}" in table
     assert run(monkeypatch, "trace", str(tmp_path)) == 1
     assert capsys.readouterr().err.startswith("error: cannot read ")
+    (tmp_path / "empty").touch()
+    assert run(monkeypatch, "trace", str(tmp_path / "empty")) == 1
+    assert "empty holds no pass" in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_the_text_so_far(

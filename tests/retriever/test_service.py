@@ -1,6 +1,7 @@
 """The service against a real server in another process."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -163,8 +164,12 @@ def test_source_of_a_newer_service_is_unspecified() -> None:
     assert tree_from_message(message).sources.tolist() == [Source.UNSPECIFIED]
 
 
-def test_nobody_listening_is_unavailable() -> None:
-    with RemoteDrafter("127.0.0.1:1") as remote, pytest.raises(DrafterUnavailableError):
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "unix:no-such.sock"])
+def test_nobody_listening_is_unavailable(address: str) -> None:
+    message = (
+        rf"no draft service answers at {re.escape(address)} \(.*retriever serve` running there"
+    )
+    with RemoteDrafter(address) as remote, pytest.raises(DrafterUnavailableError, match=message):
         remote.open("s", [1])
 
 
