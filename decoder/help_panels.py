@@ -6,7 +6,7 @@ from typer.core import TyperCommand
 
 _PANELS: Final = {
     "Prompt": ("prompt prompts limit per_category warm warm_limit system no_chat_template forget"),
-    "Drafts": "index server phrases draft_model draft_vocabulary recycle cost_cache",
+    "Drafts": "index server credentials phrases draft_model draft_vocabulary recycle cost_cache",
     "Sampling": (
         "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty "
         "seed regex"

@@ -87,13 +87,14 @@ def error_of(error: grpc.RpcError) -> errors.RetrieverError:
     kind = _ERROR_OF_STATUS.get(code)
     if kind is not None:
         return kind(details)
+    if reason := advice(details):
+        return errors.DrafterUnavailableError(reason)
     if code is grpc.StatusCode.UNAVAILABLE and (refused := _UNREACHED.search(details)):
         return errors.DrafterUnavailableError(
             f"no draft service answers at {unquote(refused['place'])} ({refused['reason']}): "
             "is `python -m retriever serve` running there?"
         )
-    reason = advice(details) or f"the draft service answered {code.name}: {details}"
-    return errors.DrafterUnavailableError(reason)
+    return errors.DrafterUnavailableError(f"the draft service answered {code.name}: {details}")
 
 
 def tree_to_message(tree: DraftTree) -> pb.DraftTree:
