@@ -193,7 +193,8 @@ def test_a_fault_of_ours_is_counted_and_logged_and_told_to_nobody(
 def test_a_missing_library_is_answered_with_what_to_install() -> None:
     script = (
         "import sys; sys.modules['grpc_reflection'] = None;"
-        "from retriever.commands import app; app(['serve', '--reflection', '--address', '127.0.0.1:0'])"
+        "from retriever.commands import app;"
+        "app(['serve', '--reflection', '--address', '127.0.0.1:0'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
