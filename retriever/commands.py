@@ -31,6 +31,7 @@ from retriever.replay import ReplayReport, replay
 from retriever.report_tables import tables
 from retriever.service.serving import serve as serve_forever
 from retriever.traces import read_outputs, read_traces
+from retriever.warmth.options import WarmthOptions
 
 DEFAULT_REFRESH_S: Final = 5.0
 
@@ -100,6 +101,17 @@ def serve(
             "become; 0: never.",
         ),
     ] = DEFAULT_REFRESH_S,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="FOREDRAFT_REDIS",
+            show_envvar=True,
+            help="Share outputs with the other services of the same tokenizer through this Redis "
+            "server: redis://HOST:PORT/DATABASE, or rediss:// for TLS. A password is better given "
+            "in FOREDRAFT_REDIS_PASSWORD. Default: share nothing.",
+        ),
+    ] = None,
 ) -> None:
     """Serve drafts over gRPC until interrupted.
 
@@ -120,6 +132,7 @@ def serve(
             durability=durability,
             phrases=_listed(phrases, encoder, index),
             refresh_s=refresh,
+            warmth=WarmthOptions(redis) if redis else None,
         )
         try:
             asyncio.run(serve_forever(drafter, address))

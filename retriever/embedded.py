@@ -1,6 +1,6 @@
 """The embedded drafter: databases, predictor and sessions in the caller's process."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple, Self
@@ -39,6 +39,9 @@ from retriever.predictor import Predictor
 from retriever.provenance import Evidence, locate, trace_nodes
 from retriever.sessions import Session, Sessions
 from retriever.tree import DraftTree
+from retriever.warmth.counts import WarmthCounts
+from retriever.warmth.options import WarmthOptions
+from retriever.warmth.sharing import SharedWarmth
 
 DEFAULT_LIMITS: Final = Limits()
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -69,11 +72,14 @@ class EmbeddedDrafter:
         refresh_s: look every so many seconds whether an index has changed, in a thread of our own,
             and draft from what it has become; 0 for never. `refresh` does so at once.
         predictor: what grows the trees, with room for `limits`; made here if None.
+        warmth: where outputs are shared with other drafters of the same vocabulary, which learn
+            from them as this one learns from theirs; None to share nothing.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
         StateError: `state` cannot be used.
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
+        WarmthError: `warmth` cannot be used; not if the server is away, for it may come.
     """
 
     def __init__(  # noqa: PLR0913  (all but the indexes are given by name)
@@ -87,6 +93,7 @@ class EmbeddedDrafter:
         phrases: ListedPhrases | None = None,
         refresh_s: float = 0.0,
         predictor: Predictor | None = None,
+        warmth: WarmthOptions | None = None,
     ) -> None:
         self.limits = limits
         self.vocabulary = shared_vocabulary(indexes, vocabulary)
@@ -99,6 +106,9 @@ class EmbeddedDrafter:
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
         self._pools = Pools.open(limits, state, self._fingerprint, durability)
         self._fingerprint = self._fingerprint or self._pools.fingerprint
+        self._warmth = SharedWarmth.join(warmth, self._pools, self._lock, limits, self._forget)
+        if self._fingerprint:
+            self._warmth.start(self._fingerprint, self.vocabulary)
         self._pools.get("")  # whoever names no tenant does not wait for the log
         if refresh_s > 0:
             self._live.watch(refresh_s)
@@ -114,6 +124,7 @@ class EmbeddedDrafter:
         durability: Durability = "process",
         phrases: ListedPhrases | None = None,
         refresh_s: float = 0.0,
+        warmth: WarmthOptions | None = None,
     ) -> Self:
         """Open the indexes at `paths` and draft from them; the rest is as for the constructor.
 
@@ -121,6 +132,7 @@ class EmbeddedDrafter:
             indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer.
             StateError: `state` cannot be used.
             VocabularyMismatchError: `state` holds outputs of another tokenizer.
+            WarmthError: `warmth` cannot be used.
         """
         indexes: list[Index] = []
         try:
@@ -133,6 +145,7 @@ class EmbeddedDrafter:
                 durability=durability,
                 phrases=phrases,
                 refresh_s=refresh_s,
+                warmth=warmth,
             )
         except BaseException:
             for index in indexes:
@@ -153,6 +166,11 @@ class EmbeddedDrafter:
     def log_failures(self) -> int:
         """Outputs that could not be written to the state directory."""
         return self._pools.log_failures
+
+    @property
+    def warmth(self) -> WarmthCounts:
+        """What became of the outputs that are shared with other drafters."""
+        return self._warmth.counts
 
     def open(
         self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
@@ -195,7 +213,8 @@ class EmbeddedDrafter:
     ) -> None:
         """End a sequence; see `Drafter.close`.
 
-        With a state directory, what was generated is kept in it once this returns.
+        With a state directory, what was generated is kept in it once this returns. Then it is
+        shared, if that is wanted; nobody waits for it.
 
         Args:
             session: the name that it was opened with.
@@ -203,6 +222,7 @@ class EmbeddedDrafter:
             remember: false to keep nothing of it, whatever it was opened with.
         """
         tokens = _NO_TOKENS if new_tokens is None else self._checked(new_tokens)
+        kept = None
         with self._lock:
             ended = self._sessions.get(session)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
@@ -211,8 +231,9 @@ class EmbeddedDrafter:
             if ended.remember and remember:
                 context = ended.databases.context
                 output = context.last(len(context) - ended.prompt_length)
-                self._pools.remember(ended.databases.pool, output)
+                kept = self._pools.remember(ended.databases.pool, output)
         self._pools.commit()
+        self._warmth.offer(kept)
 
     def draft_context(
         self,
@@ -284,23 +305,25 @@ class EmbeddedDrafter:
         tokens = self._checked(output)
         pool = self._pool(tenant)
         with self._lock:
-            self._pools.remember(pool, tokens)
+            kept = self._pools.remember(pool, tokens)
         self._pools.commit()
+        self._warmth.offer(kept)
 
     def delete_tenant(self, tenant: str) -> None:
         """Forget all outputs of a tenant, in memory and in the state directory.
 
-        What its open sessions have generated so far will not be remembered either.
+        What its open sessions have generated so far will not be remembered either. Where outputs
+        are shared, they are removed from the server, and the other drafters told to do the same,
+        as soon as it can be reached.
 
         Raises:
             StateError: the disk refuses; what is in memory is forgotten all the same.
         """
         check_tenant_name(tenant)
-        with self._pools.deletion(tenant) as pool, self._lock:
-            if pool is not None:
-                pool.clear()
-                self._sessions.forget(pool)
-            self._pools.delete_logged(tenant)
+        try:
+            self._forget(tenant, self._warmth.delete)
+        finally:
+            self._warmth.keep_position()
 
     def refresh(self) -> bool:
         """Draft from what the indexes are now; tell whether any has changed.
@@ -334,6 +357,7 @@ class EmbeddedDrafter:
             if fingerprint and not self._fingerprint:
                 self._fingerprint = fingerprint
                 self._pools.name_vocabulary(fingerprint)
+                self._warmth.start(fingerprint, self.vocabulary)
         if fingerprint and fingerprint != self._fingerprint:
             raise VocabularyMismatchError(
                 f"drafts are for the tokenizer with the fingerprint {self._fingerprint[:12]}\u2026 "
@@ -342,9 +366,19 @@ class EmbeddedDrafter:
             )
 
     def shut_down(self) -> None:
-        """Close the indexes and the state directory."""
+        """Close the indexes and the state directory; what was not shared yet has a second left."""
+        self._warmth.shut_down()
         self._live.shut_down()
         self._pools.close()
+
+    def _forget(self, tenant: str, tell: Callable[[str], None]) -> None:
+        """Forget a tenant, and tell of it before anything that comes later is remembered."""
+        with self._pools.deletion(tenant) as pool, self._lock:
+            tell(tenant)
+            if pool is not None:
+                pool.clear()
+                self._sessions.forget(pool)
+            self._pools.delete_logged(tenant)
 
     def _checked(self, tokens: ArrayLike) -> TokenIds:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)

@@ -49,6 +49,10 @@ class StateError(RetrieverError):
     """A state directory cannot be used: the message says why, and what to do."""
 
 
+class WarmthError(RetrieverError):
+    """Outputs cannot be shared as asked for: the message says why, and what to do."""
+
+
 class TraceError(RetrieverError):
     """A file of recorded outputs cannot be read."""
 

@@ -79,7 +79,8 @@ class Generations:
 
         Args:
             output: token ids.
-            time_s: when it ended; now if not given. Outputs are added in order of time.
+            time_s: when it ended; now if not given. What was added before an older output is read
+                no longer than that is.
         """
         if len(output):
             self.extend([Output(output, self._clock() if time_s is None else time_s)])
@@ -150,7 +151,15 @@ class Generations:
         for output in outputs:
             end += len(output.tokens) + 1
             self._ends.append((output.time_s, end))
+            self._end_no_later(output.time_s)
         self._expires_at_s = self._ends[0][0] + self._max_age_s
+
+    def _end_no_later(self, time_s: float) -> None:
+        """Let what stands before an output that came late expire with it, if not sooner."""
+        place = len(self._ends) - 2
+        while place >= 0 and self._ends[place][0] > time_s:
+            self._ends[place] = (time_s, self._ends[place][1])
+            place -= 1
 
     def _expire(self) -> None:
         """Stop reading what is too old."""

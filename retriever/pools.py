@@ -2,9 +2,9 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Self
@@ -116,17 +116,73 @@ class Pools:
                 self._let_go(*self._recent.popitem(last=False))
             return pool
 
-    def remember(self, pool: Pool, output: TokenIds) -> None:
-        """Add int32[n], an output, to a pool; the log keeps it once `commit` was called."""
-        if len(output):
-            entry = pool.add(output, self._clock())
-            if self._log is not None:
-                self._log.append(entry)
+    def remember(self, pool: Pool, output: TokenIds) -> Entry | None:
+        """Add int32[n], an output, to a pool; the log keeps it once `commit` was called.
+
+        Returns what was added; None of an empty output.
+        """
+        if not len(output):
+            return None
+        entry = pool.add(output, self._clock())
+        if self._log is not None:
+            self._log.append(entry)
+        return entry
+
+    def learn(
+        self,
+        learned: Sequence[tuple[str, Output]],
+        note: bytes,
+        lock: Lock,
+        is_deleted: Callable[[str, float], bool],
+    ) -> list[tuple[str, Output]]:
+        """Add outputs of other drafters to the pools of their tenants.
+
+        A tenant that is not in memory has them in the log; without a log it takes the place of no
+        other. The log keeps all, and the note, or nothing, once `commit` was called.
+
+        Args:
+            learned: tenants and outputs, oldest first.
+            note: in the place of the one before.
+            lock: held while drafts are made.
+            is_deleted: whether a tenant's outputs of a time are not to be learned.
+
+        Returns:
+            What was added.
+        """
+        added: list[tuple[str, Output]] = []
+        with self._lock, lock:
+            for tenant, output in learned:
+                pool = self._in_use.get(tenant) or self._new_pool(tenant)
+                if is_deleted(tenant, output.time_s) or (pool is None and self._log is None):
+                    continue
+                if pool is not None:
+                    pool.generations.extend([output])
+                added.append((tenant, output))
+            if added and self._log is not None:
+                entries = [Entry(tenant, output) for tenant, output in added]
+                self._log.append_all([*entries[:-1], replace(entries[-1], note=note)])
+        return added
 
     def commit(self) -> None:
         """Keep what was remembered."""
         if self._log is not None:
             self._log.commit()
+
+    def put_note(self, note: bytes) -> None:
+        """Let the log keep a note alone."""
+        if self._log is not None:
+            self._log.put_note(note)
+
+    def note(self) -> bytes | None:
+        """Return the note that the log keeps."""
+        return self._log.note() if self._log is not None else None
+
+    def may_hold(self, tenant: str, time_s: float) -> bool:
+        """Whether there may be outputs of a tenant that ended at this time or before."""
+        if self._log is None or self._log.failures:
+            with self._lock:
+                return tenant in self._in_use
+        return any(output.time_s <= time_s for output in self._log.load(tenant).outputs)
 
     @contextmanager
     def deletion(self, tenant: str) -> Iterator[Pool | None]:
@@ -159,6 +215,14 @@ class Pools:
                 self._let_go(tenant, pool)
         if self._log is not None:
             self._log.close()
+
+    def _new_pool(self, tenant: str) -> Pool | None:
+        """Return a pool for what no log keeps, if there is room for one more."""
+        if self._log is not None or len(self._recent) >= self._limits.max_tenants:
+            return None
+        pool = self._load(tenant)
+        self._in_use[tenant] = self._recent[tenant] = pool
+        return pool
 
     def _let_go(self, tenant: str, pool: Pool) -> None:
         if self._log is None:
