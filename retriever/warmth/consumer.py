@@ -107,7 +107,8 @@ class Consumer:
             record = self._decode(entry, self._streams.deletions)
             is_new = _order(entry.entry_id) > known
             if isinstance(record, str):
-                self._counts.skip(record)
+                if is_new:
+                    self._counts.skip(record)
             elif not is_new or record.replica == self._position.replica:
                 self._learner.note_deletion(record.tenant, record.time_s)
             elif self._learner.delete(record.tenant, record.time_s):

@@ -53,7 +53,7 @@ def drafted(drafter: RemoteDrafter, session: str) -> list[int]:
     drafter.open(session, output(1)[:8], remember=False)
     tree = drafter.draft([DraftRequest(session, ids(), 8, 4)])[0]
     drafter.close(session, remember=False)
-    return tree.token_ids.tolist()
+    return [int(token) for token in tree.token_ids]
 
 
 def test_outputs_travel_both_ways_and_open_sessions_draft_from_them(server: RedisServer) -> None:
