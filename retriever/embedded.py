@@ -41,7 +41,7 @@ from retriever.sessions import Session, Sessions
 from retriever.tree import DraftTree
 from retriever.warmth.counts import WarmthCounts
 from retriever.warmth.options import WarmthOptions
-from retriever.warmth.sharing import SharedWarmth
+from retriever.warmth.sharing import SharedWarmth, check_warmth
 
 DEFAULT_LIMITS: Final = Limits()
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -95,6 +95,7 @@ class EmbeddedDrafter:
         predictor: Predictor | None = None,
         warmth: WarmthOptions | None = None,
     ) -> None:
+        check_warmth(warmth)
         self.limits = limits
         self.vocabulary = shared_vocabulary(indexes, vocabulary)
         self._phrases = phrases if phrases is not None else ListedPhrases(())

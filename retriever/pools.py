@@ -152,12 +152,13 @@ class Pools:
         added: list[tuple[str, Output]] = []
         with self._lock, lock:
             for tenant, output in learned:
-                pool = self._in_use.get(tenant) or self._new_pool(tenant)
-                if is_deleted(tenant, output.time_s) or (pool is None and self._log is None):
+                if is_deleted(tenant, output.time_s):
                     continue
+                pool = self._in_use.get(tenant) or self._new_pool(tenant)
                 if pool is not None:
                     pool.generations.extend([output])
-                added.append((tenant, output))
+                if pool is not None or self._log is not None:
+                    added.append((tenant, output))
             if added and self._log is not None:
                 entries = [Entry(tenant, output) for tenant, output in added]
                 self._log.append_all([*entries[:-1], replace(entries[-1], note=note)])

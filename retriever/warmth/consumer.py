@@ -50,23 +50,26 @@ class Consumer:
             redis.RedisError, OSError: the server refuses, or is away.
             StateError: the disk refuses to delete a tenant.
         """
-        if not self._is_placed:
-            self._find_place()
-            self._is_placed = True
-        started = time.monotonic()
         try:
-            outputs, deletions = self._streams.read(
-                self._position.outputs or BEGINNING, self._deletions_from, _BLOCK_MS
-            )
+            self._read_on()
         except BaseException:
             self._is_placed = False  # the server may come back with other streams
             raise
+        return True
+
+    def _read_on(self) -> None:
+        started = time.thread_time()
+        if not self._is_placed:
+            self._find_place()
+            self._is_placed = True
+        outputs, deletions = self._streams.read(
+            self._position.outputs or BEGINNING, self._deletions_from, _BLOCK_MS
+        )
         self._delete(deletions)
         self._learn(outputs)
         if outputs:
             # At most half of the time, so that drafts are hardly held up while it catches up.
-            self._stopped.wait(max(_GATHER_S, time.monotonic() - started))
-        return True
+            self._stopped.wait(max(_GATHER_S, time.thread_time() - started))
 
     def _find_place(self) -> None:
         """Go on where reading ended; but the server may have begun anew, or this is a first life.
@@ -87,13 +90,18 @@ class Consumer:
 
     def _has_begun_anew(self, stream: bytes, offset: str | None) -> bool:
         last = self._streams.last_id(stream)
-        return offset is not None and last is not None and _order(last) < _order(offset)
+        return offset is not None and (last is None or _order(last) < _order(offset))
 
-    def _beginning(self) -> str:
-        """Return the id that as much comes after as the rings of all tenants hold."""
+    def _beginning(self) -> str | None:
+        """Return the id that as much comes after as the rings of all tenants hold.
+
+        None where there was no time to find it.
+        """
         held: Counter[str] = Counter()
         for entry in self._streams.backwards():
-            if self._stopped.is_set() or (held and min(held.values()) >= self._learner.ring_tokens):
+            if self._stopped.is_set():
+                return None
+            if held and min(held.values()) >= self._learner.ring_tokens:
                 return entry.entry_id
             record = self._decode(entry, self._streams.outputs)
             if isinstance(record, Record):

@@ -18,7 +18,7 @@ class WarmthCounts:
             a state directory), `damaged`, `newer` (of a later version), `oversized`, `foreign`
             (none of ours), `vocabulary` (ids outside of it).
         failures: how often the server was away, or refused.
-        connected: whether it answered last.
+        connected: whether it answered when it was last asked.
         queued: records that wait to be published.
         unsent_deletions: deleted tenants that the server does not know of yet.
     """

@@ -1,7 +1,7 @@
-"""Whether the server answers: counted, logged once, and how long to wait before the next try."""
+"""Whether the server answers a thread: counted, logged once, and how long to wait for it."""
 
 import logging
-from threading import Event, Lock
+from threading import Event
 from typing import Final
 
 from retriever.warmth.counts import WarmthCounts
@@ -12,43 +12,39 @@ _logger = logging.getLogger(__name__)
 
 
 class Link:
-    """What the threads know of the server. Safe to call from any thread.
+    """What a thread knows of the server.
 
     Args:
-        name: of the server, without credentials.
+        doing: what cannot be done without it, for the log.
         max_backoff_s: longest wait before the next try, in seconds.
         counts: where failures are counted.
-
-    Attributes:
         stopped: set once nothing is to be tried any more.
     """
 
-    def __init__(self, name: str, max_backoff_s: float, counts: WarmthCounts) -> None:
-        self.stopped = Event()
-        self._name = name
+    def __init__(
+        self, doing: str, max_backoff_s: float, counts: WarmthCounts, stopped: Event
+    ) -> None:
+        self._doing = doing
         self._max_backoff_s = max_backoff_s
         self._counts = counts
-        self._is_away = False
-        self._lock = Lock()
+        self._stopped = stopped
+        self._num_failures = 0
 
     def worked(self) -> None:
         """Note that the server answered."""
-        with self._lock:
-            self._counts.connected = True
-            if self._is_away:
-                self._is_away = False
-                _logger.info("outputs are shared through %s again", self._name)
+        self._counts.connected = True
+        if self._num_failures:
+            self._num_failures = 0
+            _logger.info("outputs are %s again", self._doing)
 
-    def failed(self, error: Exception, num_failures: int) -> None:
+    def failed(self, error: Exception) -> None:
         """Note that it did not, and wait; longer with each failure that follows another."""
-        if self.stopped.is_set():
+        if self._stopped.is_set():
             return
-        with self._lock:
-            self._counts.failures += 1
-            self._counts.connected = False
-            if not self._is_away:
-                self._is_away = True
-                _logger.warning(
-                    "outputs are not shared through %s: %s; drafting goes on", self._name, error
-                )
-        self.stopped.wait(min(_FIRST_BACKOFF_S * 2 ** min(num_failures, 30), self._max_backoff_s))
+        self._counts.failures += 1
+        self._counts.connected = False
+        if not self._num_failures:
+            _logger.warning("outputs are not %s: %s; drafting goes on", self._doing, error)
+        backoff_s = _FIRST_BACKOFF_S * 2 ** min(self._num_failures, 30)
+        self._num_failures += 1
+        self._stopped.wait(min(backoff_s, self._max_backoff_s))

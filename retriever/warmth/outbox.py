@@ -5,8 +5,6 @@ from itertools import count, islice
 from threading import Condition
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from retriever.drafter import TokenIds
 from retriever.warmth.counts import WarmthCounts
 from retriever.warmth.deletions import Deletions
@@ -49,7 +47,10 @@ class Outbox:
 
     def offer(self, tenant: str, tokens: TokenIds, time_s: float) -> None:
         """Let int32[n], an output that ended at this time, be published."""
-        parts = np.split(tokens.copy(), range(MAX_RECORD_TOKENS, len(tokens), MAX_RECORD_TOKENS))
+        parts = [
+            tokens[start : start + MAX_RECORD_TOKENS].copy()
+            for start in range(0, len(tokens), MAX_RECORD_TOKENS)
+        ]
         with self._changed:
             if self._deletions.cover(tenant, time_s):
                 return

@@ -56,21 +56,18 @@ class SharedWarmth(NoWarmth):
     """Shares outputs through a Redis server, from `start` on.
 
     Args:
-        options: where, and within what bounds.
+        options: where, and within what bounds; checked.
         pools: of the drafter.
         lock: held while drafts are made.
         limits: of the drafter.
         forget: forgets a tenant of the drafter.
 
-    Raises:
-        WarmthError: the library redis is missing, or the URL cannot be one of a server.
     """
 
     def __init__(
         self, options: WarmthOptions, pools: Pools, lock: Lock, limits: Limits, forget: Forget
     ) -> None:
         super().__init__()
-        _threads().check_url(options)
         self._options = options
         self._pools = pools
         self._deletions = Deletions()
@@ -135,6 +132,16 @@ class SharedWarmth(NoWarmth):
         self._running.stop()
         self._running = None
         self.keep_position()
+
+
+def check_warmth(options: WarmthOptions | None) -> None:
+    """Refuse options that nothing can be shared by.
+
+    Raises:
+        WarmthError: the library redis is missing, or the URL cannot be one of a server.
+    """
+    if options is not None:
+        _threads().check_url(options)
 
 
 def _threads() -> Any:

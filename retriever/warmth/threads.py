@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from threading import Thread
+from threading import Event, Thread
 from typing import Final
 
 from retriever.errors import StateError
@@ -44,41 +44,40 @@ class Threads:
         position: Position,
         counts: WarmthCounts,
     ) -> None:
-        self._link = Link(without_credentials(options.url), options.max_backoff_s, counts)
+        self._stopped = Event()
         self._streams = Streams(options, fingerprint)
         self._outbox = outbox
         publisher = Publisher(self._streams, outbox, position, counts)
-        consumer = Consumer(self._streams, learner, position, counts, self._link.stopped)
+        consumer = Consumer(self._streams, learner, position, counts, self._stopped)
+        server, longest = without_credentials(options.url), options.max_backoff_s
+        publishing = Link(f"published to {server}", longest, counts, self._stopped)
+        learning = Link(f"learned from {server}", longest, counts, self._stopped)
         self._threads = [
-            self._begin("foredraft-publish", publisher.turn),
-            self._begin("foredraft-learn", consumer.turn),
+            self._begin("foredraft-publish", publisher.turn, publishing),
+            self._begin("foredraft-learn", consumer.turn, learning),
         ]
 
     def stop(self) -> None:
         """End both, whatever they wait for."""
-        self._link.stopped.set()
+        self._stopped.set()
         self._outbox.wake()
         self._streams.close()
         for thread in self._threads:
             thread.join(_JOIN_S)
 
-    def _begin(self, name: str, turn: Callable[[], bool]) -> Thread:
-        thread = Thread(target=self._run, args=(turn,), name=name, daemon=True)
+    def _begin(self, name: str, turn: Callable[[], bool], link: Link) -> Thread:
+        thread = Thread(target=self._run, args=(turn, link), name=name, daemon=True)
         thread.start()
         return thread
 
-    def _run(self, turn: Callable[[], bool]) -> None:
-        num_failures = 0
-        while not self._link.stopped.is_set():
+    def _run(self, turn: Callable[[], bool], link: Link) -> None:
+        while not self._stopped.is_set():
             try:
                 if turn():
-                    self._link.worked()
-                num_failures = 0
+                    link.worked()
             except (*REFUSALS, StateError) as error:
-                self._link.failed(error, num_failures)
-                num_failures += 1
+                link.failed(error)
             except Exception as error:
-                if not self._link.stopped.is_set():  # connections end while they are used, then
+                if not self._stopped.is_set():  # connections end while they are used, then
                     _logger.exception("outputs are not shared for a while")
-                self._link.failed(error, num_failures)
-                num_failures += 1
+                link.failed(error)

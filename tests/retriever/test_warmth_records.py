@@ -41,7 +41,7 @@ def content_of(
 def test_a_record_has_these_bytes() -> None:
     record = Record(REPLICA, 7, "t\u00e9", 1.5, ids(1, 0xFFFF))
     expected = [
-        *("01", "8bdebe5b", "000102030405060708090a0b0c0d0e0f", "0700000000000000"),
+        *("01", "526ef22b", "000102030405060708090a0b0c0d0e0f", "0700000000000000"),
         *("000000000000f83f", "0300", "74c3a9", "02", "0100ffff"),
     ]
     assert encode(record, STREAM).hex() == "".join(expected)
