@@ -123,9 +123,15 @@ class GenerationsLog:
         self._attempt(lambda: self._store.put({records.NOTE_KEY: note}))
 
     def note(self) -> bytes | None:
-        """Return the bytes put last."""
-        with self._lock:
-            return self._store.record(records.NOTE_KEY)
+        """Return the bytes put last; None if there are none, or they cannot be read."""
+        found: bytes | None = None
+
+        def read() -> None:
+            nonlocal found
+            found = self._store.record(records.NOTE_KEY)
+
+        self._attempt(read)
+        return found
 
     def delete(self, tenant: str) -> None:
         """Remove all that is kept of a tenant, and write the file anew without it.
