@@ -221,7 +221,7 @@ def test_services_without_the_server_start_and_share_later(
         soon(lambda: one.warmth.failures > 3)
         assert knows(one, 7)
         assert (one.warmth.queued, one.warmth.dropped, one.warmth.connected) == (10, 20, False)
-        late.arguments = ("--user", "me on >secret-word ~* &* +@all")
+        late.arguments = ("--user", "me", "on", ">secret-word", "~*", "&*", "+@all")
         late.start()
         try:
             soon(lambda: other.warmth.learned == 10)
