@@ -98,6 +98,10 @@ class Generations:
         self._append(tokens)
         self._expire()
 
+    def reserve(self, num_tokens: int) -> None:
+        """Make room now for this many more tokens, one more for each output, or the most."""
+        self._make_room(num_tokens)
+
     def clear(self) -> None:
         """Forget everything."""
         self._store = ChainStore(0, GENERATIONS_LIMITS, Source.GENERATIONS)

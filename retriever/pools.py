@@ -169,6 +169,19 @@ class Pools:
         if self._log is not None:
             self._log.commit()
 
+    def reserve(self, tenant: str, num_tokens: int, lock: Lock) -> None:
+        """Make room for tokens to be learned of a tenant, where they will be in memory.
+
+        Args:
+            tenant: its name.
+            num_tokens: how many, one more for each output.
+            lock: held while drafts are made.
+        """
+        with self._lock, lock:
+            pool = self._in_use.get(tenant) or self._new_pool(tenant)
+            if pool is not None:
+                pool.generations.reserve(num_tokens)
+
     def put_note(self, note: bytes) -> None:
         """Let the log keep a note alone."""
         if self._log is not None:

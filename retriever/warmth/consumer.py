@@ -10,7 +10,7 @@ from retriever.warmth.counts import WarmthCounts
 from retriever.warmth.learning import Learner
 from retriever.warmth.position import BEGINNING, Position
 from retriever.warmth.records import Record, UnreadableRecordError, decode
-from retriever.warmth.streams import StreamEntry, Streams
+from retriever.warmth.streams import PAGE, StreamEntry, Streams
 
 _BLOCK_MS: Final = 250
 _GATHER_S: Final = 0.01  # what comes within it is learned at once
@@ -69,7 +69,8 @@ class Consumer:
         self._learn(outputs)
         if outputs:
             # At most half of the time, so that drafts are hardly held up while it catches up.
-            self._stopped.wait(max(_GATHER_S, time.thread_time() - started))
+            gather_s = _GATHER_S if len(outputs) < PAGE else 0.0
+            self._stopped.wait(max(gather_s, time.thread_time() - started))
 
     def _find_place(self) -> None:
         """Go on where reading ended; but the server may have begun anew, or this is a first life.
@@ -97,17 +98,20 @@ class Consumer:
 
         None where there was no time to find it.
         """
+        begin = BEGINNING
         held: Counter[str] = Counter()
         for entry in self._streams.backwards():
             if self._stopped.is_set():
                 return None
             if held and min(held.values()) >= self._learner.ring_tokens:
-                return entry.entry_id
+                begin = entry.entry_id
+                break
             record = self._decode(entry, self._streams.outputs)
             if isinstance(record, Record):
                 held[record.tenant] += len(record.tokens) + 1
             time.sleep(0)  # others may draft
-        return BEGINNING
+        self._learner.expect(held)
+        return begin
 
     def _delete(self, entries: Sequence[StreamEntry]) -> None:
         known = _order(self._position.deletions or BEGINNING)

@@ -1,7 +1,7 @@
 """Remembering what other drafters have generated, a little at a time, beside the drafting."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Final
 
@@ -62,6 +62,11 @@ class Learner:
     def ring_tokens(self) -> int:
         """Tokens that are remembered of each tenant."""
         return self._limits.generations_tokens
+
+    def expect(self, num_tokens: Mapping[str, int]) -> None:
+        """Make room for this many tokens of each tenant at once, while there is little to move."""
+        for tenant, expected in num_tokens.items():
+            self._pools.reserve(tenant, expected, self._lock)
 
     def reason(self, record: Record) -> str | None:
         """Return why a record cannot be learned; None if it can."""

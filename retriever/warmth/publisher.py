@@ -11,7 +11,7 @@ from retriever.warmth.position import Position
 from retriever.warmth.records import Record, UnreadableRecordError, decode, encode
 from retriever.warmth.streams import Streams
 
-_MAX_OUTPUTS: Final = 64
+_MAX_OUTPUTS: Final = 16  # at once: to encode them holds up other threads for half a millisecond
 _WAIT_S: Final = 0.5
 _NO_TOKENS: Final[TokenIds] = np.empty(0, np.int32)
 

@@ -20,6 +20,9 @@ from retriever.warmth.options import WarmthOptions
 REFUSALS: Final = (redis.RedisError, OSError)
 """What the server and the way to it raise."""
 
+PAGE: Final = 64
+"""Entries that are read at once: parsing them holds up other threads for half a millisecond."""
+
 _PARTS: Final = frozenset(
     {"host", "port", "db", "path", "username", "password", "connection_class"}
 )
@@ -28,9 +31,6 @@ _URLS: Final = (
     "TLS, or unix://PATH, with options ssl_* alone; / and @ in a password are written %2F and %40"
 )
 _FIELD: Final = b"r"
-_PAGE: Final = (
-    64  # entries read at once: parsing them holds up other threads for half a millisecond
-)
 
 # Removed entries stay in the memory of a stream, marked, until all of their neighbours are removed
 # too. In a copy they are not.
@@ -102,21 +102,21 @@ class Streams:
     ) -> tuple[list[StreamEntry], list[StreamEntry]]:
         """Return what comes after these ids: outputs, and deletions; waits where nothing does."""
         offsets = {self.deletions: deletions, self.outputs: outputs}
-        answer = self._redis.xread(offsets, count=_PAGE, block=block_ms)
+        answer = self._redis.xread(offsets, count=PAGE, block=block_ms)
         found: dict[bytes, list[StreamEntry]] = {key: _entries(page) for key, page in answer or ()}
         return found.get(self.outputs, []), found.get(self.deletions, [])
 
     def backwards(self) -> Iterator[StreamEntry]:
         """Give the outputs, newest first."""
         newest = "+"
-        while page := _entries(self._redis.xrevrange(self.outputs, newest, "-", count=_PAGE)):
+        while page := _entries(self._redis.xrevrange(self.outputs, newest, "-", count=PAGE)):
             yield from page
             newest = f"({page[-1].entry_id}"
 
     def forwards(self, stream: bytes) -> Iterator[list[StreamEntry]]:
         """Give pages of a stream, oldest first."""
         oldest = "-"
-        while page := _entries(self._redis.xrange(stream, oldest, "+", count=_PAGE)):
+        while page := _entries(self._redis.xrange(stream, oldest, "+", count=PAGE)):
             yield page
             oldest = f"({page[-1].entry_id}"
 
