@@ -150,21 +150,7 @@ def check_url(options: WarmthOptions) -> None:
 
 def _connection(options: WarmthOptions) -> dict[str, Any]:
     """Return what a pool of connections is made from."""
-    try:
-        parsed: dict[str, Any] = dict(parse_url(options.url))  # type: ignore[no-untyped-call]
-        for name in ("username", "password"):
-            value = os.environ.get(f"FOREDRAFT_REDIS_{name.upper()}")
-            if value:
-                parsed.setdefault(name, value)
-        unknown = {name for name in parsed if not name.startswith("ssl_")} - _PARTS
-        kind = parsed.get("connection_class", Connection)
-        kind(**{name: value for name, value in parsed.items() if name != "connection_class"})
-    except (ValueError, TypeError, redis.RedisError):
-        unknown = {"what it begins with"}
-    if unknown:
-        # What went wrong exactly is not shown, for it may be a part of the password.
-        raise WarmthError(_URLS) from None
-    return parsed | {
+    return _parsed(options.url) | {
         "protocol": 2,
         "decode_responses": False,
         "socket_timeout": options.timeout_s,
@@ -173,6 +159,25 @@ def _connection(options: WarmthOptions) -> dict[str, Any]:
         "retry_on_timeout": False,
         "retry_on_error": [],
     }
+
+
+def _parsed(url: str) -> dict[str, Any]:
+    """Return the parts of a URL, and of the environment what it lacks."""
+    try:
+        parsed: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]
+        for name in ("username", "password"):
+            value = os.environ.get(f"FOREDRAFT_REDIS_{name.upper()}")
+            if value:
+                parsed.setdefault(name, value)
+        is_known = all(name in _PARTS or name.startswith("ssl_") for name in parsed)
+        kind = parsed.get("connection_class", Connection)
+        kind(**{name: value for name, value in parsed.items() if name != "connection_class"})
+    except (ValueError, TypeError, redis.RedisError):
+        is_known = False
+    if not is_known:
+        # What went wrong exactly is not shown, for it may be a part of the password.
+        raise WarmthError(_URLS) from None
+    return parsed
 
 
 def _entries(page: Any) -> list[StreamEntry]:

@@ -1,5 +1,7 @@
 """Drafters that share warmth through a real Redis server."""
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tests.retriever.redis_server import (
     OUTPUTS,
     VOCABULARY,
     RedisServer,
+    free_port,
     needs_redis,
     server,
     sharing,
@@ -254,6 +257,37 @@ def test_a_password_is_never_shown(
         soon(lambda: one.warmth.published == 1)
     assert "not learned" in caplog.text
     assert "-word" not in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the program openssl is missing")
+def test_warmth_is_shared_over_tls(tmp_path: Path) -> None:
+    """With a server whose certificate is trusted, and with no other."""
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "1", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", certificate),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    port = free_port()
+    started = RedisServer(tmp_path)
+    started.arguments = (
+        *("--tls-port", str(port), "--tls-auth-clients", "no"),
+        *("--tls-cert-file", str(certificate), "--tls-key-file", str(key)),
+        *("--tls-ca-cert-file", str(certificate)),
+    )
+    started.start()
+    url = f"rediss://localhost:{port}/0"
+    try:
+        with sharing(f"{url}?ssl_ca_certs={certificate}") as one, sharing(url) as stranger:
+            one.remember(output(1))
+            soon(lambda: one.warmth.published == 1 and stranger.warmth.failures > 0)
+            assert (one.warmth.failures, stranger.warmth.connected) == (0, False)
+    finally:
+        started.kill()
 
 
 @pytest.mark.parametrize(

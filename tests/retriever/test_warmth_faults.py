@@ -6,9 +6,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import pytest
 
 from retriever import DraftRequest
 from retriever.embedded import EmbeddedDrafter
+from retriever.errors import StateError
 from retriever.generations import Generations
 from retriever.limits import Limits
 from retriever.warmth.records import Record, encode
@@ -212,6 +214,37 @@ def test_a_deletion_waits_for_a_server_that_is_away(server: RedisServer, tmp_pat
         with sharing(server.url, tmp_path / "state") as one:
             soon(lambda: one.warmth.unsent_deletions == 0 and other.warmth.deletions == 1)
             assert not knows(other, 1, "gone")
+
+
+def test_what_was_remembered_before_a_deletion_is_not_published_after_it() -> None:
+    """As where a session is closed while its tenant is deleted."""
+    with sharing("redis://127.0.0.1:1") as one:
+        kept = [one._pools.remember(one._pool(tenant), output(1)) for tenant in ("gone", "kept")]
+        one.delete_tenant("gone")
+        for entry in kept:
+            one._warmth.offer(entry)
+        assert (one.warmth.queued, one.warmth.unsent_deletions) == (1, 1)
+
+
+def test_a_deletion_that_the_disk_refuses_is_tried_again(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sharing(server.url) as one, sharing(server.url, tmp_path / "state") as other:
+        one.remember(output(1), tenant="gone")
+        soon(lambda: other.warmth.learned == 1)
+        delete = other._pools.delete_logged
+        refusals = iter([StateError("the disk is full")])
+
+        def delete_at_last(tenant: str) -> None:
+            for refusal in refusals:
+                raise refusal
+            delete(tenant)
+
+        monkeypatch.setattr(other._pools, "delete_logged", delete_at_last)
+        one.delete_tenant("gone")
+        soon(lambda: other.warmth.deletions == 1)
+        assert other.warmth.failures == 1
+        assert not knows(other, 1, "gone")
 
 
 def test_an_output_that_comes_late_is_forgotten_in_time() -> None:
