@@ -1,6 +1,7 @@
 """The embedded drafter: databases, predictor and sessions in the caller's process."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -18,6 +19,7 @@ from retriever.databases import Context, Corpus, Databases
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import (
     InvalidRequestError,
+    UnknownSessionError,
     VocabularyMismatchError,
 )
 from retriever.explanation import Explanation
@@ -406,6 +408,8 @@ class EmbeddedDrafter:
         """
         check_session_name(key.name)
         check_tenant_name(tenant)
+        with self._lock, suppress(UnknownSessionError):
+            self._sessions.remove(key).databases.context.clear()
         self._delete(Scope(tenant, session_origin(key.name)))
 
     def refresh(self) -> bool:
