@@ -1,6 +1,6 @@
 """The embedded drafter: databases, predictor and sessions in the caller's process."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -40,13 +40,16 @@ from retriever.limits import (
 from retriever.live import LiveCorpora
 from retriever.log_store import Durability
 from retriever.phrases import ListedPhrases
-from retriever.pools import Pool, Pools
+from retriever.pools import Pool, Pools, Scope, session_origin
 from retriever.predictor import Predictor
 from retriever.provenance import Evidence, locate, trace_nodes
 from retriever.sessions import Session, SessionKey, Sessions
 from retriever.steps import Steps
 from retriever.tally import Tally
 from retriever.tree import DraftTree
+from retriever.warmth.counts import WarmthCounts
+from retriever.warmth.options import WarmthOptions
+from retriever.warmth.sharing import SharedWarmth, check_warmth
 
 DEFAULT_LIMITS: Final = Limits()
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -71,6 +74,8 @@ class EmbeddedDrafter:
         predictor: what grows the trees, with room for `limits`; made here if None.
         bound: what tenants draft from in the place of the indexes and phrases that are shared;
             their indexes are closed with the drafter, too.
+        warmth: where outputs are shared with other drafters of the same vocabulary, which learn
+            from them as this one learns from theirs; None to share nothing.
 
     Attributes:
         limits: as given.
@@ -81,6 +86,7 @@ class EmbeddedDrafter:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
         StateError: `state` cannot be used.
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
+        WarmthError: `warmth` cannot be used; not if the server is away, for it may come.
     """
 
     def __init__(  # noqa: PLR0913  (all but the indexes are given by name)
@@ -95,7 +101,9 @@ class EmbeddedDrafter:
         refresh_s: float = 0.0,
         predictor: Predictor | None = None,
         bound: Mapping[str, Bound] | None = None,
+        warmth: WarmthOptions | None = None,
     ) -> None:
+        check_warmth(warmth)
         self.limits = limits
         self.vocabulary = shared_vocabulary(indexes, vocabulary)
         phrases = phrases if phrases is not None else NO_PHRASES
@@ -122,6 +130,9 @@ class EmbeddedDrafter:
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
         self._pools = Pools.open(limits, state, self._fingerprint, durability)
         self._fingerprint = self._fingerprint or self._pools.fingerprint
+        self._warmth = SharedWarmth.join(warmth, self._pools, self._lock, limits, self._forget)
+        if self._fingerprint:
+            self._warmth.start(self._fingerprint, self.vocabulary)
         self._pools.get("")  # whoever names no tenant does not wait for the log
         if refresh_s > 0:
             self._live.watch(refresh_s)
@@ -138,6 +149,7 @@ class EmbeddedDrafter:
         phrases: ListedPhrases | None = None,
         refresh_s: float = 0.0,
         bound: BoundPaths | None = None,
+        warmth: WarmthOptions | None = None,
     ) -> Self:
         """Open the indexes at `paths` and draft from them; the rest is as for the constructor.
 
@@ -145,6 +157,7 @@ class EmbeddedDrafter:
             indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer.
             StateError: `state` cannot be used.
             VocabularyMismatchError: `state` holds outputs of another tokenizer.
+            WarmthError: `warmth` cannot be used.
         """
         indexes: list[Index] = []
         opened: list[Index] = []
@@ -161,6 +174,7 @@ class EmbeddedDrafter:
                 phrases=phrases,
                 refresh_s=refresh_s,
                 bound=tenants,
+                warmth=warmth,
             )
         except BaseException:
             for index in (*indexes, *opened):
@@ -196,6 +210,11 @@ class EmbeddedDrafter:
         with self._lock:
             sessions = self._sessions.all()
         return census_of(sessions, [(pool, self._tokens_of(pool)) for pool in self._pools.all()])
+
+    @property
+    def warmth(self) -> WarmthCounts:
+        """What became of the outputs that are shared with other drafters."""
+        return self._warmth.counts
 
     def open(
         self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
@@ -241,7 +260,8 @@ class EmbeddedDrafter:
     ) -> None:
         """End a sequence; see `Drafter.close`.
 
-        With a state directory, what was generated is kept in it once this returns.
+        With a state directory, what was generated is kept in it once this returns. Then it is
+        shared, if that is wanted; nobody waits for it.
 
         Args:
             session: the name that it was opened with.
@@ -264,11 +284,17 @@ class EmbeddedDrafter:
             if ended.remember and remember:
                 context = ended.databases.context
                 output = context.last(len(context) - ended.prompt_length)
-                self._pools.remember(ended.databases.pool, output, key.name)
+                self._warmth.hold(self._pools.remember(ended.databases.pool, output, key.name))
 
     def flush(self) -> None:
-        """Keep in the state directory, if there is one, what was generated in ended sequences."""
+        """Keep in the state directory, if there is one, what was generated in ended sequences.
+
+        Then it is shared, if that is wanted; nobody waits for it.
+        """
+        held = self._warmth.held()
         self._pools.commit()
+        for entry in held:
+            self._warmth.offer(entry)
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
         """End sessions, if they are open still, and keep nothing of them; return how many."""
@@ -355,43 +381,36 @@ class EmbeddedDrafter:
         tokens = self._checked(output)
         pool = self._pool(tenant)
         with self._lock:
-            self._pools.remember(pool, tokens)
-        self._pools.commit()
+            self._warmth.hold(self._pools.remember(pool, tokens))
+        self.flush()
 
     def delete_tenant(self, tenant: str) -> None:
         """Forget all outputs of a tenant, in memory and in the state directory.
 
-        What its open sessions have generated so far will not be remembered either.
+        What its open sessions have generated so far will not be remembered either. Where outputs
+        are shared, they are removed from the server, and the other drafters told to do the same,
+        as soon as it can be reached.
 
         Raises:
             StateError: the disk refuses; what is in memory is forgotten all the same.
         """
         check_tenant_name(tenant)
-        with self._pools.deletion(tenant) as pool:
-            if pool is not None:
-                with self._lock:
-                    pool.clear()
-                    self._sessions.forget(pool)
-                self._pools.let_go(tenant)
-            self._pools.delete_logged(tenant)
+        self._delete(Scope(tenant))
 
     def delete_session(self, key: SessionKey, *, tenant: str = "") -> None:
         """Forget what sessions of a name have generated, in memory and in the state directory.
 
-        One that is open ends. What the tenant's weights learned stays: it names no token.
+        One that is open ends. What the tenant's weights learned stays: it names no token. Other
+        drafters do the same where outputs are shared, as for `delete_tenant`.
 
         Raises:
             StateError: the disk refuses; what is in memory is forgotten all the same.
         """
         check_session_name(key.name)
         check_tenant_name(tenant)
-        with self._pools.deletion(tenant) as pool:
-            with self._lock, suppress(UnknownSessionError):
-                self._sessions.remove(key).databases.context.clear()
-            if pool is not None:
-                with self._lock:
-                    pool.forget(key.name)
-            self._pools.delete_logged(tenant, key.name)
+        with self._lock, suppress(UnknownSessionError):
+            self._sessions.remove(key).databases.context.clear()
+        self._delete(Scope(tenant, session_origin(key.name)))
 
     def refresh(self) -> bool:
         """Draft from what the indexes are now; tell whether any has changed.
@@ -427,6 +446,7 @@ class EmbeddedDrafter:
             if fingerprint and not self._fingerprint:
                 self._fingerprint = fingerprint
                 self._pools.name_vocabulary(fingerprint)
+                self._warmth.start(fingerprint, self.vocabulary)
         if fingerprint and fingerprint != self._fingerprint:
             raise VocabularyMismatchError(
                 f"drafts are for the tokenizer with the fingerprint {self._fingerprint[:12]}\u2026 "
@@ -435,9 +455,49 @@ class EmbeddedDrafter:
             )
 
     def shut_down(self) -> None:
-        """Close the indexes and the state directory."""
+        """Close the indexes and the state directory; what was not shared yet has a second left."""
+        self.flush()
+        self._warmth.shut_down()
         self._live.shut_down()
         self._pools.close()
+
+    def _delete(self, scope: Scope) -> None:
+        """Forget what is of a scope, and let the other drafters do so."""
+        try:
+            self._forget(scope, self._warmth.delete)
+        finally:
+            self._warmth.keep_position()
+
+    def _forget(self, scope: Scope, tell: Callable[[Scope], None]) -> None:
+        """Forget what is of a scope, and tell of it before anything that comes later is learned.
+
+        While the disk is waited for, others draft.
+        """
+        with self._pools.deletion(scope.tenant) as pool:
+            ended = self._sessions_of(scope)
+            with self._lock:
+                tell(scope)
+                self._sessions.wipe(ended)
+                if pool is not None:
+                    self._empty(pool, scope)
+            if not scope.origin:
+                self._pools.let_go(scope.tenant)
+            self._pools.delete_logged(scope)
+
+    def _sessions_of(self, scope: Scope) -> list[tuple[SessionKey, Session]]:
+        """Return the open sessions of an origin: those of a whole tenant go on."""
+        if not scope.origin:
+            return []
+        with self._lock:
+            sessions = self._sessions.of(scope.tenant)
+        return [each for each in sessions if session_origin(each[0].name) == scope.origin]
+
+    def _empty(self, pool: Pool, scope: Scope) -> None:
+        if scope.origin:
+            pool.forget(scope.origin)
+        else:
+            pool.clear()
+            self._sessions.forget(pool)
 
     def _checked(self, tokens: ArrayLike) -> TokenIds:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)

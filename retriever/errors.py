@@ -69,6 +69,10 @@ class SettingsError(RetrieverError):
     """A setting is unknown, or cannot have the value: the message names both."""
 
 
+class WarmthError(RetrieverError):
+    """Outputs cannot be shared as asked for: the message says why, and what to do."""
+
+
 class TraceError(RetrieverError):
     """A file of recorded outputs cannot be read."""
 

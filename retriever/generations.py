@@ -89,7 +89,8 @@ class Generations:
 
         Args:
             output: token ids.
-            time_s: when it ended; now if not given. Outputs are added in order of time.
+            time_s: when it ended; now if not given. What was added before an older output is read
+                no longer than that is.
         """
         if len(output):
             self.extend([Output(output, self._clock() if time_s is None else time_s)])
@@ -127,6 +128,10 @@ class Generations:
         self.clear()
         self.extend(kept)
         return len(outputs) - len(kept)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room now for this many more tokens, one more for each output, or the most."""
+        self._make_room(num_tokens)
 
     def clear(self) -> None:
         """Forget everything, and overwrite it."""
@@ -183,12 +188,20 @@ class Generations:
         for output in outputs:
             end += len(output.tokens) + 1
             self._ends.append(_End(output.time_s, end, output.origin))
+            self._end_no_later(output.time_s)
         self._expires_at_s = self._ends[0].time_s + self._max_age_s
 
     def _drop_ends(self) -> None:
         """Know no longer of outputs that were overwritten."""
         while self._ends and self._ends[0].position <= self._store.oldest:
             self._ends.popleft()
+
+    def _end_no_later(self, time_s: float) -> None:
+        """Let what stands before an output that came late expire with it, if not sooner."""
+        place = len(self._ends) - 2
+        while place >= 0 and self._ends[place].time_s > time_s:
+            self._ends[place] = self._ends[place]._replace(time_s=time_s)
+            place -= 1
 
     def _expire(self) -> None:
         """Stop reading what is too old."""

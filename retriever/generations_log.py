@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Final
@@ -100,6 +100,10 @@ class GenerationsLog:
         """Take an output, to be written by the next `commit`. Takes a microsecond."""
         self._pending.append(entry)
 
+    def append_all(self, entries: Sequence[Entry]) -> None:
+        """Take outputs that one transaction will hold."""
+        self._pending.extend(entries)  # in one step, as the interpreter sees it
+
     def commit(self) -> None:
         """Write what was appended, by whatever thread, in order; it is kept once this returns."""
         with self._lock:
@@ -116,6 +120,21 @@ class GenerationsLog:
     def statistics(self, tenant: str) -> bytes | None:
         """Return the bytes put last for a tenant, with an output or alone."""
         return self.load(tenant).statistics
+
+    def put_note(self, note: bytes) -> None:
+        """Keep opaque bytes in the place of those put before, with an output or alone."""
+        self._attempt(lambda: self._store.put({records.NOTE_KEY: note}))
+
+    def note(self) -> bytes | None:
+        """Return the bytes put last; None if there are none, or they cannot be read."""
+        found: bytes | None = None
+
+        def read() -> None:
+            nonlocal found
+            found = self._store.record(records.NOTE_KEY)
+
+        self._attempt(read)
+        return found
 
     def delete(self, tenant: str) -> None:
         """Remove all that is kept of a tenant, and write the file anew without it.

@@ -6,6 +6,7 @@ Every value begins with the CRC-32 (u32, little-endian) of its key and of the re
 |---|---|
 | `format` | format version, u8 |
 | `fingerprint` | fingerprint of the tokenizer, UTF-8; empty while it is not known |
+| `note` | how far other drafters' outputs were learned, opaque |
 | `o`, length of the tenant's name (u16, big-endian), name, number (u64, big-endian) | an output |
 | `s`, length of the tenant's name (u16, big-endian), name | statistics, opaque |
 
@@ -25,6 +26,7 @@ from retriever.generations import Output
 FORMAT_VERSION: Final = 1
 FORMAT_KEY: Final = b"format"
 FINGERPRINT_KEY: Final = b"fingerprint"
+NOTE_KEY: Final = b"note"
 
 OUTPUTS: Final = b"o"
 """What the keys of all outputs begin with."""

@@ -40,11 +40,12 @@ class LogOptions:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An output to be written, and the statistics to be written with it."""
+    """An output to be written, and the statistics and the note to be written with it."""
 
     tenant: str
     output: Output
     statistics: bytes | None = None
+    note: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -231,6 +232,8 @@ class LogStore:
         if entry.statistics is not None:
             key = records.statistics_key(entry.tenant)
             transaction.put(key, records.seal(key, entry.statistics))
+        if entry.note is not None:
+            transaction.put(records.NOTE_KEY, records.seal(records.NOTE_KEY, entry.note))
         return _Extent(held, extent.next_number + 1)
 
     def _trim(self, cursor: Any, prefix: bytes, num_tokens: int, now_s: float) -> int:

@@ -2,13 +2,13 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from typing import Self
+from typing import NamedTuple, Self
 from weakref import WeakValueDictionary
 
 from retriever.drafter import TokenIds
@@ -18,6 +18,22 @@ from retriever.generations_log import GenerationsLog
 from retriever.limits import Limits
 from retriever.log_store import Durability, Entry, LogOptions
 from retriever.mixer import Weights, from_bytes, prior_weights, to_bytes
+
+
+class Scope(NamedTuple):
+    """What is deleted, or what an output is deleted with.
+
+    Attributes:
+        tenant: its name.
+        origin: of outputs, see `session_origin`; empty for all that the tenant has.
+    """
+
+    tenant: str
+    origin: bytes = b""
+
+    def covers(self, other: Self) -> bool:
+        """Tell whether to delete this deletes that."""
+        return self.tenant == other.tenant and self.origin in {b"", other.origin}
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -45,9 +61,9 @@ class Pool:
         self.logged = self.learned
         return Entry(self.tenant, output, statistics)
 
-    def forget(self, name: str) -> None:
-        """Forget the outputs of the sessions of a name."""
-        self.generations.remove(_origin(name))
+    def forget(self, origin: bytes) -> None:
+        """Forget the outputs of an origin."""
+        self.generations.remove(origin)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -137,23 +153,93 @@ class Pools:
                 self._let_go(*self._recent.popitem(last=False))
             return pool
 
-    def remember(self, pool: Pool, output: TokenIds, name: str = "") -> None:
+    def remember(self, pool: Pool, output: TokenIds, name: str = "") -> Entry | None:
         """Add int32[n], an output, to a pool; the log keeps it once `commit` was called.
 
         Args:
             pool: whose output it is.
             output: token ids.
             name: of the session that it is from.
+
+        Returns:
+            What was added; None of an empty output.
         """
-        if len(output):
-            entry = pool.add(Output(output, self._clock(), _origin(name)))
-            if self._log is not None:
-                self._log.append(entry)
+        if not len(output):
+            return None
+        entry = pool.add(Output(output, self._clock(), session_origin(name)))
+        if self._log is not None:
+            self._log.append(entry)
+        return entry
+
+    def learn(
+        self,
+        learned: Sequence[tuple[str, Output]],
+        note: bytes,
+        lock: Lock,
+        is_deleted: Callable[[Scope, float], bool],
+    ) -> list[tuple[str, Output]]:
+        """Add outputs of other drafters to the pools of their tenants.
+
+        A tenant that is not in memory has them in the log; without a log it takes the place of no
+        other. The log keeps all, and the note, or nothing, once `commit` was called.
+
+        Args:
+            learned: tenants and outputs, oldest first.
+            note: in the place of the one before.
+            lock: held while drafts are made.
+            is_deleted: whether outputs of a tenant, origin and time are not to be learned.
+
+        Returns:
+            What was added.
+        """
+        added: list[tuple[str, Output]] = []
+        with self._lock, lock:
+            for tenant, output in learned:
+                if is_deleted(Scope(tenant, output.origin), output.time_s):
+                    continue
+                pool = self._in_use.get(tenant) or self._new_pool(tenant)
+                if pool is not None:
+                    pool.generations.extend([output])
+                if pool is not None or self._log is not None:
+                    added.append((tenant, output))
+            if added and self._log is not None:
+                entries = [Entry(tenant, output) for tenant, output in added]
+                self._log.append_all([*entries[:-1], replace(entries[-1], note=note)])
+        return added
 
     def commit(self) -> None:
         """Keep what was remembered."""
         if self._log is not None:
             self._log.commit()
+
+    def reserve(self, tenant: str, num_tokens: int, lock: Lock) -> None:
+        """Make room for tokens to be learned of a tenant, where they will be in memory.
+
+        Args:
+            tenant: its name.
+            num_tokens: how many, one more for each output.
+            lock: held while drafts are made.
+        """
+        with self._lock, lock:
+            pool = self._in_use.get(tenant) or self._new_pool(tenant)
+            if pool is not None:
+                pool.generations.reserve(num_tokens)
+
+    def put_note(self, note: bytes) -> None:
+        """Let the log keep a note alone."""
+        if self._log is not None:
+            self._log.put_note(note)
+
+    def note(self) -> bytes | None:
+        """Return the note that the log keeps."""
+        return self._log.note() if self._log is not None else None
+
+    def may_hold(self, tenant: str, time_s: float) -> bool:
+        """Whether there may be outputs of a tenant that ended at this time or before."""
+        if self._log is None or self._log.failures:
+            with self._lock:
+                return tenant in self._in_use
+        return any(output.time_s <= time_s for output in self._log.load(tenant).outputs)
 
     @contextmanager
     def deletion(self, tenant: str) -> Iterator[Pool | None]:
@@ -181,18 +267,18 @@ class Pools:
         with self._lock:
             self._recent.pop(tenant, None)
 
-    def delete_logged(self, tenant: str, name: str | None = None) -> None:
-        """Remove all that the log has of a tenant, or of its sessions of one name.
+    def delete_logged(self, scope: Scope) -> None:
+        """Remove what the log has of a tenant, or of one origin.
 
         Raises:
             StateError: the disk refuses.
         """
         if self._log is None:
             return
-        if name is None:
-            self._log.delete(tenant)
+        if scope.origin:
+            self._log.delete_origin(*scope)
         else:
-            self._log.delete_origin(tenant, _origin(name))
+            self._log.delete(scope.tenant)
 
     def name_vocabulary(self, fingerprint: str) -> None:
         """State of which tokenizer the tokens are, where that was not known."""
@@ -206,6 +292,14 @@ class Pools:
                 self._let_go(tenant, pool)
         if self._log is not None:
             self._log.close()
+
+    def _new_pool(self, tenant: str) -> Pool | None:
+        """Return a pool for what no log keeps, if there is room for one more."""
+        if self._log is not None or len(self._recent) >= self._limits.max_tenants:
+            return None
+        pool = self._load(tenant)
+        self._in_use[tenant] = self._recent[tenant] = pool
+        return pool
 
     def _let_go(self, tenant: str, pool: Pool) -> None:
         if self._log is None:
@@ -226,6 +320,6 @@ class Pools:
         return pool
 
 
-def _origin(name: str) -> bytes:
+def session_origin(name: str) -> bytes:
     """Return what tells a session's outputs from others, and does not tell its name."""
     return sha256(name.encode()).digest()[:16] if name else b""

@@ -30,6 +30,7 @@ from retriever.operations.web_server import WebAddress
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.service.listening import check_address
 from retriever.service.serving import serve as serve_forever
+from retriever.warmth.options import WarmthOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -137,4 +138,5 @@ def _open(settings: Settings) -> EmbeddedDrafter:
         phrases=listed_phrases(settings.phrases, encoder, settings.index),
         refresh_s=settings.refresh,
         bound=BoundPaths(indexes, {tenant: own for tenant, own in listed.items() if own}),
+        warmth=WarmthOptions(settings.redis.get_secret_value()) if settings.redis else None,
     )

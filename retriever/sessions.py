@@ -166,6 +166,16 @@ class Sessions:
         """Return the sessions that are open."""
         return list(self._by_name.values())
 
+    def of(self, tenant: str) -> list[tuple[SessionKey, Session]]:
+        """Return a tenant's sessions that are open."""
+        return [item for item in self._by_name.items() if item[1].tenant == tenant]
+
+    def wipe(self, ended: Iterable[tuple[SessionKey, Session]]) -> None:
+        """End those that are open still, and overwrite their tokens."""
+        for key, session in ended:
+            if self._by_name.get(key) is session:
+                self.remove(key).databases.context.clear()
+
     def forget(self, pool: Pool) -> None:
         """Let no open session of a tenant be learned from, or remembered when it ends."""
         for session in self._by_name.values():

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
-from retriever.operations.resolving import FILE_VARIABLE, flag_of
+from retriever.operations.resolving import FILE_VARIABLE, flag_of, is_secret
 from retriever.operations.settings import Metavar, Settings
 
 ConfigFile = Annotated[
@@ -44,6 +44,7 @@ def with_settings(command: Command) -> Command:
 def _option(name: str, field: FieldInfo) -> Any:
     flag = flag_of(name)
     is_switch = field.annotation in (bool, bool | None)
+    kind: Any = str if is_secret(field) else field.annotation
     default = field.default
     option = typer.Option(
         f"{flag}/--no-{flag.removeprefix('--')}" if is_switch else flag,
@@ -53,7 +54,7 @@ def _option(name: str, field: FieldInfo) -> Any:
         help=field.description,
         show_default=False if default is None or default == [] else str(default).lower(),
     )
-    return Annotated[field.annotation | None, option]  # type: ignore[operator]
+    return Annotated[kind | None, option]
 
 
 def _bound(field: FieldInfo, name: str) -> Any:

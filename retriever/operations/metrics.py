@@ -45,6 +45,7 @@ class ServiceCollector(Collector):
         yield from self._of_memory()
         yield from self._of_indexes()
         yield from self._of_failures()
+        yield from self._of_warmth()
 
     def _of_life(self) -> Iterator[Metric]:
         ready = self._service.operator.lifecycle.phase is Phase.READY
@@ -147,6 +148,26 @@ class ServiceCollector(Collector):
             "refresh_failures",
             "Times that an index had changed and could not be opened.",
             drafter.refresh_failures,
+        )
+
+    def _of_warmth(self) -> Iterator[Metric]:
+        counts = self._service.drafter.warmth
+        for name, text, value in (
+            ("published", "Records of outputs that the server took.", counts.published),
+            ("dropped", "Records that were not sent: too many waited.", counts.dropped),
+            ("learned", "Records of other services that were remembered.", counts.learned),
+            ("failures", "Times that the server was away, or refused.", counts.failures),
+        ):
+            yield _counter(f"warmth_{name}", text, value)
+        yield _gauge(
+            "warmth_connected",
+            "Whether the server that outputs are shared through answered last: 1 or 0.",
+            float(counts.connected),
+        )
+        yield _gauge(
+            "warmth_unsent_deletions",
+            "Deletions that the server does not know of yet.",
+            counts.unsent_deletions,
         )
 
 

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import SecretStr
 
 from retriever.operations.resolving import Resolved
+from retriever.operations.settings import ServerUrl
 
 _MASK = "********"
 
@@ -33,6 +34,8 @@ def as_json(resolved: Resolved[Any]) -> str:
 
 def shown(value: Any) -> Any:
     """Return a value as numbers, text and lists, without secrets and passwords in addresses."""
+    if isinstance(value, ServerUrl):
+        return value.shown()
     if isinstance(value, SecretStr):
         return _MASK
     if isinstance(value, list):

@@ -26,7 +26,15 @@ FILE_VARIABLE: Final = "FOREDRAFT_CONFIG"
 """The environment variable that names a file where no flag does."""
 
 _LIST: Final = "`python -m retriever config`"
-_OTHERS: Final = frozenset({FILE_VARIABLE, "FOREDRAFT_CACHE", *credentials.VARIABLES})
+_OTHERS: Final = frozenset(
+    {
+        FILE_VARIABLE,
+        "FOREDRAFT_CACHE",
+        "FOREDRAFT_REDIS_USERNAME",
+        "FOREDRAFT_REDIS_PASSWORD",
+        *credentials.VARIABLES,
+    }
+)
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -163,7 +171,8 @@ def _checked(
 
 def is_secret(field: FieldInfo) -> bool:
     """Tell whether a setting's value must not be shown."""
-    return SecretStr in (field.annotation, *getattr(field.annotation, "__args__", ()))
+    kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
+    return any(isinstance(kind, type) and issubclass(kind, SecretStr) for kind in kinds)
 
 
 def _nearest(name: str, written: Mapping[str, str]) -> str:

@@ -4,11 +4,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.limits import Limits
 from retriever.log_store import Durability
+from retriever.warmth.options import without_credentials
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -25,6 +26,14 @@ class Metavar:
     """
 
     name: str
+
+
+class ServerUrl(SecretStr):
+    """A URL that may hold a name and a password, which are never shown."""
+
+    def shown(self) -> str:
+        """Return the URL without them."""
+        return without_credentials(self.get_secret_value())
 
 
 class Settings(BaseModel):
@@ -155,6 +164,15 @@ class Settings(BaseModel):
             "has become; 0: never.",
         ),
     ] = 5.0
+    redis: Annotated[
+        ServerUrl | None,
+        Metavar("URL"),
+        Field(
+            description="Share outputs with the other services of the same tokenizer through this "
+            "Redis server: redis://HOST:PORT/DATABASE, or rediss:// for TLS. A password is better "
+            "given in FOREDRAFT_REDIS_PASSWORD. Default: share nothing."
+        ),
+    ] = None
     max_sessions: Annotated[int, Field(ge=1, description="Most sessions open at once.")] = (
         _DEFAULTS.max_sessions
     )

@@ -130,6 +130,21 @@ def test_what_is_shown_can_be_kept_and_gives_the_same(tmp_path: Path) -> None:
     assert set(shown) == set(Settings.model_fields)
 
 
+def test_the_url_of_a_server_is_shown_without_what_lets_one_in(tmp_path: Path) -> None:
+    url = "rediss://me:hunter2@host:1/0?ssl_ca_certs=x"
+    variables = {"FOREDRAFT_REDIS_PASSWORD": "hunter2", "FOREDRAFT_REDIS_USERNAME": "me"}
+    for found in (
+        resolved(tmp_path, environment={"FOREDRAFT_REDIS": url}),
+        resolved(tmp_path, f'redis = "{url}"', variables),
+        resolved(tmp_path, redis=url),
+    ):
+        assert found.settings.redis is not None
+        assert found.settings.redis.get_secret_value() == url
+        for text in (as_toml(found), as_json(found)):
+            assert "rediss://host:1/0" in text
+            assert "hunter2" not in text + repr(found)
+
+
 class WithSecrets(BaseModel):
     """Settings as they could become."""
 

@@ -1,0 +1,1 @@
+"""Shared warmth: drafters learn from one another's outputs through streams of a Redis server."""
