@@ -90,9 +90,12 @@ class DraftStream:
             return response
         for opening in message.openings:
             await self._open(opening, response)
+        began_s = time.perf_counter()
         steps = await self._commit(requests, response)
         deadline_s = read_at_s + message.timeout_us / 1e6 if message.timeout_us else None
         await self._draft(steps, response, deadline_s)
+        if steps:
+            self._drafter.steps.count(len(steps), time.perf_counter() - began_s)
         for closing in message.closings:
             self._close(closing, response)
         return response

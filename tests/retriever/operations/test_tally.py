@@ -1,5 +1,6 @@
 """What became of drafts: counted as a slow twin counts, and at a price that no draft feels."""
 
+import asyncio
 import time
 from collections import Counter
 from pathlib import Path
@@ -8,8 +9,12 @@ import numpy as np
 
 from retriever.drafter import DraftRequest
 from retriever.embedded import EmbeddedDrafter
+from retriever.service.draft_stream import DraftStream
+from retriever.service.flushing import Flushing
+from retriever.service.turns import Turns
 from retriever.tally import BOUNDS_S, Latencies, Tally
 from retriever.tree import DraftTree, Source
+from retriever.v1 import retriever_pb2 as pb
 
 
 def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
@@ -60,6 +65,21 @@ def test_sessions_are_counted_by_what_they_commit(index: Path) -> None:
     assert (tally.num_outcomes, tally.num_bare) == (5, 1)
     assert tally.num_committed == length - len(corpus)
     assert (sum(tally.steps.counts), sum(tally.drafts.counts)) == (5, 6)
+    drafter.shut_down()
+
+
+def test_numbered_message_is_one_step_of_all_its_sequences(index: Path) -> None:
+    drafter = EmbeddedDrafter.open_indexes([index])
+    stream = DraftStream(drafter, "", Turns(), Flushing(drafter))
+    names = ("a", "b", "c")
+    message = pb.DraftStreamRequest(
+        sequence_number=1,
+        openings=[pb.OpenSessionRequest(session_id=name, prompt=[1, 2, 3]) for name in names],
+        steps=[pb.SessionStep(session_id=name, length=3, budget_nodes=4) for name in names],
+    )
+    response = asyncio.run(stream.answer(message))
+    assert not response.statuses
+    assert (sum(drafter.tally.steps.counts), sum(drafter.tally.drafts.counts)) == (1, 3)
     drafter.shut_down()
 
 
