@@ -19,7 +19,7 @@ from retriever.remote.fail_opens import FailOpens
 from retriever.remote.local import LocalDrafter
 from retriever.remote.pace import Pace
 from retriever.remote.planner import Planner
-from retriever.remote.resilient import LOST_AFTER_S
+from retriever.remote.switchboard import LOST_AFTER_S, Switchboard
 from retriever.tree import DraftTree
 
 
@@ -56,10 +56,9 @@ class AsyncResilientDrafter:
         beside = local if not isinstance(local, bool) else LocalDrafter() if local else None
         self._planner = Planner(listed, vocabulary_fingerprint, beside)
         self._pace = Pace(deadline_s)
-        self._lost_after_s = lost_after_s
+        self._switchboard: Switchboard[AsyncLinkStream] = Switchboard(self._planner, lost_after_s)
         self._open_channel = open_channel
         self._links: list[AsyncLink] = []
-        self._streams: dict[str, AsyncLinkStream] = {}
         self._changed = asyncio.Event()
 
     @property
@@ -97,13 +96,12 @@ class AsyncResilientDrafter:
         """
         self._start()
         deadline_s = self._pace.begin(time.monotonic())
-        self._give_up_lost()
+        self._switchboard.give_up_lost()
         plan = self._planner.plan(requests, time.monotonic(), deadline_s)
-        for address, message in plan.messages.items():
-            self._streams[address].send(message)
+        self._switchboard.ask(plan)
         await self._wait(lambda: plan.is_done, deadline_s)
         trees = self._planner.finish(plan)
-        self._tell_rest()
+        self._switchboard.tell_rest()
         self._pace.end(time.monotonic())
         return trees
 
@@ -119,7 +117,7 @@ class AsyncResilientDrafter:
         """
         self._start()
         self._planner.close(session, new_tokens, remember=remember)
-        self._tell_rest()
+        self._switchboard.tell_rest()
 
     async def shut_down(self, timeout_s: float = 1.0) -> None:
         """Tell servers what they are still to be told, and disconnect.
@@ -127,7 +125,7 @@ class AsyncResilientDrafter:
         Args:
             timeout_s: longest wait for them, in seconds.
         """
-        self._tell_rest()
+        self._switchboard.tell_rest()
         conversations = self._planner.conversations.values()
         await self._wait(
             lambda: not any(each.oldest_unanswered_s() for each in conversations),
@@ -162,32 +160,11 @@ class AsyncResilientDrafter:
     def _take(self, event: AsyncLinkEvent) -> None:
         """Take in what a link reports; everybody who waits looks whether it was for them."""
         if event.stream is not None:
-            self._streams[event.address] = event.stream
-            self._planner.conversations[event.address].begin()
-            self._tell_rest()
+            self._switchboard.connect(event.address, event.stream)
+            self._switchboard.tell_rest()
         elif event.response is None:
-            self._streams.pop(event.address, None)
-            self._planner.lose(event.address)
-        elif self._planner.take(event.address, event.response, time.monotonic()):
-            self._give_up(event.address)
+            self._switchboard.lose(event.address)
+        else:
+            self._switchboard.take(event.address, event.response)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    def _give_up_lost(self) -> None:
-        lost_s = time.monotonic() - self._lost_after_s
-        for address, conversation in self._planner.conversations.items():
-            oldest_s = conversation.oldest_unanswered_s()
-            if oldest_s is not None and oldest_s < lost_s:
-                self._give_up(address)
-
-    def _give_up(self, address: str) -> None:
-        self._planner.lose(address)
-        stream = self._streams.pop(address, None)
-        if stream is not None:
-            stream.end()
-
-    def _tell_rest(self) -> None:
-        for address, stream in self._streams.items():
-            message = self._planner.conversations[address].rest(time.monotonic())
-            if message is not None:
-                stream.send(message)

@@ -15,10 +15,8 @@ from retriever.remote.link import Link, LinkEvent, LinkStream, OpenChannel, inse
 from retriever.remote.local import LocalDrafter
 from retriever.remote.pace import Pace
 from retriever.remote.planner import Planner
+from retriever.remote.switchboard import LOST_AFTER_S, Switchboard
 from retriever.tree import DraftTree
-
-LOST_AFTER_S: Final = 1.0
-"""A stream on which a message has no answer for so long is given up, in seconds."""
 
 _ORPHANS: Final[list[object]] = []  # of a parent process: to end them could hang in this one
 
@@ -64,12 +62,12 @@ class ResilientDrafter:
         self._planner = Planner(listed, vocabulary_fingerprint, beside)
         self._pace = Pace(deadline_s)
         self._lost_after_s = lost_after_s
+        self._switchboard: Switchboard[LinkStream] = Switchboard(self._planner, lost_after_s)
         self._open_channel = open_channel
         self._pid = os.getpid()
         self._lock = Lock()
         self._events: SimpleQueue[LinkEvent] = SimpleQueue()
         self._links: list[Link] = []
-        self._streams: dict[str, LinkStream] = {}
 
     @property
     def fail_opens(self) -> FailOpens:
@@ -95,7 +93,7 @@ class ResilientDrafter:
             while not all(each.is_up for each in conversations):
                 if not self._take_next(until_s):
                     break
-            self._tell_rest()
+            self._switchboard.tell_rest()
         return all(each.is_up for each in conversations)
 
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
@@ -114,12 +112,11 @@ class ResilientDrafter:
         with self._lock:
             self._take_all()
             plan = self._planner.plan(requests, time.monotonic(), deadline_s)
-            for address, message in plan.messages.items():
-                self._streams[address].send(message)
+            self._switchboard.ask(plan)
             while not plan.is_done and self._take_next(deadline_s):
                 pass
             trees = self._planner.finish(plan)
-            self._tell_rest()
+            self._switchboard.tell_rest()
         self._pace.end(time.monotonic())
         return trees
 
@@ -137,7 +134,7 @@ class ResilientDrafter:
         with self._lock:
             self._planner.close(session, new_tokens, remember=remember)
             self._take_all()
-            self._tell_rest()
+            self._switchboard.tell_rest()
 
     def shut_down(self, timeout_s: float = 1.0) -> None:
         """Tell servers what they are still to be told, and disconnect.
@@ -148,11 +145,11 @@ class ResilientDrafter:
         self._start()
         until_s = time.monotonic() + timeout_s
         with self._lock:
-            self._tell_rest()
+            self._switchboard.tell_rest()
             while any(each.oldest_unanswered_s() for each in self._planner.conversations.values()):
                 if not self._take_next(until_s):
                     break
-                self._tell_rest()
+                self._switchboard.tell_rest()
         for link in self._links:
             link.shut_down()
         for link in self._links:
@@ -167,9 +164,10 @@ class ResilientDrafter:
     def _start(self) -> None:
         """Connect at the first call in this process."""
         if self._pid != os.getpid():
-            _ORPHANS.extend([self._links, self._streams, self._events])
+            _ORPHANS.extend([self._links, self._switchboard, self._events])
             self._pid, self._lock = os.getpid(), Lock()
-            self._links, self._streams, self._events = [], {}, SimpleQueue()
+            self._links, self._events = [], SimpleQueue()
+            self._switchboard = Switchboard(self._planner, self._lost_after_s)
             for conversation in self._planner.conversations.values():
                 conversation.lose()
         if not self._links:
@@ -183,17 +181,13 @@ class ResilientDrafter:
         """Tell a server that is back what it missed."""
         with self._lock:
             self._take_all()
-            self._tell_rest()
+            self._switchboard.tell_rest()
 
     def _take_all(self) -> None:
         """Take in what has come, and give up streams on which too little comes."""
         while not self._events.empty() and self._take_next(0.0):
             pass
-        lost_s = time.monotonic() - self._lost_after_s
-        for address, conversation in self._planner.conversations.items():
-            oldest_s = conversation.oldest_unanswered_s()
-            if oldest_s is not None and oldest_s < lost_s:
-                self._give_up(address)
+        self._switchboard.give_up_lost()
 
     def _take_next(self, until_s: float) -> bool:
         """Take in the next thing that a link reports; tell whether there was one in time."""
@@ -203,23 +197,9 @@ class ResilientDrafter:
         except Empty:
             return False
         if event.stream is not None:
-            self._streams[event.address] = event.stream
-            self._planner.conversations[event.address].begin()
+            self._switchboard.connect(event.address, event.stream)
         elif event.response is None:
-            self._streams.pop(event.address, None)
-            self._planner.lose(event.address)
-        elif self._planner.take(event.address, event.response, time.monotonic()):
-            self._give_up(event.address)
+            self._switchboard.lose(event.address)
+        else:
+            self._switchboard.take(event.address, event.response)
         return True
-
-    def _give_up(self, address: str) -> None:
-        self._planner.lose(address)
-        stream = self._streams.pop(address, None)
-        if stream is not None:
-            stream.end()
-
-    def _tell_rest(self) -> None:
-        for address, stream in self._streams.items():
-            message = self._planner.conversations[address].rest(time.monotonic())
-            if message is not None:
-                stream.send(message)
