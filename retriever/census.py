@@ -2,11 +2,12 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Final
 
-from retriever.pools import Pool
+from retriever.pool import Pool
 from retriever.sessions import Session
 
 _BETWEEN_PAUSES: Final = 256
@@ -34,10 +35,15 @@ class Census:
     generations_bytes: int
 
 
-def census_of(sessions: Sequence[Session], pools: Iterable[tuple[Pool, int]]) -> Census:
-    """Return what these are together; each pool comes with its number of tokens.
+def census_of(sessions: Sequence[Session], pools: Sequence[Pool], lock: Lock) -> Census:
+    """Return what these are together.
 
     Pauses now and then, so that whoever drafts meanwhile gets the interpreter.
+
+    Args:
+        sessions: some that were open a moment ago.
+        pools: what is in memory.
+        lock: held while a pool is used.
     """
     by_tenant: Counter[str] = Counter()
     num_tokens = num_bytes = 0
@@ -48,12 +54,16 @@ def census_of(sessions: Sequence[Session], pools: Iterable[tuple[Pool, int]]) ->
             num_tokens += len(databases.context)
             num_bytes += databases.context.num_bytes
         time.sleep(_PAUSE_S)
-    held = list(pools)
     return Census(
         sessions=by_tenant,
         session_tokens=num_tokens,
         session_bytes=num_bytes,
-        tenants=len(held),
-        generations_tokens=sum(tokens for _, tokens in held),
-        generations_bytes=sum(pool.generations.num_bytes for pool, _ in held),
+        tenants=len(pools),
+        generations_tokens=sum(_tokens_of(pool, lock) for pool in pools),
+        generations_bytes=sum(pool.generations.num_bytes for pool in pools),
     )
+
+
+def _tokens_of(pool: Pool, lock: Lock) -> int:
+    with lock:
+        return pool.generations.num_tokens

@@ -12,7 +12,7 @@ from rich.console import Console
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.clear_errors import clear_errors
-from retriever.embedded import DEFAULT_LIMITS
+from retriever.drafter_options import DEFAULT_LIMITS
 from retriever.encoding import ChatEncoder
 from retriever.errors import InvalidRequestError
 from retriever.explain_command import explain

@@ -2,14 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Final, Self
+
+import numpy as np
 
 from indexer.reader import Index, Vocabulary
 from retriever.databases import Context, Corpus, Databases
 from retriever.drafter import TokenIds
 from retriever.errors import InvalidRequestError
 from retriever.generations import Generations
-from retriever.pools import Pool
+from retriever.kernels.compiling import tell_compiling
+from retriever.kernels.entries import grow_tree
+from retriever.kernels.layout import MAX_MATCH
+from retriever.pool import Pool
 from retriever.predictor import Predictor
 from retriever.tables import tables_of
 
@@ -71,6 +77,23 @@ def rehearse(corpus: Corpus, contexts: Iterable[TokenIds]) -> None:
     for context in contexts:
         databases = Databases(Context(context), nobody, corpus, learns=False)
         predictor.draft(databases, _REHEARSAL_NODES, 0.0)
+
+
+def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
+    """Compile or load the kernels that drafts and commits need.
+
+    Args:
+        predictor: used here, for nobody's sake.
+        corpus: what will be drafted from.
+        lock: held while the predictor is used.
+    """
+    tell_compiling(grow_tree)
+    context = np.zeros(2 * MAX_MATCH, np.int32)
+    nobody = Databases(Context(context), Pool("", Generations(0)), corpus)
+    nobody.pool.generations.add(context)
+    with lock:
+        predictor.draft(nobody, 1, 0.0)
+        predictor.commit(nobody, context[:1])
 
 
 def shared_vocabulary(indexes: Sequence[Index], vocabulary: Vocabulary | None) -> Vocabulary | None:

@@ -17,7 +17,7 @@ from retriever.kernels.entries import collect_segment
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch, SegmentArrays, Tables
 from retriever.kernels.lending import lend
 from retriever.phrases import PhraseCursor
-from retriever.pools import Pool
+from retriever.pool import Pool
 from retriever.stores import CONTEXT_LIMITS, ChainStore
 from retriever.tree import Source
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from indexer.errors import reason_of
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.clear_errors import clear_errors
-from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
+from retriever.drafter_options import DEFAULT_LIMITS
+from retriever.embedded import EmbeddedDrafter
 from retriever.encoding import ChatEncoder
 from retriever.errors import InvalidRequestError
 from retriever.explanation_tree import rendered

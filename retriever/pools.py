@@ -4,11 +4,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple, Self
+from typing import Self
 from weakref import WeakValueDictionary
 
 from retriever.drafter import TokenIds
@@ -17,59 +16,9 @@ from retriever.generations import Generations, Output
 from retriever.generations_log import GenerationsLog
 from retriever.limits import Limits
 from retriever.log_store import Durability, Entry, LogOptions
-from retriever.mixer import Weights, from_bytes, prior_weights, to_bytes
-
-
-class Scope(NamedTuple):
-    """What is deleted, or what an output is deleted with.
-
-    Attributes:
-        tenant: its name.
-        origin: of outputs, see `session_origin`; empty for all that the tenant has.
-    """
-
-    tenant: str
-    origin: bytes = b""
-
-    def covers(self, other: Self) -> bool:
-        """Tell whether to delete this deletes that."""
-        return self.tenant == other.tenant and self.origin in {b"", other.origin}
-
-
-@dataclass(slots=True, weakref_slot=True, eq=False)
-class Pool:
-    """What one tenant has.
-
-    Attributes:
-        tenant: its name.
-        generations: its recent outputs.
-        weights: how evidence is mixed, learned from its outputs; the log keeps them.
-        learned: steps that they learned from.
-        logged: how many of these the log has.
-    """
-
-    tenant: str
-    generations: Generations
-    weights: Weights = field(default_factory=prior_weights)
-    learned: int = 0
-    logged: int = 0
-
-    def add(self, output: Output) -> Entry:
-        """Remember an output, and return what the log must keep of it."""
-        self.generations.extend([output])
-        statistics = to_bytes(self.weights) if self.learned != self.logged else None
-        self.logged = self.learned
-        return Entry(self.tenant, output, statistics)
-
-    def forget(self, origin: bytes) -> None:
-        """Forget the outputs of an origin."""
-        self.generations.remove(origin)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.generations.clear()
-        self.weights[:] = prior_weights()
-        self.learned = self.logged = 0
+from retriever.mixer import from_bytes, to_bytes
+from retriever.pool import Pool
+from retriever.scopes import Scope, session_origin
 
 
 class Pools:
@@ -318,8 +267,3 @@ class Pools:
             generations.extend(kept.outputs)
             pool.weights = from_bytes(kept.statistics)
         return pool
-
-
-def session_origin(name: str) -> bytes:
-    """Return what tells a session's outputs from others, and does not tell its name."""
-    return sha256(name.encode()).digest()[:16] if name else b""

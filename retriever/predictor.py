@@ -9,7 +9,7 @@ from retriever.databases import Databases
 from retriever.drafter import TokenIds
 from retriever.kernels.entries import grow_tree, learn
 from retriever.kernels.layout import MAX_MATCH, Scratch
-from retriever.pools import Pool
+from retriever.pool import Pool
 from retriever.tree import DraftTree, Source
 
 

@@ -11,7 +11,7 @@ from retriever.databases import Corpus, Databases
 from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError, SessionExistsError, UnknownSessionError
 from retriever.limits import Limits
-from retriever.pools import Pool
+from retriever.pool import Pool
 from retriever.tree import DraftTree
 
 
@@ -165,6 +165,10 @@ class Sessions:
     def all(self) -> list[Session]:
         """Return the sessions that are open."""
         return list(self._by_name.values())
+
+    def items(self) -> list[tuple[SessionKey, Session]]:
+        """Return the sessions that are open, with their names."""
+        return list(self._by_name.items())
 
     def of(self, tenant: str) -> list[tuple[SessionKey, Session]]:
         """Return a tenant's sessions that are open."""

@@ -11,11 +11,12 @@ from benchmarks.fit_prior.outcomes import Outcome, Outcomes
 from benchmarks.workloads import Workload
 from retriever.databases import Databases
 from retriever.drafter import TokenIds
-from retriever.embedded import DEFAULT_LIMITS, EmbeddedDrafter
+from retriever.drafter_options import DEFAULT_LIMITS
+from retriever.embedded import EmbeddedDrafter
 from retriever.kernels.layout import Evidence, Work
 from retriever.kernels.mixing import depth_bucket, match_bucket
 from retriever.mixer import Weights
-from retriever.pools import Pool
+from retriever.pool import Pool
 from retriever.predictor import Predictor
 from retriever.replay import replay
 from retriever.tree import DraftTree

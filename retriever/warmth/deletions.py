@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from typing import Final
 
-from retriever.pools import Scope
+from retriever.scopes import Scope
 
 MAX_DELETIONS: Final = 1 << 16
 """Deletions that are known of; of more, the last ones."""

@@ -7,7 +7,8 @@ from typing import Final
 
 from retriever.generations import Output
 from retriever.limits import Limits
-from retriever.pools import Pools, Scope
+from retriever.pools import Pools
+from retriever.scopes import Scope
 from retriever.warmth.counts import WarmthCounts
 from retriever.warmth.deletions import Deletions
 from retriever.warmth.position import Position

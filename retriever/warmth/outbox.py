@@ -6,7 +6,7 @@ from threading import Condition
 from typing import Final, NamedTuple
 
 from retriever.generations import Output
-from retriever.pools import Scope
+from retriever.scopes import Scope
 from retriever.warmth.counts import WarmthCounts
 from retriever.warmth.deletions import Deletions
 from retriever.warmth.options import MAX_RECORD_TOKENS

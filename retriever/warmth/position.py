@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from retriever.pools import Scope
+from retriever.scopes import Scope
 from retriever.warmth.records import REPLICA_BYTES
 
 BEGINNING: Final = "0-0"

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from retriever.drafter import TokenIds
-from retriever.pools import Scope
+from retriever.scopes import Scope
 from retriever.warmth.counts import WarmthCounts
 from retriever.warmth.deletions import Deletions
 from retriever.warmth.outbox import Batch, Outbox

@@ -27,7 +27,7 @@ import numpy as np
 from retriever.drafter import TokenIds
 from retriever.errors import RetrieverError
 from retriever.limits import MAX_NAME_BYTES
-from retriever.pools import Scope
+from retriever.scopes import Scope
 from retriever.warmth.options import MAX_RECORD_TOKENS
 
 REPLICA_BYTES: Final = 16

@@ -11,7 +11,8 @@ from indexer.reader import Vocabulary
 from retriever.errors import WarmthError
 from retriever.limits import Limits
 from retriever.log_store import Entry
-from retriever.pools import Pools, Scope
+from retriever.pools import Pools
+from retriever.scopes import Scope
 from retriever.warmth.counts import WarmthCounts
 from retriever.warmth.deletions import Deletions
 from retriever.warmth.learning import Learner

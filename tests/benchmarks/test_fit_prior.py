@@ -95,7 +95,7 @@ def test_all_that_is_learned_from_is_noted() -> None:
     drafter = EmbeddedDrafter(predictor=recorder)
     replay(drafter, traces(), 8)
     outcomes = recorder.outcomes()
-    assert len(outcomes) == drafter._pool("").learned > 100
+    assert len(outcomes) == drafter._pools.get("").learned > 100
     assert outcomes.counts.sum() == len(outcomes.features)
     assert np.all((outcomes.chosen >= -1) & (outcomes.chosen < outcomes.counts))
     assert np.all(np.isfinite(outcomes.features))
@@ -126,7 +126,7 @@ def test_pools_begin_with_the_weights_that_are_given() -> None:
     start = random_weights(np.random.default_rng(5))
     drafter = EmbeddedDrafter(predictor=Recorder(256, start))
     drafter.draft_context(ids(1, 2, 1), 4)
-    assert drafter._pool("").weights.tobytes() == start.tobytes()
+    assert drafter._pools.get("").weights.tobytes() == start.tobytes()
 
 
 def test_fitting_lowers_the_surprise() -> None:

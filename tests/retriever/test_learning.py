@@ -8,7 +8,7 @@ import pytest
 from retriever import DraftRequest, DraftTree, TokenIds
 from retriever.embedded import EmbeddedDrafter
 from retriever.mixer import Weights, blank_weights, from_bytes, prior_weights, to_bytes
-from retriever.pools import Pool
+from retriever.pool import Pool
 from tests.retriever.states import drafter_on, ids, log_on, output
 
 PROMPT = ids(1, 2, 3, 4, 1, 2, 3, 4, 1, 2)

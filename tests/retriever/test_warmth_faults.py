@@ -13,7 +13,7 @@ from retriever.embedded import EmbeddedDrafter
 from retriever.errors import StateError, UnknownSessionError
 from retriever.generations import Generations
 from retriever.limits import Limits
-from retriever.pools import Scope
+from retriever.scopes import Scope
 from retriever.sessions import SessionKey
 from retriever.warmth.records import Record, encode
 from tests.retriever.redis_server import (
@@ -257,7 +257,9 @@ def test_a_deletion_waits_for_a_server_that_is_away(server: RedisServer, tmp_pat
 def test_what_was_remembered_before_a_deletion_is_not_published_after_it() -> None:
     """As where a session is closed while its tenant is deleted."""
     with sharing("redis://127.0.0.1:1") as one:
-        kept = [one._pools.remember(one._pool(tenant), output(1)) for tenant in ("gone", "kept")]
+        kept = [
+            one._pools.remember(one._pools.get(tenant), output(1)) for tenant in ("gone", "kept")
+        ]
         one.delete_tenant("gone")
         for entry in kept:
             one._warmth.hold(entry)

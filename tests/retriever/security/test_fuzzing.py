@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from benchmarks.fuzzing import Fuzzer, LeakError
 from benchmarks.raw_bytes import outcome_of, send_raw, send_to_socket
 from retriever.embedded import EmbeddedDrafter
-from retriever.pools import Pool, Pools
+from retriever.pool import Pool
+from retriever.pools import Pools
 from retriever.v1 import retriever_pb2 as pb
 from tests.retriever.security.in_process import serving
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from retriever.embedded import EmbeddedDrafter
-from retriever.pools import Pool, Pools
+from retriever.pool import Pool
+from retriever.pools import Pools
 from retriever.remote.credentials import Credentials
 from retriever.security.access import add_token
 from retriever.security.protection import Protection, ProtectionFiles
