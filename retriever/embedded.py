@@ -279,8 +279,8 @@ class EmbeddedDrafter:
         with self._lock:
             ended = self._sessions.get(key)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
+            self._sessions.remove(key)  # before it grows by tokens that were not charged
             self.steps.commit(ended, tokens)
-            self._sessions.remove(key)
             if ended.remember and remember:
                 context = ended.databases.context
                 output = context.last(len(context) - ended.prompt_length)
