@@ -17,6 +17,7 @@ Durability = Literal["process", "disk"]
 """What an acknowledged output survives: the end of the process, or that of the machine too."""
 
 _INITIAL_MAP_BYTES: Final = 1 << 24
+_MAX_EXTENTS: Final = 1 << 12
 _MODE: Final = 0o600  # what users were told is nobody else's
 _AFTER_NUMBERS: Final = b"\xff" * 9
 
@@ -147,6 +148,8 @@ class LogStore:
                 extents[entry.tenant] = self._append(transaction, entry, known, now_s)
 
         self._write(append_all)
+        if len(self._extents) > _MAX_EXTENTS:  # of tenants that were let go while sessions last
+            self._extents.clear()
         self._extents.update(extents)
 
     def delete(self, tenant: str) -> None:

@@ -67,8 +67,8 @@ class Sequences:
         with self._lock:
             ended = self._sessions.get(key)
             check_length(len(ended.databases.context) + len(tokens), self._limits)
+            self._sessions.remove(key)  # before it grows by tokens that were not charged
             self._steps.commit(ended, tokens)
-            self._sessions.remove(key)
             if remember:
                 self._remember_session(key, ended)
 
