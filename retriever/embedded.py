@@ -32,6 +32,7 @@ from retriever.limits import (
     Limits,
     check_documents,
     check_draft,
+    check_fingerprint,
     check_length,
     check_session_name,
     check_tenant_name,
@@ -279,8 +280,8 @@ class EmbeddedDrafter:
         with self._lock:
             ended = self._sessions.get(key)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
+            self._sessions.remove(key)  # with the tokens that were counted
             self.steps.commit(ended, tokens)
-            self._sessions.remove(key)
             if ended.remember and remember:
                 context = ended.databases.context
                 output = context.last(len(context) - ended.prompt_length)
@@ -441,7 +442,10 @@ class EmbeddedDrafter:
 
         Raises:
             VocabularyMismatchError: `fingerprint` is not empty and not that of our vocabulary.
+            InvalidRequestError: it is no fingerprint.
         """
+        if fingerprint:
+            check_fingerprint(fingerprint)
         with self._lock:
             if fingerprint and not self._fingerprint:
                 self._fingerprint = fingerprint
