@@ -85,6 +85,14 @@ def test_alerts_go_off_when_they_should(tmp_path: Path) -> None:
     subprocess.run(["promtool", "test", "rules", "alerts.test.yml"], cwd=tmp_path, check=True)
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_all_that_the_dashboard_asks_for_can_be_read(tmp_path: Path) -> None:
+    asked = [text.replace("$__rate_interval", "5m") for text in expressions()]
+    rules = [{"record": f"r{number}", "expr": text} for number, text in enumerate(asked)]
+    (tmp_path / "r.yml").write_text(yaml.dump({"groups": [{"name": "g", "rules": rules}]}))
+    subprocess.run(["promtool", "check", "rules", "r.yml"], cwd=tmp_path, check=True)
+
+
 def unit() -> ConfigParser:
     parser = ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[method-assign,assignment]
