@@ -19,6 +19,7 @@ from retriever.explain_command import explain
 from retriever.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.files import check_files
 from retriever.loading import listed_phrases, progress
+from retriever.operations.health_command import health
 from retriever.options import CredentialsFile, Indexes, Phrases, Servers, credentials_of
 from retriever.replay import ReplayReport, replay
 from retriever.report_tables import tables
@@ -38,6 +39,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command("config")(show_settings)
 app.command()(explain)
+app.command()(health)
 app.add_typer(access_app, name="access")
 
 

@@ -212,6 +212,7 @@ class EmbeddedDrafter:
 
         Raises:
             VocabularyMismatchError: `fingerprint` is not empty and not that of our vocabulary.
+            InvalidRequestError: it is no fingerprint.
         """
         self._vocabularies.check(fingerprint)
 

@@ -1,6 +1,7 @@
 """Limits on what a drafter accepts, and the checks of everything that comes from outside."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +24,11 @@ MAX_DOCUMENTS: Final = 64
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """Longest message in either direction; a prompt of a million tokens fits."""
 
+MAX_FINGERPRINT: Final = 128
+"""Longest fingerprint of a tokenizer, in hexadecimal digits."""
+
+_FINGERPRINT: Final = re.compile(rf"[0-9a-fA-F]{{1,{MAX_FINGERPRINT}}}")
+_SHOWN: Final = 64  # of a name that somebody made up, in characters
 _BEYOND: Final = (1 << 31) - 1  # ids that no vocabulary limits are below it
 _FEW: Final = 64
 
@@ -45,6 +51,7 @@ class Limits:
         generations_tokens: recent outputs that are kept of each tenant, in tokens.
         generations_age_s: outputs older than this are no longer kept, in seconds.
         max_tenants: tenants whose outputs are in memory at once.
+        max_tenant_deletions: calls of one tenant in a minute that delete what is kept.
     """
 
     max_sessions: int = 4096
@@ -60,6 +67,7 @@ class Limits:
     generations_tokens: int = 1 << 20
     generations_age_s: float = math.inf
     max_tenants: int = 256
+    max_tenant_deletions: int = 60
 
 
 def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> TokenIds:
@@ -114,6 +122,23 @@ def _encoded(name: str) -> bytes:
         return name.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequestError(f"{name!r} cannot be a name: {error.reason}") from error
+
+
+def check_fingerprint(fingerprint: str) -> None:
+    """Refuse what cannot be a tokenizer's fingerprint: it is kept and shown to others.
+
+    Raises:
+        InvalidRequestError: it is not hexadecimal, or too long.
+    """
+    if _FINGERPRINT.fullmatch(fingerprint) is None:
+        raise InvalidRequestError(
+            f"a vocabulary's fingerprint has 1 to {MAX_FINGERPRINT} hexadecimal digits"
+        )
+
+
+def shown(name: str) -> str:
+    """Return a name as errors show it: whatever it is, in one line, and not without end."""
+    return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}\u2026")
 
 
 def check_length(num_tokens: int, limits: Limits) -> None:

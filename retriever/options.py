@@ -38,7 +38,7 @@ CredentialsFile = Annotated[
     typer.Option(
         "--credentials",
         metavar="FILE",
-        help="With --server: a TOML file with what to show and whom to trust: ca, certificate, "
+        help="For a service: a TOML file with what to show and whom to trust: ca, certificate, "
         "key, token or token_file, server_name, tls. Default: what the environment says "
         f"({', '.join(VARIABLES)}).",
     ),

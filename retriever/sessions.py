@@ -10,7 +10,7 @@ from typing import NamedTuple
 from retriever.databases import Corpus, Databases
 from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError, SessionExistsError, UnknownSessionError
-from retriever.limits import Limits
+from retriever.limits import Limits, shown
 from retriever.pool import Pool
 from retriever.tree import DraftTree
 
@@ -83,7 +83,7 @@ class Sessions:
             LimitExceededError: there are as many as there may be, and none is idle.
         """
         if key in self._by_name:
-            raise SessionExistsError(f"session {key.name!r} is open already")
+            raise SessionExistsError(f"session {shown(key.name)} is open already")
         self.end_idle()
         self._check_count(session.tenant)
         self.charge(session, len(session.databases.context))
@@ -114,8 +114,8 @@ class Sessions:
         total = self._num_tokens + num_tokens
         if total > limits.max_total_tokens:
             raise LimitExceededError(
-                f"open sessions would have {total} tokens, beyond the limit of "
-                f"{limits.max_total_tokens} (max_total_tokens)"
+                f"there is no room for {num_tokens} more tokens: open sessions have at most "
+                f"{limits.max_total_tokens}, of all tenants together (max_total_tokens)"
             )
         of_tenant = self._tenant_tokens[tenant] + num_tokens
         if of_tenant > limits.max_tenant_tokens:
@@ -201,7 +201,8 @@ class Sessions:
         limits, of_tenant = self._limits, self._tenant_sessions[tenant]
         if len(self._by_name) >= limits.max_sessions:
             raise LimitExceededError(
-                f"{len(self._by_name)} sessions are open, which is the limit (max_sessions)"
+                f"there is no room for one more session: at most {limits.max_sessions} are open, "
+                "of all tenants together (max_sessions)"
             )
         if of_tenant >= limits.max_tenant_sessions:
             raise LimitExceededError(
@@ -211,4 +212,4 @@ class Sessions:
 
 
 def _unknown(key: SessionKey) -> UnknownSessionError:
-    return UnknownSessionError(f"no session {key.name!r} is open: open it first")
+    return UnknownSessionError(f"no session {shown(key.name)} is open: open it first")

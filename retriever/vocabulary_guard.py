@@ -4,6 +4,7 @@ from threading import Lock
 
 from indexer.reader import Vocabulary
 from retriever.errors import InvalidRequestError, VocabularyMismatchError
+from retriever.limits import check_fingerprint
 from retriever.phrases import ListedPhrases
 from retriever.pools import Pools
 from retriever.warmth.sharing import NoWarmth
@@ -32,6 +33,8 @@ class VocabularyGuard:
 
     def check(self, fingerprint: str) -> None:
         """Refuse another tokenizer; see `EmbeddedDrafter.check_vocabulary`."""
+        if fingerprint:
+            check_fingerprint(fingerprint)
         with self._lock:
             if fingerprint and not self._fingerprint:
                 self._fingerprint = fingerprint

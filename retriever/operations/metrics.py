@@ -17,6 +17,7 @@ from retriever.operations.lifecycle import Phase
 from retriever.operations.report import Service, installed_version
 from retriever.tally import BOUNDS_S, Latencies
 from retriever.tree import Source
+from retriever.warmth.counts import SKIPPED
 
 SHOWN_SOURCES: Final = (Source.CONTEXT, Source.GENERATIONS, Source.PHRASES, Source.CORPUS)
 """The databases that a service drafts from."""
@@ -159,6 +160,15 @@ class ServiceCollector(Collector):
             ("failures", "Times that the server was away, or refused.", counts.failures),
         ):
             yield _counter(f"warmth_{name}", text, value)
+        yield _labelled(
+            CounterMetricFamily(
+                "foredraft_warmth_skipped",
+                "Records of other services that were not remembered, by reason.",
+                labels=["reason"],
+            ),
+            [((reason,), counts.skipped.get(reason, 0)) for reason in SKIPPED],
+        )
+        yield _gauge("warmth_queued", "Records that wait to be sent.", counts.queued)
         yield _gauge(
             "warmth_connected",
             "Whether the server that outputs are shared through answered last: 1 or 0.",

@@ -206,6 +206,9 @@ class Settings(BaseModel):
     max_tenants: Annotated[
         int, Field(ge=1, description="Most tenants whose outputs are in memory at once.")
     ] = _DEFAULTS.max_tenants
+    max_tenant_deletions: Annotated[
+        int, Field(ge=1, description="Most calls of one tenant that delete data, in a minute.")
+    ] = _DEFAULTS.max_tenant_deletions
     drain_s: Annotated[
         float,
         Field(

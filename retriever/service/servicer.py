@@ -1,17 +1,21 @@
 """What answers: translates messages, calls the embedded drafter, and decides nothing."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from typing import Any, Final
 
+import grpc
 from grpc import aio
 
 from indexer.reader import Index
 from retriever import wire
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import RetrieverError
+from retriever.operations.logs import log_event
 from retriever.padding import pad
+from retriever.service.deleting import Deleting
 from retriever.service.draft_stream import DraftStream, end_session, open_session
 from retriever.service.flushing import Flushing
 from retriever.service.identity import tenant_of
@@ -22,6 +26,9 @@ from retriever.v1 import retriever_pb2_grpc as pb_grpc
 
 DEFAULT_BUDGET_NODES: Final = 32
 """Nodes in the tree of a bare context that states no budget."""
+
+_FAILED: Final = "the service could not do this: its log says why; ask again, or its operator"
+_LOGGER: Final = logging.getLogger(__name__)
 
 _Context = aio.ServicerContext[Any, Any]
 
@@ -42,6 +49,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self._pad_replies = pad_replies
         self._turns = Turns()
         self._flushing = Flushing(drafter)
+        self._deleting = Deleting(drafter.limits.max_tenant_deletions)
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         async with _statuses(context):
@@ -108,7 +116,8 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         async with _statuses(context):
             tenant = tenant_of(context)
             key = SessionKey(tenant, request.session_id)
-            await asyncio.to_thread(self._drafter.delete_session, key, tenant=tenant)
+            async with self._deleting.turn(tenant):
+                await asyncio.to_thread(self._drafter.delete_session, key, tenant=tenant)
             return pb.DeleteSessionDataResponse()
 
     async def DeleteTenantData(
@@ -116,7 +125,9 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     ) -> pb.DeleteTenantDataResponse:
         del request
         async with _statuses(context):
-            await asyncio.to_thread(self._drafter.delete_tenant, tenant_of(context))
+            tenant = tenant_of(context)
+            async with self._deleting.turn(tenant):
+                await asyncio.to_thread(self._drafter.delete_tenant, tenant)
             return pb.DeleteTenantDataResponse()
 
     async def ListIndexes(
@@ -130,11 +141,18 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
 
 @asynccontextmanager
 async def _statuses(context: _Context) -> AsyncIterator[None]:
-    """End the call with the status of an error that the drafter raises."""
+    """End the call with the status of an error that the drafter raises.
+
+    The log has what is not the caller's mistake: it names files, which are no caller's business.
+    """
     try:
         yield
     except RetrieverError as error:
-        await context.abort(wire.status_of(error), str(error))
+        status = wire.status_of(error)
+        if status is not grpc.StatusCode.INTERNAL:
+            await context.abort(status, str(error))
+        log_event(_LOGGER, logging.ERROR, "failed", str(error))
+        await context.abort(status, _FAILED)
 
 
 def _described(index: Index) -> pb.IndexInfo:

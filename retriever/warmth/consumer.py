@@ -7,6 +7,7 @@ from threading import Event
 from typing import Final
 
 from retriever.warmth.counts import WarmthCounts
+from retriever.warmth.deletions import Surplus
 from retriever.warmth.learning import Learner
 from retriever.warmth.position import BEGINNING, Position
 from retriever.warmth.records import Record, UnreadableRecordError, decode
@@ -42,6 +43,7 @@ class Consumer:
         self._stopped = stopped
         self._is_placed = False
         self._deletions_from = BEGINNING
+        self._surplus = Surplus()
 
     def turn(self) -> bool:
         """Learn what has come, or wait for it.
@@ -84,7 +86,7 @@ class Consumer:
             position.outputs = BEGINNING
         if self._has_begun_anew(self._streams.deletions, position.deletions):
             position.deletions = BEGINNING
-        self._deletions_from = BEGINNING
+        self._deletions_from, self._surplus = BEGINNING, Surplus()
         for page in self._streams.forwards(self._streams.deletions):
             self._delete(page)
         if position.outputs is None:
@@ -116,6 +118,7 @@ class Consumer:
 
     def _delete(self, entries: Sequence[StreamEntry]) -> None:
         known = _order(self._position.deletions or BEGINNING)
+        surplus: list[str] = []
         for entry in entries:
             record = self._decode(entry, self._streams.deletions)
             is_new = _order(entry.entry_id) > known
@@ -126,11 +129,14 @@ class Consumer:
                 self._learner.note_deletion(record.scope, record.time_s)
             elif self._learner.delete(record.scope, record.time_s):
                 self._counts.deletions += 1
+            if isinstance(record, Record):
+                surplus += self._surplus.add(record.scope, entry.entry_id)
             self._deletions_from = entry.entry_id
             if is_new:
                 self._position.deletions = entry.entry_id
         if entries and _order(self._deletions_from) > known:
             self._learner.keep_position()
+        self._streams.remove_deletions(surplus)
 
     def _learn(self, entries: Sequence[StreamEntry]) -> None:
         deleted: list[str] = []

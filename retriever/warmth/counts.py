@@ -1,6 +1,21 @@
 """What became of the outputs that drafters share."""
 
 from dataclasses import dataclass, field
+from typing import Final
+
+SKIPPED: Final = (
+    "own",
+    "repeated",
+    "deleted",
+    "expired",
+    "no-room",
+    "damaged",
+    "newer",
+    "oversized",
+    "foreign",
+    "vocabulary",
+)
+"""Why records are not remembered; see `WarmthCounts.skipped`."""
 
 
 @dataclass(slots=True)

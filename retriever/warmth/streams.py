@@ -134,6 +134,11 @@ class Streams:
         if entry_ids and self._redis.xdel(self.outputs, *entry_ids):
             self._redis.eval(_COPY, 2, self.outputs, self.outputs + b":copy")
 
+    def remove_deletions(self, entry_ids: Sequence[str]) -> None:
+        """Remove entries of the stream of deletions."""
+        if entry_ids:
+            self._redis.xdel(self.deletions, *entry_ids)
+
     def close(self) -> None:
         """Close the connections; what another thread waits for ends."""
         self._pool.disconnect()

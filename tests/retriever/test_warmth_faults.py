@@ -13,8 +13,9 @@ from retriever.embedded import EmbeddedDrafter
 from retriever.errors import StateError, UnknownSessionError
 from retriever.generations import Generations
 from retriever.limits import Limits
-from retriever.scopes import Scope
+from retriever.scopes import Scope, session_origin
 from retriever.sessions import SessionKey
+from retriever.warmth import deletions
 from retriever.warmth.records import Record, encode
 from tests.retriever.redis_server import (
     DELETIONS,
@@ -234,6 +235,28 @@ def test_what_comes_late_of_a_deleted_tenant_is_not_learned(
         soon(lambda: one.warmth.learned == 1)
         assert one.warmth.skipped == {"deleted": 1}
         soon(lambda: client.xlen(OUTPUTS) == 1)
+
+
+def test_a_tenant_of_many_deletions_pushes_out_none_of_anothers(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletions, "MAX_TENANT_DELETIONS", 4)
+    with sharing(server.url) as one, server.client() as client:
+        before = time.time()
+        for number in range(2):
+            one.delete_session(SessionKey("", f"s{number}"), tenant="few")
+        for number in range(30):
+            one.delete_session(SessionKey("", f"s{number}"), tenant="many")
+        soon(lambda: one.warmth.unsent_deletions == 0 and client.xlen(DELETIONS) == 6)
+        with sharing(server.url) as other:
+            soon(lambda: other.warmth.connected)
+            for number, tenant in enumerate(("few", "few", "many", "many"), 1):
+                name = "s0" if number % 2 else "s29"
+                name = name if tenant == "many" else f"s{number - 1}"
+                origin = session_origin(name)
+                publish(client, Record(OTHER, number, tenant, before, output(number), origin))
+            soon(lambda: other.warmth.learned + sum(other.warmth.skipped.values()) == 4)
+            assert [knows(other, 3, "many"), other.warmth.skipped] == [True, {"deleted": 3}]
 
 
 def test_a_deletion_waits_for_a_server_that_is_away(server: RedisServer, tmp_path: Path) -> None:

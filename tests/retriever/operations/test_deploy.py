@@ -1,6 +1,7 @@
 """The files that a service is run and watched with: whole, and in agreement with the code."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from retriever.operations.resolving import PREFIX, resolve
 from retriever.operations.settings import Settings
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.operations.watched import watched
+from tests.retriever.security.authorities import signed
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -85,6 +87,14 @@ def test_alerts_go_off_when_they_should(tmp_path: Path) -> None:
     subprocess.run(["promtool", "test", "rules", "alerts.test.yml"], cwd=tmp_path, check=True)
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_all_that_the_dashboard_asks_for_can_be_read(tmp_path: Path) -> None:
+    asked = [text.replace("$__rate_interval", "5m") for text in expressions()]
+    rules = [{"record": f"r{number}", "expr": text} for number, text in enumerate(asked)]
+    (tmp_path / "r.yml").write_text(yaml.dump({"groups": [{"name": "g", "rules": rules}]}))
+    subprocess.run(["promtool", "check", "rules", "r.yml"], cwd=tmp_path, check=True)
+
+
 def unit() -> ConfigParser:
     parser = ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[method-assign,assignment]
@@ -112,6 +122,10 @@ def test_systemd_finds_no_fault_with_the_unit(tmp_path: Path) -> None:
     assert "foredraft.service" not in done.stdout + done.stderr
 
 
+def _volume(lines: list[str]) -> str:
+    return next(line for line in lines if line.startswith("VOLUME "))
+
+
 def test_the_image_runs_unprivileged_and_says_how_it_is() -> None:
     lines = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     stages = [number for number, line in enumerate(lines) if line.startswith("FROM ")]
@@ -119,6 +133,13 @@ def test_the_image_runs_unprivileged_and_says_how_it_is() -> None:
     final = lines[stages[1] :]
     assert next(line for line in final if line.startswith("USER ")) != "USER root"
     assert any("retriever.operations.health" in line for line in final if "HEALTHCHECK" in line)
+    volumes = re.findall(r'"(/[^"]+)"', _volume(final))
+    written = re.findall(r"(?:NUMBA_CACHE_DIR|FOREDRAFT_STATE)=(\S+)", "\n".join(final))
+    written += re.findall(r"=unix:(\S+)", "\n".join(final))
+    assert len(written) == 3
+    assert all(any(path.startswith(volume) for volume in volumes) for path in written)
+    made = "\n".join(line for line in final if "install -d -o foredraft" in line)
+    assert all(volume in made for volume in volumes)
     for line in lines[: stages[1]]:
         if line.startswith("COPY "):
             assert all((ROOT / source).exists() for source in line.split()[1:-1])
@@ -126,15 +147,55 @@ def test_the_image_runs_unprivileged_and_says_how_it_is() -> None:
     assert resolve(Settings, {}, variables).settings.log_format == "json"
 
 
+def run(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, **variables},
+    )
+
+
 def test_the_health_check_tells_who_takes_calls() -> None:
     assert health.SERVICE == SERVICE
+    checks = ("retriever.operations.health",), ("retriever", "health")
     process, address = start_service("--address", "127.0.0.1:0")
-    command = [sys.executable, "-m", "retriever.operations.health"]
-    assert subprocess.run([*command, address], check=False, timeout=30).returncode == 0
+    assert [run(*check, address).returncode for check in checks] == [0, 0]
+    assert run(*checks[0], FOREDRAFT_ADDRESS=address).returncode == 0
     stop_service(process)
-    assert subprocess.run([*command, address], check=False, timeout=30).returncode == 1
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    assert "usage:" in done.stderr
+    for check in checks:
+        done = run(*check, address)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert f"no answer from {address}" in done.stderr
+    assert "usage:" in run(*checks[0]).stderr
+
+
+def test_the_health_check_goes_over_tls(tmp_path: Path) -> None:
+    authority = signed(tmp_path, "authority")
+    files = [signed(tmp_path, name, authority) for name in ("server", "client")]
+    (server, client), ca = files, str(authority.certificate)
+    tls = ["--certificate", str(server.certificate), "--key", str(server.key), "--client-ca", ca]
+    process, address = start_service("--address", "127.0.0.1:0", *tls)
+    shown = tmp_path / "client.toml"
+    shown.write_text(f'ca = "{ca}"\ncertificate = "client.pem"\nkey = "client.key"\n')
+    variables = {
+        "FOREDRAFT_REMOTE_CA": ca,
+        "FOREDRAFT_REMOTE_CERTIFICATE": str(client.certificate),
+        "FOREDRAFT_REMOTE_KEY": str(client.key),
+    }
+    try:
+        for argument in ("--credentials", f"--credentials={tmp_path}/none"):
+            rest = [argument, str(shown)] if argument == "--credentials" else [argument]
+            done = run("retriever", "health", address, *rest)
+            assert done.returncode == (argument != "--credentials"), done.stderr
+        assert run("retriever.operations.health", address, **variables).returncode == 0
+        done = run("retriever.operations.health", address)
+        assert done.returncode == 1
+        assert "may want TLS" in done.stderr
+    finally:
+        stop_service(process)
 
 
 def backed_up(text: str, tmp_path: Path) -> None:
