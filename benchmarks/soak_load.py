@@ -195,6 +195,7 @@ async def _engine(caller: Caller) -> None:
             stream.cancel()
         else:
             await stream.done_writing()
+            await stream.read()  # its end
 
 
 async def _batch(caller: Caller, stream: Any, number: int) -> int:
@@ -337,6 +338,7 @@ async def _crowd(caller: Caller) -> None:
         if codes != {_FULL.value[0]}:
             caller.fail(f"{most + 1} sessions of one tenant: {codes}")
         await stream.done_writing()
+        await stream.read()  # its end
 
 
 async def _resilient(caller: Caller) -> None:

@@ -36,6 +36,12 @@ class TrackedSequence:
         """Take back the output beyond so many tokens of the sequence."""
         del self._output[length - len(self.prompt) :]
 
+    def without_prompt(self) -> "TrackedSequence":
+        """Return the output alone, as a sequence; both have it together."""
+        alone = TrackedSequence(self.prompt[:0].copy(), remember=self.remember)
+        alone._output = self._output
+        return alone
+
     def output(self, begin: int, end: int) -> TokenIds:
         """Return int32[end - begin] of the output; places are those in the sequence."""
         first = len(self.prompt)

@@ -28,6 +28,7 @@ _KEEPALIVE: Final = (
     # A peer that is gone without a word is noticed within 15 s, and its sessions end.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # by itself gRPC waits a minute
 )
 
 CLIENT_OPTIONS: Final = (

@@ -98,9 +98,11 @@ class AsyncResilientDrafter:
         deadline_s = self._pace.begin(time.monotonic())
         self._switchboard.give_up_lost()
         plan = self._planner.plan(requests, time.monotonic(), deadline_s)
-        self._switchboard.ask(plan)
-        await self._wait(lambda: plan.is_done, deadline_s)
-        trees = self._planner.finish(plan)
+        try:
+            self._switchboard.ask(plan)
+            await self._wait(lambda: plan.is_done, deadline_s)
+        finally:  # even if whoever waits is cancelled
+            trees = self._planner.finish(plan)
         self._switchboard.tell_rest()
         self._pace.end(time.monotonic())
         return trees

@@ -24,6 +24,7 @@ from retriever.wire import request_to_step, trees_from_messages
 _MAX_UNANSWERED: Final = 256
 _FIRST_REFUSAL_S: Final = 1.0
 _LAST_REFUSAL_S: Final = 30.0
+_OPENED_PER_S: Final = 5e6  # prompts' tokens; to write them takes a quarter of that time
 
 _log = getLogger(__name__)
 
@@ -128,11 +129,16 @@ class Conversation:
         left_out: dict[str, FailOpen] = {}
         requests: list[DraftRequest] = []
         names: dict[str, str] = {}
+        room = (deadline_s - now_s) * _OPENED_PER_S
         for step in steps:
             name = step.request.session
-            known = self._known.get(name) or self._open(name, step.sequence, message, now_s)
+            known = self._known.get(name)
+            if known is None and (not message.openings or len(step.sequence) <= room):
+                room -= len(step.sequence)
+                known = self._open(name, step.sequence, message, now_s)
             if known is None or known.is_asked:
-                left_out[name] = FailOpen.LIMIT if known is None else FailOpen.BUSY
+                is_refused = known is None and name in self._refused
+                left_out[name] = FailOpen.LIMIT if is_refused else FailOpen.BUSY
                 continue
             request = step.since(known.length)
             known.length, known.is_asked = request.length, True

@@ -11,7 +11,11 @@ from retriever.v1 import retriever_pb2 as pb
 MAX_BACKLOG_TOKENS: Final = 1 << 20
 """Outputs that wait for a server, in tokens; the oldest are given up for newer ones."""
 
+EACH_TOKENS: Final = 64
+"""An output counts for so many tokens more: what it takes in memory beside its own."""
+
 _MAX_AT_ONCE: Final = 256
+_MAX_TOKENS_AT_ONCE: Final = 1 << 14  # a step that brings them is not a millisecond longer
 
 
 class Endings:
@@ -42,13 +46,12 @@ class Endings:
 
     def tell(self, sequence: TrackedSequence) -> None:
         """Tell the whole output of a sequence, if it may be remembered and is not empty."""
-        num_tokens = _output_length(sequence)
-        if not sequence.remember or not num_tokens:
+        if not sequence.remember or len(sequence) == len(sequence.prompt):
             return
-        self._outputs.append(sequence)
-        self._num_tokens += num_tokens
+        self._outputs.append(sequence.without_prompt())
+        self._num_tokens += _size(sequence)
         while self._num_tokens > MAX_BACKLOG_TOKENS:
-            self._num_tokens -= _output_length(self._outputs.popleft())
+            self._num_tokens -= _size(self._outputs.popleft())
 
     def lose(self) -> None:
         """The sessions are gone: what they would have kept is told as outputs."""
@@ -71,10 +74,14 @@ class Endings:
         self, message: pb.DraftStreamRequest, wire_names: Iterable[str], fingerprint: str
     ) -> list[TrackedSequence]:
         """Move outputs to a message, each as a session that begins and ends; return them."""
-        told = []
+        told: list[TrackedSequence] = []
+        num_tokens = 0
         for name in islice(wire_names, min(len(self._outputs), _MAX_AT_ONCE)):
+            num_tokens += _size(self._outputs[0])
+            if told and num_tokens > _MAX_TOKENS_AT_ONCE:
+                break
             sequence = self._outputs.popleft()
-            self._num_tokens -= _output_length(sequence)
+            self._num_tokens -= _size(sequence)
             message.openings.add(session_id=name, vocabulary_fingerprint=fingerprint)
             tokens = sequence.output(len(sequence.prompt), len(sequence)).tolist()
             message.closings.add(session_id=name, new_token_ids=tokens)
@@ -82,5 +89,6 @@ class Endings:
         return told
 
 
-def _output_length(sequence: TrackedSequence) -> int:
-    return len(sequence) - len(sequence.prompt)
+def _size(sequence: TrackedSequence) -> int:
+    """Return what an output counts for, in tokens."""
+    return len(sequence) - len(sequence.prompt) + EACH_TOKENS

@@ -1,5 +1,6 @@
 """A local drafter beside servers: asked where they have no draft, and told what they are told."""
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -26,12 +27,17 @@ class LocalSide:
         self._drafter = drafter
         self._known: dict[str, int] = {}
 
-    def draft(self, steps: Sequence[TrackedStep]) -> dict[str, DraftTree]:
-        """Return trees by session, for those that there are any for."""
+    def draft(self, steps: Sequence[TrackedStep], until_s: float) -> dict[str, DraftTree]:
+        """Return trees by session, for those that there are any for.
+
+        The first is drafted for whenever it is, others until then, by `time.monotonic`.
+        """
         if self._drafter is None:
             return {}
-        trees = {}
+        trees: dict[str, DraftTree] = {}
         for step in steps:  # one by one: what is wrong with one is wrong with it alone
+            if trees and time.monotonic() > until_s:
+                break
             name = step.request.session
             with suppress(RetrieverError):
                 (trees[name],) = self._ask(name, step)

@@ -1,8 +1,10 @@
 """What goes to which server at each step, and what comes of it: the client without its sockets."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from numpy.typing import ArrayLike
 
@@ -22,6 +24,9 @@ from retriever.tracking import TrackedSequence, TrackedStep
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 
+_LOCAL_SHARE: Final = 0.1
+"""Local drafts for many sequences may take so much of a step's time after its deadline."""
+
 
 @dataclass(slots=True, eq=False)
 class Plan:
@@ -29,12 +34,14 @@ class Plan:
 
     Attributes:
         steps: of all its sequences, in order.
+        local_until_s: no local draft begins after that.
         messages: what to send, by address.
         trees: what has come, by session.
         reasons: why there is none from a server, by session.
     """
 
     steps: list[TrackedStep]
+    local_until_s: float = math.inf
     messages: dict[str, pb.DraftStreamRequest] = field(default_factory=dict)
     trees: dict[str, DraftTree] = field(default_factory=dict)
     reasons: dict[str, FailOpen] = field(default_factory=dict)
@@ -101,7 +108,8 @@ class Planner:
         """
         if len({request.session for request in requests}) != len(requests):
             raise InvalidRequestError("a step names one session twice")
-        plan = Plan([self._checked(request) for request in requests])
+        until_s = deadline_s + _LOCAL_SHARE * max(0.0, deadline_s - now_s)
+        plan = Plan([self._checked(request) for request in requests], until_s)
         by_server: dict[str, list[TrackedStep]] = {}
         for step in plan.steps:
             step.sequence.extend(step.request.new_tokens)
@@ -137,7 +145,7 @@ class Planner:
         missing = [step for step in plan.steps if step.request.session not in plan.trees]
         for step in missing:
             self._fail_opens[plan.reasons.get(step.request.session, FailOpen.TIMEOUT)] += 1
-        trees = plan.trees | self._local.draft(missing)
+        trees = plan.trees | self._local.draft(missing, plan.local_until_s)
         return [trees.get(step.request.session, DraftTree.empty()) for step in plan.steps]
 
     def close(self, session: str, new_tokens: ArrayLike | None, *, remember: bool) -> None:

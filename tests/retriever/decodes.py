@@ -2,8 +2,10 @@
 
 import select
 import socket
+import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -73,16 +75,23 @@ def decode(
 
 
 class Proxy:
-    """Passes TCP on to an address until it is frozen: then nothing passes, and nothing closes."""
+    """Passes TCP on to an address until it is frozen: then nothing passes, and nothing closes.
 
-    def __init__(self, target: str) -> None:
+    Args:
+        target: the address.
+        delay_s: how long everything is under way, in seconds.
+    """
+
+    def __init__(self, target: str, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
+        self._under_way: deque[tuple[float, socket.socket, bytes]] = deque()
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._passing = threading.Event()
         self._passing.set()
-        self._is_closed = False
+        self._is_closed = self._is_reset = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -96,6 +105,10 @@ class Proxy:
     def thaw(self) -> None:
         self._passing.set()
 
+    def reset(self) -> None:
+        """Cut all connections at once: both sides are told so, and nothing is passed on before."""
+        self._is_reset = True
+
     def close(self) -> None:
         self._is_closed = True
         self._passing.set()
@@ -104,11 +117,29 @@ class Proxy:
     def _run(self) -> None:
         while not self._is_closed:
             self._passing.wait()
-            ready, _, _ = select.select([self._listener, *self._pairs], [], [], 0.02)
+            if self._is_reset:
+                self._reset()
+            self._pass_on()
+            wait_s = 0.001 if self._under_way else 0.02
+            ready, _, _ = select.select([self._listener, *self._pairs], [], [], wait_s)
             for each in ready if self._passing.is_set() else []:
                 self._serve(each)
         for each in [self._listener, *self._pairs]:
             each.close()
+
+    def _reset(self) -> None:
+        self._is_reset = False
+        for each in self._pairs:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            each.close()
+        self._pairs.clear()
+        self._under_way.clear()
+
+    def _pass_on(self) -> None:
+        while self._under_way and self._under_way[0][0] <= time.monotonic():
+            _, receiver, data = self._under_way.popleft()
+            with suppress(OSError):
+                receiver.sendall(data)
 
     def _serve(self, ready: socket.socket) -> None:
         if ready is self._listener:
@@ -118,7 +149,10 @@ class Proxy:
         elif ready in self._pairs:
             with suppress(OSError):
                 if data := ready.recv(1 << 16):
-                    self._pairs[ready].sendall(data)
+                    self._under_way.append(
+                        (time.monotonic() + self._delay_s, self._pairs[ready], data)
+                    )
+                    self._pass_on()
                     return
             other = self._pairs.pop(ready)
             del self._pairs[other]
@@ -127,9 +161,9 @@ class Proxy:
 
 
 @contextmanager
-def proxy_to(address: str) -> Iterator[Proxy]:
+def proxy_to(address: str, delay_s: float = 0.0) -> Iterator[Proxy]:
     """Give a proxy during the block."""
-    proxy = Proxy(address)
+    proxy = Proxy(address, delay_s)
     try:
         yield proxy
     finally:

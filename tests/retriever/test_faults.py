@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,44 +126,39 @@ def test_half_open_connection(service: str) -> None:
         assert drafter.wait(10)
 
 
-HOLDER = """
-import sys, time
-import numpy as np
-from retriever import DraftRequest
-from retriever.remote.resilient import ResilientDrafter
-drafter = ResilientDrafter(sys.argv[1], deadline_s=10)
-assert drafter.wait(10)
-names = [f"s{at}" for at in range(1000)]
-for name in names:
-    drafter.open(name, np.arange(500, dtype=np.int32) % 50)
-drafter.draft([DraftRequest(name, np.zeros(0, np.int32), 500, 0) for name in names])
-print(drafter.fail_opens.total(), flush=True)
-time.sleep(60)
-"""
+def test_network_cut_and_healed(service: str) -> None:
+    """Nothing passes and nothing closes for longer than streams are kept; then all passes again."""
+    with proxy_to(service) as proxy, drafter_on(proxy.address) as drafter:
+        assert drafter.wait(10)
+        decode(drafter, "before", 50)
+        assert not drafter.fail_opens
+        in_time(proxy.freeze, 0.1)
+        healing = in_time(proxy.thaw, 3.1)
+        done = decode(drafter, "during", NUM_TOKENS, pause_s=0.025)
+        healing.join()
+        assert_unharmed(done)
+        assert drafter.fail_opens[FailOpen.TIMEOUT] == 1
+        assert drafter.fail_opens[FailOpen.DOWN] > 0  # the stream was given up
+        assert drafter.wait(10)
+        failed = drafter.fail_opens.total()
+        assert_unharmed(decode(drafter, "after", 300))
+        assert drafter.fail_opens.total() == failed
 
 
-def hold_and_kill(address: str) -> None:
-    """Open a thousand sessions in another process, and kill it."""
-    command = [sys.executable, "-c", HOLDER, address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "0\n"
-        holder.kill()
-
-
-def test_sessions_of_a_killed_client_are_reclaimed() -> None:
-    """Three thousand sessions are beyond the limit of one tenant, unless killed clients' end."""
-    process, address = start_service("--address", "127.0.0.1:0")
-    hold_and_kill(address)
-    settled = resident_bytes(process.pid)
-    for _ in range(2):
-        hold_and_kill(address)
-    assert resident_bytes(process.pid) < settled + (16 << 20)
-    stop_service(process)
-
-
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def test_network_cut_that_resets(service: str) -> None:
+    """Connections are reset again and again in the middle of steps."""
+    with proxy_to(service) as proxy, drafter_on(proxy.address) as drafter:
+        assert drafter.wait(10)
+        resets = [in_time(proxy.reset, 0.2 * at) for at in range(1, 6)]
+        done = decode(drafter, "during", NUM_TOKENS, pause_s=0.01)
+        for each in resets:
+            each.join()
+        assert_unharmed(done)
+        assert set(drafter.fail_opens) <= {FailOpen.DOWN, FailOpen.TIMEOUT, FailOpen.BUSY}
+        assert drafter.wait(10)
+        failed = drafter.fail_opens.total()
+        assert_unharmed(decode(drafter, "after", 300))
+        assert drafter.fail_opens.total() == failed
 
 
 FORKED = """

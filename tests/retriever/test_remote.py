@@ -1,6 +1,7 @@
 """The parts of the client that need no fault: placing, pausing, drafting locally, limits."""
 
 import asyncio
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,15 +14,17 @@ from retriever import DraftRequest, OutOfSequenceError, Source, TokenIds, Unknow
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
+from retriever.remote.async_resilient import AsyncResilientDrafter
 from retriever.remote.backoff import Backoff
-from retriever.remote.endings import MAX_BACKLOG_TOKENS, Endings
+from retriever.remote.conversation import Conversation
+from retriever.remote.endings import EACH_TOKENS, MAX_BACKLOG_TOKENS, Endings
 from retriever.remote.fail_opens import FailOpen
 from retriever.remote.local import LocalDrafter
 from retriever.remote.pace import LONGEST_S, SHORTEST_S, Pace
 from retriever.remote.placement import ranked
 from retriever.remote.resilient import ResilientDrafter
 from retriever.service.serving import start
-from retriever.tracking import TrackedSequence
+from retriever.tracking import TrackedSequence, TrackedStep
 from retriever.v1 import retriever_pb2 as pb
 from tests.retriever.decodes import PROMPT, decode, plain, wait_until
 
@@ -115,14 +118,68 @@ def test_backlog_is_bounded_and_keeps_the_newest() -> None:
     endings = Endings()
     for number in range(20):
         sequence = TrackedSequence(ids(7), remember=True)
-        sequence.extend(np.full(MAX_BACKLOG_TOKENS // 8, number, np.int32))
+        sequence.extend(np.full(MAX_BACKLOG_TOKENS // 8 - EACH_TOKENS, number, np.int32))
         endings.tell(sequence)
-    message = pb.DraftStreamRequest()
-    told = endings.add_outputs(message, iter("abcdefghijklmnopqrstuvwxyz"), "")
-    assert [int(each.output(1, 2)[0]) for each in told] == list(range(12, 20))
-    assert len(message.closings[0].new_token_ids) == MAX_BACKLOG_TOKENS // 8
+    for number in range(12, 20):  # so long an output travels alone
+        message = pb.DraftStreamRequest()
+        (told,) = endings.add_outputs(message, iter("ab"), "")
+        assert int(told.output(1, 2)[0]) == number
+        assert len(message.closings[0].new_token_ids) == MAX_BACKLOG_TOKENS // 8 - EACH_TOKENS
     assert not len(endings)
     assert not endings._num_tokens
+
+
+def test_backlog_is_bounded_in_memory_whatever_ends() -> None:
+    """A server that is away for thousands of long prompts and short outputs costs megabytes."""
+    endings = Endings()
+    tracemalloc.start()
+    for _ in range(30_000):
+        sequence = TrackedSequence(np.zeros(2000, np.int32), remember=True)
+        sequence.extend(ids(1))
+        endings.close("name", told=sequence)
+        endings.lose()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(endings) == MAX_BACKLOG_TOKENS // (EACH_TOKENS + 1)
+    assert held < 16 << 20
+
+
+def test_reconnecting_costs_no_step_much_more_than_others() -> None:
+    """What was missed travels in parts: prompts as the deadline allows, outputs a few at a time."""
+    conversation = Conversation("nowhere", "")
+    conversation.begin()
+    steps = []
+    for at in range(64):
+        sequence = TrackedSequence(np.zeros(8000, np.int32), remember=True)
+        steps.append(TrackedStep(DraftRequest(str(at), ids(), 8000, 4), sequence))
+        ended = TrackedSequence(ids(1), remember=True)
+        ended.extend(np.zeros(1000, np.int32))
+        conversation._endings.tell(ended)
+    message, left_out = conversation.ask(steps, 0.0, 0.01)
+    assert 0 < len(message.openings) < 10
+    assert len(left_out) == 64 - len(message.openings)
+    assert set(left_out.values()) == {FailOpen.BUSY}
+    told = conversation.rest(0.0)
+    assert told is not None
+    assert 0 < len(told.closings) < 20
+    message, left_out = conversation.ask(steps, 0.0, 10.0)
+    assert len(message.openings) == len(message.steps)
+    assert len(left_out) == 64 - len(message.openings)  # those that are asked already
+
+
+def test_cancelled_step_leaves_nothing_behind() -> None:
+    async def run() -> None:
+        service = EmbeddedDrafter()
+        with serving(service) as address:
+            async with AsyncResilientDrafter(address, deadline_s=30) as drafter:
+                assert await drafter.wait(10)
+                await drafter.open("s", [1, 2])
+                with service._lock, pytest.raises(TimeoutError):  # it cannot answer
+                    async with asyncio.timeout(0.1):
+                        await drafter.draft([DraftRequest("s", ids(), 2, 4)])
+                assert not drafter._planner._under_way
+
+    asyncio.run(run())
 
 
 @contextmanager
