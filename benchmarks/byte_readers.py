@@ -24,8 +24,9 @@ from retriever.errors import CredentialsError, InvalidTreeError
 from retriever.generations import Output
 from retriever.limits import Limits
 from retriever.mixer import from_bytes
-from retriever.pools import Pools, Scope
+from retriever.pools import Pools
 from retriever.remote.conversation import Conversation
+from retriever.scopes import Scope
 from retriever.security.access import read_access
 from retriever.security.admission import token_in
 from retriever.security.identities import certified

@@ -10,7 +10,7 @@ from benchmarks.fuzzing import SESSION, VICTIM
 from retriever import log_records
 from retriever.generations import Output
 from retriever.mixer import prior_weights, to_bytes
-from retriever.pools import Scope, session_origin
+from retriever.scopes import Scope, session_origin
 from retriever.security.tokens import TokenHash, new_token
 from retriever.v1 import retriever_pb2 as pb
 from retriever.warmth.position import Position

@@ -15,7 +15,8 @@ from benchmarks.byte_readers import readers
 from benchmarks.byte_seeds import seeds
 from benchmarks.fuzzing import CrashError, LeakError
 from retriever import forests, wire
-from retriever.pools import Pool, Pools
+from retriever.pool import Pool
+from retriever.pools import Pools
 from retriever.security.admission import Doorkeeper
 from retriever.v1 import retriever_pb2 as pb
 from retriever.warmth import records
