@@ -35,6 +35,10 @@ class Census:
     generations_bytes: int
 
 
+NOTHING_HELD: Final = Census({}, 0, 0, 0, 0, 0)
+"""The census of a drafter that is not open yet."""
+
+
 def census_of(sessions: Sequence[Session], pools: Sequence[Pool], lock: Lock) -> Census:
     """Return what these are together.
 

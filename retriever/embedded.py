@@ -112,11 +112,11 @@ class EmbeddedDrafter:
         """End a sequence as `close` does, without waiting for the state directory: see `flush`."""
         self._sequences.end(key, new_tokens, remember=remember)
 
-    def end_all(self) -> int:
-        """End every session, and keep what each generated so far as `close` does; count them."""
-        num_ended = self._sequences.end_all()
+    def remember_open(self) -> int:
+        """Keep what open sessions generated so far, and nothing more of them; return how many."""
+        num_remembered = self._sequences.remember_open()
         self.flush()
-        return num_ended
+        return num_remembered
 
     def flush(self) -> None:
         """Keep in the state directory what was generated in ended sequences, and then share it."""

@@ -72,14 +72,14 @@ class Sequences:
             if remember:
                 self._remember_session(key, ended)
 
-    def end_all(self) -> int:
-        """End every session and remember what each generated so far; return how many."""
+    def remember_open(self) -> int:
+        """Remember what open sessions generated so far, and nothing more of them; count them."""
         with self._lock:
-            ended = self._sessions.items()
-            for key, session in ended:
-                self._sessions.remove(key)
+            remembered = [each for each in self._sessions.items() if each[1].remember]
+            for key, session in remembered:
                 self._remember_session(key, session)
-        return len(ended)
+                session.remember = False
+        return len(remembered)
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
         """End sessions, if they are open still, and keep nothing of them; return how many."""

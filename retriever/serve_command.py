@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Annotated
 
@@ -50,12 +51,13 @@ def serve(config: ConfigFile = None, **flags: object) -> None:
         tracing = tracing_of(settings.trace_ratio, settings.trace_endpoint)
         operator = Operator(reflection=settings.reflection, tracing=tracing)
         protection = _protection(settings)
-        drafter = _open(settings)
+        service = Service(None, operator, time.time())
         try:
-            with _shown(settings, Service(drafter, operator, time.time())):
+            with _shown(settings, service):
                 asyncio.run(
                     serve_forever(
-                        drafter,
+                        partial(_open_for, service, settings),
+                        settings.limits,
                         settings.address,
                         operator,
                         protection,
@@ -64,7 +66,8 @@ def serve(config: ConfigFile = None, **flags: object) -> None:
                     )
                 )
         finally:
-            drafter.shut_down()
+            if service.drafter is not None:
+                service.drafter.shut_down()
             operator.shut_down()
 
 
@@ -115,6 +118,12 @@ def _protection(settings: Settings) -> Protection:
     check_address(settings.address)
     protection.check(settings.address)
     return protection
+
+
+def _open_for(service: Service, settings: Settings) -> EmbeddedDrafter:
+    """Open what a service drafts with, and show it in its reports from then on."""
+    service.drafter = _open(settings)
+    return service.drafter
 
 
 def _open(settings: Settings) -> EmbeddedDrafter:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from retriever.kernels.affinity import affinity_of
 from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import Chains
+from retriever.kernels.prefetching import prefetch
 
 SEPARATOR: Final = -1
 """Ends a document in a store; no token has this id."""
@@ -25,6 +26,9 @@ _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT: Final = np.uint64(29)
 _PROBES_PER_ROW: Final = 4
 _HEAD_BITS: Final = 0x7FFFFFFF
+_BLOCK: Final = 4096
+"""Tokens whose buckets are found together."""
+_AHEAD: Final = 16
 
 
 @kernel()
@@ -40,8 +44,26 @@ def append_tokens(
         orders: int64[orders], the indexed n-gram orders, longest first.
         new_tokens: int32[n], token ids and separators.
     """
-    tokens, heads, links = chains.tokens, chains.heads, chains.links
-    mask, state, last = tokens.shape[0] - 1, chains.state, chains.last
+    mask = chains.tokens.shape[0] - 1
+    written = 0
+    while written < new_tokens.shape[0]:
+        first, document = chains.state[0], chains.state[1]
+        room = mask + 1 - (first & mask)  # a block does not go round the ring
+        block = new_tokens[written : written + min(_BLOCK, room, (mask + 1) // 2)]
+        _write_tokens(chains, block)
+        for row in range(orders.shape[0]):
+            place = first & mask
+            buckets = chains.links[row, place : place + block.shape[0]]
+            num_buckets = chains.heads.shape[1]
+            _write_buckets(chains.tokens, first, orders[row], num_buckets, buckets)
+            _link(chains, orders[row], row, first, document)
+        written += block.shape[0]
+
+
+@kernel(inline="always")
+def _write_tokens(chains: Chains, new_tokens: NDArray[np.int32]) -> None:
+    tokens, state, last = chains.tokens, chains.state, chains.last
+    mask = tokens.shape[0] - 1
     for token in new_tokens:
         position = state[0]
         tokens[position & mask] = token
@@ -49,15 +71,48 @@ def append_tokens(
         state[0] = position + 1
         if token == SEPARATOR:
             state[1] = position + 1
-        for row in range(orders.shape[0]):
-            links[row, position & mask] = 0
-            begin = position - orders[row] + 1
-            if token != SEPARATOR and begin >= state[1]:
-                bucket = bucket_of(tokens, begin, mask, orders[row], heads.shape[1])
-                distance = (position - heads[row, bucket]) & _HEAD_BITS
-                if heads[row, bucket] >= 0 and distance <= mask:
-                    links[row, position & mask] = distance
-                heads[row, bucket] = position & _HEAD_BITS
+
+
+@kernel()
+def _write_buckets(
+    tokens: NDArray[np.int32], first: int, order: int, num_buckets: int, buckets: NDArray[np.int32]
+) -> None:
+    """Write the buckets, int32[n], of the n-grams that end at `first` and the positions after it.
+
+    Those of n-grams that span documents, too, so that nothing depends on the tokens: this loop is
+    vectorized, which makes loading many tokens several times faster.
+    """
+    mask = tokens.shape[0] - 1
+    for offset in range(buckets.shape[0]):
+        begin = first + offset - order + 1
+        buckets[offset] = bucket_of(tokens, begin, mask, order, num_buckets)
+
+
+@kernel(inline="always")
+def _link(chains: Chains, order: int, row: int, first: int, document: int) -> None:
+    """Link the n-grams that end at the positions from `first` on, whose buckets are written.
+
+    Args:
+        chains: the store.
+        order: of the n-grams.
+        row: of the order.
+        first: a position.
+        document: position where the document begins that goes on there.
+    """
+    tokens, heads, links = chains.tokens, chains.heads, chains.links
+    mask = tokens.shape[0] - 1
+    for position in range(first, chains.state[0]):
+        bucket = links[row, position & mask]
+        prefetch(heads, row * heads.shape[1] + links[row, (position + _AHEAD) & mask])
+        links[row, position & mask] = 0
+        if tokens[position & mask] == SEPARATOR:
+            document = position + 1
+        if position - order + 1 >= document:
+            head = np.int64(heads[row, bucket])
+            distance = (position - head) & _HEAD_BITS
+            is_linked = (head >= 0) & (distance <= mask)  # no branch: heads are slow to come
+            links[row, position & mask] = distance * is_linked
+            heads[row, bucket] = position & _HEAD_BITS
 
 
 @kernel()

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.kernels.compiling import kernel
+from retriever.kernels.prefetching import prefetch
 
 WAYS: Final = 8
 """Entries in a set."""
@@ -19,6 +20,8 @@ WAYS: Final = 8
 SHORTEST, LONGEST = 2, 3
 """Lengths of the contexts that are kept."""
 
+_ORDERS: Final = LONGEST - SHORTEST + 1
+_BLOCK: Final = 64
 _SEPARATOR: Final = -1
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _COUNT_SHIFT: Final = 32
@@ -51,11 +54,35 @@ def count_tokens(
         end: position after the last one.
         step: 1 to count, -1 to take back.
     """
-    mask = tokens.shape[0] - 1
+    keys = np.empty((_BLOCK, _ORDERS), np.int64)
     tail = np.empty(LONGEST, np.int32)
+    for first in range(begin, end, _BLOCK):
+        last = min(first + _BLOCK, end)
+        _ask(table, tokens, first, last, tail, keys)
+        for position in range(first, last):
+            token = tokens[position & (tokens.shape[0] - 1)]
+            for index in range(_ORDERS):
+                if keys[position - first, index] >= 0:
+                    _count(table, keys[position - first, index], token, step)
+
+
+@kernel(inline="always")
+def _ask(
+    table: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    begin: int,
+    end: int,
+    tail: NDArray[np.int32],
+    keys: NDArray[np.int64],
+) -> None:
+    """Write the hashes of the contexts before each successor, -1 for none, and ask for their sets.
+
+    So a large table waits for memory once a block.
+    """
+    mask = tokens.shape[0] - 1
     for position in range(begin, end):
-        token = tokens[position & mask]
-        if token == _SEPARATOR:
+        keys[position - begin] = -1
+        if tokens[position & mask] == _SEPARATOR:
             continue
         for back in range(1, LONGEST + 1):
             if back > position or back > mask:
@@ -64,7 +91,9 @@ def count_tokens(
             if tail[LONGEST - back] == _SEPARATOR:
                 break
             if back >= SHORTEST:
-                _count(table, hash_context(tail, back), token, step)
+                key = hash_context(tail, back)
+                keys[position - begin, back - SHORTEST] = key
+                prefetch(table, (key & (table.shape[0] - 1)) * WAYS)
 
 
 @kernel()

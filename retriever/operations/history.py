@@ -34,11 +34,13 @@ class History:
     """Samples of accepted tokens by source.
 
     Args:
-        tally: what is sampled.
+        tally: gives what is sampled.
         clock: seconds, rising.
     """
 
-    def __init__(self, tally: Tally, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, tally: Callable[[], Tally], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._tally = tally
         self._clock = clock
         self._samples: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=MAX_SAMPLES)
@@ -48,7 +50,7 @@ class History:
         """Take a sample if the last one is old enough."""
         now = self._clock()
         if not self._samples or now - self._samples[-1][0] >= SAMPLE_S:
-            self._samples.append((now, tuple(self._tally.by_source[1].tolist())))
+            self._samples.append((now, tuple(self._tally().by_source[1].tolist())))
 
     def rates(self) -> list[Rates]:
         """Return what was accepted between samples, oldest first."""

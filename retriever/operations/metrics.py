@@ -141,18 +141,18 @@ class ServiceCollector(Collector):
             )
 
     def _of_failures(self) -> Iterator[Metric]:
-        drafter = self._service.drafter
+        service = self._service
         yield _counter(
-            "log_failures", "Outputs that could not be kept on disk.", drafter.log_failures
+            "log_failures", "Outputs that could not be kept on disk.", service.log_failures
         )
         yield _counter(
             "refresh_failures",
             "Times that an index had changed and could not be opened.",
-            drafter.refresh_failures,
+            service.refresh_failures,
         )
 
     def _of_warmth(self) -> Iterator[Metric]:
-        counts = self._service.drafter.warmth
+        counts = self._service.warmth
         for name, text, value in (
             ("published", "Records of outputs that the server took.", counts.published),
             ("dropped", "Records that were not sent: too many waited.", counts.dropped),

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from indexer.reader import Index
-from retriever.census import Census
+from retriever.census import NOTHING_HELD, Census
 from retriever.embedded import EmbeddedDrafter
 from retriever.operations.operator import Operator
 from retriever.tally import Tally
+from retriever.warmth.counts import WarmthCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +34,47 @@ class IndexReport:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Service:
     """A service that is running: whatever reports ask is here.
 
     Attributes:
-        drafter: what answers.
+        drafter: what answers; None until it is open, and nothing is held or counted until then.
         operator: what looks after it.
         began_s: when it began, in seconds since 1970.
     """
 
-    drafter: EmbeddedDrafter
+    drafter: EmbeddedDrafter | None
     operator: Operator
     began_s: float
 
     @property
     def tally(self) -> Tally:
         """What was drafted, and what became of it."""
-        return self.drafter.tally
+        return self.drafter.tally if self.drafter is not None else Tally()
+
+    @property
+    def log_failures(self) -> int:
+        """Outputs that could not be kept on disk."""
+        return self.drafter.log_failures if self.drafter is not None else 0
+
+    @property
+    def refresh_failures(self) -> int:
+        """How often an index had changed and could not be opened."""
+        return self.drafter.refresh_failures if self.drafter is not None else 0
+
+    @property
+    def warmth(self) -> WarmthCounts:
+        """What became of the outputs that are shared with other services."""
+        return self.drafter.warmth if self.drafter is not None else WarmthCounts()
 
     def census(self) -> Census:
         """Return what is held now."""
-        return self.drafter.census()
+        return self.drafter.census() if self.drafter is not None else NOTHING_HELD
 
     def indexes(self) -> list[IndexReport]:
         """Return the indexes, as they are drafted from now."""
-        indexes = self.drafter.indexes
+        indexes = self.drafter.indexes if self.drafter is not None else ()
         names = Counter(index.path.name for index in indexes)
         return [_report(index, unique=names[index.path.name] == 1) for index in indexes]
 

@@ -93,7 +93,7 @@ def _indexes(body: Element, service: Service) -> None:
         ago = f"{duration(each.age_s)} ago"
         megabytes = f"{each.num_bytes / 1e6:,.1f}"
         _row(rows, each.name, each.snapshot, ago, each.num_documents, each.num_tokens, megabytes)
-    failures = service.drafter.refresh_failures
+    failures = service.refresh_failures
     SubElement(body, "p", id="refresh").text = f"{failures:,} failures to open a changed index"
 
 
@@ -105,7 +105,7 @@ def _memory(body: Element, service: Service) -> None:
         f"{census.session_bytes / 1e6:,.1f} MB; {census.tenants:,} tenants with "
         f"{census.generations_tokens:,} tokens of recent outputs, "
         f"{census.generations_bytes / 1e6:,.1f} MB; "
-        f"{service.drafter.log_failures:,} outputs could not be kept on disk"
+        f"{service.log_failures:,} outputs could not be kept on disk"
     )
     rows = _table(body, "tenants", "tenant", "sessions")
     by_count = sorted(census.sessions.items(), key=lambda each: (-each[1], each[0]))

@@ -39,7 +39,7 @@ class Web:
         self._service = service
         self._on_loopback = address.is_loopback
         self._has_page = self._on_loopback if status_page is None else status_page
-        self._history = History(service.tally)
+        self._history = History(lambda: service.tally)
         self._metrics = _exposition(service)
         self._server = bound(address, self._history.sample)
         self._server.set_app(self._answer)

@@ -40,14 +40,21 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     The methods are named by the contract.
 
     Args:
-        drafter: what drafts.
+        drafter: what drafts; None where `answer_with` will give it before the first call.
         pad_replies: whether drafts are padded, so that their sizes tell nothing of them.
     """
 
-    def __init__(self, drafter: EmbeddedDrafter, *, pad_replies: bool = False) -> None:
-        self._drafter = drafter
+    def __init__(
+        self, drafter: EmbeddedDrafter | None = None, *, pad_replies: bool = False
+    ) -> None:
         self._pad_replies = pad_replies
         self._turns = Turns()
+        if drafter is not None:
+            self.answer_with(drafter)
+
+    def answer_with(self, drafter: EmbeddedDrafter) -> None:
+        """Draft with this from now on; until then no call may come."""
+        self._drafter = drafter
         self._flushing = Flushing(drafter)
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
 

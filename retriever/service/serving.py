@@ -4,6 +4,8 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -11,6 +13,7 @@ from grpc import aio
 
 from retriever import wire
 from retriever.embedded import EmbeddedDrafter
+from retriever.limits import Limits
 from retriever.operations.logs import log_event
 from retriever.operations.operator import Operator
 from retriever.security.admission import Admission
@@ -26,6 +29,28 @@ DEFAULT_DRAIN_S: Final = 10.0
 _GRACE_S: Final = 0.5
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listening:
+    """A server that listens, and refuses every call until it is given what answers."""
+
+    server: aio.Server
+    servicer: RetrieverServicer
+    operator: Operator
+    address: str
+
+    async def open(self, open_drafter: Callable[[], EmbeddedDrafter]) -> EmbeddedDrafter:
+        """Open a drafter beside the event loop, warm it, and take calls from then on."""
+        try:
+            drafter = await asyncio.to_thread(open_drafter)
+            self.servicer.answer_with(drafter)
+            await asyncio.to_thread(drafter.warm)
+        except BaseException:
+            await self.server.stop(None)
+            raise
+        await self.operator.lifecycle.become_ready()
+        return drafter
 
 
 async def start(
@@ -52,30 +77,19 @@ async def start(
         AddressInUseError: the address is taken or cannot be bound.
         InsecureAddressError: others reach the address, and it is not protected.
     """
-    check_address(address)
-    protection.check(address)
     operator = operator or Operator()
-    interceptors = [*operator.interceptors, Reading()]
-    if protection.doorkeeper is not None:
-        interceptors.insert(1, Admission(protection.doorkeeper))
-    options = wire.server_options(drafter.limits)
-    server = aio.server(interceptors=interceptors, options=options)
-    servicer = RetrieverServicer(drafter, pad_replies=pad_replies)
-    pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
-    await operator.attach(server)
-    port = listen(server, address, protection.tls)
-    await server.start()
-    await asyncio.to_thread(drafter.warm)
-    await operator.lifecycle.become_ready()
-    if address.startswith(UNIX):
-        return server, address
-    return server, f"{address.rpartition(':')[0]}:{port}"
+    listening = await _listen(
+        drafter.limits, address, operator, protection, pad_replies=pad_replies
+    )
+    await listening.open(lambda: drafter)
+    return listening.server, listening.address
 
 
 async def serve(  # noqa: PLR0913  (what a service consists of)
-    drafter: EmbeddedDrafter,
+    open_drafter: Callable[[], EmbeddedDrafter],
+    limits: Limits,
     address: str,
-    operator: Operator | None = None,
+    operator: Operator,
     protection: Protection = NO_PROTECTION,
     *,
     pad_replies: bool = False,
@@ -83,28 +97,62 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
 ) -> None:
     """Serve until SIGINT or SIGTERM, and then as long as sessions go on, but within `drain_s`.
 
-    A second signal ends the process at once, with 128 and the signal's number as its status. What
-    is on disk is then as after `kill -9`: whole.
+    It listens first, so that health can be asked, and opens the drafter then. What the sessions
+    that are still open in the end have generated is remembered. A second signal ends the process
+    at once, with 128 and the signal's number as its status. What is on disk is then as after
+    `kill -9`: whole.
+
+    Args:
+        open_drafter: opens what answers, in another thread; the caller shuts it down.
+        limits: of that.
+        address: as for `start`, and so are the others.
+        operator: what looks after the service.
+        protection: who is let in, and how connections are encrypted.
+        pad_replies: whether drafts are padded.
+        drain_s: how long to wait for open sessions in the end, in seconds.
 
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
         InsecureAddressError: others reach the address, and it is not protected.
+        RetrieverError: the drafter cannot be opened; IndexerError likewise.
     """
-    operator = operator or Operator()
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, partial(_stop, stopped, number))
-    server, bound = await start(drafter, address, operator, protection, pad_replies=pad_replies)
+    listening = await _listen(limits, address, operator, protection, pad_replies=pad_replies)
+    drafter = await listening.open(open_drafter)
     watching = asyncio.create_task(protection.watch())
-    print(f"serving on {bound}", flush=True)  # noqa: T201  (says when it is ready, and where)
-    log_event(_logger, logging.INFO, "serving", "ready", address=bound)
+    if not stopped.is_set():
+        print(f"serving on {listening.address}", flush=True)  # noqa: T201  (says when it is ready)
+        log_event(_logger, logging.INFO, "serving", "ready", address=listening.address)
     async with sweeping(drafter):
         await stopped.wait()
         await _drain(drafter, operator, drain_s)
     watching.cancel()
     left = drafter.num_sessions
-    await server.stop(_GRACE_S)
-    log_event(_logger, logging.INFO, "ended", "ended", sessions_left=left)
+    remembered = await asyncio.to_thread(drafter.remember_open)
+    await listening.server.stop(_GRACE_S)
+    log_event(*(_logger, logging.INFO, "ended", "ended"), sessions_left=left, remembered=remembered)
+
+
+async def _listen(
+    limits: Limits, address: str, operator: Operator, protection: Protection, *, pad_replies: bool
+) -> _Listening:
+    """Start a server that nothing answers yet."""
+    check_address(address)
+    protection.check(address)
+    interceptors = [*operator.interceptors, Reading()]
+    if protection.doorkeeper is not None:
+        interceptors.insert(1, Admission(protection.doorkeeper))
+    server = aio.server(interceptors=interceptors, options=wire.server_options(limits))
+    servicer = RetrieverServicer(pad_replies=pad_replies)
+    pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
+    await operator.attach(server)
+    port = listen(server, address, protection.tls)
+    await server.start()
+    if not address.startswith(UNIX):
+        address = f"{address.rpartition(':')[0]}:{port}"
+    return _Listening(server, servicer, operator, address)
 
 
 async def _drain(drafter: EmbeddedDrafter, operator: Operator, drain_s: float) -> None:

@@ -1,5 +1,7 @@
 """Recent outputs in memory: bounded, oldest out first, and small while they are few."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,8 @@ from retriever.drafter import TokenIds
 from retriever.generations import Generations, Output
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.layout import MAX_MATCH, Scratch
-from retriever.stores import GENERATIONS_LIMITS
+from retriever.stores import GENERATIONS_LIMITS, ChainStore
+from retriever.tree import Source
 from tests.retriever import twins
 
 DEPTH = 12
@@ -123,3 +126,40 @@ def test_cleared_generations_are_empty_and_usable() -> None:
     assert rows_of(generations, query) == []
     generations.add(np.array([1, 2, 1, 2, 4], np.int32))
     assert [row.continuation for row in rows_of(generations, query)] == [(4,)]
+
+
+def arrays_of(generations: Generations) -> list[bytes]:
+    chains = generations._store.chains
+    return [each.tobytes() for each in (*chains, generations.live)]
+
+
+@pytest.mark.parametrize("capacity", [1 << 14, 1 << 16])
+def test_what_is_loaded_at_once_is_bit_for_bit_what_was_added_one_by_one(capacity: int) -> None:
+    """So a restarted service drafts as before. Ten thousand tokens, some of them many times."""
+    rng = np.random.default_rng(5)
+    phrases = [rng.integers(0, 500, int(n)).astype(np.int32) for n in rng.integers(1, 40, 50)]
+    outputs = [
+        Output(np.concatenate([phrases[i] for i in rng.integers(0, 50, 4)]), float(at), bytes(16))
+        for at in range(120)
+    ]
+    one_by_one, at_once = Generations(capacity), Generations(capacity)
+    for output in outputs:
+        one_by_one.extend([output])
+    at_once.extend(outputs)
+    assert at_once.num_tokens > 1 << 13
+    assert arrays_of(at_once) == arrays_of(one_by_one)
+    assert at_once._ends == one_by_one._ends
+
+
+@pytest.mark.parametrize("size", [1024, 8192])
+def test_tokens_appended_in_any_pieces_are_linked_as_the_twin_links_them(size: int) -> None:
+    """Pieces of one token, of more than a block, and of more than the ring holds."""
+    rng = np.random.default_rng(9)
+    tokens = rng.integers(-1, 3, 30_000).astype(np.int32)
+    cuts = np.sort(rng.integers(0, len(tokens), 30)).tolist()
+    store = ChainStore(size, GENERATIONS_LIMITS, Source.GENERATIONS)
+    for begin, end in pairwise([0, 1, 2, *cuts, len(tokens)]):
+        store.append(tokens[begin:end])
+    heads, links = twins.linked(tokens.tolist(), size, GENERATIONS_LIMITS.orders)
+    assert store.chains.heads.tolist() == heads
+    assert store.chains.links.tolist() == links

@@ -109,6 +109,27 @@ def chain_rows(  # noqa: PLR0913
     return rows
 
 
+def linked(
+    tokens: Sequence[int], size: int, orders: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The newest position of every bucket, and from every place of the ring the way back."""
+    heads = [[-1] * (size // 2) for _ in orders]
+    links = [[0] * size for _ in orders]
+    for row, order in enumerate(orders):
+        document = 0
+        for position, token in enumerate(tokens):
+            links[row][position % size] = 0
+            if token == SEPARATOR:
+                document = position + 1
+            if position - order + 1 < document:
+                continue
+            bucket = bucket_of(tokens[position - order + 1 : position + 1], size // 2)
+            if heads[row][bucket] >= 0 and position - heads[row][bucket] < size:
+                links[row][position % size] = position - heads[row][bucket]
+            heads[row][bucket] = position
+    return heads, links
+
+
 def bucket_of(ngram: Sequence[int], num_buckets: int) -> int:
     """The hash itself is taken as given; what chains make of it is not."""
     return int(hash_ngram(np.array(ngram, np.int32), 0, -1, len(ngram), num_buckets))

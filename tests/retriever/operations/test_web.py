@@ -132,7 +132,7 @@ def test_the_page_tells_the_state_and_escapes_what_others_wrote(
 def test_the_chart_has_an_area_for_each_database(index: Path, tmp_path: Path) -> None:
     with watched(index, tmp_path) as (service, _):
         now = 0.0
-        history = History(service.tally, lambda: now)
+        history = History(lambda: service.tally, lambda: now)
         assert "polygon" not in page(service, history)
         for _ in range(3):
             now += SAMPLE_S
@@ -149,7 +149,7 @@ def test_the_chart_has_an_area_for_each_database(index: Path, tmp_path: Path) ->
 
 def test_the_history_is_a_ring_of_an_hour() -> None:
     now = 0.0
-    history = History(Tally(), lambda: now)
+    history = History(Tally, lambda: now)
     for second in range(4000):
         now = float(second)
         history.sample()
@@ -241,6 +241,7 @@ def test_a_browser_shows_the_page_and_obeys_its_policy(index: Path, tmp_path: Pa
     """Its style applies, by its hash; and what a tenant is named stays text."""
     with watched(index, tmp_path) as (service, web):
         drafter = service.drafter
+        assert drafter is not None
         drafter.draft([DraftRequest(HIDDEN, np.empty(0, np.int32), _length(drafter), 8)])
         picture = tmp_path / "page.png"
         options = ("--no-sandbox", "--disable-gpu", "--window-size=800,1000", "--timeout=5000")
