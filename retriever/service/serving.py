@@ -16,6 +16,7 @@ from retriever.operations.operator import Operator
 from retriever.security.admission import Admission
 from retriever.security.protection import NO_PROTECTION, Protection
 from retriever.service.listening import UNIX, check_address, listen
+from retriever.service.memory import settle
 from retriever.service.reading import Reading
 from retriever.service.servicer import RetrieverServicer
 from retriever.service.sweeping import sweeping
@@ -95,6 +96,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, partial(_stop, stopped, number))
     server, bound = await start(drafter, address, operator, protection, pad_replies=pad_replies)
+    settle()
     watching = asyncio.create_task(protection.watch())
     print(f"serving on {bound}", flush=True)  # noqa: T201  (says when it is ready, and where)
     log_event(_logger, logging.INFO, "serving", "ready", address=bound)
