@@ -146,10 +146,12 @@ def _watch(
         now, at_s = Counts.read(boards), time.monotonic()
         step = now.since(before)
         p50_ms, p99_ms = step.latencies_ms(_PERCENTS)
+        held = watched.sample()
         soaked.samples.append(
             {
                 "at_s": round(at_s - begin_s, 2),
-                **watched.sample(),
+                **held,
+                "beside_mib": held["anonymous_mib"] - held["session_mib"] - held["generations_mib"],
                 "steps": step.steps,
                 "drafts": step.drafts,
                 "p50_ms": p50_ms,
@@ -208,7 +210,16 @@ def _verdicts(soaked: Soaked) -> dict[str, bool]:
 
 
 def _figures(soaked: Soaked) -> dict[str, Any]:
-    names = [*MEMORY, "pss_mib", "file_mib", "generations_mib", "session_mib", "log_mib", "threads"]
+    names = [
+        *MEMORY,
+        "pss_mib",
+        "file_mib",
+        "beside_mib",
+        "generations_mib",
+        "session_mib",
+        "log_mib",
+        "threads",
+    ]
     total = soaked.total or Counts.read([])
     p50_ms, p99_ms = total.latencies_ms(_PERCENTS)
     return {

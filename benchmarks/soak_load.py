@@ -1,6 +1,7 @@
 """Who asks a service that is soaked: engines without a pause, and callers of every other kind."""
 
 import asyncio
+import gc
 import random
 import sys
 import time
@@ -8,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from multiprocessing.synchronize import Event
 from typing import Any, Final
@@ -26,7 +28,9 @@ from retriever.wire import CLIENT_OPTIONS
 
 VOCABULARY: Final = 32_000
 WIDTHS: Final = (1, 1, 1, 1, 4, 16)
-"""Sequences of an engine's steps, one of these drawn for each of its lives."""
+"""Sequences of an engine's steps: the same for all its life, so that as many are open always."""
+
+_BATCHES: Final = 4
 
 _BUDGET: Final = 16
 _TEXTS: Final = 64
@@ -125,7 +129,9 @@ def call(load: Load, board: Board, num_engines: int, failed: Any) -> None:
 
 
 async def _engines(caller: Caller, num_engines: int) -> None:
-    await asyncio.gather(*(_keep(caller, _engine) for _ in range(num_engines)))
+    widths = (WIDTHS[at % len(WIDTHS)] for at in range(num_engines))
+    engines = (_keep(caller, partial(_engine, width=width)) for width in widths)
+    await asyncio.gather(*engines, _keep(caller, _collect, 2.0))
 
 
 async def _others(caller: Caller) -> None:
@@ -149,7 +155,9 @@ async def _keep(
         try:
             await act(caller)
         except aio.AioRpcError as error:
-            caller.fail(f"{act.__name__}: {error.code().name}: {error.details()}")
+            caller.fail(
+                f"{getattr(act, '__name__', 'engine')}: {error.code().name}: {error.details()}"
+            )
         await asyncio.sleep(pause_s * 2 * caller.rng.random())
 
 
@@ -184,26 +192,29 @@ class _Sequences:
         return pb.SessionStep(session_id=name, new_token_ids=new, length=end, budget_nodes=_BUDGET)
 
 
-async def _engine(caller: Caller) -> None:
+async def _engine(caller: Caller, width: int) -> None:
     """One connection, on which several batches are decoded; then it is closed, or dropped."""
     token = caller.rng.choice(list(caller.load.tokens.values()))
     async with caller.stub(token) as stub:
         stream, number = stub.DraftStream(), 0
-        while caller.goes_on and caller.rng.random() < 0.8:  # noqa: PLR2004
-            number = await _batch(caller, stream, number)
+        for _ in range(_BATCHES):
+            if not caller.goes_on:
+                break
+            number = await _batch(caller, stream, number, width)
         if caller.rng.random() < 0.5:  # noqa: PLR2004
             stream.cancel()
+            await stream.code()
         else:
             await stream.done_writing()
             await stream.read()  # its end
 
 
-async def _batch(caller: Caller, stream: Any, number: int) -> int:
+async def _batch(caller: Caller, stream: Any, number: int, width: int) -> int:
     """Decode a batch; leave some of its sequences open when it ends."""
-    sequences = _Sequences(caller, caller.rng.choice(WIDTHS))
+    sequences = _Sequences(caller, width)
     num_steps = caller.rng.randrange(20, 300)
     for at in range(num_steps):
-        if not caller.goes_on:
+        if at and not caller.goes_on:
             break
         number += 1
         message = pb.DraftStreamRequest(
@@ -216,6 +227,11 @@ async def _batch(caller: Caller, stream: Any, number: int) -> int:
     message = pb.DraftStreamRequest(sequence_number=number + 1, closings=sequences.closings(names))
     await _timed(caller, stream, message)
     return number + 1
+
+
+async def _collect(_: Caller) -> None:
+    """Let go of connections: gRPC's calls that were cancelled hold them in cycles."""
+    gc.collect()
 
 
 async def _timed(caller: Caller, stream: Any, message: pb.DraftStreamRequest) -> None:

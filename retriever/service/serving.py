@@ -19,6 +19,7 @@ from retriever.operations.operator import Operator
 from retriever.security.admission import Admission
 from retriever.security.protection import NO_PROTECTION, Protection
 from retriever.service.listening import UNIX, check_address, listen
+from retriever.service.memory import settle
 from retriever.service.reading import Reading
 from retriever.service.servicer import RetrieverServicer
 from retriever.service.sweeping import sweeping
@@ -121,6 +122,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         asyncio.get_running_loop().add_signal_handler(number, partial(_stop, stopped, number))
     listening = await _listen(limits, address, operator, protection, pad_replies=pad_replies)
     drafter = await listening.open(open_drafter)
+    settle()
     watching = asyncio.create_task(protection.watch())
     if not stopped.is_set():
         print(f"serving on {listening.address}", flush=True)  # noqa: T201  (says when it is ready)
