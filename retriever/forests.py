@@ -1,11 +1,13 @@
 """The draft trees of one message, checked and made together."""
 
 from collections.abc import Sequence
+from itertools import pairwise
+from operator import ge, lt
 from typing import Final
 
 import numpy as np
 
-from retriever.tree import PROBABILITY_SLACK, DraftTree, Source
+from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
@@ -13,28 +15,29 @@ _HIGHEST_SOURCE: Final = int(max(Source))
 _UNSPECIFIED: Final = int(Source.UNSPECIFIED)
 
 
-def are_trees(messages: Sequence[pb.DraftTree]) -> bool:
-    """Tell whether each message is a tree by the rules of `DraftTree.checked`.
+def clear_trees(messages: Sequence[pb.DraftTree]) -> list[DraftTree] | None:
+    """Return the trees of messages, None where it is not clear that each is one.
+
+    What is clear is a tree by the rules of `DraftTree.checked`; where probabilities rise by a
+    rounding, or anything is wrong, that has to decide. The arrays of the trees share memory, and
+    sources that this version does not know are unspecified.
 
     Trees have a few dozen nodes: over so few, Python is done before numpy has begun.
-    """
-    return all(map(_is_tree, messages))
-
-
-def make_trees(messages: Sequence[pb.DraftTree]) -> list[DraftTree]:
-    """Return the trees of messages that `are_trees`; their arrays share memory.
-
-    Sources that this version does not know are unspecified.
     """
     token_ids: list[int] = []
     parents: list[int] = []
     probabilities: list[float] = []
     sources: list[int] = []
+    ends = [0]
     for message in messages:
-        token_ids += message.token_ids
-        parents += message.parents
-        probabilities += message.probabilities
+        tokens, above, falling = message.token_ids[:], message.parents[:], message.probabilities[:]
+        if len(message.sources) != len(tokens) or not _is_clear(tokens, above, falling):
+            return None
+        token_ids += tokens
+        parents += above
+        probabilities += falling
         sources += message.sources
+        ends.append(len(token_ids))
     if sources and not 0 <= min(sources) <= max(sources) <= _HIGHEST_SOURCE:
         sources = [each if 0 <= each <= _HIGHEST_SOURCE else _UNSPECIFIED for each in sources]
     whole = DraftTree(
@@ -43,32 +46,31 @@ def make_trees(messages: Sequence[pb.DraftTree]) -> list[DraftTree]:
         np.array(probabilities, np.float32),
         np.array(sources, np.uint8),
     )
-    begin, trees = 0, []
-    for message in messages:
-        part = slice(begin, begin := begin + len(message.token_ids))
-        trees.append(
-            DraftTree(
-                whole.token_ids[part],
-                whole.parents[part],
-                whole.probabilities[part],
-                whole.sources[part],
-            )
-        )
-    return trees
+    return [whole] if len(messages) == 1 else _divided(whole, ends)
 
 
-def _is_tree(message: pb.DraftTree) -> bool:
-    size = len(message.token_ids)
-    if not size == len(message.parents) == len(message.probabilities) == len(message.sources):
+def _is_clear(token_ids: list[int], parents: list[int], probabilities: list[float]) -> bool:
+    size = len(token_ids)
+    if not size == len(parents) == len(probabilities):
         return False
-    most = 1.0
-    children = set()
-    nodes = zip(message.token_ids, message.parents, message.probabilities, strict=True)
-    for node, (token, parent, probability) in enumerate(nodes):
-        if not (-1 <= parent < node and 0 <= probability <= most + PROBABILITY_SLACK):
-            return False
-        if token > _MAX_TOKEN_ID:
-            return False
-        most = probability
-        children.add((parent, token))
-    return len(children) == size
+    return not size or (
+        min(parents) >= -1
+        and all(map(lt, parents, range(size)))
+        and max(token_ids) <= _MAX_TOKEN_ID
+        and probabilities[0] <= 1
+        and all(map(ge, probabilities, probabilities[1:]))
+        and probabilities[-1] >= 0
+        and len(set(zip(parents, token_ids, strict=True))) == size
+    )
+
+
+def _divided(whole: DraftTree, ends: Sequence[int]) -> list[DraftTree]:
+    return [
+        DraftTree(
+            whole.token_ids[begin:end],
+            whole.parents[begin:end],
+            whole.probabilities[begin:end],
+            whole.sources[begin:end],
+        )
+        for begin, end in pairwise(ends)
+    ]

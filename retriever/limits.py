@@ -4,10 +4,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import InvalidRequestError, LimitExceededError
@@ -30,7 +30,9 @@ MAX_FINGERPRINT: Final = 128
 _FINGERPRINT: Final = re.compile(rf"[0-9a-fA-F]{{1,{MAX_FINGERPRINT}}}")
 _SHOWN: Final = 64  # of a name that somebody made up, in characters
 _BEYOND: Final = (1 << 31) - 1  # ids that no vocabulary limits are below it
+_MOST_NODES: Final = (1 << 32) - 1
 _FEW: Final = 64
+_NO_INTEGERS: Final = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +82,44 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> TokenIds:
     Raises:
         InvalidRequestError: an id is outside, or these are no token ids.
     """
-    array = np.asarray(tokens)
+    array = _integers(tokens)
     if array.size == 0:
         return np.empty(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InvalidRequestError("token ids must be integers in one dimension")
-    highest = vocabulary_size if vocabulary_size is not None else _BEYOND
     # Of few tokens, as each step brings them, Python finds the extremes before numpy has begun.
     values = array.tolist() if array.size <= _FEW else [int(array.min()), int(array.max())]
-    for worst in (min(values), max(values)):
+    _check_ids(values, vocabulary_size)
+    return np.array(array, np.int32)  # a copy: nobody else can change it
+
+
+def checked_ids(tokens: ArrayLike, vocabulary_size: int | None) -> list[int]:
+    """Return the ids that `checked_tokens` would, in a list: sooner done where they are few.
+
+    Raises:
+        InvalidRequestError: an id is outside, or these are no token ids.
+    """
+    ids: list[int] = _integers(tokens).tolist()
+    if ids:
+        _check_ids(ids, vocabulary_size)
+    return ids
+
+
+def _integers(tokens: ArrayLike) -> NDArray[Any]:
+    array = np.asarray(tokens)
+    if array.size == 0:
+        return _NO_INTEGERS
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InvalidRequestError("token ids must be integers in one dimension")
+    return array
+
+
+def _check_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
+    highest = vocabulary_size if vocabulary_size is not None else _BEYOND
+    for worst in (min(ids), max(ids)):
         if not 0 <= worst < highest:
             raise InvalidRequestError(
                 f"token id {worst} is outside the vocabulary of {highest}: "
                 "the tokenizer at hand is not the one that is drafted for"
             )
-    return np.array(array, np.int32)  # a copy: nobody else can change it
 
 
 def check_session_name(session: str) -> None:
@@ -170,6 +195,19 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
         )
     if not 0.0 <= min_probability <= 1.0:
         raise InvalidRequestError(f"min_probability must lie between 0 and 1: {min_probability}")
+
+
+def check_wire(request: DraftRequest) -> None:
+    """Refuse numbers of a request that a message cannot carry, or that make no sense.
+
+    Raises:
+        InvalidRequestError: a budget below 0 or beyond 32 bits, or a probability outside 0 to 1.
+    """
+    if not 0 <= request.budget_nodes <= _MOST_NODES or not 0 <= request.min_probability <= 1:
+        raise InvalidRequestError(
+            f"a step of {request.budget_nodes} nodes of probability {request.min_probability} "
+            "makes no sense: nodes are counted from 0, and probabilities lie between 0 and 1"
+        )
 
 
 def check_documents(max_documents: int) -> None:

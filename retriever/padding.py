@@ -1,4 +1,4 @@
-"""Replies whose size tells nothing of what is drafted: padded to what their request allows."""
+"""Messages whose size tells little: replies of what is drafted, requests of what was decoded."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -11,6 +11,7 @@ _NODE_BYTES: Final = 5 + 3 + 4 + 1
 _TREE_BYTES: Final = 32
 """At most, of a tree beside its nodes: tags and lengths."""
 
+_LEAST_REQUEST_BYTES: Final = 256
 _LEAST_NODES: Final = 16
 _OTHERS_BYTES: Final = 32
 
@@ -29,13 +30,33 @@ def pad(response: pb.DraftStreamResponse | pb.DraftResponse, budgets: Iterable[i
     asked = list(budgets)
     nodes = max(_LEAST_NODES, 1 << (max(asked, default=0) - 1).bit_length())
     size = _OTHERS_BYTES + len(asked) * (_TREE_BYTES + nodes * _NODE_BYTES)
-    missing = size - response.ByteSize()
+    _fill(response, size)
+
+
+def pad_request(message: pb.DraftStreamRequest) -> None:
+    """Add bytes to a message until its size is a power of two, from 256 bytes.
+
+    Which power that is still tells a long prompt from a short one, and a step of many sequences
+    from one of few.
+    """
+    size = message.ByteSize()
+    fitting = max(_LEAST_REQUEST_BYTES, 1 << (size - 1).bit_length())
+    _fill(message, fitting if fitting - size != 1 else 2 * fitting)  # no padding takes one byte
+
+
+def _fill(
+    message: pb.DraftStreamRequest | pb.DraftStreamResponse | pb.DraftResponse, size: int
+) -> None:
+    """Add padding until a message has so many bytes, if it has less."""
+    missing = size - message.ByteSize()
+    if missing < 2:  # noqa: PLR2004  (the least that a padding takes)
+        return
     length = _length_of(missing)
     if length is None:  # where the length itself takes a byte more, one size cannot be met
         length = _length_of(missing - 2)
-        response.padding.append(b"")
+        message.padding.append(b"")
     if length is not None:
-        response.padding.append(bytes(length))
+        message.padding.append(bytes(length))
 
 
 def _length_of(num_bytes: int) -> int | None:

@@ -110,7 +110,7 @@ class ShardedDrafter:
         with self._lock:
             steps = self._checked_steps(requests)
             for step in steps:
-                step.sequence.extend(step.request.new_tokens)
+                step.sequence.extend(step.request.new_tokens.tolist())
             jobs = [shard.draft(steps) for shard in self._shards]
             try:
                 answers: list[Trees | None] = _await(jobs, self._deadline_s)
@@ -134,7 +134,7 @@ class ShardedDrafter:
         with self._lock:
             sequence = self._sequence(session)
             del self._sequences[session]
-            sequence.extend(tokens)
+            sequence.extend(tokens.tolist())
         _await([shard.close(session, sequence) for shard in self._shards], self._deadline_s)
 
     def shut_down(self) -> None:

@@ -1,6 +1,7 @@
 """What a drafter has done, in numbers that cost a microsecond a step to keep."""
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -9,12 +10,16 @@ from numpy.typing import NDArray
 from retriever.drafter import TokenIds
 from retriever.kernels.outcomes import count_outcome
 from retriever.tree import DraftTree, Source
+from retriever.v1 import retriever_pb2 as pb
 
 BOUNDS_S: Final = (
     *(float(f"{step}e{power}") for power in range(-5, 0) for step in (1, 1.6, 2.5, 4, 6.3)),
     1.0,
 )
 """Upper bounds of the latencies that are counted together, in seconds: from 10 us to 1 s."""
+
+MOST_FAIL_OPENS: Final = 1 << 20
+"""As many drafts that a client went without are counted of one message, for each reason."""
 
 _NOTHING: Final = np.zeros(1, np.int32)
 
@@ -53,6 +58,7 @@ class Tally:
         num_bare: drafts of bare contexts among them.
         num_outcomes: drafts of which it is known what became of them.
         num_committed: tokens that were committed after those.
+        fail_opens: drafts that clients say they went without, by `FailOpenReason`.
     """
 
     def __init__(self) -> None:
@@ -62,6 +68,7 @@ class Tally:
         self.num_bare = 0
         self.num_outcomes = 0
         self.num_committed = 0
+        self.fail_opens = [0] * len(pb.FailOpenReason.values())
 
     def stepped(self, num_drafts: int, seconds: float) -> None:
         """Count a step of so many sequences that took so long."""
@@ -79,6 +86,18 @@ class Tally:
         count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, self.by_source)
         self.num_outcomes += 1
         self.num_committed += len(tokens)
+
+    def failed_open(self, told: Iterable[pb.FailOpenCount]) -> None:
+        """Count what a client says that it went without; it may say anything.
+
+        Of one reason at most `MOST_FAIL_OPENS` count, and reasons that are not known as not stated.
+        """
+        most = dict.fromkeys(pb.FailOpenReason.values(), MOST_FAIL_OPENS)
+        for each in told:
+            reason = each.reason if each.reason in most else pb.FAIL_OPEN_REASON_UNSPECIFIED
+            counted = min(each.count, most[reason])
+            most[reason] -= counted
+            self.fail_opens[reason] += counted
 
     def warm(self) -> None:
         """Compile or load the kernel, without counting anything."""

@@ -1,7 +1,8 @@
 """Sequences whose tokens are kept, for servers that have missed some of them."""
 
 from array import array
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,9 +29,9 @@ class TrackedSequence:
     def __len__(self) -> int:
         return len(self.prompt) + len(self._output)
 
-    def extend(self, tokens: TokenIds) -> None:
-        """Append int32[n] to the output."""
-        self._output.frombytes(tokens.tobytes())
+    def extend(self, ids: Iterable[int]) -> None:
+        """Append token ids, integers of 31 bits, to the output."""
+        self._output.extend(ids)
 
     def shorten(self, length: int) -> None:
         """Take back the output beyond so many tokens of the sequence."""
@@ -47,9 +48,13 @@ class TrackedSequence:
         first = len(self.prompt)
         return np.array(self._output[begin - first : end - first], np.int32)
 
+    def output_ids(self, begin: int, end: int) -> list[int]:
+        """Return what `output` does, in a list."""
+        first = len(self.prompt)
+        return self._output[begin - first : end - first].tolist()
 
-@dataclass(frozen=True, slots=True)
-class TrackedStep:
+
+class TrackedStep(NamedTuple):
     """One sequence's part of a step, its new tokens taken into the sequence already.
 
     Attributes:

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from retriever import errors
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
-from retriever.forests import are_trees, make_trees
+from retriever.forests import clear_trees
 from retriever.limits import MAX_MESSAGE_BYTES, Limits, checked_tokens
 from retriever.remote.handshakes import advice
 from retriever.tree import DraftTree, Source
@@ -133,9 +133,10 @@ def trees_from_messages(messages: Sequence[pb.DraftTree], num_trees: int) -> lis
     """
     if len(messages) != num_trees:
         raise errors.InvalidTreeError(f"{len(messages)} trees for {num_trees} sequences")
-    if not are_trees(messages):
+    trees = clear_trees(messages)
+    if trees is None:
         return [tree_from_message(message) for message in messages]  # says what is wrong
-    return make_trees(messages)
+    return trees
 
 
 def request_to_step(request: DraftRequest, session_id: str) -> pb.SessionStep:

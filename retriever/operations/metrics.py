@@ -17,10 +17,17 @@ from retriever.operations.lifecycle import Phase
 from retriever.operations.report import Service, installed_version
 from retriever.tally import BOUNDS_S, Latencies
 from retriever.tree import Source
+from retriever.v1 import retriever_pb2 as pb
 from retriever.warmth.counts import SKIPPED
 
 SHOWN_SOURCES: Final = (Source.CONTEXT, Source.GENERATIONS, Source.PHRASES, Source.CORPUS)
 """The databases that a service drafts from."""
+
+
+SHOWN_FAIL_OPENS: Final = tuple(
+    name.removeprefix("FAIL_OPEN_REASON_").lower() for name, _ in pb.FailOpenReason.items()
+)
+"""Why clients go on without a draft."""
 
 
 def registry_of(service: Service) -> CollectorRegistry:
@@ -46,6 +53,7 @@ class ServiceCollector(Collector):
         yield from self._of_memory()
         yield from self._of_indexes()
         yield from self._of_failures()
+        yield from self._of_clients()
         yield from self._of_warmth()
 
     def _of_life(self) -> Iterator[Metric]:
@@ -149,6 +157,17 @@ class ServiceCollector(Collector):
             "refresh_failures",
             "Times that an index had changed and could not be opened.",
             service.refresh_failures,
+        )
+
+    def _of_clients(self) -> Iterator[Metric]:
+        counts = zip(SHOWN_FAIL_OPENS, self._service.tally.fail_opens, strict=True)
+        yield _labelled(
+            CounterMetricFamily(
+                "foredraft_client_fail_opens",
+                "Drafts that clients say they went without, by reason.",
+                labels=["reason"],
+            ),
+            [((reason,), times) for reason, times in counts],
         )
 
     def _of_warmth(self) -> Iterator[Metric]:

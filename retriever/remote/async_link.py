@@ -9,7 +9,9 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from retriever.errors import CredentialsError
 from retriever.remote.backoff import Backoff
+from retriever.remote.credentials import Credentials
 from retriever.remote.link import CONNECT_TIMEOUT_S
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -21,9 +23,15 @@ OpenAsyncChannel = Callable[[str], aio.Channel]
 _log = getLogger(__name__)
 
 
-def insecure_async_channel(address: str) -> aio.Channel:
-    """Open a channel without credentials."""
-    return aio.insecure_channel(address, options=CLIENT_OPTIONS)
+def remote_async_channel(address: str, credentials: Credentials | None) -> aio.Channel:
+    """Open a channel to a service.
+
+    Raises:
+        CredentialsError: a file of the credentials cannot be used.
+    """
+    if credentials is None:
+        return aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    return credentials.aio_channel(address, CLIENT_OPTIONS)
 
 
 class AsyncLinkStream:
@@ -85,20 +93,18 @@ class AsyncLink:
     async def _run(self) -> None:
         backoff = Backoff()
         while True:
-            channel = self._open_channel(self._address)
             try:
-                stub: Any = RetrieverServiceStub(channel)
-                await stub.ListIndexes(pb.ListIndexesRequest(), timeout=CONNECT_TIMEOUT_S)
-                backoff.reset()
-                await self._converse(channel)
-            except grpc.RpcError as error:
+                async with self._open_channel(self._address) as channel:
+                    stub: Any = RetrieverServiceStub(channel)
+                    await stub.ListIndexes(pb.ListIndexesRequest(), timeout=CONNECT_TIMEOUT_S)
+                    backoff.reset()
+                    await self._converse(channel)
+            except (grpc.RpcError, CredentialsError) as error:
                 _log.info("no draft service at %s: %s", self._address, error)
             except asyncio.CancelledError:
                 # A call that was cancelled says so with the very error of a task that is.
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
-            finally:
-                await channel.close()
             await asyncio.sleep(backoff.next_pause_s())
 
     async def _converse(self, channel: aio.Channel) -> None:

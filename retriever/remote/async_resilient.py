@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Self
 
 from numpy.typing import ArrayLike
@@ -13,8 +14,9 @@ from retriever.remote.async_link import (
     AsyncLinkEvent,
     AsyncLinkStream,
     OpenAsyncChannel,
-    insecure_async_channel,
+    remote_async_channel,
 )
+from retriever.remote.credentials import Credentials
 from retriever.remote.fail_opens import FailOpens
 from retriever.remote.local import LocalDrafter
 from retriever.remote.pace import Pace
@@ -36,9 +38,13 @@ class AsyncResilientDrafter:
         local: what drafts while a server does not; True for a `LocalDrafter`, False for nothing.
         lost_after_s: a stream without an answer for so long is given up, in seconds.
         vocabulary_fingerprint: of the tokenizer at hand; a service for another one is not used.
-        open_channel: opens a channel to an address; without credentials if not given.
+        credentials: what to show, and whom to trust; None for services that ask for nothing.
+        pad_requests: pad messages, so that their size tells little of the sequences; see
+            `docs/security.md`.
+        open_channel: opens a channel to an address, in the place of one with the credentials.
 
     Raises:
+        CredentialsError: a file of the credentials cannot be used.
         InvalidRequestError: there is no address, or one twice.
     """
 
@@ -50,14 +56,18 @@ class AsyncResilientDrafter:
         local: Drafter | bool = True,
         lost_after_s: float = LOST_AFTER_S,
         vocabulary_fingerprint: str = "",
-        open_channel: OpenAsyncChannel = insecure_async_channel,
+        credentials: Credentials | None = None,
+        pad_requests: bool = False,
+        open_channel: OpenAsyncChannel | None = None,
     ) -> None:
         listed = [addresses] if isinstance(addresses, str) else addresses
         beside = local if not isinstance(local, bool) else LocalDrafter() if local else None
-        self._planner = Planner(listed, vocabulary_fingerprint, beside)
+        self._planner = Planner(listed, vocabulary_fingerprint, beside, pads=pad_requests)
         self._pace = Pace(deadline_s)
         self._switchboard: Switchboard[AsyncLinkStream] = Switchboard(self._planner, lost_after_s)
-        self._open_channel = open_channel
+        if credentials is not None:
+            credentials.check(listed)
+        self._open_channel = open_channel or partial(remote_async_channel, credentials=credentials)
         self._links: list[AsyncLink] = []
         self._changed = asyncio.Event()
 

@@ -6,20 +6,21 @@ No input or output happens here, so that the synchronous and the asynchronous cl
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from logging import getLogger
-from typing import Final
+from typing import Final, NamedTuple
 
 from retriever.drafter import DraftRequest
 from retriever.errors import InvalidTreeError
+from retriever.padding import pad_request
 from retriever.remote.backoff import Backoff
 from retriever.remote.endings import Endings
-from retriever.remote.fail_opens import FailOpen, FailOpens, reason_of
+from retriever.remote.fail_opens import FailOpen, FailOpens, add_fail_opens, reason_of
 from retriever.tracking import TrackedSequence, TrackedStep
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire import request_to_step, trees_from_messages
+from retriever.wire import trees_from_messages
 
 _MAX_UNANSWERED: Final = 256
 _FIRST_REFUSAL_S: Final = 1.0
@@ -38,19 +39,17 @@ class _Known:
     is_asked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """A message that has not been answered."""
+class _Sent(NamedTuple):
+    """A message that has not been answered; its requests are by the names that they travel by."""
 
     sent_s: float
     deadline_s: float
-    requests: Sequence[DraftRequest] = ()
-    told: Sequence[TrackedSequence] = ()
-    names: dict[str, str] = field(default_factory=dict)
+    requests: dict[str, DraftRequest]
+    told: Sequence[TrackedSequence]
+    missed: FailOpens
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What a response brings.
 
     Attributes:
@@ -59,8 +58,8 @@ class Answer:
         is_broken: whether the stream cannot go on.
     """
 
-    trees: dict[str, DraftTree] = field(default_factory=dict)
-    reasons: dict[str, FailOpen] = field(default_factory=dict)
+    trees: dict[str, DraftTree]
+    reasons: dict[str, FailOpen]
     is_broken: bool = False
 
 
@@ -74,15 +73,19 @@ class Conversation:
     Args:
         address: of the server, for the log.
         fingerprint: of the tokenizer at hand; empty if it is not known.
+        pads: whether messages are padded, so that their size tells little.
 
     Attributes:
         is_up: whether there is a stream.
         fail_opens: what was refused besides the steps that somebody waits for.
+        missed: drafts that were gone without and that the server has not been told of.
     """
 
-    def __init__(self, address: str, fingerprint: str) -> None:
+    def __init__(self, address: str, fingerprint: str, *, pads: bool = False) -> None:
         self.is_up = False
         self.fail_opens: FailOpens = Counter()
+        self.missed: FailOpens = Counter()
+        self._pads = pads
         self._address = address
         self._fingerprint = fingerprint
         self._number = 0
@@ -104,6 +107,7 @@ class Conversation:
         self.is_up = False
         self._endings.lose()
         for sent in self._sent.values():
+            self.missed += sent.missed
             for sequence in sent.told:
                 self._endings.tell(sequence)
         self._sent.clear()
@@ -117,6 +121,8 @@ class Conversation:
         """Tell why nothing is to be asked now; None if something may be."""
         if not self.is_up:
             return FailOpen.DOWN
+        if not self._sent:
+            return None
         is_late = any(sent.requests and sent.deadline_s < now_s for sent in self._sent.values())
         return FailOpen.BUSY if is_late or len(self._sent) >= _MAX_UNANSWERED else None
 
@@ -127,26 +133,29 @@ class Conversation:
         message = self._message()
         message.timeout_us = max(1, int((deadline_s - now_s) * 1e6))
         left_out: dict[str, FailOpen] = {}
-        requests: list[DraftRequest] = []
-        names: dict[str, str] = {}
+        requests: dict[str, DraftRequest] = {}
         room = (deadline_s - now_s) * _OPENED_PER_S
-        for step in steps:
-            name = step.request.session
+        for request, sequence in steps:
+            name = request.session
             known = self._known.get(name)
-            if known is None and (not message.openings or len(step.sequence) <= room):
-                room -= len(step.sequence)
-                known = self._open(name, step.sequence, message, now_s)
+            if known is None and (not message.openings or len(sequence) <= room):
+                room -= len(sequence)
+                known = self._open(name, sequence, message, now_s)
             if known is None or known.is_asked:
                 is_refused = known is None and name in self._refused
                 left_out[name] = FailOpen.LIMIT if is_refused else FailOpen.BUSY
                 continue
-            request = step.since(known.length)
+            message.steps.add(
+                session_id=known.wire_name,
+                new_token_ids=sequence.output_ids(known.length, request.length),
+                length=request.length,
+                budget_nodes=request.budget_nodes,
+                min_probability=request.min_probability,
+            )
             known.length, known.is_asked = request.length, True
-            names[known.wire_name] = name
-            requests.append(request)
-            message.steps.append(request_to_step(request, known.wire_name))
+            requests[known.wire_name] = request
         told = self._endings.add_closings(message)
-        self._sent[self._number] = _Sent(now_s, deadline_s, requests, told, names)
+        self._note(message, now_s, deadline_s, requests, told)
         return message, left_out
 
     def close(self, session: str, sequence: TrackedSequence) -> None:
@@ -160,7 +169,7 @@ class Conversation:
             self._endings.close(known.wire_name)
             self._endings.tell(sequence)
         else:
-            missed = sequence.output(known.length, len(sequence)).tolist()
+            missed = sequence.output_ids(known.length, len(sequence))
             self._endings.close(known.wire_name, missed, sequence)
 
     def rest(self, now_s: float) -> pb.DraftStreamRequest | None:
@@ -172,44 +181,49 @@ class Conversation:
         if not message.closings:
             names = (self._wire_name() for _ in count())
             told = self._endings.add_outputs(message, names, self._fingerprint)
-        self._sent[self._number] = _Sent(now_s, now_s, told=told)
+        self._note(message, now_s, now_s, {}, told)
         return message
 
     def settle(self, response: pb.DraftStreamResponse, now_s: float) -> Answer:
         """Take an answer in."""
         sent = self._sent.pop(response.sequence_number, None)
         if sent is None:
-            return Answer()
-        for request in sent.requests:
+            return Answer({}, {})
+        requests = list(sent.requests.values())
+        for request in requests:
             if known := self._known.get(request.session):
                 known.is_asked = False
         reasons: dict[str, FailOpen] = {}
         for status in response.statuses:
             reason = reason_of(status.code)
             if status.session_id:
-                name = sent.names.get(status.session_id)
-                self._refuse([name] if name is not None else [], reason, status.message, now_s)
-                reasons |= {name: reason} if name is not None else {}
+                refused = sent.requests.get(status.session_id)
+                names = [] if refused is None else [refused.session]
+                self._refuse(names, reason, status.message, now_s)
+                reasons |= dict.fromkeys(names, reason)
             elif reason is FailOpen.LOST:
-                return Answer(is_broken=True)
+                return Answer({}, {}, is_broken=True)
             elif reason is not FailOpen.TIMEOUT:
-                asked = [request.session for request in sent.requests]
+                asked = [request.session for request in requests]
                 self._refuse(asked, reason, status.message, now_s)
-                return Answer(reasons=dict.fromkeys(asked, reason))
-        return self._with_trees(response, sent, reasons)
+                return Answer({}, dict.fromkeys(asked, reason))
+        return self._with_trees(response, requests, reasons)
 
     def _with_trees(
-        self, response: pb.DraftStreamResponse, sent: _Sent, reasons: dict[str, FailOpen]
+        self,
+        response: pb.DraftStreamResponse,
+        requests: Sequence[DraftRequest],
+        reasons: dict[str, FailOpen],
     ) -> Answer:
         try:
-            trees = trees_from_messages(response.trees, len(sent.requests))
+            trees = trees_from_messages(response.trees, len(requests))
         except InvalidTreeError as error:
             _log.warning("draft service %s sent no trees: %s", self._address, error)
-            invalid = {request.session: FailOpen.INVALID for request in sent.requests}
-            return Answer(reasons=invalid | reasons)
+            invalid = {request.session: FailOpen.INVALID for request in requests}
+            return Answer({}, invalid | reasons)
         got = {
             request.session: tree.prefix(request.budget_nodes)
-            for request, tree in zip(sent.requests, trees, strict=True)
+            for request, tree in zip(requests, trees, strict=True)
             if request.session not in reasons
         }
         return Answer(got, reasons)
@@ -241,6 +255,23 @@ class Conversation:
             vocabulary_fingerprint=self._fingerprint,
         )
         return known
+
+    def _note(
+        self,
+        message: pb.DraftStreamRequest,
+        now_s: float,
+        deadline_s: float,
+        requests: dict[str, DraftRequest],
+        told: Sequence[TrackedSequence],
+    ) -> None:
+        """Complete a message that is about to be sent, and remember what went with it."""
+        missed = self.missed
+        if missed:
+            self.missed = Counter()
+            add_fail_opens(message, missed)
+        if self._pads:
+            pad_request(message)
+        self._sent[self._number] = _Sent(now_s, deadline_s, requests, told, missed)
 
     def _message(self) -> pb.DraftStreamRequest:
         self._number += 1

@@ -3,7 +3,7 @@
 import ipaddress
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -131,6 +131,15 @@ class Credentials:
         return aio.secure_channel(
             address, self._for_tls(), self._with_name(options), interceptors=bearer
         )
+
+    def check(self, addresses: Iterable[str]) -> None:
+        """Look whether the files can be used, without connecting to any of the services.
+
+        Raises:
+            CredentialsError: one cannot.
+        """
+        if any(map(self._encrypts, addresses)):
+            self._for_tls()
 
     def _encrypts(self, address: str) -> bool:
         if self.tls is not None:

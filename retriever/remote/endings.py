@@ -83,7 +83,7 @@ class Endings:
             sequence = self._outputs.popleft()
             self._num_tokens -= _size(sequence)
             message.openings.add(session_id=name, vocabulary_fingerprint=fingerprint)
-            tokens = sequence.output(len(sequence.prompt), len(sequence)).tolist()
+            tokens = sequence.output_ids(len(sequence.prompt), len(sequence))
             message.closings.add(session_id=name, new_token_ids=tokens)
             told.append(sequence)
         return told

@@ -6,6 +6,8 @@ from typing import Final
 
 import grpc
 
+from retriever.v1 import retriever_pb2 as pb
+
 
 class FailOpen(StrEnum):
     """Why a sequence's step was not drafted by its server.
@@ -37,6 +39,18 @@ _OF_CODE: Final = {
     grpc.StatusCode.NOT_FOUND.value[0]: FailOpen.LOST,
     grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: FailOpen.LIMIT,
 }
+
+
+_ON_THE_WIRE: Final = {
+    reason: pb.FailOpenReason.Value(f"FAIL_OPEN_REASON_{reason.name}") for reason in FailOpen
+}
+_MOST: Final = (1 << 32) - 1
+
+
+def add_fail_opens(message: pb.DraftStreamRequest, counts: FailOpens) -> None:
+    """Tell a service how often it was gone without."""
+    for reason, times in counts.items():
+        message.fail_opens.add(reason=_ON_THE_WIRE[reason], count=min(times, _MOST))
 
 
 def reason_of(code: int) -> FailOpen:

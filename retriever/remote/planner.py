@@ -15,7 +15,7 @@ from retriever.errors import (
     SessionExistsError,
     UnknownSessionError,
 )
-from retriever.limits import check_session_name, checked_tokens
+from retriever.limits import check_session_name, check_wire, checked_ids, checked_tokens
 from retriever.remote.conversation import Conversation
 from retriever.remote.fail_opens import FailOpen, FailOpens
 from retriever.remote.local_side import LocalSide
@@ -67,6 +67,7 @@ class Planner:
         addresses: of the servers; at least one, each once.
         fingerprint: of the tokenizer at hand; empty if it is not known.
         local: what drafts while a server does not; None for nothing.
+        pads: whether messages are padded, so that their size tells little.
 
     Attributes:
         conversations: by address.
@@ -76,11 +77,18 @@ class Planner:
         InvalidRequestError: there is no address, or one twice.
     """
 
-    def __init__(self, addresses: Iterable[str], fingerprint: str, local: Drafter | None) -> None:
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        fingerprint: str,
+        local: Drafter | None,
+        *,
+        pads: bool = False,
+    ) -> None:
         listed = list(addresses)
         if not listed or len(set(listed)) != len(listed):
             raise InvalidRequestError("name at least one draft service, and each of them once")
-        self.conversations = {each: Conversation(each, fingerprint) for each in listed}
+        self.conversations = {each: Conversation(each, fingerprint, pads=pads) for each in listed}
         self._fail_opens: FailOpens = Counter()
         self._placed: dict[str, _Placed] = {}
         self._under_way: set[Plan] = set()
@@ -108,12 +116,14 @@ class Planner:
         """
         if len({request.session for request in requests}) != len(requests):
             raise InvalidRequestError("a step names one session twice")
-        until_s = deadline_s + _LOCAL_SHARE * max(0.0, deadline_s - now_s)
-        plan = Plan([self._checked(request) for request in requests], until_s)
+        checked = [self._checked(request) for request in requests]
+        plan = Plan([], deadline_s + _LOCAL_SHARE * max(0.0, deadline_s - now_s))
         by_server: dict[str, list[TrackedStep]] = {}
-        for step in plan.steps:
-            step.sequence.extend(step.request.new_tokens)
-            by_server.setdefault(self._server_of(step.request.session), []).append(step)
+        for request, (placed, ids) in zip(requests, checked, strict=True):
+            placed.sequence.extend(ids)
+            step = TrackedStep(request, placed.sequence)
+            plan.steps.append(step)
+            by_server.setdefault(self._server_of(request.session, placed), []).append(step)
         for address, steps in by_server.items():
             self._ask(plan, address, steps, now_s, deadline_s)
         self._under_way.add(plan)
@@ -143,10 +153,12 @@ class Planner:
         """Return the trees of a step, in order, locally made where no server's has come."""
         self._under_way.discard(plan)
         missing = [step for step in plan.steps if step.request.session not in plan.trees]
+        local = self._local.draft(missing, plan.local_until_s)
         for step in missing:
-            self._fail_opens[plan.reasons.get(step.request.session, FailOpen.TIMEOUT)] += 1
-        trees = plan.trees | self._local.draft(missing, plan.local_until_s)
-        return [trees.get(step.request.session, DraftTree.empty()) for step in plan.steps]
+            name = step.request.session
+            self._miss(name, plan.reasons.get(name, FailOpen.TIMEOUT))
+            plan.trees[name] = local[name] if name in local else DraftTree.empty()
+        return [plan.trees[step.request.session] for step in plan.steps]
 
     def close(self, session: str, new_tokens: ArrayLike | None, *, remember: bool) -> None:
         """End a sequence; its server is told with the next message.
@@ -154,10 +166,10 @@ class Planner:
         Raises:
             UnknownSessionError: the session is not open.
         """
-        tokens = checked_tokens([] if new_tokens is None else new_tokens, None)
+        ids = checked_ids([] if new_tokens is None else new_tokens, None)
         placed = self._find(session)
         del self._placed[session]
-        placed.sequence.extend(tokens)
+        placed.sequence.extend(ids)
         placed.sequence.remember = placed.sequence.remember and remember
         self.conversations[placed.address].close(session, placed.sequence)
         self._local.close(session, placed.sequence)
@@ -172,19 +184,24 @@ class Planner:
         if why_not is not None:
             plan.reasons |= {step.request.session: why_not for step in steps}
             return
-        message, left_out = conversation.ask(steps, now_s, deadline_s)
-        plan.messages[address] = message
+        plan.messages[address], left_out = conversation.ask(steps, now_s, deadline_s)
         plan.reasons |= left_out
 
-    def _server_of(self, session: str) -> str:
+    def _server_of(self, session: str, placed: _Placed) -> str:
         """Return the server of a session; it moves if its own is away and another is not."""
-        placed = self._placed[session]
         if not self.conversations[placed.address].is_up:
             for address in ranked(session, self.conversations):
                 if self.conversations[address].is_up:
                     placed.address = address
                     break
         return placed.address
+
+    def _miss(self, session: str, reason: FailOpen) -> None:
+        """Count a draft that was gone without; its server is told of it, too."""
+        self._fail_opens[reason] += 1
+        address = self._address_of(session)
+        if address is not None:
+            self.conversations[address].missed[reason] += 1
 
     def _address_of(self, session: str) -> str | None:
         placed = self._placed.get(session)
@@ -195,16 +212,15 @@ class Planner:
             raise UnknownSessionError(f"no session {session!r} is open: open it first")
         return self._placed[session]
 
-    def _checked(self, request: DraftRequest) -> TrackedStep:
-        sequence = self._find(request.session).sequence
-        tokens = checked_tokens(request.new_tokens, None)
-        if len(sequence) + len(tokens) != request.length:
+    def _checked(self, request: DraftRequest) -> tuple[_Placed, list[int]]:
+        """Return whose request it is, and its new tokens."""
+        placed = self._find(request.session)
+        ids, known = checked_ids(request.new_tokens, None), len(placed.sequence)
+        check_wire(request)
+        if known + len(ids) != request.length:
             raise OutOfSequenceError(
-                f"session {request.session!r} has {len(sequence)} tokens and the request brings "
-                f"{len(tokens)}, but states a length of {request.length}: a step was lost or "
+                f"session {request.session!r} has {known} tokens and the request brings "
+                f"{len(ids)}, but states a length of {request.length}: a step was lost or "
                 "repeated; close the session and open it again"
             )
-        checked = DraftRequest(
-            request.session, tokens, request.length, request.budget_nodes, request.min_probability
-        )
-        return TrackedStep(checked, sequence)
+        return placed, ids

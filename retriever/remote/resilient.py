@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Final, Self
@@ -10,8 +11,9 @@ from typing import Final, Self
 from numpy.typing import ArrayLike
 
 from retriever.drafter import Drafter, DraftRequest
+from retriever.remote.credentials import Credentials
 from retriever.remote.fail_opens import FailOpens
-from retriever.remote.link import Link, LinkEvent, LinkStream, OpenChannel, insecure_channel
+from retriever.remote.link import Link, LinkEvent, LinkStream, OpenChannel, remote_channel
 from retriever.remote.local import LocalDrafter
 from retriever.remote.pace import Pace
 from retriever.remote.planner import Planner
@@ -41,9 +43,13 @@ class ResilientDrafter:
             It is called from one thread at a time.
         lost_after_s: a stream without an answer for so long is given up, in seconds.
         vocabulary_fingerprint: of the tokenizer at hand; a service for another one is not used.
-        open_channel: opens a channel to an address; without credentials if not given.
+        credentials: what to show, and whom to trust; None for services that ask for nothing.
+        pad_requests: pad messages, so that their size tells little of the sequences; see
+            `docs/security.md`.
+        open_channel: opens a channel to an address, in the place of one with the credentials.
 
     Raises:
+        CredentialsError: a file of the credentials cannot be used.
         InvalidRequestError: there is no address, or one twice.
     """
 
@@ -55,15 +61,19 @@ class ResilientDrafter:
         local: Drafter | bool = True,
         lost_after_s: float = LOST_AFTER_S,
         vocabulary_fingerprint: str = "",
-        open_channel: OpenChannel = insecure_channel,
+        credentials: Credentials | None = None,
+        pad_requests: bool = False,
+        open_channel: OpenChannel | None = None,
     ) -> None:
         listed = [addresses] if isinstance(addresses, str) else addresses
         beside = local if not isinstance(local, bool) else LocalDrafter() if local else None
-        self._planner = Planner(listed, vocabulary_fingerprint, beside)
+        self._planner = Planner(listed, vocabulary_fingerprint, beside, pads=pad_requests)
         self._pace = Pace(deadline_s)
         self._lost_after_s = lost_after_s
         self._switchboard: Switchboard[LinkStream] = Switchboard(self._planner, lost_after_s)
-        self._open_channel = open_channel
+        if credentials is not None:
+            credentials.check(listed)
+        self._open_channel = open_channel or partial(remote_channel, credentials=credentials)
         self._pid = os.getpid()
         self._lock = Lock()
         self._events: SimpleQueue[LinkEvent] = SimpleQueue()

@@ -81,6 +81,8 @@ class DraftStream:
         self, message: pb.DraftStreamRequest, read_at_s: float
     ) -> pb.DraftStreamResponse:
         response = pb.DraftStreamResponse(sequence_number=message.sequence_number)
+        if message.fail_opens:
+            self._drafter.tally.failed_open(message.fail_opens)
         try:
             requests = wire.requests_from_message(message)
             check_batch(requests, self._drafter.limits)

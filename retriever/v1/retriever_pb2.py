@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cretriever/v1/retriever.proto\x12\x0cretriever.v1\"m\n\tDraftTree\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12\x15\n\rprobabilities\x18\x03 \x03(\x02\x12%\n\x07sources\x18\x04 \x03(\x0e\x32\x14.retriever.v1.Source\"n\n\x0c\x44raftRequest\x12\x0f\n\x07\x63ontext\x18\x01 \x03(\r\x12\x14\n\x0c\x62udget_nodes\x18\x02 \x01(\r\x12\x17\n\x0fmin_probability\x18\x03 \x01(\x02\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\"G\n\rDraftResponse\x12%\n\x04tree\x18\x01 \x01(\x0b\x32\x17.retriever.v1.DraftTree\x12\x0f\n\x07padding\x18\x02 \x03(\x0c\"\x87\x01\n\x0e\x45xplainRequest\x12\x0f\n\x07\x63ontext\x18\x01 \x03(\r\x12\x14\n\x0c\x62udget_nodes\x18\x02 \x01(\r\x12\x17\n\x0fmin_probability\x18\x03 \x01(\x02\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\x12\x15\n\rmax_documents\x18\x05 \x01(\r\"e\n\x0f\x45xplainResponse\x12%\n\x04tree\x18\x01 \x01(\x0b\x32\x17.retriever.v1.DraftTree\x12+\n\x05nodes\x18\x02 \x03(\x0b\x32\x1c.retriever.v1.NodeProvenance\"\x85\x01\n\x0eNodeProvenance\x12\x14\n\x0cmatch_length\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x19\n\x11\x63ontext_positions\x18\x03 \x03(\r\x12\x33\n\tdocuments\x18\x04 \x03(\x0b\x32 .retriever.v1.DocumentOccurrence\"T\n\x12\x44ocumentOccurrence\x12\r\n\x05index\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07licence\x18\x03 \x01(\t\x12\x10\n\x08position\x18\x04 \x01(\x04\"h\n\x12OpenSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\"\x15\n\x13OpenSessionResponse\"\xd4\x01\n\x12\x44raftStreamRequest\x12(\n\x05steps\x18\x01 \x03(\x0b\x32\x19.retriever.v1.SessionStep\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12\x32\n\x08openings\x18\x03 \x03(\x0b\x32 .retriever.v1.OpenSessionRequest\x12\x33\n\x08\x63losings\x18\x04 \x03(\x0b\x32!.retriever.v1.CloseSessionRequest\x12\x12\n\ntimeout_us\x18\x05 \x01(\r\"w\n\x0bSessionStep\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x14\n\x0c\x62udget_nodes\x18\x04 \x01(\r\x12\x17\n\x0fmin_probability\x18\x05 \x01(\x02\"\x96\x01\n\x13\x44raftStreamResponse\x12&\n\x05trees\x18\x01 \x03(\x0b\x32\x17.retriever.v1.DraftTree\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12-\n\x08statuses\x18\x03 \x03(\x0b\x32\x1b.retriever.v1.SessionStatus\x12\x0f\n\x07padding\x18\x04 \x03(\x0c\"B\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"P\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\"\x16\n\x14\x43loseSessionResponse\".\n\x18\x44\x65leteSessionDataRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x1b\n\x19\x44\x65leteSessionDataResponse\"\x19\n\x17\x44\x65leteTenantDataRequest\"\x1a\n\x18\x44\x65leteTenantDataResponse\"\x14\n\x12ListIndexesRequest\"?\n\x13ListIndexesResponse\x12(\n\x07indexes\x18\x01 \x03(\x0b\x32\x17.retriever.v1.IndexInfo\"\x8f\x01\n\tIndexInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x15\n\rnum_documents\x18\x03 \x01(\x04\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\x04\x12\x1e\n\x16vocabulary_fingerprint\x18\x05 \x01(\t\x12\x10\n\x08snapshot\x18\x06 \x01(\x04*\x85\x01\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSOURCE_CONTEXT\x10\x01\x12\x16\n\x12SOURCE_GENERATIONS\x10\x02\x12\x12\n\x0eSOURCE_PHRASES\x10\x03\x12\x11\n\rSOURCE_CORPUS\x10\x04\x12\x10\n\x0cSOURCE_MODEL\x10\x05\x32\xbc\x05\n\x10RetrieverService\x12@\n\x05\x44raft\x12\x1a.retriever.v1.DraftRequest\x1a\x1b.retriever.v1.DraftResponse\x12\x46\n\x07\x45xplain\x12\x1c.retriever.v1.ExplainRequest\x1a\x1d.retriever.v1.ExplainResponse\x12R\n\x0bOpenSession\x12 .retriever.v1.OpenSessionRequest\x1a!.retriever.v1.OpenSessionResponse\x12V\n\x0b\x44raftStream\x12 .retriever.v1.DraftStreamRequest\x1a!.retriever.v1.DraftStreamResponse(\x01\x30\x01\x12U\n\x0c\x43loseSession\x12!.retriever.v1.CloseSessionRequest\x1a\".retriever.v1.CloseSessionResponse\x12\x64\n\x11\x44\x65leteSessionData\x12&.retriever.v1.DeleteSessionDataRequest\x1a\'.retriever.v1.DeleteSessionDataResponse\x12\x61\n\x10\x44\x65leteTenantData\x12%.retriever.v1.DeleteTenantDataRequest\x1a&.retriever.v1.DeleteTenantDataResponse\x12R\n\x0bListIndexes\x12 .retriever.v1.ListIndexesRequest\x1a!.retriever.v1.ListIndexesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cretriever/v1/retriever.proto\x12\x0cretriever.v1\"m\n\tDraftTree\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12\x15\n\rprobabilities\x18\x03 \x03(\x02\x12%\n\x07sources\x18\x04 \x03(\x0e\x32\x14.retriever.v1.Source\"n\n\x0c\x44raftRequest\x12\x0f\n\x07\x63ontext\x18\x01 \x03(\r\x12\x14\n\x0c\x62udget_nodes\x18\x02 \x01(\r\x12\x17\n\x0fmin_probability\x18\x03 \x01(\x02\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\"G\n\rDraftResponse\x12%\n\x04tree\x18\x01 \x01(\x0b\x32\x17.retriever.v1.DraftTree\x12\x0f\n\x07padding\x18\x02 \x03(\x0c\"\x87\x01\n\x0e\x45xplainRequest\x12\x0f\n\x07\x63ontext\x18\x01 \x03(\r\x12\x14\n\x0c\x62udget_nodes\x18\x02 \x01(\r\x12\x17\n\x0fmin_probability\x18\x03 \x01(\x02\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\x12\x15\n\rmax_documents\x18\x05 \x01(\r\"e\n\x0f\x45xplainResponse\x12%\n\x04tree\x18\x01 \x01(\x0b\x32\x17.retriever.v1.DraftTree\x12+\n\x05nodes\x18\x02 \x03(\x0b\x32\x1c.retriever.v1.NodeProvenance\"\x85\x01\n\x0eNodeProvenance\x12\x14\n\x0cmatch_length\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x19\n\x11\x63ontext_positions\x18\x03 \x03(\r\x12\x33\n\tdocuments\x18\x04 \x03(\x0b\x32 .retriever.v1.DocumentOccurrence\"T\n\x12\x44ocumentOccurrence\x12\r\n\x05index\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07licence\x18\x03 \x01(\t\x12\x10\n\x08position\x18\x04 \x01(\x04\"h\n\x12OpenSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\x12\x1e\n\x16vocabulary_fingerprint\x18\x04 \x01(\t\"\x15\n\x13OpenSessionResponse\"\x96\x02\n\x12\x44raftStreamRequest\x12(\n\x05steps\x18\x01 \x03(\x0b\x32\x19.retriever.v1.SessionStep\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12\x32\n\x08openings\x18\x03 \x03(\x0b\x32 .retriever.v1.OpenSessionRequest\x12\x33\n\x08\x63losings\x18\x04 \x03(\x0b\x32!.retriever.v1.CloseSessionRequest\x12\x12\n\ntimeout_us\x18\x05 \x01(\r\x12/\n\nfail_opens\x18\x06 \x03(\x0b\x32\x1b.retriever.v1.FailOpenCount\x12\x0f\n\x07padding\x18\x07 \x03(\x0c\"L\n\rFailOpenCount\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.retriever.v1.FailOpenReason\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"w\n\x0bSessionStep\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x14\n\x0c\x62udget_nodes\x18\x04 \x01(\r\x12\x17\n\x0fmin_probability\x18\x05 \x01(\x02\"\x96\x01\n\x13\x44raftStreamResponse\x12&\n\x05trees\x18\x01 \x03(\x0b\x32\x17.retriever.v1.DraftTree\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12-\n\x08statuses\x18\x03 \x03(\x0b\x32\x1b.retriever.v1.SessionStatus\x12\x0f\n\x07padding\x18\x04 \x03(\x0c\"B\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"P\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x0e\n\x06\x66orget\x18\x03 \x01(\x08\"\x16\n\x14\x43loseSessionResponse\".\n\x18\x44\x65leteSessionDataRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x1b\n\x19\x44\x65leteSessionDataResponse\"\x19\n\x17\x44\x65leteTenantDataRequest\"\x1a\n\x18\x44\x65leteTenantDataResponse\"\x14\n\x12ListIndexesRequest\"?\n\x13ListIndexesResponse\x12(\n\x07indexes\x18\x01 \x03(\x0b\x32\x17.retriever.v1.IndexInfo\"\x8f\x01\n\tIndexInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x15\n\rnum_documents\x18\x03 \x01(\x04\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\x04\x12\x1e\n\x16vocabulary_fingerprint\x18\x05 \x01(\t\x12\x10\n\x08snapshot\x18\x06 \x01(\x04*\x85\x01\n\x06Source\x12\x16\n\x12SOURCE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSOURCE_CONTEXT\x10\x01\x12\x16\n\x12SOURCE_GENERATIONS\x10\x02\x12\x12\n\x0eSOURCE_PHRASES\x10\x03\x12\x11\n\rSOURCE_CORPUS\x10\x04\x12\x10\n\x0cSOURCE_MODEL\x10\x05*\x9a\x02\n\x0e\x46\x61ilOpenReason\x12 \n\x1c\x46\x41IL_OPEN_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46\x41IL_OPEN_REASON_DOWN\x10\x01\x12\x19\n\x15\x46\x41IL_OPEN_REASON_BUSY\x10\x02\x12\x1c\n\x18\x46\x41IL_OPEN_REASON_TIMEOUT\x10\x03\x12\x19\n\x15\x46\x41IL_OPEN_REASON_LOST\x10\x04\x12\x1a\n\x16\x46\x41IL_OPEN_REASON_LIMIT\x10\x05\x12\x1f\n\x1b\x46\x41IL_OPEN_REASON_VOCABULARY\x10\x06\x12\x1c\n\x18\x46\x41IL_OPEN_REASON_REFUSED\x10\x07\x12\x1c\n\x18\x46\x41IL_OPEN_REASON_INVALID\x10\x08\x32\xbc\x05\n\x10RetrieverService\x12@\n\x05\x44raft\x12\x1a.retriever.v1.DraftRequest\x1a\x1b.retriever.v1.DraftResponse\x12\x46\n\x07\x45xplain\x12\x1c.retriever.v1.ExplainRequest\x1a\x1d.retriever.v1.ExplainResponse\x12R\n\x0bOpenSession\x12 .retriever.v1.OpenSessionRequest\x1a!.retriever.v1.OpenSessionResponse\x12V\n\x0b\x44raftStream\x12 .retriever.v1.DraftStreamRequest\x1a!.retriever.v1.DraftStreamResponse(\x01\x30\x01\x12U\n\x0c\x43loseSession\x12!.retriever.v1.CloseSessionRequest\x1a\".retriever.v1.CloseSessionResponse\x12\x64\n\x11\x44\x65leteSessionData\x12&.retriever.v1.DeleteSessionDataRequest\x1a\'.retriever.v1.DeleteSessionDataResponse\x12\x61\n\x10\x44\x65leteTenantData\x12%.retriever.v1.DeleteTenantDataRequest\x1a&.retriever.v1.DeleteTenantDataResponse\x12R\n\x0bListIndexes\x12 .retriever.v1.ListIndexesRequest\x1a!.retriever.v1.ListIndexesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'retriever.v1.retriever_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SOURCE']._serialized_start=1963
-  _globals['_SOURCE']._serialized_end=2096
+  _globals['_SOURCE']._serialized_start=2107
+  _globals['_SOURCE']._serialized_end=2240
+  _globals['_FAILOPENREASON']._serialized_start=2243
+  _globals['_FAILOPENREASON']._serialized_end=2525
   _globals['_DRAFTTREE']._serialized_start=46
   _globals['_DRAFTTREE']._serialized_end=155
   _globals['_DRAFTREQUEST']._serialized_start=157
@@ -52,31 +54,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENSESSIONRESPONSE']._serialized_start=911
   _globals['_OPENSESSIONRESPONSE']._serialized_end=932
   _globals['_DRAFTSTREAMREQUEST']._serialized_start=935
-  _globals['_DRAFTSTREAMREQUEST']._serialized_end=1147
-  _globals['_SESSIONSTEP']._serialized_start=1149
-  _globals['_SESSIONSTEP']._serialized_end=1268
-  _globals['_DRAFTSTREAMRESPONSE']._serialized_start=1271
-  _globals['_DRAFTSTREAMRESPONSE']._serialized_end=1421
-  _globals['_SESSIONSTATUS']._serialized_start=1423
-  _globals['_SESSIONSTATUS']._serialized_end=1489
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1491
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1571
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1573
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1595
-  _globals['_DELETESESSIONDATAREQUEST']._serialized_start=1597
-  _globals['_DELETESESSIONDATAREQUEST']._serialized_end=1643
-  _globals['_DELETESESSIONDATARESPONSE']._serialized_start=1645
-  _globals['_DELETESESSIONDATARESPONSE']._serialized_end=1672
-  _globals['_DELETETENANTDATAREQUEST']._serialized_start=1674
-  _globals['_DELETETENANTDATAREQUEST']._serialized_end=1699
-  _globals['_DELETETENANTDATARESPONSE']._serialized_start=1701
-  _globals['_DELETETENANTDATARESPONSE']._serialized_end=1727
-  _globals['_LISTINDEXESREQUEST']._serialized_start=1729
-  _globals['_LISTINDEXESREQUEST']._serialized_end=1749
-  _globals['_LISTINDEXESRESPONSE']._serialized_start=1751
-  _globals['_LISTINDEXESRESPONSE']._serialized_end=1814
-  _globals['_INDEXINFO']._serialized_start=1817
-  _globals['_INDEXINFO']._serialized_end=1960
-  _globals['_RETRIEVERSERVICE']._serialized_start=2099
-  _globals['_RETRIEVERSERVICE']._serialized_end=2799
+  _globals['_DRAFTSTREAMREQUEST']._serialized_end=1213
+  _globals['_FAILOPENCOUNT']._serialized_start=1215
+  _globals['_FAILOPENCOUNT']._serialized_end=1291
+  _globals['_SESSIONSTEP']._serialized_start=1293
+  _globals['_SESSIONSTEP']._serialized_end=1412
+  _globals['_DRAFTSTREAMRESPONSE']._serialized_start=1415
+  _globals['_DRAFTSTREAMRESPONSE']._serialized_end=1565
+  _globals['_SESSIONSTATUS']._serialized_start=1567
+  _globals['_SESSIONSTATUS']._serialized_end=1633
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1635
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1715
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1717
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1739
+  _globals['_DELETESESSIONDATAREQUEST']._serialized_start=1741
+  _globals['_DELETESESSIONDATAREQUEST']._serialized_end=1787
+  _globals['_DELETESESSIONDATARESPONSE']._serialized_start=1789
+  _globals['_DELETESESSIONDATARESPONSE']._serialized_end=1816
+  _globals['_DELETETENANTDATAREQUEST']._serialized_start=1818
+  _globals['_DELETETENANTDATAREQUEST']._serialized_end=1843
+  _globals['_DELETETENANTDATARESPONSE']._serialized_start=1845
+  _globals['_DELETETENANTDATARESPONSE']._serialized_end=1871
+  _globals['_LISTINDEXESREQUEST']._serialized_start=1873
+  _globals['_LISTINDEXESREQUEST']._serialized_end=1893
+  _globals['_LISTINDEXESRESPONSE']._serialized_start=1895
+  _globals['_LISTINDEXESRESPONSE']._serialized_end=1958
+  _globals['_INDEXINFO']._serialized_start=1961
+  _globals['_INDEXINFO']._serialized_end=2104
+  _globals['_RETRIEVERSERVICE']._serialized_start=2528
+  _globals['_RETRIEVERSERVICE']._serialized_end=3228
 # @@protoc_insertion_point(module_scope)

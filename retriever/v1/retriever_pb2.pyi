@@ -15,12 +15,33 @@ class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SOURCE_PHRASES: _ClassVar[Source]
     SOURCE_CORPUS: _ClassVar[Source]
     SOURCE_MODEL: _ClassVar[Source]
+
+class FailOpenReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAIL_OPEN_REASON_UNSPECIFIED: _ClassVar[FailOpenReason]
+    FAIL_OPEN_REASON_DOWN: _ClassVar[FailOpenReason]
+    FAIL_OPEN_REASON_BUSY: _ClassVar[FailOpenReason]
+    FAIL_OPEN_REASON_TIMEOUT: _ClassVar[FailOpenReason]
+    FAIL_OPEN_REASON_LOST: _ClassVar[FailOpenReason]
+    FAIL_OPEN_REASON_LIMIT: _ClassVar[FailOpenReason]
+    FAIL_OPEN_REASON_VOCABULARY: _ClassVar[FailOpenReason]
+    FAIL_OPEN_REASON_REFUSED: _ClassVar[FailOpenReason]
+    FAIL_OPEN_REASON_INVALID: _ClassVar[FailOpenReason]
 SOURCE_UNSPECIFIED: Source
 SOURCE_CONTEXT: Source
 SOURCE_GENERATIONS: Source
 SOURCE_PHRASES: Source
 SOURCE_CORPUS: Source
 SOURCE_MODEL: Source
+FAIL_OPEN_REASON_UNSPECIFIED: FailOpenReason
+FAIL_OPEN_REASON_DOWN: FailOpenReason
+FAIL_OPEN_REASON_BUSY: FailOpenReason
+FAIL_OPEN_REASON_TIMEOUT: FailOpenReason
+FAIL_OPEN_REASON_LOST: FailOpenReason
+FAIL_OPEN_REASON_LIMIT: FailOpenReason
+FAIL_OPEN_REASON_VOCABULARY: FailOpenReason
+FAIL_OPEN_REASON_REFUSED: FailOpenReason
+FAIL_OPEN_REASON_INVALID: FailOpenReason
 
 class DraftTree(_message.Message):
     __slots__ = ("token_ids", "parents", "probabilities", "sources")
@@ -117,18 +138,30 @@ class OpenSessionResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DraftStreamRequest(_message.Message):
-    __slots__ = ("steps", "sequence_number", "openings", "closings", "timeout_us")
+    __slots__ = ("steps", "sequence_number", "openings", "closings", "timeout_us", "fail_opens", "padding")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     OPENINGS_FIELD_NUMBER: _ClassVar[int]
     CLOSINGS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
+    FAIL_OPENS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[SessionStep]
     sequence_number: int
     openings: _containers.RepeatedCompositeFieldContainer[OpenSessionRequest]
     closings: _containers.RepeatedCompositeFieldContainer[CloseSessionRequest]
     timeout_us: int
-    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., openings: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., closings: _Optional[_Iterable[_Union[CloseSessionRequest, _Mapping]]] = ..., timeout_us: _Optional[int] = ...) -> None: ...
+    fail_opens: _containers.RepeatedCompositeFieldContainer[FailOpenCount]
+    padding: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., openings: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., closings: _Optional[_Iterable[_Union[CloseSessionRequest, _Mapping]]] = ..., timeout_us: _Optional[int] = ..., fail_opens: _Optional[_Iterable[_Union[FailOpenCount, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class FailOpenCount(_message.Message):
+    __slots__ = ("reason", "count")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    reason: FailOpenReason
+    count: int
+    def __init__(self, reason: _Optional[_Union[FailOpenReason, str]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SessionStep(_message.Message):
     __slots__ = ("session_id", "new_token_ids", "length", "budget_nodes", "min_probability")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from retriever.errors import InvalidTreeError
-from retriever.forests import are_trees
+from retriever.forests import clear_trees
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire import tree_from_message, trees_from_messages
@@ -57,7 +57,7 @@ def test_forest_is_valid_where_each_of_its_trees_is() -> None:
     for _ in range(3000):
         messages = [some_tree(rng) for _ in range(int(rng.integers(0, 4)))]
         expected = one_by_one(messages)
-        assert are_trees(messages) == (expected is not None)
+        assert (clear_trees(messages) is None) == (expected is None)
         if expected is None:
             with pytest.raises(InvalidTreeError):
                 trees_from_messages(messages, len(messages))
@@ -74,3 +74,15 @@ def test_forest_is_valid_where_each_of_its_trees_is() -> None:
 def test_another_number_of_trees_is_refused() -> None:
     with pytest.raises(InvalidTreeError, match="2 trees for 1"):
         trees_from_messages([pb.DraftTree(), pb.DraftTree()], 1)
+
+
+def test_probabilities_that_rise_by_a_rounding_are_still_a_tree() -> None:
+    message = pb.DraftTree(
+        token_ids=[1, 2],
+        parents=[-1, 0],
+        probabilities=[0.5, 0.5000001],
+        sources=[pb.SOURCE_CONTEXT] * 2,
+    )
+    assert clear_trees([message]) is None
+    (tree,) = trees_from_messages([message], 1)
+    assert tree.token_ids.tolist() == [1, 2]
