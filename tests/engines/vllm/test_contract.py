@@ -1,6 +1,7 @@
 """The proposer as vLLM calls it, without vLLM."""
 
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,7 +99,7 @@ def test_nothing_is_raised(
             assert propose(proposer, [REPEATED, REPEATED], [1, 0]) == [[], []]
             assert propose(proposer, [REPEATED], [1]) == [[]]
     assert len([record for record in caplog.records if "goes on without" in record.message]) == 1
-    monkeypatch.setattr(adapter.time, "monotonic", lambda: float("inf"))
+    monkeypatch.setattr(time, "monotonic", lambda: float("inf"))
     proposer.sessions = proposer.sessions and type(proposer.sessions)(proposer._drafter)
     assert propose(proposer, [REPEATED], [1])[0]
 
