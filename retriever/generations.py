@@ -1,7 +1,6 @@
 """Recent outputs in memory, to find what followed the last tokens before."""
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from retriever.clock import steady_time
 from retriever.drafter import TokenIds
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.layout import Scratch
@@ -62,7 +62,7 @@ class Generations:
         self,
         capacity: int,
         max_age_s: float = math.inf,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ) -> None:
         self._capacity = ring_capacity(capacity)
         self._max_age_s = max_age_s

@@ -17,6 +17,7 @@ from threading import Event, Lock, Thread
 from typing import Final
 
 from retriever import log_records as records
+from retriever.clock import steady_time
 from retriever.errors import StateError
 from retriever.log_files import LogFiles
 from retriever.log_opening import REFUSALS, open_store
@@ -55,7 +56,7 @@ class GenerationsLog:
         directory: Path,
         fingerprint: str = "",
         options: LogOptions | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ) -> None:
         self.failures = 0
         self._directory = directory

@@ -132,7 +132,8 @@ class LogStore:
                 if output is None:
                     found.num_damaged += 1
                 elif now_s - output.time_s <= self._options.max_age_s:
-                    found.outputs.append(output)
+                    # Of a process whose clock was ahead: it must not be kept longer than others.
+                    found.outputs.append(replace(output, time_s=min(output.time_s, now_s)))
             self._extents[tenant] = _extent(cursor, prefix)
             found.statistics = _content(transaction, records.statistics_key(tenant))
         return found
@@ -244,6 +245,11 @@ class LogStore:
         found = cursor.set_range(prefix)
         while found and cursor.key().startswith(prefix):
             time_s, length = records.measure_output(cursor.value())
+            if time_s > now_s and self._options.max_age_s < math.inf:
+                _date_back(cursor, prefix, now_s)
+                cursor.set_range(prefix)
+                time_s, length = records.measure_output(cursor.value())
+                time_s = time_s if time_s <= now_s else -math.inf  # damaged: nobody can read it
             expired = now_s - time_s > self._options.max_age_s
             if not expired and num_tokens - length - 1 < self._capacity:
                 break
@@ -274,6 +280,16 @@ def _keys(cursor: Any, prefix: bytes, *, delete: bool = False) -> Iterator[bytes
     while found and cursor.key().startswith(prefix):
         yield cursor.key()
         found = (cursor.delete() and bool(cursor.key())) if delete else cursor.next()
+
+
+def _date_back(cursor: Any, prefix: bytes, now_s: float) -> None:
+    """Date the outputs of a tenant now that are of the future: they age from now on."""
+    for key in _keys(cursor, prefix):
+        content = records.unseal(key, cursor.value())
+        output = None if content is None else records.decode_output(content)
+        if output is not None and output.time_s > now_s:
+            dated = records.encode_output(replace(output, time_s=now_s))
+            cursor.put(key, records.seal(key, dated))
 
 
 def _content(transaction: Any, key: bytes) -> bytes | None:

@@ -1,6 +1,5 @@
 """Pools: what each tenant has of its own, so that no tenant ever drafts from another's outputs."""
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from threading import Lock
 from typing import Self
 from weakref import WeakValueDictionary
 
+from retriever.clock import steady_time
 from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError
 from retriever.generations import Generations, Output
@@ -38,7 +38,7 @@ class Pools:
         self,
         limits: Limits,
         log: GenerationsLog | None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ) -> None:
         self._limits = limits
         self._log = log

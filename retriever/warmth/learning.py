@@ -1,10 +1,10 @@
 """Remembering what other drafters have generated, a little at a time, beside the drafting."""
 
-import time
 from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Final
 
+from retriever.clock import steady_time
 from retriever.generations import Output
 from retriever.limits import Limits
 from retriever.pools import Pools
@@ -44,7 +44,7 @@ class Learner:
         position: Position,
         forget: Callable[[Scope], None],
         counts: WarmthCounts,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady_time,
     ) -> None:
         self._pools = pools
         self._lock = lock

@@ -8,6 +8,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from indexer.reader import Vocabulary
+from retriever.clock import steady_time
 from retriever.errors import WarmthError
 from retriever.limits import Limits
 from retriever.log_store import Entry
@@ -137,7 +138,7 @@ class SharedWarmth(NoWarmth):
 
     def delete(self, scope: Scope) -> None:
         """Let the others be told to delete a scope; the caller holds the drafter's lock."""
-        now = time.time()
+        now = steady_time()
         self._deletions.add(scope, now)
         self._outbox.delete(scope, now)
 

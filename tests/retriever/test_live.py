@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from benchmarks.planted import word_tokenizer
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
-from retriever import Drafter, DraftRequest, DraftTree, RemoteDrafter, Source, embedded, live
+from retriever import Drafter, DraftRequest, DraftTree, RemoteDrafter, Source, bare_contexts, live
 from retriever.embedded import EmbeddedDrafter
 from retriever.provenance import trace_nodes
 from tests.retriever.conftest import start_service, stop_service
@@ -165,7 +165,7 @@ def test_what_is_explained_is_the_corpus_that_was_drafted_from(
         assert drafter.refresh()
         return trace_nodes(*arguments)
 
-    monkeypatch.setattr(embedded, "trace_nodes", trace_late)
+    monkeypatch.setattr(bare_contexts, "trace_nodes", trace_late)
     explanation = drafter.explain(document(5)[:SEEN], 16)
     assert is_known(explanation.tree, 5)
     names = [each.name for node in explanation.nodes for each in node.documents]
