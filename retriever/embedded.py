@@ -1,6 +1,7 @@
 """The embedded drafter: databases, predictor and sessions in the caller's process."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ from retriever.warmth.sharing import SharedWarmth, check_warmth
 
 DEFAULT_LIMITS: Final = Limits()
 _NO_TOKENS: Final = np.empty(0, np.int32)
+_DONE: Final = object()
 
 
 class EmbeddedDrafter:
@@ -482,8 +484,12 @@ class EmbeddedDrafter:
             with self._lock:
                 tell(scope)
                 self._sessions.wipe(ended)
-                if pool is not None:
-                    self._empty(pool, scope)
+                rest = self._emptying(pool, scope)
+                is_done = next(rest, _DONE) is _DONE
+            while not is_done:
+                time.sleep(0)  # others may draft
+                with self._lock:
+                    is_done = next(rest, _DONE) is _DONE
             if not scope.origin:
                 self._pools.let_go(scope.tenant)
             self._pools.delete_logged(scope)
@@ -496,9 +502,12 @@ class EmbeddedDrafter:
             sessions = self._sessions.of(scope.tenant)
         return [each for each in sessions if session_origin(each[0].name) == scope.origin]
 
-    def _empty(self, pool: Pool, scope: Scope) -> None:
+    def _emptying(self, pool: Pool | None, scope: Scope) -> Iterator[None]:
+        """Empty a pool of what is of a scope, which is gone with the first step."""
+        if pool is None:
+            return
         if scope.origin:
-            pool.forget(scope.origin)
+            yield from pool.forgetting(scope.origin)
         else:
             pool.clear()
             self._sessions.forget(pool)

@@ -61,9 +61,9 @@ class Pool:
         self.logged = self.learned
         return Entry(self.tenant, output, statistics)
 
-    def forget(self, origin: bytes) -> None:
-        """Forget the outputs of an origin."""
-        self.generations.remove(origin)
+    def forgetting(self, origin: bytes) -> Iterator[None]:
+        """Forget the outputs of an origin, bit by bit; see `Generations.removing`."""
+        return self.generations.removing(origin)
 
     def clear(self) -> None:
         """Forget everything."""
