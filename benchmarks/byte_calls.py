@@ -21,7 +21,7 @@ from grpc import aio
 
 from benchmarks.call_context import DOCUMENT, CallContext, Details, Registered, check_response
 from benchmarks.fuzzing import SECRETS, SESSION, VICTIM, CrashError, LeakError, integers_in
-from indexer.build import build_from_tokens
+from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever.bindings import Bound
 from retriever.embedded import EmbeddedDrafter
@@ -114,6 +114,7 @@ class CalledService:
 
     def __post_init__(self) -> None:
         access = self.folder / "access.jsonl"
+        access.unlink(missing_ok=True)
         for tenant in (*TENANTS, VICTIM):
             token = add_token(access, tenant)
             self.headers[tenant] = [("authorization", f"Bearer {token}")]
@@ -235,7 +236,7 @@ def _drafter_with_a_victim(folder: Path) -> EmbeddedDrafter:
     vocabulary = Vocabulary(SECRETS[-1] + 1, "ab" * 32)
     secret = np.array([*PROMPT, *SECRETS], np.int32)
     path = folder / "index"
-    build_from_tokens([(DOCUMENT, secret.tolist())], path, vocabulary)
+    build_from_tokens([(DOCUMENT, secret.tolist())], path, vocabulary, BuildOptions(overwrite=True))
     bound = {VICTIM: Bound([Index.open(path)])}
     drafter = EmbeddedDrafter(vocabulary=vocabulary, limits=LIMITS, bound=bound)
     drafter.warm()

@@ -1,8 +1,10 @@
 """Deletion of what a tenant, or a session, has left: in memory, on disk and with others."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Lock
+from typing import Final
 
 from retriever.errors import UnknownSessionError
 from retriever.limits import check_session_name, check_tenant_name
@@ -11,6 +13,8 @@ from retriever.pools import Pools
 from retriever.scopes import Scope, session_origin
 from retriever.sessions import Session, SessionKey, Sessions
 from retriever.warmth.sharing import NoWarmth
+
+_DONE: Final = object()
 
 
 class Deletion:
@@ -54,8 +58,12 @@ class Deletion:
             with self._lock:
                 tell(scope)
                 self._sessions.wipe(ended)
-                if pool is not None:
-                    self._empty(pool, scope)
+                rest = self._emptying(pool, scope)
+                is_done = next(rest, _DONE) is _DONE
+            while not is_done:
+                time.sleep(0)  # others may draft
+                with self._lock:
+                    is_done = next(rest, _DONE) is _DONE
             if not scope.origin:
                 self._pools.let_go(scope.tenant)
             self._pools.delete_logged(scope)
@@ -75,9 +83,12 @@ class Deletion:
             sessions = self._sessions.of(scope.tenant)
         return [each for each in sessions if session_origin(each[0].name) == scope.origin]
 
-    def _empty(self, pool: Pool, scope: Scope) -> None:
+    def _emptying(self, pool: Pool | None, scope: Scope) -> Iterator[None]:
+        """Empty a pool of what is of a scope, which is gone with the first step."""
+        if pool is None:
+            return
         if scope.origin:
-            pool.forget(scope.origin)
+            yield from pool.forgetting(scope.origin)
         else:
             pool.clear()
             self._sessions.forget(pool)

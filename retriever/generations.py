@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -19,6 +19,9 @@ from retriever.tree import Source
 
 _MARGIN: Final = 8
 """Tokens that are no longer counted before they are overwritten: the contexts of those after."""
+
+_AT_ONCE: Final = 1 << 12
+"""Tokens that are taken in at once while others wait."""
 
 _END: Final = np.array([SEPARATOR], np.int32)
 
@@ -119,15 +122,25 @@ class Generations:
             begin = end.position
         return found
 
-    def remove(self, origin: bytes) -> int:
-        """Forget the outputs of an origin; return how many these were."""
+    def removing(self, origin: bytes) -> Iterator[None]:
+        """Forget the outputs of an origin with the first step, and take the others in again.
+
+        A step takes a millisecond or two, and between steps others may use this: they find what
+        was taken in by then.
+        """
         if all(end.origin != origin for end in self._ends):
-            return 0
-        outputs = self.outputs()
-        kept = [output for output in outputs if output.origin != origin]
+            return
+        kept = [output for output in self.outputs() if output.origin != origin]
         self.clear()
-        self.extend(kept)
-        return len(outputs) - len(kept)
+        self.reserve(sum(len(output.tokens) + 1 for output in kept))
+        yield
+        begin, size = 0, 0
+        for end, output in enumerate(kept, 1):
+            size += len(output.tokens) + 1
+            if size >= _AT_ONCE or end == len(kept):
+                self.extend(kept[begin:end])
+                begin, size = end, 0
+                yield
 
     def reserve(self, num_tokens: int) -> None:
         """Make room now for this many more tokens, one more for each output, or the most."""

@@ -1,5 +1,6 @@
 """A pool: what one tenant has of its own."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from retriever.generations import Generations, Output
@@ -32,9 +33,9 @@ class Pool:
         self.logged = self.learned
         return Entry(self.tenant, output, statistics)
 
-    def forget(self, origin: bytes) -> None:
-        """Forget the outputs of an origin."""
-        self.generations.remove(origin)
+    def forgetting(self, origin: bytes) -> Iterator[None]:
+        """Forget the outputs of an origin, bit by bit; see `Generations.removing`."""
+        return self.generations.removing(origin)
 
     def clear(self) -> None:
         """Forget everything."""

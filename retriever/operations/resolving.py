@@ -16,8 +16,9 @@ from typing import Annotated, Any, Final, Generic, TypeVar, get_origin
 from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from retriever.errors import SettingsError
+from retriever.errors import CredentialsError, SettingsError
 from retriever.remote import credentials
+from retriever.security.private_files import read_file
 
 PREFIX: Final = "FOREDRAFT_"
 """What the environment variables begin with."""
@@ -25,6 +26,7 @@ PREFIX: Final = "FOREDRAFT_"
 FILE_VARIABLE: Final = "FOREDRAFT_CONFIG"
 """The environment variable that names a file where no flag does."""
 
+_SHOWN: Final = 80  # of a value that is refused, in characters
 _LIST: Final = "`python -m retriever config`"
 _OTHERS: Final = frozenset(
     {
@@ -123,9 +125,9 @@ def _strictly(adapter: TypeAdapter[Any], value: Any) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error.strerror or error}") from error
+        return tomllib.loads(read_file(path).decode())
+    except CredentialsError as error:
+        raise SettingsError(f"settings cannot be read: {error}") from error
     except ValueError as error:  # of bytes, of syntax, or of a number with too many digits
         raise SettingsError(f"{path} is no TOML: {error}") from error
     except RecursionError as error:
@@ -145,7 +147,8 @@ def _from_environment(
     for variable, value in found.items():
         name = variable.removeprefix(PREFIX).lower()
         if written.get(name) != variable:
-            raise SettingsError(f"{variable} is no setting{_nearest(name, written)}")
+            others = {other.removeprefix(PREFIX).lower(): other for other in _OTHERS}
+            raise SettingsError(f"{variable} is no setting{_nearest(name, written | others)}")
         parts = _parts(fields[name], value)
         values[name] = _checked(variable, fields[name], parts, TypeAdapter.validate_python)
     return values
@@ -164,9 +167,13 @@ def _checked(
         checked: object = validate(TypeAdapter(type_of(field)), value)
     except ValidationError as error:
         expected = error.errors(include_url=False)[0]["msg"].replace("Input ", "it ", 1)
-        shown = "a value that is kept secret" if is_secret(field) else repr(value)
+        shown = "a value that is kept secret" if is_secret(field) else _shortened(repr(value))
         raise SettingsError(f"{where} is {shown}: {expected}") from error
     return checked
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}\u2026"
 
 
 def is_secret(field: FieldInfo) -> bool:

@@ -231,7 +231,7 @@ class Conversation:
     def _refuse(self, names: list[str], reason: FailOpen, text: str, now_s: float) -> None:
         """Let go of sessions that were refused; they are opened anew, if need be after a pause."""
         if reason is not FailOpen.LOST:
-            _log.warning("draft service %s refuses: %s", self._address, text)
+            _log.warning("draft service %s refuses: %.300r", self._address, text)
             self.fail_opens[reason] += not names
         for name in names:
             known = self._known.pop(name, None)

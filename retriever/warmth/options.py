@@ -37,6 +37,8 @@ def without_credentials(url: str) -> str:
         _ = parts.port
     except ValueError:
         return "a URL that cannot be read"
+    if not parts.scheme:  # perhaps a password alone
+        return "a URL that cannot be read"
     # A password that was not written as it must be.
     if "@" in parts.path + parts.query + parts.fragment:
         return f"{parts.scheme}://"

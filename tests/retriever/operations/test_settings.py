@@ -78,6 +78,8 @@ def test_lists_and_switches_come_from_the_environment(tmp_path: Path) -> None:
         ("max-batch = 1", {}, {}, "max-batch is no setting: did you mean max_batch?"),
         ("[limits]\nx = 1", {}, {}, "limits is no setting"),
         ("", {"FOREDRAFT_STAT": "x"}, {}, "FOREDRAFT_STAT is no .*did you mean FOREDRAFT_STATE?"),
+        ("", {"FOREDRAFT_REDIS_PASWORD": "x"}, {}, "did you mean FOREDRAFT_REDIS_PASSWORD?"),
+        ("max_batch = '" + "x" * 5000 + "'", {}, {}, "max_batch is 'x{79}\u2026: it should"),
         ("", {"FOREDRAFT_QQ": "x"}, {}, "FOREDRAFT_QQ is no setting: `python -m retriever config`"),
         ("max_batch = 'many'", {}, {}, "max_batch is 'many': it should be a valid integer"),
         ("max_batch = '5'", {}, {}, "max_batch is '5': it should be a valid integer"),
@@ -108,6 +110,12 @@ def test_what_is_wrong_is_named(
     with pytest.raises(SettingsError, match=message) as raised:
         resolved(tmp_path, toml, environment, **flags)
     assert "\n" not in str(raised.value)[:200]
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/tmp"])  # noqa: S108  (a folder)
+def test_what_is_no_file_is_not_read_without_end(path: str) -> None:
+    with pytest.raises(SettingsError, match="cannot be read"):
+        resolve(Settings, {}, {}, Path(path))
 
 
 @pytest.mark.parametrize("content", [None, b"\xff"])

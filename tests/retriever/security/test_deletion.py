@@ -171,11 +171,33 @@ def test_removing_outputs_leaves_the_others_as_if_they_had_been_alone() -> None:
             each.tokens.tolist() for each in outputs[len(outputs) - len(held) + 1 :]
         ]
         kept = [each for each in held if each.origin[0] != 1]
-        assert whole.remove(bytes([1]) * 16) == len(held) - len(kept) > 0
+        assert len(list(whole.removing(bytes([1]) * 16))) > 1
+        assert len(kept) < len(held)
         alone.extend(kept)
         assert whole._store.live().tolist() == alone._store.live().tolist()
         assert np.array_equal(whole.live, alone.live)
-        assert whole.remove(bytes([1]) * 16) == 0
+        assert list(whole.removing(bytes([1]) * 16)) == []
+
+
+def test_while_outputs_are_removed_new_ones_are_taken_in() -> None:
+    rng = np.random.default_rng(4)
+    outputs = [
+        Output(rng.integers(0, 30, 2000).astype(np.int32), 0.0, bytes([number % 3]) * 16)
+        for number in range(12)
+    ]
+    whole = Generations(1 << 15)
+    whole.extend(outputs)
+    removing = whole.removing(bytes([1]) * 16)
+    next(removing)
+    assert whole.num_tokens == 0
+    next(removing)
+    new = Output(np.arange(40, 60, dtype=np.int32), 1.0)
+    whole.extend([new])
+    assert len(list(removing)) > 0
+    found = [each.tokens.tolist() for each in whole.outputs()]
+    assert len(found) == 9
+    assert new.tokens.tolist() in found
+    assert all((each.tokens.tolist() in found) == (each.origin[0] != 1) for each in outputs)
 
 
 def test_a_tenant_of_many_is_deleted_while_others_draft(tmp_path: Path) -> None:
