@@ -11,6 +11,7 @@ from indexer.reader import Index
 from retriever import wire
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import RetrieverError
+from retriever.explanation_messages import explanation_to_message
 from retriever.padding import pad
 from retriever.service.draft_stream import DraftStream, end_session, open_session
 from retriever.service.flushing import Flushing
@@ -70,7 +71,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
                 max_documents=request.max_documents,
                 tenant=tenant_of(context),
             )
-            return wire.explanation_to_message(explanation)
+            return explanation_to_message(explanation)
 
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context

@@ -78,7 +78,10 @@ def test_another_number_of_trees_is_refused() -> None:
 
 def test_probabilities_that_rise_by_a_rounding_are_still_a_tree() -> None:
     message = pb.DraftTree(
-        token_ids=[1, 2], parents=[-1, 0], probabilities=[0.5, 0.5000001], sources=[pb.SOURCE_CONTEXT] * 2
+        token_ids=[1, 2],
+        parents=[-1, 0],
+        probabilities=[0.5, 0.5000001],
+        sources=[pb.SOURCE_CONTEXT] * 2,
     )
     assert clear_trees([message]) is None
     (tree,) = trees_from_messages([message], 1)
