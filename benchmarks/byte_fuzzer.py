@@ -4,6 +4,7 @@ What gives one reader inputs, guided by what of `retriever` they reach: see `fuz
 starts it. It ends as libFuzzer does: with 0, or with 77 and the input in a file.
 """
 
+import logging
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ with atheris.instrument_imports(include=["retriever"], exclude=[*_COMPILED, *_GE
 
 def main() -> None:
     """Give inputs until there were enough."""
+    logging.getLogger("retriever").setLevel(logging.CRITICAL)  # each refusal would be a line
     name, folder = sys.argv[1], Path(sys.argv[2])
     read = readers(lambda: CalledService(folder), folder)[name]
     corpus = folder / "corpus"

@@ -4,7 +4,6 @@ Each reader is given an input and must read it, or refuse it with the error that
 has read must be valid by rules that are written down here once more.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
@@ -21,6 +20,7 @@ from benchmarks.fuzzing import VICTIM, CrashError, LeakError
 from retriever import log_records
 from retriever.drafter import DraftRequest
 from retriever.errors import CredentialsError, InvalidTreeError
+from retriever.explanation_messages import explanation_from_message
 from retriever.generations import Output
 from retriever.limits import Limits
 from retriever.mixer import from_bytes
@@ -40,14 +40,11 @@ from retriever.warmth.deletions import Deletions
 from retriever.warmth.learning import Learner
 from retriever.warmth.position import Position
 from retriever.warmth.streams import StreamEntry
-from retriever.wire import explanation_from_message
 
 _BUDGET: Final = 16
 _HIGHEST: Final = (1 << 31) - 1
 _OUTPUTS: Final = b"foredraft:{ab}:outputs"
 _DELETIONS: Final = b"foredraft:{ab}:deletions"
-
-logging.getLogger("retriever").setLevel(logging.CRITICAL)
 
 
 def read_reply(data: bytes) -> None:

@@ -2,49 +2,29 @@
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from threading import Lock
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import grpc
 from numpy.typing import ArrayLike
 
 from retriever.drafter import DraftRequest
-from retriever.errors import DrafterUnavailableError, InvalidTreeError, UnknownSessionError
-from retriever.explanation import Explanation
-from retriever.limits import DEFAULT_DOCUMENTS, check_session_name
-from retriever.remote.credentials import Credentials, open_channel
+from retriever.errors import DrafterUnavailableError, UnknownSessionError
+from retriever.limits import check_session_name
+from retriever.remote.calls import Calls, IndexInfo
+from retriever.remote.credentials import Credentials
 from retriever.streams import Stream
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
-from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire import (
-    CLIENT_OPTIONS,
-    context_to_message,
-    error_of,
-    explanation_from_message,
-    explanation_request,
-    step_to_message,
-    tokens_to_wire,
-    trees_from_messages,
-)
+from retriever.wire import error_of, error_of_status, step_to_message, tokens_to_wire
+
+__all__ = ["DEFAULT_TIMEOUT_S", "IndexInfo", "RemoteDrafter"]
 
 DEFAULT_TIMEOUT_S: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class IndexInfo:
-    """An index that a service drafts from; see `IndexInfo` of the wire contract."""
-
-    name: str
-    num_tokens: int
-    num_documents: int
-    vocabulary_size: int
-    vocabulary_fingerprint: str
-    snapshot: int = 0
-
-
-class RemoteDrafter:
+class RemoteDrafter(Calls):
     """Drafts from a service; a `Drafter`. Connects at the first call.
 
     Session names are the caller's own: on the wire they carry a random prefix, so that clients
@@ -70,15 +50,17 @@ class RemoteDrafter:
         vocabulary_fingerprint: str = "",
         credentials: Credentials | None = None,
     ) -> None:
-        self._address = address
-        self._timeout_s = timeout_s
-        self._fingerprint = vocabulary_fingerprint
+        super().__init__(
+            address,
+            timeout_s=timeout_s,
+            vocabulary_fingerprint=vocabulary_fingerprint,
+            credentials=credentials,
+        )
         self._prefix = f"{uuid.uuid4().hex}/"
-        self._channel = open_channel(address, credentials, CLIENT_OPTIONS)
-        self._stub = RetrieverServiceStub(self._channel)
         self._stream: Stream | None = None
         self._sessions: set[str] = set()
         self._lost: set[str] = set()
+        self._noted: dict[str, list[int]] = {}  # of steps that were refused to other sessions
         self._lock = Lock()
 
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
@@ -96,14 +78,22 @@ class RemoteDrafter:
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`."""
         self._check_sessions(requests)
-        message = pb.DraftStreamRequest(
-            steps=[step_to_message(request, self._prefix + request.session) for request in requests]
-        )
+        new_ids = {request.session: tokens_to_wire(request.new_tokens) for request in requests}
         with self._lock:
+            steps = [
+                step_to_message(
+                    request,
+                    self._prefix + request.session,
+                    self._untold(request.session, new_ids[request.session]),
+                )
+                for request in requests
+            ]
             try:
-                return self._trees(self._exchange(message).trees, len(requests))
+                response = self._exchange(pb.DraftStreamRequest(steps=steps))
+                self._note(response, new_ids)
+                return self._trees(response.trees, len(requests))
             except DrafterUnavailableError:
-                self._lost.update(request.session for request in requests)
+                self._lost.update(new_ids)
                 raise
 
     def close(
@@ -117,12 +107,16 @@ class RemoteDrafter:
             remember: false to keep nothing of it, whatever it was opened with.
         """
         self._check_open(session)
+        ids = [] if new_tokens is None else tokens_to_wire(new_tokens)
         self._sessions.discard(session)
+        with suppress(DrafterUnavailableError):
+            ids = self._untold(session, ids)
         lost = session in self._lost
         self._lost.discard(session)
+        self._noted.pop(session, None)
         message = pb.CloseSessionRequest(
             session_id=self._prefix + session,
-            new_token_ids=[] if new_tokens is None or lost else tokens_to_wire(new_tokens),
+            new_token_ids=[] if lost else ids,
             forget=not remember,
         )
         try:
@@ -130,56 +124,6 @@ class RemoteDrafter:
         except (DrafterUnavailableError, UnknownSessionError):
             if not lost:
                 raise
-
-    def draft_context(
-        self, context: ArrayLike, budget_nodes: int, min_probability: float = 0.0
-    ) -> DraftTree:
-        """Draft for a bare context, without a session.
-
-        Args:
-            context: integers[n], token ids, oldest first.
-            budget_nodes: most nodes of the tree.
-            min_probability: nodes less probable than this are left out.
-
-        Raises:
-            InvalidRequestError: the context or the budget cannot be.
-            DrafterUnavailableError: no answer in time.
-        """
-        if budget_nodes == 0:
-            return DraftTree.empty()  # on the wire 0 stands for the service's default
-        message = context_to_message(context, budget_nodes, min_probability, self._fingerprint)
-        return self._trees([self._call(self._stub.Draft, message).tree], 1)[0]
-
-    def explain(
-        self,
-        context: ArrayLike,
-        budget_nodes: int,
-        min_probability: float = 0.0,
-        *,
-        max_documents: int = DEFAULT_DOCUMENTS,
-    ) -> Explanation:
-        """Draft for a bare context as `draft_context` does, and tell what spoke for each node.
-
-        Args:
-            context: integers[n], token ids, oldest first.
-            budget_nodes: most nodes of the tree.
-            min_probability: nodes less probable than this are left out.
-            max_documents: most documents to name for each node.
-
-        Raises:
-            InvalidRequestError: the context or a number cannot be.
-            DrafterUnavailableError: no answer in time.
-        """
-        if budget_nodes == 0:
-            return Explanation(DraftTree.empty(), ())
-        message = explanation_request(
-            context, budget_nodes, min_probability, self._fingerprint, max_documents
-        )
-        response = self._call(self._stub.Explain, message)
-        try:
-            return explanation_from_message(response)
-        except InvalidTreeError as error:
-            raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
 
     def delete_session_data(self, session: str) -> None:
         """Have the service forget what sessions of a name, opened by this client, generated.
@@ -191,29 +135,7 @@ class RemoteDrafter:
         self._call(self._stub.DeleteSessionData, message)
         self._sessions.discard(session)
         self._lost.discard(session)
-
-    def delete_tenant_data(self) -> None:
-        """Have the service forget all that it keeps of the tenant that the credentials are for.
-
-        Raises:
-            DrafterUnavailableError: no answer in time; it may have been done or not.
-        """
-        self._call(self._stub.DeleteTenantData, pb.DeleteTenantDataRequest())
-
-    def list_indexes(self) -> list[IndexInfo]:
-        """Return the indexes that the service drafts from."""
-        response = self._call(self._stub.ListIndexes, pb.ListIndexesRequest())
-        return [
-            IndexInfo(
-                index.name,
-                index.num_tokens,
-                index.num_documents,
-                index.vocabulary_size,
-                index.vocabulary_fingerprint,
-                index.snapshot,
-            )
-            for index in response.indexes
-        ]
+        self._noted.pop(session, None)
 
     def shut_down(self) -> None:
         """Close the connection. Sessions that are open stay so on the service."""
@@ -239,18 +161,34 @@ class RemoteDrafter:
                     f"session {request.session!r} was lost when a step got no answer"
                 )
 
-    def _trees(self, messages: Sequence[pb.DraftTree], num_trees: int) -> list[DraftTree]:
-        """Return the trees of an answer, or say that the service cannot be drafted with."""
-        try:
-            return trees_from_messages(messages, num_trees)
-        except InvalidTreeError as error:
-            raise DrafterUnavailableError(f"{self._address} sent no trees: {error}") from error
+    def _untold(self, session: str, new_ids: list[int]) -> list[int]:
+        """Return those of a session's new tokens that the service has not noted already.
 
-    def _call(self, method: Any, message: Any) -> Any:
-        try:
-            return method(message, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise error_of(error) from error
+        Raises:
+            DrafterUnavailableError: it has noted others.
+        """
+        noted = self._noted.get(session, [])
+        if new_ids[: len(noted)] != noted:
+            self._lost.add(session)
+            raise DrafterUnavailableError(
+                f"session {session!r} was lost: its service noted tokens that were taken back"
+            )
+        return new_ids[len(noted) :]
+
+    def _note(self, response: pb.DraftStreamResponse, new_ids: dict[str, list[int]]) -> None:
+        """Raise what a step is refused with; to its other sessions it has been noted.
+
+        Raises:
+            RetrieverError: the first refusal.
+        """
+        refused = {status.session_id.removeprefix(self._prefix) for status in response.statuses}
+        for session, ids in new_ids.items():
+            if not refused:
+                self._noted.pop(session, None)
+            elif session not in refused and "" not in refused:
+                self._noted[session] = ids
+        for status in response.statuses:
+            raise error_of_status(status)
 
     def _exchange(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
         """Send one step and await its answer; a stream that failed is begun anew next time."""
@@ -261,6 +199,9 @@ class RemoteDrafter:
         except grpc.RpcError as error:
             self._end_stream()
             raise error_of(error) from error
+        except DrafterUnavailableError:
+            self._end_stream()
+            raise
 
     def _end_stream(self) -> None:
         if self._stream is not None:

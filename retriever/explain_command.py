@@ -3,14 +3,16 @@
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 
 from indexer.errors import reason_of
+from indexer.reader import Vocabulary
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.clear_errors import clear_errors
+from retriever.client import RemoteDrafter
 from retriever.drafter_options import DEFAULT_LIMITS
 from retriever.embedded import EmbeddedDrafter
 from retriever.encoding import ChatEncoder
@@ -18,12 +20,21 @@ from retriever.errors import InvalidRequestError
 from retriever.explanation_tree import rendered
 from retriever.files import check_files
 from retriever.limits import DEFAULT_DOCUMENTS, MAX_DOCUMENTS
-from retriever.options import Indexes
+from retriever.options import CredentialsFile, Indexes, credentials_of
+
+_PATIENCE_S: Final = 10.0
 
 
 def explain(  # noqa: PLR0913  (a command has as many options as it has)
     *,
     index: Indexes = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="A draft service, HOST:PORT or unix:PATH, instead of --index."
+        ),
+    ] = None,
+    credentials: CredentialsFile = None,
     context: Annotated[
         str | None, typer.Option(metavar="TEXT", help="What comes before the draft, as text.")
     ] = None,
@@ -58,11 +69,19 @@ def explain(  # noqa: PLR0913  (a command has as many options as it has)
     that it stands in, with their licences.
     """
     with clear_errors():
+        if server is not None and index:
+            raise InvalidRequestError(
+                "--index and --server exclude each other: a server drafts from its own indexes"
+            )
         check_files(index or [], [])
         encoder = ChatEncoder(tokenizer)
         tokens = _tokens(encoder, context, context_file, context_ids)
-        drafter = EmbeddedDrafter.open_indexes(index or [], vocabulary=encoder.vocabulary)
         with ExitStack() as stack:
+            drafter: EmbeddedDrafter | RemoteDrafter
+            if server is None:
+                drafter = EmbeddedDrafter.open_indexes(index or [], vocabulary=encoder.vocabulary)
+            else:
+                drafter = _remote(server, encoder.vocabulary, credentials)
             stack.callback(drafter.shut_down)
             explanation = drafter.explain(tokens, budget, max_documents=documents)
         known = encoder.vocabulary is not None
@@ -71,6 +90,16 @@ def explain(  # noqa: PLR0913  (a command has as many options as it has)
             typer.echo(json.dumps(explanation.as_json(text_of)))
         else:
             Console().print(rendered(explanation, text_of))
+
+
+def _remote(address: str, vocabulary: Vocabulary | None, file: Path | None) -> RemoteDrafter:
+    fingerprint = "" if vocabulary is None else vocabulary.fingerprint
+    return RemoteDrafter(
+        address,
+        timeout_s=_PATIENCE_S,
+        vocabulary_fingerprint=fingerprint,
+        credentials=credentials_of(file),
+    )
 
 
 def _tokens(

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Final
 from urllib.parse import unquote
 
@@ -12,7 +11,6 @@ from numpy.typing import ArrayLike
 
 from retriever import errors
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
 from retriever.forests import clear_trees
 from retriever.limits import MAX_MESSAGE_BYTES, Limits, checked_tokens
 from retriever.remote.handshakes import advice
@@ -60,6 +58,7 @@ _UNREACHED: Final = re.compile(
 """How gRPC says that nobody listens at an address, or that there is none."""
 
 _ERROR_OF_STATUS: Final = {status: error for error, status in _STATUS_OF_ERROR}
+_ERROR_OF_CODE: Final = {status.value[0]: error for error, status in _STATUS_OF_ERROR}
 
 
 def server_options(limits: Limits) -> tuple[tuple[str, int], ...]:
@@ -96,6 +95,12 @@ def error_of(error: grpc.RpcError) -> errors.RetrieverError:
             "is `python -m retriever serve` running there?"
         )
     return errors.DrafterUnavailableError(f"the draft service answered {code.name}: {details}")
+
+
+def error_of_status(status: pb.SessionStatus) -> errors.RetrieverError:
+    """Return the error that a refusal in a response stands for."""
+    kind = _ERROR_OF_CODE.get(status.code, errors.DrafterUnavailableError)
+    return kind(status.message)
 
 
 def tree_to_message(tree: DraftTree) -> pb.DraftTree:
@@ -150,8 +155,15 @@ def request_to_step(request: DraftRequest, session_id: str) -> pb.SessionStep:
     )
 
 
-def step_to_message(request: DraftRequest, session_id: str) -> pb.SessionStep:
+def step_to_message(
+    request: DraftRequest, session_id: str, new_token_ids: Sequence[int]
+) -> pb.SessionStep:
     """Return the wire form of one sequence's part of a step.
+
+    Args:
+        request: what is asked.
+        session_id: the session's name on the wire.
+        new_token_ids: what the service has not been told of the request's tokens.
 
     Raises:
         InvalidRequestError: a number does not fit the wire.
@@ -159,7 +171,7 @@ def step_to_message(request: DraftRequest, session_id: str) -> pb.SessionStep:
     try:
         return pb.SessionStep(
             session_id=session_id,
-            new_token_ids=tokens_to_wire(request.new_tokens),
+            new_token_ids=new_token_ids,
             length=request.length,
             budget_nodes=request.budget_nodes,
             min_probability=request.min_probability,
@@ -185,70 +197,6 @@ def context_to_message(
         )
     except ValueError as error:
         raise errors.InvalidRequestError(f"a draft does not fit the wire: {error}") from error
-
-
-def explanation_request(
-    context: ArrayLike,
-    budget_nodes: int,
-    min_probability: float,
-    fingerprint: str,
-    max_documents: int,
-) -> pb.ExplainRequest:
-    """Return the wire form of a bare context whose draft is to be explained.
-
-    Raises:
-        InvalidRequestError: these are no token ids, or a number does not fit the wire.
-    """
-    try:
-        return pb.ExplainRequest(
-            context=tokens_to_wire(context),
-            budget_nodes=budget_nodes,
-            min_probability=min_probability,
-            vocabulary_fingerprint=fingerprint,
-            max_documents=max_documents,
-        )
-    except ValueError as error:
-        raise errors.InvalidRequestError(f"a draft does not fit the wire: {error}") from error
-
-
-def explanation_to_message(explanation: Explanation) -> pb.ExplainResponse:
-    """Return the wire form of an explanation."""
-    return pb.ExplainResponse(
-        tree=tree_to_message(explanation.tree),
-        nodes=[
-            pb.NodeProvenance(
-                match_length=node.match_length,
-                count=node.count,
-                context_positions=node.context_positions,
-                documents=[pb.DocumentOccurrence(**asdict(place)) for place in node.documents],
-            )
-            for node in explanation.nodes
-        ],
-    )
-
-
-def explanation_from_message(message: pb.ExplainResponse) -> Explanation:
-    """Return the explanation of a message.
-
-    Raises:
-        InvalidTreeError: there is no tree, or it has another number of nodes.
-    """
-    tree = tree_from_message(message.tree)
-    if len(tree) != len(message.nodes):
-        raise errors.InvalidTreeError(f"{len(tree)} nodes and {len(message.nodes)} explanations")
-    nodes = [
-        NodeProvenance(
-            node.match_length,
-            node.count,
-            tuple(node.context_positions),
-            tuple(
-                DocumentOccurrence(place.index, place.name, place.licence, place.position)
-                for place in node.documents
-            ),
-        )
-        for node in message.nodes
-    ]
-    return Explanation(tree, tuple(nodes))
 
 
 def requests_from_message(message: pb.DraftStreamRequest) -> list[DraftRequest]:

@@ -12,15 +12,13 @@ from logging import getLogger
 from typing import Final, NamedTuple
 
 from retriever.drafter import DraftRequest
-from retriever.errors import InvalidTreeError
 from retriever.padding import pad_request
+from retriever.remote.answers import Answer, answer_with_trees
 from retriever.remote.backoff import Backoff
 from retriever.remote.endings import Endings
 from retriever.remote.fail_opens import FailOpen, FailOpens, add_fail_opens, reason_of
 from retriever.tracking import TrackedSequence, TrackedStep
-from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire import trees_from_messages
 
 _MAX_UNANSWERED: Final = 256
 _FIRST_REFUSAL_S: Final = 1.0
@@ -47,20 +45,6 @@ class _Sent(NamedTuple):
     requests: dict[str, DraftRequest]
     told: Sequence[TrackedSequence]
     missed: FailOpens
-
-
-class Answer(NamedTuple):
-    """What a response brings.
-
-    Attributes:
-        trees: by session.
-        reasons: why others got none, by session.
-        is_broken: whether the stream cannot go on.
-    """
-
-    trees: dict[str, DraftTree]
-    reasons: dict[str, FailOpen]
-    is_broken: bool = False
 
 
 class Conversation:
@@ -207,26 +191,7 @@ class Conversation:
                 asked = [request.session for request in requests]
                 self._refuse(asked, reason, status.message, now_s)
                 return Answer({}, dict.fromkeys(asked, reason))
-        return self._with_trees(response, requests, reasons)
-
-    def _with_trees(
-        self,
-        response: pb.DraftStreamResponse,
-        requests: Sequence[DraftRequest],
-        reasons: dict[str, FailOpen],
-    ) -> Answer:
-        try:
-            trees = trees_from_messages(response.trees, len(requests))
-        except InvalidTreeError as error:
-            _log.warning("draft service %s sent no trees: %s", self._address, error)
-            invalid = {request.session: FailOpen.INVALID for request in requests}
-            return Answer({}, invalid | reasons)
-        got = {
-            request.session: tree.prefix(request.budget_nodes)
-            for request, tree in zip(requests, trees, strict=True)
-            if request.session not in reasons
-        }
-        return Answer(got, reasons)
+        return answer_with_trees(response, requests, reasons, self._address)
 
     def _refuse(self, names: list[str], reason: FailOpen, text: str, now_s: float) -> None:
         """Let go of sessions that were refused; they are opened anew, if need be after a pause."""

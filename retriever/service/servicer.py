@@ -13,6 +13,7 @@ from indexer.reader import Index
 from retriever import wire
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import RetrieverError
+from retriever.explanation_messages import explanation_to_message
 from retriever.operations.logs import log_event
 from retriever.padding import pad
 from retriever.service.deleting import Deleting
@@ -85,7 +86,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
                 max_documents=request.max_documents,
                 tenant=tenant_of(context),
             )
-            return wire.explanation_to_message(explanation)
+            return explanation_to_message(explanation)
 
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context

@@ -51,7 +51,9 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
             requests = wire.requests_from_message(request)
             trees = self._or_status(context, lambda asked=requests: self.drafter.draft(asked))  # type: ignore[misc]
             self.num_steps += 1
-            yield pb.DraftStreamResponse(trees=map(wire.tree_to_message, trees))
+            yield pb.DraftStreamResponse(
+                trees=map(wire.tree_to_message, trees), sequence_number=request.sequence_number
+            )
 
     def CloseSession(  # noqa: N802
         self, request: pb.CloseSessionRequest, context: Any

@@ -237,6 +237,13 @@ def test_service_explains_as_the_embedded_drafter(library: tuple[Path, Path], in
             assert one.tree.token_ids.tolist() == other.tree.token_ids.tolist()
             assert len(one.nodes) > 0
         assert remote.explain([1], 0).nodes == ()
+        ids, places = ("--context-ids", "8,1,2,3,4,5,6", "--json"), []
+        for at in (("--server", address), [part for path in paths for part in ("--index", path)]):
+            result = run(*at, *ids)
+            assert result.exit_code == 0, result.output
+            places.append([node["documents"] for node in json.loads(result.stdout)])
+        assert places[0] == places[1]
+        assert "exclude each other" in run("--server", address, "--index", paths[0], *ids).output
         with pytest.raises(LimitExceededError, match="MAX_DOCUMENTS"):
             remote.explain([1], 4, max_documents=65)
         with pytest.raises(LimitExceededError, match="max_budget_nodes"):

@@ -6,7 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -28,6 +31,7 @@ from retriever import (
 )
 from retriever.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
+from retriever.v1 import retriever_pb2_grpc as pb_grpc
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire import tree_from_message
 from tests.retriever.conftest import start_service, stop_service
@@ -236,3 +240,52 @@ def test_address_that_cannot_be_bound_is_one_clear_line(address: str) -> None:
 
 def test_missing_index_is_a_clear_error(tmp_path: Path) -> None:
     assert "no index" in refused("--index", str(tmp_path / "none"))
+
+
+def test_what_one_session_is_refused_costs_the_others_nothing(service: str) -> None:
+    with RemoteDrafter(service) as remote:
+        remote.open("good", [1, 2])
+        remote.open("bad", [1, 2])
+        good = DraftRequest("good", np.array([3], np.int32), 3, 4)
+        with pytest.raises(OutOfSequenceError, match="length of 9"):
+            remote.draft([good, DraftRequest("bad", np.array([3], np.int32), 9, 4)])
+        right = DraftRequest("bad", np.array([3], np.int32), 3, 4)
+        assert len(remote.draft([good, right])) == 2  # as if nothing had been noted of either
+        after = DraftRequest("good", np.array([4], np.int32), 4, 4)
+        with pytest.raises(OutOfSequenceError):
+            remote.draft([after, right])
+        with pytest.raises(DrafterUnavailableError, match="taken back"):
+            remote.draft([DraftRequest("good", np.array([5], np.int32), 4, 4)])
+        remote.close("good")
+        remote.close("bad")
+
+
+class OutOfStep(pb_grpc.RetrieverServiceServicer):
+    """Answers every message with the response to the one before."""
+
+    def OpenSession(self, request: Any, context: Any) -> pb.OpenSessionResponse:  # noqa: N802
+        del request, context
+        return pb.OpenSessionResponse()
+
+    def DraftStream(  # noqa: N802
+        self, request_iterator: Iterator[pb.DraftStreamRequest], context: Any
+    ) -> Iterator[pb.DraftStreamResponse]:
+        del context
+        for message in request_iterator:
+            yield pb.DraftStreamResponse(
+                sequence_number=message.sequence_number - 1, trees=[pb.DraftTree()]
+            )
+
+
+def test_an_answer_to_another_message_is_no_draft() -> None:
+    server = grpc.server(ThreadPoolExecutor(2))
+    pb_grpc.add_RetrieverServiceServicer_to_server(OutOfStep(), server)  # type: ignore[abstract]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with RemoteDrafter(f"127.0.0.1:{port}") as remote:
+        remote.open("s", [1])
+        with pytest.raises(DrafterUnavailableError, match="message 0 where 1 was awaited"):
+            remote.draft([DraftRequest("s", np.empty(0, np.int32), 1, 4)])
+        with pytest.raises(DrafterUnavailableError, match="was lost"):
+            remote.draft([DraftRequest("s", np.empty(0, np.int32), 1, 4)])
+    server.stop(0)

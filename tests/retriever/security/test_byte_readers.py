@@ -104,7 +104,7 @@ def test_an_error_that_nobody_expects_is_found(
 def test_a_client_that_takes_anything_for_a_tree_is_found(
     all_readers: dict[str, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forests, "_is_tree", lambda _: True)
+    monkeypatch.setattr(forests, "_is_clear", lambda *_: True)
     tree = pb.DraftTree(
         token_ids=[1, 2], parents=[1, 0], probabilities=[0.5, 0.4], sources=[pb.SOURCE_CORPUS] * 2
     )
