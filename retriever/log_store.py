@@ -132,8 +132,7 @@ class LogStore:
                 if output is None:
                     found.num_damaged += 1
                 elif now_s - output.time_s <= self._options.max_age_s:
-                    # Of a process whose clock was ahead: it must not be kept longer than others.
-                    found.outputs.append(replace(output, time_s=min(output.time_s, now_s)))
+                    found.outputs.append(self._aging(output, now_s))
             self._extents[tenant] = _extent(cursor, prefix)
             found.statistics = _content(transaction, records.statistics_key(tenant))
         return found
@@ -239,6 +238,12 @@ class LogStore:
         if entry.note is not None:
             transaction.put(records.NOTE_KEY, records.seal(records.NOTE_KEY, entry.note))
         return _Extent(held, extent.next_number + 1)
+
+    def _aging(self, output: Output, now_s: float) -> Output:
+        """Return an output that ages from now on, should a clock that was ahead have dated it."""
+        if output.time_s <= now_s or self._options.max_age_s == math.inf:
+            return output
+        return replace(output, time_s=now_s)
 
     def _trim(self, cursor: Any, prefix: bytes, num_tokens: int, now_s: float) -> int:
         """Remove the oldest outputs that no ring holds any more; return what tokens are left."""
