@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,42 +28,19 @@ import typer
 
 from benchmarks.report import circumstances
 from benchmarks.soak_board import NUM_CELLS, Board, Counts
-from benchmarks.soak_load import Load, call, fill, texts
-from benchmarks.soak_samples import WARM_UP, Watched, draw, level
+from benchmarks.soak_caller import Load, fill, texts
+from benchmarks.soak_load import call
+from benchmarks.soak_report import PERCENTS, Soaked, figures_of
+from benchmarks.soak_samples import WARM_UP, Watched, draw
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.security.access import add_token
-
-TOLERANCE: Final = 0.02
-"""Memory may change by so much, as a share."""
-
-MEMORY: Final = ("rss_mib", "anonymous_mib")
-"""Judged: all pages that are resident, and those alone that no file stands behind. The proportional
-share (pss_mib) is noted and not judged: it moves with the callers that map the same libraries."""
 
 _IDLE_S: Final = 8.0
 _MAX_TENANT_SESSIONS: Final = 400
 _KILL_EVERY_S: Final = 8.0
 _SETTLE_S: Final = 120.0
-_PERCENTS: Final = (50, 99)
 _CALLERS_PROCESSES: Final = 3
-
-
-@dataclass(slots=True)
-class Soaked:
-    """What was seen.
-
-    Attributes:
-        samples: one a second.
-        quiet: what was held when nobody was there: before, after the warm-up, and at the end.
-        errors: what should not have happened, by message.
-        total: what all callers counted after the warm-up.
-    """
-
-    samples: list[dict[str, float]] = field(default_factory=list)
-    quiet: list[dict[str, float]] = field(default_factory=list)
-    errors: Counter[str] = field(default_factory=Counter)
-    total: Counts | None = None
 
 
 @contextmanager
@@ -145,7 +121,7 @@ def _watch(
         time.sleep(max(0.0, at_s + 1 - time.monotonic()))
         now, at_s = Counts.read(boards), time.monotonic()
         step = now.since(before)
-        p50_ms, p99_ms = step.latencies_ms(_PERCENTS)
+        p50_ms, p99_ms = step.latencies_ms(PERCENTS)
         held = watched.sample()
         soaked.samples.append(
             {
@@ -197,56 +173,6 @@ def _await_steps(boards: list[Board], before: Counts) -> None:
         time.sleep(0.05)
 
 
-def _verdicts(soaked: Soaked) -> dict[str, bool]:
-    levels = {name: level(soaked.samples, name) for name in MEMORY}
-    _, warm, end = soaked.quiet
-    return {
-        **{f"{name} flat": each.is_flat(TOLERANCE) for name, each in levels.items()},
-        "no descriptor leaked": end["descriptors"] <= warm["descriptors"],
-        "no session left": not end["sessions"],
-        "no error": not soaked.errors,
-        "the log refused nothing": not end["log_failures"],
-    }
-
-
-def _figures(soaked: Soaked) -> dict[str, Any]:
-    names = [
-        *MEMORY,
-        "pss_mib",
-        "file_mib",
-        "beside_mib",
-        "generations_mib",
-        "session_mib",
-        "log_mib",
-        "threads",
-    ]
-    total = soaked.total or Counts.read([])
-    p50_ms, p99_ms = total.latencies_ms(_PERCENTS)
-    return {
-        "levels": {name: asdict(level(soaked.samples, name)) for name in names},
-        "quiet": soaked.quiet,
-        "drafts": total.drafts,
-        "refused": total.refused,
-        "p50_ms": p50_ms,
-        "p99_ms": p99_ms,
-        **_busy(soaked.samples),
-        "errors": dict(soaked.errors),
-        "verdicts": _verdicts(soaked),
-    }
-
-
-def _busy(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Return how many cores worked after the warm-up: for the service, and in all."""
-    first = next(at for at in samples if at["at_s"] > WARM_UP * samples[-1]["at_s"])
-    seconds = samples[-1]["at_s"] - first["at_s"]
-    return {
-        f"{whose}_cores": round(
-            (samples[-1][f"{whose}_cpu_s"] - first[f"{whose}_cpu_s"]) / seconds, 2
-        )
-        for whose in ("service", "machine")
-    }
-
-
 def _load(folder: Path, address: str, tenants: int, until: Any) -> Load:
     access = folder / "access"
     tokens = {f"engine-{at}": add_token(access, f"engine-{at}") for at in range(tenants)}
@@ -295,7 +221,7 @@ def main(  # noqa: PLR0913  (a command has as many options as it has)
         "tenants": 2 * tenants,
         "max_tenants": max_tenants,
         "generations_tokens": generations_tokens,
-        **_figures(soaked),
+        **figures_of(soaked),
     }
     if plot is not None:
         draw(soaked.samples, plot)
