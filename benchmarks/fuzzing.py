@@ -33,6 +33,7 @@ SESSION: Final = "s0"
 _PREFIX: Final = list(range(12))
 _OTHERS: Final = ("a", "b")
 _METHODS: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].methods
+_ENUMS: Final = (-(1 << 31), -1, (1 << 31) - 1)
 _INTEGERS: Final = (0, 1, 2, 5, 9, 16, 32, 255, 256, 257, 65536, (1 << 31) - 1, (1 << 32) - 1)
 _FLOATS: Final = (0.0, 0.1, 1.0, -1.0, 2.0, float("nan"), float("inf"), -float("inf"))
 _TEXTS: Final = (SESSION, "s1", "s2", "", "x" * 256, "x" * 257, "\0", "\u00e4" * 200)
@@ -151,6 +152,8 @@ class Fuzzer:
             return ""  # else most messages would be refused for it
         if kind in {FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64}:
             return self._random.choice((*_INTEGERS, self._random.randint(0, 40)))
+        if kind == FieldDescriptor.CPPTYPE_ENUM:
+            return self._random.choice((*_ENUMS, self._random.randint(0, 12)))
         if kind == FieldDescriptor.CPPTYPE_FLOAT:
             return self._random.choice(_FLOATS)
         if kind == FieldDescriptor.CPPTYPE_BOOL:

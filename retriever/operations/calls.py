@@ -5,7 +5,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -15,6 +15,7 @@ from grpc import aio
 
 from retriever.limits import Limits
 from retriever.operations.logs import log_event
+from retriever.v1 import retriever_pb2 as pb
 
 _logger = logging.getLogger(__name__)
 _NAMED: Final = re.compile(r"\((\w+)\)$")
@@ -50,12 +51,14 @@ class Calls:
     Attributes:
         under_way: calls that have begun and not ended, by method.
         ended: calls by how they ended.
+        refused_within: what was refused in streams that went on, as if each had been a call.
         latest_s: when the last of each did, in seconds since 1970.
     """
 
     def __init__(self) -> None:
         self.under_way: Counter[str] = Counter()
         self.ended: Counter[End] = Counter()
+        self.refused_within: Counter[End] = Counter()
         self.latest_s: dict[End, float] = {}
 
     @contextmanager
@@ -72,20 +75,37 @@ class Calls:
             self.under_way[method] -= 1
             self.ended[end] += 1
             self.latest_s[end] = time.time()
-            _log(end, time.perf_counter() - began)
+            _log(end, seconds=round(time.perf_counter() - began, 6))
+
+    def refuse_within(self, method: str, statuses: Iterable[pb.SessionStatus]) -> None:
+        """Count what a message of a stream is told was refused."""
+        for status in statuses:
+            name = _STATUS_OF_CODE.get(status.code, "UNKNOWN")
+            end = End(method, name, _limit_of(status.message))
+            self.refused_within[end] += 1
+            self.latest_s[end] = time.time()
+            _log(end)
 
     def refusals(self) -> list[tuple[End, int, float]]:
         """Return how calls were refused, how often, and when last; the latest first."""
-        found = [(end, n, self.latest_s.get(end, 0.0)) for end, n in self.ended.copy().items()]
+        counts = self.ended.copy() + self.refused_within.copy()
+        found = [(end, n, self.latest_s.get(end, 0.0)) for end, n in counts.items()]
         return sorted((each for each in found if each[0].is_refusal), key=lambda each: -each[2])
 
 
-def _log(end: End, seconds: float) -> None:
+def _log(end: End, **measured: float) -> None:
     if _logger.isEnabledFor(logging.DEBUG):
-        fields = {"method": end.method, "status": end.status, "seconds": round(seconds, 6)}
+        fields: dict[str, Any] = {"method": end.method, "status": end.status, **measured}
         if end.reason:
             fields["reason"] = end.reason
-        log_event(_logger, logging.DEBUG, "call", "a call has ended", **fields)
+        text = "a call has ended" if measured else "something was refused in a stream that goes on"
+        log_event(_logger, logging.DEBUG, "call", text, **fields)
+
+
+def _limit_of(text: str) -> str:
+    """Return the limit that the text of a refusal names; empty if there is none."""
+    named = _NAMED.search(text)
+    return named[1] if named is not None and named[1] in _LIMITS else ""
 
 
 def _status_of(error: BaseException, context: aio.ServicerContext[Any, Any]) -> tuple[str, str]:
@@ -95,6 +115,5 @@ def _status_of(error: BaseException, context: aio.ServicerContext[Any, Any]) -> 
     if not isinstance(error, aio.AbortError):
         return "INTERNAL", type(error).__name__
     code: Any = context.code()
-    named = _NAMED.search(str(context.details() or ""))
-    limit = named[1] if named is not None and named[1] in _LIMITS else ""
+    limit = _limit_of(str(context.details() or ""))
     return _STATUS_OF_CODE.get(getattr(code, "value", (code,))[0], "UNKNOWN"), limit

@@ -73,6 +73,8 @@ class Interceptor(aio.ServerInterceptor):
                     else self._tracing.steps(requests, lambda timed: answer(timed, context))
                 )
                 async for response in responses:
+                    if response.statuses:
+                        self._calls.refuse_within(method, response.statuses)
                     yield response
 
         return stream

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from retriever.embedded import EmbeddedDrafter
+from retriever.limits import Limits
 from retriever.pool import Pool
 from retriever.pools import Pools
 from retriever.remote.credentials import Credentials
@@ -92,7 +93,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tena
     access = folder / "access"
     shown = {name: Credentials(token=add_token(access, name)) for name in TENANTS}
     protection = Protection.of(ProtectionFiles(access=access))
-    drafter = EmbeddedDrafter()
+    drafter = EmbeddedDrafter(limits=Limits(max_tenant_deletions=1 << 20))
     with serving(drafter, f"unix:{folder}/s", protection) as address, ExitStack() as stack:
         yield {
             name: Tenant(
