@@ -30,7 +30,7 @@ def kept_answers(
 
 
 class KeptRuns:
-    """Runs of the prompts that were decoded in every way.
+    """Runs of the prompts that were decoded, by the ways in which they were.
 
     Args:
         path: a file of JSON where they are kept, prompt by prompt; `None` for none.
@@ -46,9 +46,13 @@ class KeptRuns:
             for text, runs in json.loads(path.read_text("utf-8")).items():
                 self.done[text] = {name: Run(*run) for name, run in runs.items()}
 
+    def outputs_of(self, way: str) -> list[list[int]]:
+        """Return what a way made of its prompts, in order: what its drafter has seen."""
+        return [runs[way].token_ids for runs in self.done.values() if way in runs]
+
     def add(self, text: str, runs: Mapping[str, Run]) -> None:
-        """Keep the runs of one more prompt."""
-        self.done[text] = dict(runs)
+        """Keep runs of a prompt, beside those that it has."""
+        self.done[text] = {**self.done.get(text, {}), **runs}
         if self._path is not None:
             rows = {
                 text: {name: astuple(run) for name, run in ways.items()}

@@ -4,27 +4,24 @@
 
 Every prompt is decoded greedily in every way, in an order that rotates, after the same other
 prompts were answered; each of our ways has a drafter of its own, which remembers as it goes.
-Prompt lookup has the settings with which it takes the fewest steps on these very prompts: all of
-them are tried on the outputs, which no setting changes, without running the model.
+Prompt lookup has the settings with which it takes the fewest steps on these very prompts (all of
+them are tried on the outputs, which no setting changes, without running the model) and quick ones.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-import torch
 import typer
 from rich.progress import track
-from transformers import GenerationConfig, GenerationMixin
 
 from benchmarks.engines.answers import KeptRuns, kept_answers
 from benchmarks.engines.prompt_lookup import Lookup, tokens_per_step
 from benchmarks.engines.prompts import PromptSample, sample_prompts
-from benchmarks.engines.report import Run, Way, Whose, as_markdown, circumstances, report, write
+from benchmarks.engines.report import Way, Whose, as_markdown, circumstances, report, write
+from benchmarks.engines.transformers_runs import Contender, Engine
 from decoder.assembly import draft_limits
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.fusion import FusedDrafter
@@ -33,110 +30,58 @@ from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
 from decoder.machine import describe_machine, versions
 from decoder.models import LanguageModel, ModelOptions, Precision, load_model
-from decoder.sampling.stated import without_own_settings
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.embedded import EmbeddedDrafter
 
 LOOKUPS: Final = tuple(product((3, 10, 20, 40), (1, 2, 3, 5)))
 NUM_CANDIDATES: Final = 20
 NUM_NODES: Final = 32
+PLAIN: Final = "plain"
+CHAINS: Final = f"chains of {NUM_CANDIDATES}"
+PAYING: Final = "trees, as they pay"
+FUSED: Final = f"trees of {NUM_NODES}, with recycled logits"
+QUICK_LOOKUP: Final = (3, 2)
+"""Few tokens: where the width of a pass costs, this is quicker than what takes the fewest steps."""
 _WARM_UP: Final = "Count from one to ten."
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """A way of decoding: `model.generate` with some options.
-
-    Attributes:
-        name: for people.
-        whose: whose way it is.
-        settings: of the generation config.
-        options: of `model.generate`, beside that.
-        num_passes: passes of the target so far; those of `Foredraft` go past the model's hooks.
-    """
-
-    name: str
-    whose: Whose
-    settings: dict[str, int] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-    num_passes: Callable[[], int] = lambda: 0
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """The model of all contenders.
-
-    Attributes:
-        language_model: it.
-        max_new_tokens: most tokens for each prompt.
-    """
-
-    language_model: LanguageModel
-    max_new_tokens: int
-
-    def run(self, contender: Contender, text: str) -> Run:
-        """Decode a prompt and count the passes of the target."""
-        model, passes = self.language_model.model, [0]
-        prompt = self.language_model.encode(text)
-        counting = model.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
-        before, start = contender.num_passes(), time.perf_counter()
-        tokens = torch.tensor([prompt])
-        with without_own_settings(model):
-            output: Any = GenerationMixin.generate(
-                model,  # type: ignore[arg-type]  # every causal model has the mixin
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                generation_config=self._config(contender.settings),
-                **contender.options,
-            )
-        seconds = time.perf_counter() - start
-        counting.remove()
-        num_steps = passes[0] + contender.num_passes() - before
-        return Run(output[0, len(prompt) :].tolist(), num_steps, seconds)
-
-    def _config(self, settings: dict[str, int]) -> GenerationConfig:
-        stop_ids = list(self.language_model.stop_ids)
-        return GenerationConfig(  # type: ignore[no-untyped-call]  # the library gives no types
-            do_sample=False,
-            max_new_tokens=self.max_new_tokens,
-            eos_token_id=stop_ids,
-            pad_token_id=stop_ids[0],
-            **settings,
-        )
 
 
 @contextmanager
 def contenders(
     language_model: LanguageModel,
-    lookup: Lookup,
+    lookups: Sequence[Lookup],
     indexes: Sequence[Path],
-    answers: Sequence[list[int]],
+    outputs_before: Callable[[str], Sequence[list[int]]],
 ) -> Iterator[list[Contender]]:
-    """Have all ways of decoding during the block, ours warmed with the same answers."""
+    """Have all ways of decoding during the block.
+
+    Args:
+        language_model: the model.
+        lookups: settings of prompt lookup.
+        indexes: what ours draft from.
+        outputs_before: what a way of ours, by its name, draws on from the start.
+    """
     with ExitStack() as opened:
 
-        def warmed() -> EmbeddedDrafter:
+        def warmed(name: str) -> EmbeddedDrafter:
             drafter = EmbeddedDrafter.open_indexes(indexes, vocabulary=language_model.vocabulary)
             opened.callback(drafter.shut_down)
             drafter.warm()
-            for answer in answers:
-                drafter.remember(answer)
+            for output in outputs_before(name):
+                drafter.remember(output)
             return drafter
 
         yield [
-            Contender("plain", Whose.PLAIN),
-            _looking_up(*lookup),
-            _chains(warmed()),
-            _trees("trees, as they pay", Foredraft(language_model.model, warmed())),
-            _trees(
-                f"trees of {NUM_NODES}, with recycled logits", _recycling(language_model, warmed())
-            ),
+            Contender(PLAIN, Whose.PLAIN),
+            *map(_looking_up, lookups),
+            _chains(warmed(CHAINS)),
+            _trees(PAYING, Foredraft(language_model.model, warmed(PAYING))),
+            _trees(FUSED, _recycling(language_model, warmed(FUSED))),
         ]
 
 
-def _looking_up(num_tokens: int, longest: int) -> Contender:
-    settings = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": longest}
-    return Contender(_name((num_tokens, longest)), Whose.ENGINE, settings)
+def _looking_up(lookup: Lookup) -> Contender:
+    settings = {"prompt_lookup_num_tokens": lookup[0], "max_matching_ngram_size": lookup[1]}
+    return Contender(_name(lookup), Whose.ENGINE, settings)
 
 
 def _name(lookup: Lookup) -> str:
@@ -149,17 +94,12 @@ def _chains(drafter: EmbeddedDrafter) -> Contender:
         "drafter": drafter,
         "max_candidates": NUM_CANDIDATES,
     }
-    return Contender(f"chains of {NUM_CANDIDATES}", Whose.OURS, options=options)
+    return Contender(CHAINS, Whose.OURS, options=options)
 
 
 def _trees(name: str, foredraft: Foredraft) -> Contender:
     options = {"custom_generate": foredraft}
-    return Contender(
-        name,
-        Whose.OURS,
-        options=options,
-        num_passes=lambda: foredraft.statistics.num_passes,
-    )
+    return Contender(name, Whose.OURS, options=options)
 
 
 def _recycling(language_model: LanguageModel, drafter: EmbeddedDrafter) -> Foredraft:
@@ -181,8 +121,12 @@ def measure(
     lookups = tokens_per_step(LOOKUPS, prompts, outputs)
     best = max(LOOKUPS, key=lookups.__getitem__)
     runs = KeptRuns(None if kept is None else kept.with_suffix(".runs.json"))
-    earlier = [next(iter(ways.values())).token_ids for ways in runs.done.values()]
-    with contenders(language_model, best, indexes, [*answers, *earlier]) as ways:
+
+    def before(name: str) -> list[list[int]]:
+        return [*answers, *runs.outputs_of(name)]
+
+    settings = dict.fromkeys((best, QUICK_LOOKUP))
+    with contenders(language_model, list(settings), indexes, before) as ways:
         _in_turn(engine, ways, sample, runs)
         found = [
             Way(way.name, way.whose, [runs.done[each.text][way.name] for each in sample.measured])
@@ -211,10 +155,10 @@ def _in_turn(engine: Engine, ways: list[Contender], sample: PromptSample, runs: 
     for way in ways:
         engine.run(way, _WARM_UP)
     for number, prompt in enumerate(track(sample.measured, description="measuring")):
-        if prompt.text not in runs.done:
-            first = number % len(ways)
-            order = [*ways[first:], *ways[:first]]
-            runs.add(prompt.text, {way.name: engine.run(way, prompt.text) for way in order})
+        first, done = number % len(ways), runs.done.get(prompt.text, {})
+        for way in [*ways[first:], *ways[:first]]:
+            if way.name not in done:
+                runs.add(prompt.text, {way.name: engine.run(way, prompt.text)})
 
 
 def main(  # noqa: PLR0913, PLR0917  as many as a command has

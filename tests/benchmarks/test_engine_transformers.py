@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from benchmarks.engines.answers import KeptRuns, kept_answers
-from benchmarks.engines.in_transformers import Contender, Engine, main
+from benchmarks.engines.in_transformers import main
 from benchmarks.engines.prompt_lookup import num_lookup_steps
 from benchmarks.engines.report import OVERALL, Run, Whose
+from benchmarks.engines.transformers_runs import Contender, Engine
 from decoder.models import ModelOptions, load_model
 from decoder.prompts import Prompt
 from tests.decoder.conftest import byte_tokenizer, model_directory  # noqa: F401  fixtures
@@ -53,9 +54,10 @@ def test_a_benchmark_reports_every_way_and_goes_on_where_it_was(
     }
     main(**options)
     report = json.loads(options["output"].read_text())
-    assert len(report["ways"]) == 5
+    assert len(report["ways"]) == 6
     for figures in report["ways"].values():
         assert figures[OVERALL]["num_identical"] == figures[OVERALL]["num_prompts"] == 2
+        assert figures[OVERALL]["tokens_per_step"] >= 1
     assert report["num_warm"] == 2
     main(**options)
     again = json.loads(options["output"].read_text())

@@ -15,7 +15,11 @@ from transformers import (
 )
 
 from decoder.drafters.session import DraftLimits
-from decoder.engines.transformers.candidates import DEFAULT_MAX_CANDIDATES, DrafterCandidates
+from decoder.engines.transformers.candidates import (
+    DEFAULT_MAX_CANDIDATES,
+    DEFAULT_MIN_PROBABILITY,
+    DrafterCandidates,
+)
 from decoder.engines.transformers.criteria import CriteriaRule
 from decoder.engines.transformers.requests import check_chains, check_transformers
 from decoder.engines.transformers.streaming import Stream, streamer_of_call
@@ -35,6 +39,7 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
     *,
     drafter: Drafter | None = None,
     max_candidates: int = DEFAULT_MAX_CANDIDATES,
+    min_probability: float = DEFAULT_MIN_PROBABILITY,
     **model_kwargs: Any,
 ) -> Any:
     """Decode with chains: `model.generate(..., custom_generate=assisted_generate, drafter=...)`.
@@ -59,6 +64,7 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
         drafter,
         _limits(model, drafter),
         max_candidates=max_candidates,
+        min_probability=min_probability,
         max_length=generation_config.max_length,
     )
     stream = Stream(streamer_of_call())

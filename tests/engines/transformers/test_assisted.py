@@ -21,6 +21,7 @@ from tests.decoder.decoding import (
     prompt_of,
     tiny_llama,
     tiny_mamba,
+    tree_of,
 )
 from tests.engines.transformers.generating import (
     NEW_TOKENS,
@@ -130,3 +131,13 @@ def test_batches_and_models_that_cannot_give_up_tokens_are_refused() -> None:
     candidates = DrafterCandidates(ScriptedDrafter(nothing), DraftLimits(VOCABULARY))
     with pytest.raises(UnsupportedGenerationError, match="one sequence at a time, not 2"):
         candidates.get_candidates(torch.tensor([[4, 5], [6, 7]]))
+
+
+def test_candidates_end_before_what_is_improbable() -> None:
+    chain = [(at - 1, 7 + at) for at in range(5)]  # 0.9, 0.7, 0.5, 0.3, 0.1
+    for least, num_candidates in ((0.0, 5), (0.4, 3), (0.95, 0)):
+        drafter = ScriptedDrafter(lambda *_: tree_of(chain))
+        limits = DraftLimits(VOCABULARY)
+        candidates = DrafterCandidates(drafter, limits, min_probability=least)
+        ids, _ = candidates.get_candidates(torch.tensor([[4, 5]]))
+        assert ids.tolist() == [[4, 5, *range(7, 7 + num_candidates)]]

@@ -18,6 +18,7 @@ from tests.retriever.conftest import start_service, stop_service
 
 Service = tuple["subprocess.Popen[str]", str]
 PATIENCE_S = 20.0
+FEW_TOKENS = 16
 
 
 @pytest.fixture
@@ -65,17 +66,21 @@ def test_a_real_model_writes_the_same_though_its_service_dies(
 ) -> None:
     process, address = service
     model, prompt = real_model.model, real_model.encode("Count from one to ten, twice.")
-    truth = [prompt + plainly(model, prompt, NEW_TOKENS)]
+    truth = [prompt + plainly(model, prompt, FEW_TOKENS)]
     fingerprint = real_model.vocabulary.fingerprint
     with ResilientDrafter(
         address, deadline_s=1.0, local=False, vocabulary_fingerprint=fingerprint
     ) as drafter:
         assert drafter.wait(PATIENCE_S)
         plugin = foredraft(model, drafter)
-        assert generated(model, prompt, custom_generate=plugin).tolist() == truth
-        assert plugin.statistics.num_passes < NEW_TOKENS
-        killing = Killing(process, after=2)
-        output = generated(model, prompt, custom_generate=plugin, on_tokens=killing)
+        assert (
+            generated(model, prompt, max_new_tokens=FEW_TOKENS, custom_generate=plugin).tolist()
+            == truth
+        )
+        assert not drafter.fail_opens
+        killing = Killing(process, after=1)
+        options = {"max_new_tokens": FEW_TOKENS, "on_tokens": killing}
+        output = generated(model, prompt, custom_generate=plugin, **options)
         assert killing.has_killed
         assert output.tolist() == truth
         assert drafter.fail_opens
