@@ -48,6 +48,7 @@ class SessionLimits:
             have no limit.
         deadline_s: a call asks for no more drafts, and opens no more sessions, than take so many
             seconds, at least one of each; None where the drafter keeps a deadline by itself.
+        min_probability: tokens less likely to be accepted are not drafted.
     """
 
     max_sessions: int = 2048
@@ -56,6 +57,7 @@ class SessionLimits:
     idle_s: float = 10.0
     vocabulary_size: int | None = None
     deadline_s: float | None = None
+    min_probability: float = 0.0
 
 
 @dataclass(slots=True)
@@ -104,7 +106,9 @@ class ContentSessions:
     ) -> None:
         self.counts = SessionCounts()
         self._limits = limits or SessionLimits()
-        self._drafting = DrafterSessions(drafter, self._limits.deadline_s, clock)
+        self._drafting = DrafterSessions(
+            drafter, self._limits.deadline_s, self._limits.min_probability, clock
+        )
         self._clock = clock
         self._sequences = SequenceIndex()
         self._num_tokens = 0

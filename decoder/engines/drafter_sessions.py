@@ -33,6 +33,7 @@ class DrafterSessions:
         deadline_s: a step opens no more sessions, and asks for no more drafts, than it has lately
             taken so many seconds for, at least one of each; None where the drafter keeps a
             deadline by itself.
+        min_probability: of the nodes that are asked for.
         clock: seconds, monotonic.
 
     Attributes:
@@ -43,11 +44,13 @@ class DrafterSessions:
         self,
         drafter: Drafter,
         deadline_s: float | None = None,
+        min_probability: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_failures = 0
         self._drafter = drafter
         self._deadline_s = deadline_s
+        self._min_probability = min_probability
         self._clock = clock
         self._prefix = uuid.uuid4().hex
         self._numbers = count()
@@ -131,7 +134,13 @@ class DrafterSessions:
     def _step(self, asked: Sequence[tuple[TokenSequence, int]]) -> list[DraftTree]:
         start_s = self._clock()
         requests = [
-            DraftRequest(sequence.name or "", sequence.unsent, len(sequence), budget_nodes)
+            DraftRequest(
+                sequence.name or "",
+                sequence.unsent,
+                len(sequence),
+                budget_nodes,
+                self._min_probability,
+            )
             for sequence, budget_nodes in asked
         ]
         trees = self._drafter.draft(requests)
