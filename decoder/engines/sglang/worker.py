@@ -7,15 +7,14 @@ from logging import getLogger
 from multiprocessing.util import Finalize
 from typing import Any
 
-import torch
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
 from decoder.engines.drafter_sessions import DrafterSessions
 from decoder.engines.drafters import DEADLINE_S, open_drafter
 from decoder.engines.settings import EngineSettings, resolve_settings
-from decoder.engines.sglang.corpus import DrafterCorpus, Share
-from decoder.engines.sglang.trees import Nodes
+from decoder.engines.sglang.corpus import DrafterCorpus
+from decoder.engines.sglang.ranks import sharing
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter
@@ -45,25 +44,12 @@ class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there
             _sessions(target_worker.tokenizer) if group.rank_in_group == 0 else None,
             self.draft_token_num,
             int(self.model_runner.model_config.vocab_size),
-            _sharing(group),
+            sharing(group),
         )
 
     def _prepare_draft_tokens(self, batch: Any) -> Any:
         self.ngram_corpus.show(batch.reqs)
         return super()._prepare_draft_tokens(batch)
-
-
-def _sharing(group: Any) -> Share | None:
-    """Return what gives all ranks of a group the nodes of its first."""
-    if group.world_size == 1:
-        return None
-
-    def share(nodes: Nodes) -> None:
-        torch.distributed.broadcast(
-            torch.from_numpy(nodes), src=group.ranks[0], group=group.cpu_group
-        )
-
-    return share
 
 
 def _sessions(tokenizer: Any) -> DrafterSessions | None:
@@ -75,7 +61,7 @@ def _sessions(tokenizer: Any) -> DrafterSessions | None:
         _log.error("SGLang runs without drafts: %s", error)
         return None
     deadline_s = None if settings.server else settings.deadline_s or DEADLINE_S
-    return DrafterSessions(drafter, deadline_s)
+    return DrafterSessions(drafter, deadline_s, settings.min_probability)
 
 
 def _drafter(settings: EngineSettings, tokenizer: Any) -> Drafter:

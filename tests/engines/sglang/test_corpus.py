@@ -198,6 +198,26 @@ def test_ranks_verify_what_the_first_has_drafted() -> None:
     second.reset()
 
 
+@pytest.mark.parametrize(("width", "num_rows"), [(1, 1), (400, 1), (20, 30)])
+def test_no_more_nodes_are_asked_for_than_drafters_take(
+    width: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decoder.engines.sglang.corpus._MAX_STEP_NODES", 300)
+    asked: list[int] = []
+
+    class Counted(Watched):
+        def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+            asked.extend(request.budget_nodes for request in requests)
+            return super().draft(requests)
+
+    corpus = DrafterCorpus(DrafterSessions(Counted()), width)
+    names = [str(row) for row in range(num_rows)]
+    tokens, masks = corpus.batch_get(names, [[1, 2, 1]] * num_rows, [3] * num_rows)
+    assert (tokens.size, masks.size) == (num_rows * width, num_rows * width * width)
+    assert max(asked) <= min(256, width - 1)
+    assert sum(asked) <= 300
+
+
 def test_a_batch_of_nobody_is_empty() -> None:
     tokens, masks = corpus_of(Watched()).batch_get([], [], [])
     assert (len(tokens), len(masks)) == (0, 0)
