@@ -12,7 +12,7 @@ import typer
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer, vocabulary_of
 from retriever.clear_errors import clear_errors
-from retriever.errors import VocabularyMismatchError
+from retriever.errors import ExportError, VocabularyMismatchError
 from retriever.exports.exllamav3 import AutomatonReport, export_exllamav3, tokenizer_digests
 from retriever.exports.reading import token_documents
 from retriever.exports.sglang_corpus import (
@@ -71,7 +71,7 @@ def export(  # noqa: PLR0913  (a command has as many options as it has)
     Documents are written in order, up to the first that has no room.
     """
     with clear_errors():
-        files = tokenizer_digests(Path(tokenizer or "")) if to is Form.EXLLAMAV3 else {}
+        files = _tokenizer_files(tokenizer) if to is Form.EXLLAMAV3 else {}
         with closing(Index.open(index)) as opened:
             named = load_tokenizer(tokenizer or DEFAULT_MODEL)
             if vocabulary_of(named) != opened.vocabulary:
@@ -94,6 +94,12 @@ def export(  # noqa: PLR0913  (a command has as many options as it has)
                     overwrite=overwrite,
                 )
         _print(report, output, as_json=as_json)
+
+
+def _tokenizer_files(tokenizer: str | None) -> dict[str, str]:
+    if tokenizer is None:
+        raise ExportError("name the folder of the model that exllamav3 runs with --tokenizer")
+    return tokenizer_digests(Path(tokenizer))
 
 
 def _print(report: CorpusReport | AutomatonReport, output: Path, *, as_json: bool) -> None:

@@ -145,6 +145,16 @@ def test_bad_input_ends_with_a_line_and_leaves_no_file(
     assert run("--to", "sglang-corpus", "-o", str(index))[0] == 1
 
 
+def test_exllamav3_needs_the_models_folder(
+    index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["retriever", "export", str(index), "--to", "exllamav3", "--output", "out"]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit):
+        main()
+    assert "name the folder of the model" in capsys.readouterr().err
+
+
 def test_another_tokenizer_is_refused(
     index: Path, tmp_path: Path, run: Export, tokenizer: PreTrainedTokenizerBase
 ) -> None:
