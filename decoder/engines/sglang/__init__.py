@@ -1,0 +1,1 @@
+"""Drafts inside SGLang, as a speculative algorithm of its own: see `plugin`."""

@@ -1,0 +1,219 @@
+"""Our drafter in the place of the corpus that SGLang's NGRAM worker looks its drafts up in."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from logging import getLogger
+from typing import Final, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decoder.engines.drafter_sessions import DrafterSessions
+from decoder.engines.sequences import TokenSequence
+from decoder.engines.sglang.followed import EngineRequest, FollowedRequest
+from decoder.engines.sglang.trees import Nodes, lay_out, masks_of
+from retriever.tree import DraftTree
+
+_log = getLogger(__name__)
+
+_MAX_NODES: Final = 256  # no drafter gives more for one sequence,
+_MAX_STEP_NODES: Final = 1 << 16  # or in one step
+_NO_CORPORA: Final = (
+    "drafts come from foredraft's own indexes: name them in its settings, or start with "
+    "--speculative-algorithm NGRAM"
+)
+
+Share = Callable[[Nodes], None]
+"""Makes the first rank's nodes those of all ranks, in place."""
+
+
+class DrafterCorpus:
+    """What SGLang's `NgramCorpus` is to its worker, with a drafter behind it.
+
+    Each request is a session, under a name of our own; one step of the engine is one call of the
+    drafter. A drafter that fails costs its drafts: then rows hold node 0 and padding. Nothing that
+    the worker calls while it decodes ever raises. Not safe for use from several threads.
+
+    Source: sglang 0.5.23, `sglang.srt.speculative.cpp_ngram.ngram_corpus`.
+
+    Args:
+        sessions: of the drafter; None where another rank drafts, or nobody.
+        width: nodes of a row, the last committed token included.
+        vocabulary_size: a tree with a token beyond it would crash the model, and is dropped; None
+            to let all pass.
+        share: for several ranks, which must verify the same nodes.
+
+    Attributes:
+        num_errors: steps without drafts because of an error of ours.
+        num_foreign: trees with tokens that the model does not have.
+    """
+
+    remaining_token_budget: Final = 0
+
+    def __init__(
+        self,
+        sessions: DrafterSessions | None,
+        width: int,
+        vocabulary_size: int | None = None,
+        share: Share | None = None,
+    ) -> None:
+        self.num_errors = 0
+        self.num_foreign = 0
+        self._sessions = sessions
+        self._width = width
+        self._vocabulary_size = vocabulary_size
+        self._share = share
+        self._followed: dict[str, FollowedRequest] = {}
+
+    def __len__(self) -> int:
+        """Count the requests that are followed."""
+        return len(self._followed)
+
+    def show(self, requests: Iterable[EngineRequest]) -> None:
+        """Begin a session for each request that has none; before `batch_get`.
+
+        Its prompt must be known from the start, and `batch_get` is told the last tokens alone.
+        """
+        if self._sessions is None:
+            return
+        with self._never_failing():
+            for request in requests:
+                followed = self._followed.get(request.rid)
+                if followed is None or followed.request is not request:
+                    self._end(request.rid)
+                    self._followed[request.rid] = FollowedRequest.of(request)
+
+    def batch_get(
+        self,
+        req_ids: Sequence[str],
+        batch_tokens: Sequence[Sequence[int]],
+        total_lens: Sequence[int],
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Draft for each request.
+
+        Args:
+            req_ids: names of requests.
+            batch_tokens: the last tokens of each, at least one.
+            total_lens: how many tokens each has.
+
+        Returns:
+            int64[n * width], the tokens of the rows; int64[n * width * width], their masks.
+        """
+        trees = [DraftTree.empty()] * len(req_ids)
+        if self._sessions is not None:
+            with self._never_failing():
+                trees = self._draft(self._sessions, req_ids, batch_tokens, total_lens)
+        last_tokens = [tokens[-1] if len(tokens) else 0 for tokens in batch_tokens]
+        nodes = lay_out(trees, last_tokens, self._width)
+        if self._share is not None:
+            self._share(nodes)
+        tokens, parents = nodes
+        return tokens.reshape(-1), masks_of(parents).reshape(-1)
+
+    def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
+        """Do nothing: what is generated is learned from when a session ends."""
+
+    def synchronize(self) -> None:
+        """Do nothing: nothing is put in."""
+
+    def erase_match_state(self, req_ids: Sequence[str]) -> None:
+        """End the sessions of requests that are decoded no more; their outputs are remembered."""
+        with self._never_failing():
+            for name in req_ids:
+                self._end(name)
+
+    def reset(self) -> None:
+        """End all sessions. What the drafter has learned stays: it is not the engine's cache."""
+        self.erase_match_state(list(self._followed))
+
+    def list_external_corpora(self) -> dict[str, int]:
+        """Return nothing: there are none of the engine's kind."""
+        return {}
+
+    def load_external_corpus_named(
+        self, corpus_id: str, _chunks: Iterable[Sequence[int]]
+    ) -> NoReturn:
+        """Refuse a corpus.
+
+        Raises:
+            ValueError: always; the engine tells whoever asked.
+        """
+        raise ValueError(f"corpus {corpus_id!r} is not loaded: {_NO_CORPORA}")
+
+    def commit_external_corpus_load(self, corpus_id: str, _loaded_token_count: int) -> NoReturn:
+        """Refuse a corpus; see `load_external_corpus_named`."""
+        self.load_external_corpus_named(corpus_id, ())
+
+    def remove_external_corpus(self, corpus_id: str) -> NoReturn:
+        """Refuse, as there is no corpus.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"there is no corpus {corpus_id!r}: {_NO_CORPORA}")
+
+    def _draft(
+        self,
+        sessions: DrafterSessions,
+        names: Sequence[str],
+        tails: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+    ) -> list[DraftTree]:
+        sequences = [
+            self._follow(name, tail, length)
+            for name, tail, length in zip(names, tails, lengths, strict=True)
+        ]
+        budget_nodes = min(self._width - 1, _MAX_NODES, _MAX_STEP_NODES // max(len(names), 1))
+        trees = sessions.draft([(sequence, budget_nodes) for sequence in sequences])
+        return [self._checked(tree) for tree in trees]
+
+    def _follow(self, name: str, tail: Sequence[int], length: int) -> TokenSequence:
+        """Return a request's sequence, up to date; one that is another by now begins anew."""
+        followed = self._followed.get(name)
+        if followed is not None and followed.go_on(tail, length):
+            return followed.sequence
+        request = followed.request if followed is not None else None
+        self._end(name)
+        anew = FollowedRequest.of(request) if request is not None else None
+        if anew is None or not anew.go_on(tail, length):
+            anew = FollowedRequest.of_tail(tail, length)
+        self._followed[name] = anew
+        return anew.sequence
+
+    def _checked(self, tree: DraftTree) -> DraftTree:
+        size = self._vocabulary_size
+        if size is None or len(tree) == 0 or int(tree.token_ids.max()) < size:
+            return tree
+        self.num_foreign += 1
+        if self.num_foreign == 1:
+            _log.warning(
+                "a draft has token %d and the model knows %d: drafts with such tokens are dropped; "
+                "draft from an index built with the model's own tokenizer",
+                int(tree.token_ids.max()),
+                size,
+            )
+        return DraftTree.empty()
+
+    def _end(self, name: str) -> None:
+        followed = self._followed.pop(name, None)
+        if followed is not None and self._sessions is not None:
+            followed.take_rest()
+            self._sessions.end(followed.sequence)
+
+    @contextmanager
+    def _never_failing(self) -> Iterator[None]:
+        """Let go of all sessions where something of ours goes wrong: the engine must go on."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001  (its server would end)
+            self.num_errors += 1
+            if self.num_errors == 1:
+                _log.exception("the engine goes on without these drafts")
+            for followed in self._followed.values():
+                with suppress(Exception):
+                    self._give_up(followed)
+            self._followed.clear()
+
+    def _give_up(self, followed: FollowedRequest) -> None:
+        if self._sessions is not None:
+            self._sessions.give_up(followed.sequence)

@@ -1,0 +1,48 @@
+"""The entry point `sglang.srt.plugins`: makes `--speculative-algorithm FOREDRAFT` known.
+
+SGLang loads it in each of its processes, wherever this project is installed; until the algorithm
+is chosen, it costs one import.
+"""
+
+from typing import Any, Final
+
+from decoder.engines.versions import check_version
+
+ALGORITHM: Final = "FOREDRAFT"
+"""What to give as `--speculative-algorithm`."""
+
+TESTED: Final = ">=0.5.23,<0.5.24"
+
+
+def register() -> None:
+    """Register the algorithm with SGLang."""
+    from sglang.srt.speculative.spec_info import (  # noqa: PLC0415  (SGLang calls us while it loads)
+        SpeculativeAlgorithm,
+    )
+
+    from decoder.engines.sglang.algorithm import ForedraftAlgorithm  # noqa: PLC0415  (likewise)
+
+    SpeculativeAlgorithm.register(
+        ALGORITHM,
+        supports_overlap=True,
+        validate_server_args=check_server_args,
+        spec_class=ForedraftAlgorithm,
+    )(worker_class)
+
+
+def check_server_args(server_args: Any) -> None:
+    """Refuse what cannot be served.
+
+    Raises:
+        ValueError: the model is spread over stages of a pipeline.
+    """
+    if server_args.pp_size != 1:
+        raise ValueError(f"--speculative-algorithm {ALGORITHM} takes --pp-size 1")
+
+
+def worker_class(_server_args: Any) -> type:
+    """Return the class of the worker that drafts."""
+    check_version(TESTED, "sglang")
+    from decoder.engines.sglang.worker import ForedraftWorker  # noqa: PLC0415  (loads the engine)
+
+    return ForedraftWorker

@@ -1,0 +1,87 @@
+"""SGLang's NGRAM worker with our drafter behind it; importing this loads the engine."""
+
+import os
+from contextlib import suppress
+from functools import partial
+from logging import getLogger
+from multiprocessing.util import Finalize
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.ngram_worker import NGRAMWorker
+
+from decoder.engines.drafter_sessions import DrafterSessions
+from decoder.engines.drafters import DEADLINE_S, open_drafter
+from decoder.engines.settings import EngineSettings, resolve_settings
+from decoder.engines.sglang.corpus import DrafterCorpus
+from decoder.engines.sglang.ranks import sharing
+from indexer.reader import Vocabulary
+from indexer.tokenizer import vocabulary_of
+from retriever.drafter import Drafter
+
+_log = getLogger(__name__)
+
+
+class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there to be checked
+    """Drafts with our drafter, and leaves all else to the engine; made by SGLang's scheduler.
+
+    Of several ranks the first drafts, and the others verify what it has drafted: drafts depend on
+    time, and ranks that verify different nodes would go apart.
+
+    Args:
+        server_args: the engine's.
+        gpu_id: likewise.
+        nccl_port: likewise.
+        target_worker: runs the target model.
+    """
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__(server_args, gpu_id, nccl_port, target_worker)
+        # What a step committed, up to the width, must be among the last tokens that are shown.
+        self.max_trie_depth: int = max(self.max_trie_depth, self.draft_token_num)
+        group = get_parallel().tp_group
+        self.ngram_corpus = DrafterCorpus(
+            _sessions(target_worker.tokenizer) if group.rank_in_group == 0 else None,
+            self.draft_token_num,
+            int(self.model_runner.model_config.vocab_size),
+            sharing(group),
+        )
+
+    def _prepare_draft_tokens(self, batch: Any) -> Any:
+        self.ngram_corpus.show(batch.reqs)
+        return super()._prepare_draft_tokens(batch)
+
+
+def _sessions(tokenizer: Any) -> DrafterSessions | None:
+    """Open the drafter that the environment asks for; None where there is none to be had."""
+    try:
+        settings = resolve_settings({}, os.environ, "environment")
+        drafter = _drafter(settings, tokenizer)
+    except Exception as error:  # noqa: BLE001  SGLang must start without us
+        _log.error("SGLang runs without drafts: %s", error)
+        return None
+    deadline_s = None if settings.server else settings.deadline_s or DEADLINE_S
+    return DrafterSessions(drafter, deadline_s, settings.min_probability)
+
+
+def _drafter(settings: EngineSettings, tokenizer: Any) -> Drafter:
+    encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
+    drafter = open_drafter(settings, _vocabulary(tokenizer), encode)
+    Finalize(None, partial(_shut_down, drafter), exitpriority=10)
+    return drafter
+
+
+def _shut_down(drafter: Any) -> None:
+    with suppress(Exception):
+        drafter.shut_down()
+
+
+def _vocabulary(tokenizer: Any) -> Vocabulary | None:
+    """Return a tokenizer's vocabulary; None where it has no such thing as others have."""
+    if tokenizer is None:  # --skip-tokenizer-init
+        return None
+    try:
+        return vocabulary_of(tokenizer)
+    except Exception as error:  # noqa: BLE001  tokenizers fail in as many ways as there are
+        _log.warning("the tokenizer's vocabulary is not known: %s", error)
+        return None

@@ -1,0 +1,1 @@
+"""Indexes as files that engines draft from by themselves."""

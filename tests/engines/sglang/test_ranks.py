@@ -1,0 +1,44 @@
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+RANK = """
+import sys
+from types import SimpleNamespace
+import numpy as np
+import torch
+from decoder.engines.sglang.ranks import sharing
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+group = SimpleNamespace(world_size=2, ranks=[0, 1], cpu_group=torch.distributed.group.WORLD)
+nodes = np.full((2, 3, 4), rank, np.int64) + np.arange(4) * (1 - rank)
+sharing(group)(nodes)
+print(nodes.tolist())
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_model_on_one_device_shares_nothing() -> None:
+    from decoder.engines.sglang.ranks import sharing  # noqa: PLC0415  (needs torch)
+
+    alone: Any = SimpleNamespace(world_size=1)
+    assert sharing(alone) is None
+
+
+def test_every_rank_gets_the_nodes_of_the_first(tmp_path: Path) -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    printed = [process.communicate(timeout=60)[0] for process in started]
+    assert printed[0] == printed[1] == f"{[[[0, 1, 2, 3]] * 3] * 2}\n"
