@@ -7,7 +7,7 @@ response or a gRPC status, and hold none of the victim's tokens.
 
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
@@ -35,6 +35,11 @@ _OTHERS: Final = ("a", "b")
 _METHODS: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].methods
 _INTEGERS: Final = (0, 1, 2, 5, 9, 16, 32, 255, 256, 257, 65536, (1 << 31) - 1, (1 << 32) - 1)
 _FLOATS: Final = (0.0, 0.1, 1.0, -1.0, 2.0, float("nan"), float("inf"), -float("inf"))
+_ENUMS: Final = (0, 1, 8, 9, -1, (1 << 31) - 1)
+_CHOICES: Final[dict[int, Sequence[Any]]] = {
+    FieldDescriptor.CPPTYPE_FLOAT: _FLOATS,
+    FieldDescriptor.CPPTYPE_ENUM: _ENUMS,
+}
 _TEXTS: Final = (SESSION, "s1", "s2", "", "x" * 256, "x" * 257, "\0", "\u00e4" * 200)
 _MAX_DEPTH: Final = 3
 
