@@ -156,10 +156,8 @@ class Fuzzer:
             return ""  # else most messages would be refused for it
         if kind in {FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64}:
             return self._random.choice((*_INTEGERS, self._random.randint(0, 40)))
-        if kind == FieldDescriptor.CPPTYPE_ENUM:
-            return self._random.choice((0, 1, 8, 9, -1, (1 << 31) - 1))
-        if kind == FieldDescriptor.CPPTYPE_FLOAT:
-            return self._random.choice(_FLOATS)
+        if kind in _CHOICES:
+            return self._random.choice(_CHOICES[kind])
         if kind == FieldDescriptor.CPPTYPE_BOOL:
             return self._happens(0.5)
         if descriptor.type == FieldDescriptor.TYPE_BYTES:
