@@ -7,7 +7,7 @@ response or a gRPC status, and hold none of the victim's tokens.
 
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
@@ -33,9 +33,13 @@ SESSION: Final = "s0"
 _PREFIX: Final = list(range(12))
 _OTHERS: Final = ("a", "b")
 _METHODS: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].methods
-_ENUMS: Final = (-(1 << 31), -1, (1 << 31) - 1)
 _INTEGERS: Final = (0, 1, 2, 5, 9, 16, 32, 255, 256, 257, 65536, (1 << 31) - 1, (1 << 32) - 1)
 _FLOATS: Final = (0.0, 0.1, 1.0, -1.0, 2.0, float("nan"), float("inf"), -float("inf"))
+_ENUMS: Final = (0, 1, 8, 9, -1, (1 << 31) - 1)
+_CHOICES: Final[dict[int, Sequence[Any]]] = {
+    FieldDescriptor.CPPTYPE_FLOAT: _FLOATS,
+    FieldDescriptor.CPPTYPE_ENUM: _ENUMS,
+}
 _TEXTS: Final = (SESSION, "s1", "s2", "", "x" * 256, "x" * 257, "\0", "\u00e4" * 200)
 _MAX_DEPTH: Final = 3
 
@@ -152,10 +156,8 @@ class Fuzzer:
             return ""  # else most messages would be refused for it
         if kind in {FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64}:
             return self._random.choice((*_INTEGERS, self._random.randint(0, 40)))
-        if kind == FieldDescriptor.CPPTYPE_ENUM:
-            return self._random.choice((*_ENUMS, self._random.randint(0, 12)))
-        if kind == FieldDescriptor.CPPTYPE_FLOAT:
-            return self._random.choice(_FLOATS)
+        if kind in _CHOICES:
+            return self._random.choice(_CHOICES[kind])
         if kind == FieldDescriptor.CPPTYPE_BOOL:
             return self._happens(0.5)
         if descriptor.type == FieldDescriptor.TYPE_BYTES:
