@@ -12,10 +12,11 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from decoder.budget.budget import FixedBudget
 from decoder.budget.costs import CostSurface
 from decoder.drafters.session import DraftLimits
+from decoder.engines.transformers import custom_generate
+from decoder.engines.transformers.assisted import assisted_generate
+from decoder.engines.transformers.candidates import DrafterCandidates
+from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
 from decoder.errors import DecoderBusyError, UnsupportedGenerationError
-from decoder.plugins import custom_generate
-from decoder.plugins.candidates import DrafterCandidates, assisted_generate
-from decoder.plugins.custom_generate import Foredraft, foredraft_generate
 from decoder.target.target import Target
 from tests.decoder.decoding import (
     MODELS,

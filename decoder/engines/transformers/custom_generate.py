@@ -9,6 +9,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -16,15 +17,18 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from decoder.budget.budget import Budget, MeasuredBudget
 from decoder.budget.costs import CostSurface
 from decoder.budget.measuring import measure_costs
+from decoder.engines.transformers.criteria import Ending
+from decoder.engines.transformers.requests import check_request, check_transformers
+from decoder.engines.transformers.streaming import Stream, streamer_of_call
+from decoder.engines.vocabularies import checked_vocabulary_size
 from decoder.errors import UnsupportedGenerationError
 from decoder.loop import Decoder
-from decoder.plugins.criteria import Ending
-from decoder.plugins.requests import check_request
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule
 from decoder.statistics import Statistics
 from decoder.target.target import Target
+from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter
 
 OnTokens = Callable[[list[int]], object]
@@ -43,13 +47,15 @@ class Foredraft:
         drafter: whose guesses are verified.
         budget: how much of a draft is verified; by default what pays, by measurement.
         drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's
-            embedding is larger.
+            embedding is larger; by default what the drafter or the tokenizer says.
+        tokenizer: the model's, so that a drafter for another one is refused.
 
     Attributes:
         statistics: figures of all calls.
 
     Raises:
         UnsupportedModelError: the model cannot be decoded here.
+        VocabularyMismatchError: the drafter is for another tokenizer.
     """
 
     def __init__(
@@ -59,10 +65,14 @@ class Foredraft:
         *,
         budget: Budget | None = None,
         drafter_vocabulary: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
+        check_transformers()
         target = Target(model)
+        own = None if tokenizer is None else vocabulary_of(tokenizer)
+        known = checked_vocabulary_size(drafter, target.vocabulary_size, own)
         self._model = model
-        self._drafter_vocabulary = drafter_vocabulary
+        self._drafter_vocabulary = known if drafter_vocabulary is None else drafter_vocabulary
         self._decoder = Decoder(target, drafter, budget or MeasuredBudget(_costs(model, target)))
         self.statistics = Statistics()
 
@@ -85,8 +95,8 @@ class Foredraft:
             logits_processor: applied along each path.
             stopping_criteria: what comes behind the first stop is cut.
             generation_config: of the call.
-            on_tokens: is called with the tokens of each pass; transformers keeps its streamer
-                to itself.
+            on_tokens: is called with the tokens of each pass; a `streamer` of the call is told
+                each token, as well.
             model_kwargs: what else the model would be given.
 
         Returns:
@@ -100,7 +110,7 @@ class Foredraft:
         if model is not self._model:
             raise UnsupportedGenerationError("this Foredraft was made for another model")
         check_request(input_ids, generation_config, model_kwargs)
-        ending = Ending(stopping_criteria, input_ids)
+        ending, stream = Ending(stopping_criteria, input_ids), Stream(streamer_of_call())
         with self._decoder.reserved():
             generation = self._decoding(logits_processor, generation_config, ending).generate(
                 input_ids[0].tolist(), ending.max_new_tokens, stop_rule=ending.rule
@@ -109,9 +119,11 @@ class Foredraft:
             try:
                 for tokens in generation:
                     new.extend(tokens)
+                    stream.put(tokens)
                     on_tokens(tokens)
             finally:
                 self.statistics.add(generation.statistics)
+        stream.end()
         sequences = torch.cat([input_ids, input_ids.new_tensor([new])], dim=-1)
         if not generation_config.return_dict_in_generate:
             return sequences

@@ -6,6 +6,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
+from decoder.engines.versions import check_version
 from decoder.errors import UnsupportedGenerationError
 
 _SERVED_MODES: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -16,6 +17,12 @@ _UNSERVED_OUTPUTS: Final = (
     "output_scores",
 )
 _HARMLESS: Final = ("use_cache", "logits_to_keep")
+_TESTED: Final = ">=5.20,<5.24"
+
+
+def check_transformers() -> None:
+    """Say once where transformers is of a version that this was not tested with."""
+    check_version(_TESTED, "transformers")
 
 
 def check_request(
@@ -31,6 +38,25 @@ def check_request(
     Raises:
         UnsupportedGenerationError: the call asks for what drafts do not serve.
     """
+    check_mode(input_ids, config)
+    for name in _UNSERVED_OUTPUTS:
+        if getattr(config, name, None):
+            raise UnsupportedGenerationError(
+                f"{name} is not kept where trees are verified: assisted_generate returns it"
+            )
+    _check_inputs(input_ids, model_kwargs)
+
+
+def check_mode(input_ids: torch.Tensor, config: GenerationConfig) -> None:
+    """Refuse other ways of decoding, and more than one sequence.
+
+    Args:
+        input_ids: int64[batch, n], the prompts.
+        config: of the call.
+
+    Raises:
+        UnsupportedGenerationError: the call asks for what drafts do not serve.
+    """
     mode = config.get_generation_mode()
     if mode not in _SERVED_MODES:
         raise UnsupportedGenerationError(
@@ -41,10 +67,6 @@ def check_request(
             f"drafts serve one sequence at a time, not {len(input_ids)}: call generate for each "
             "(num_return_sequences counts, too)"
         )
-    for name in _UNSERVED_OUTPUTS:
-        if getattr(config, name, None):
-            raise UnsupportedGenerationError(f"{name} is not kept where drafts are verified")
-    _check_inputs(input_ids, model_kwargs)
 
 
 def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
