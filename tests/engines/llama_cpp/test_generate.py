@@ -113,7 +113,7 @@ def test_a_cache_that_is_kept_between_prompts_changes_nothing(llm: Any, plain: A
 
 def test_sampling_with_a_seed_draws_the_same(llm: Any, plain: Any, recorded: Recorded) -> None:
     attach(llm, ScriptedDrafter(recorded), measure=False)
-    options = {"temp": 0.9, "top_k": 20, "top_p": 0.9, "repeat_penalty": 1.2}
+    options: dict[str, Any] = {"temp": 0.9, "top_k": 20, "top_p": 0.9, "repeat_penalty": 1.2}
     for prompt in PROMPTS:
         outputs = []
         for each in (plain, llm):
