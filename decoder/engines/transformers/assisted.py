@@ -17,7 +17,7 @@ from transformers import (
 from decoder.drafters.session import DraftLimits
 from decoder.engines.transformers.candidates import DEFAULT_MAX_CANDIDATES, DrafterCandidates
 from decoder.engines.transformers.criteria import CriteriaRule
-from decoder.engines.transformers.requests import check_mode, check_transformers
+from decoder.engines.transformers.requests import check_chains, check_transformers
 from decoder.engines.transformers.streaming import Stream, streamer_of_call
 from decoder.engines.vocabularies import checked_vocabulary_size
 from decoder.errors import UnsupportedGenerationError
@@ -45,7 +45,8 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
     output of plain generation.
 
     Raises:
-        UnsupportedGenerationError: no drafter is given, or there are beams or several sequences.
+        UnsupportedGenerationError: no drafter is given, or the call asks for what
+            chains do not serve.
         VocabularyMismatchError: the drafter is for another tokenizer.
     """
     if drafter is None:
@@ -53,7 +54,7 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
             "assisted_generate needs a drafter: model.generate(..., drafter=...)"
         )
     check_transformers()
-    check_mode(input_ids, generation_config)
+    check_chains(input_ids, logits_processor, generation_config, model_kwargs)
     candidates = DrafterCandidates(
         drafter,
         _limits(model, drafter),

@@ -3,7 +3,12 @@
 from typing import Any, Final
 
 import torch
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.configuration_utils import GenerationMode
 
 from decoder.engines.versions import check_version
@@ -17,6 +22,10 @@ _UNSERVED_OUTPUTS: Final = (
     "output_scores",
 )
 _HARMLESS: Final = ("use_cache", "logits_to_keep")
+_WITH_MEMORY: Final = (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 _TESTED: Final = ">=5.20,<5.24"
 
 
@@ -69,6 +78,37 @@ def check_mode(input_ids: torch.Tensor, config: GenerationConfig) -> None:
         )
 
 
+def check_chains(
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Refuse what transformers' assisted generation does not do, or does wrongly.
+
+    Args:
+        input_ids: int64[batch, n], the prompts.
+        processors: of the call.
+        config: of the call.
+        model_kwargs: what `model.generate` prepared for the model.
+
+    Raises:
+        UnsupportedGenerationError: the call asks for what chains do not serve.
+    """
+    check_mode(input_ids, config)
+    if model_kwargs.get("past_key_values") is None:
+        raise UnsupportedGenerationError(
+            "assisted generation needs a cache that can give up tokens: "
+            "custom_generate=Foredraft(model, drafter) decodes without"
+        )
+    for processor in processors:
+        if isinstance(processor, _WITH_MEMORY):
+            raise UnsupportedGenerationError(
+                f"{type(processor).__name__} must see each token once, and assisted generation "
+                "shows it rejected ones: use custom_generate=Foredraft(model, drafter)"
+            )
+
+
 def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
     inputs = {name: value for name, value in model_kwargs.items() if value is not None}
     mask = inputs.pop("attention_mask", None)
@@ -83,13 +123,19 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None
     types = inputs.pop("token_type_ids", None)
     if types is not None and bool(types.any()):
         raise UnsupportedGenerationError("token_type_ids other than 0 are not served")
-    cache = inputs.pop("past_key_values", None)
-    if cache is not None and cache.get_seq_length() > 0:
-        raise UnsupportedGenerationError(
-            "the prompt is read from its start into a cache of its own: pass no past_key_values"
-        )
+    _check_cache(inputs)
     unknown = sorted(inputs.keys() - set(_HARMLESS))
     if unknown:
         raise UnsupportedGenerationError(
             f"only input_ids are served, not {', '.join(unknown)}: leave it out"
+        )
+
+
+def _check_cache(inputs: dict[str, Any]) -> None:
+    """Take the cache from a model's inputs, and refuse one that holds something."""
+    cache, recurrent = inputs.pop("past_key_values", None), inputs.pop("cache_params", None)
+    has_tokens = cache is not None and cache.get_seq_length() > 0
+    if has_tokens or (recurrent is not None and recurrent.has_previous_state()):
+        raise UnsupportedGenerationError(
+            "the prompt is read from its start into a cache of its own: pass no past_key_values"
         )

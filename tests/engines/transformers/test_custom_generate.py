@@ -6,22 +6,17 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from decoder.budget.budget import FixedBudget
 from decoder.budget.costs import CostSurface
-from decoder.drafters.session import DraftLimits
 from decoder.engines.transformers import custom_generate
-from decoder.engines.transformers.assisted import assisted_generate
-from decoder.engines.transformers.candidates import DrafterCandidates
-from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
+from decoder.engines.transformers.custom_generate import foredraft_generate
 from decoder.errors import DecoderBusyError, UnsupportedGenerationError
 from decoder.target.target import Target
 from tests.decoder.decoding import (
     MODELS,
     VOCABULARY,
-    Guess,
     ScriptedDrafter,
     at_random,
     nothing,
@@ -29,46 +24,15 @@ from tests.decoder.decoding import (
     plainly,
     prompt_of,
     tiny_llama,
-    tree_of,
+    tiny_mamba,
 )
-
-NEW_TOKENS = 40
-
-
-def generated(model: PreTrainedModel, prompt: list[int], **options: Any) -> Any:
-    generate: Any = model.generate
-    tokens = torch.tensor([prompt])
-    length = {} if "max_length" in options else {"max_new_tokens": NEW_TOKENS}
-    return generate(tokens, **{"pad_token_id": 0, **length, **options})
-
-
-def late_stop(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """Return stop tokens one of which comes late in the greedy output."""
-    truth = plainly(model, prompt, NEW_TOKENS)
-    return [VOCABULARY - 1, max(set(truth), key=truth.index)]
-
-
-def perfect(truth: list[int]) -> Guess:
-    """Draft the next true tokens as a chain."""
-    return lambda tokens, _: tree_of(
-        [(at - 1, token) for at, token in enumerate(truth[len(tokens) :][:8])]
-    )
-
-
-def foredraft(model: PreTrainedModel, drafter: ScriptedDrafter) -> Foredraft:
-    return Foredraft(model, drafter, budget=FixedBudget(64))
-
-
-class EndsAfter(StoppingCriteria):
-    """Ends a sequence behind a token, and counts how often it is asked."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-        self.num_calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> Any:
-        self.num_calls += 1
-        return input_ids[:, -1] == self.token
+from tests.engines.transformers.generating import (
+    NEW_TOKENS,
+    EndsAfter,
+    foredraft,
+    generated,
+    late_stop,
+)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,12 +44,16 @@ class EndsAfter(StoppingCriteria):
         {"eos_token_id": late_stop},
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
         {"suppress_tokens": [11, 12], "min_new_tokens": 10, "eos_token_id": 7},
+        {"guidance_scale": 1.7},
+        {"sequence_bias": [[[5], 3.0]], "forced_eos_token_id": 9},
+        {"prefix_allowed_tokens_fn": lambda _, ids: range(len(ids) % 2, VOCABULARY, 2)},
     ],
 )
 def test_greedy_output_is_that_of_generate(name: str, options: dict[str, Any]) -> None:
     model, prompt = MODELS[name](), prompt_of(12)
     options = {
-        name: value(model, prompt) if callable(value) else value for name, value in options.items()
+        name: value(model, prompt) if value is late_stop else value
+        for name, value in options.items()
     }
     expected = generated(model, prompt, do_sample=False, **options)
     drafter = ScriptedDrafter(oracle(expected[0].tolist()))
@@ -95,6 +63,31 @@ def test_greedy_output_is_that_of_generate(name: str, options: dict[str, Any]) -
     assert output.dtype == torch.int64
     assert drafter.closed == output.tolist()
     assert plugin.statistics.num_passes < plugin.statistics.num_tokens
+
+
+def test_what_a_generation_config_says_holds() -> None:
+    model, prompt = tiny_llama(), prompt_of(12)
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=17, repetition_penalty=1.4, no_repeat_ngram_size=2, pad_token_id=0
+    )
+    generate: Any = model.generate
+    expected = generate(torch.tensor([prompt]), generation_config=config)
+    drafter = ScriptedDrafter(oracle(expected[0].tolist()))
+    output = generate(
+        torch.tensor([prompt]), generation_config=config, custom_generate=foredraft(model, drafter)
+    )
+    assert output.tolist() == expected.tolist()
+    assert output.shape == (1, len(prompt) + 17)
+
+
+def test_a_model_that_cannot_give_up_tokens_is_decoded_without_drafts() -> None:
+    model, prompt = tiny_mamba(), prompt_of(12)
+    drafter = ScriptedDrafter(at_random())
+    output = generated(model, prompt, custom_generate=foredraft(model, drafter))
+    assert output.tolist() == [prompt + plainly(model, prompt, NEW_TOKENS)]
+    used = generated(model, prompt, return_dict_in_generate=True).past_key_values
+    with pytest.raises(UnsupportedGenerationError, match="past_key_values"):
+        generated(model, prompt, cache_params=used, custom_generate=foredraft(model, drafter))
 
 
 def test_sampled_output_is_one_of_the_seed_and_follows_the_warpers() -> None:
@@ -149,7 +142,7 @@ def test_tokens_are_told_as_they_come_and_outputs_are_wrapped_if_wanted() -> Non
         ({"do_sample": True, "num_return_sequences": 2}, "one sequence at a time, not 2"),
         ({"attention_mask": torch.tensor([[0, 1, 1]])}, "hides tokens"),
         ({"position_ids": torch.tensor([[0, 2, 3]])}, "positions other"),
-        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "assisted_generate returns it"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds"),
         ({"drafter": None}, "needs a drafter"),
     ],
@@ -202,42 +195,3 @@ def test_the_function_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> 
     del model
     gc.collect()
     assert not list(curves)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("options", [{}, {"max_length": 30}, {"eos_token_id": late_stop}])
-def test_chains_give_the_output_of_generate(name: str, options: dict[str, Any]) -> None:
-    model, prompt = MODELS[name](), prompt_of(12)
-    options = {
-        name: value(model, prompt) if callable(value) else value for name, value in options.items()
-    }
-    expected = generated(model, prompt, do_sample=False, **options)
-    truth = expected[0].tolist()
-    passes: list[int] = []
-    model.register_forward_pre_hook(lambda *_: passes.append(1))
-    num_passes = []
-    for guess in (perfect(truth), oracle(truth), at_random(), nothing):
-        passes.clear()
-        drafter = ScriptedDrafter(guess)
-        output = generated(
-            model, prompt, custom_generate=assisted_generate, drafter=drafter, **options
-        )
-        assert output.tolist() == drafter.closed == [truth]
-        assert "_get_candidate_generator" not in vars(model)
-        num_new = len(truth) - len(prompt)
-        assert len(passes) <= num_new
-        num_passes.append(len(passes))
-    assert num_passes[0] < num_passes[-1] / 2
-
-
-def test_candidates_of_another_sequence_begin_another_session() -> None:
-    drafter = ScriptedDrafter(at_random(4))
-    candidates = DrafterCandidates(drafter, DraftLimits(VOCABULARY), max_candidates=3)
-    first, _ = candidates.get_candidates(torch.tensor([[4, 5, 6]]))
-    assert first[0, :3].tolist() == [4, 5, 6]
-    assert 3 < first.shape[1] <= 6
-    candidates.update_candidate_strategy(torch.tensor([[4, 5, 6, 7]]), torch.empty(0), 0)
-    candidates.get_candidates(torch.tensor([[8, 9]]))
-    assert drafter.closed == [[4, 5, 6, 7]]
-    candidates.close()
-    assert drafter.closed == [[4, 5, 6, 7], [8, 9]]

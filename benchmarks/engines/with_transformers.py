@@ -1,0 +1,208 @@
+"""Drafts inside `model.generate` of transformers, beside its own prompt lookup.
+
+    python -m benchmarks.engines.with_transformers --prompts questions.jsonl --output report.json
+
+Every prompt is decoded greedily in every way, in an order that rotates, after the same other
+prompts were answered; each of our ways has a drafter of its own, which remembers as it goes.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import torch
+import typer
+from rich.progress import track
+from transformers import GenerationConfig, GenerationMixin
+
+from benchmarks.engines.answers import kept_answers
+from benchmarks.engines.prompts import PromptSample, sample_prompts
+from benchmarks.engines.report import Run, Way, Whose, as_markdown, circumstances, report, write
+from decoder.assembly import draft_limits
+from decoder.budget.budget import FixedBudget
+from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.recycling import RecycledLogits
+from decoder.engines.transformers.assisted import assisted_generate
+from decoder.engines.transformers.custom_generate import Foredraft
+from decoder.machine import describe_machine, versions
+from decoder.models import LanguageModel, ModelOptions, Precision, load_model
+from decoder.sampling.stated import without_own_settings
+from indexer.tokenizer import DEFAULT_MODEL
+from retriever.embedded import EmbeddedDrafter
+
+LOOKUPS: Final = ((10, 2), (10, 3), (20, 3))
+"""Settings of prompt lookup: tokens that it proposes, longest n-gram that it looks for."""
+NUM_CANDIDATES: Final = 20
+NUM_NODES: Final = 32
+_WARM_UP: Final = "Count from one to ten."
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A way of decoding: `model.generate` with some options.
+
+    Attributes:
+        name: for people.
+        whose: whose way it is.
+        options: of `model.generate`.
+        num_passes: passes of the target so far; those of `Foredraft` go past the model's hooks.
+    """
+
+    name: str
+    whose: Whose
+    options: dict[str, Any] = field(default_factory=dict)
+    num_passes: Callable[[], int] = lambda: 0
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The model of all contenders.
+
+    Attributes:
+        language_model: the model.
+        max_new_tokens: most tokens for each prompt.
+    """
+
+    language_model: LanguageModel
+    max_new_tokens: int
+
+    def run(self, contender: Contender, text: str) -> Run:
+        """Decode a prompt and count the passes of the target."""
+        model, passes = self.language_model.model, [0]
+        prompt = self.language_model.encode(text)
+        counting = model.register_forward_pre_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
+        before, start = contender.num_passes(), time.perf_counter()
+        tokens = torch.tensor([prompt])
+        with without_own_settings(model):
+            output: Any = GenerationMixin.generate(
+                model,  # type: ignore[arg-type]  # every causal model has the mixin
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                generation_config=self._config(),
+                **contender.options,
+            )
+        seconds = time.perf_counter() - start
+        counting.remove()
+        num_steps = passes[0] + contender.num_passes() - before
+        return Run(output[0, len(prompt) :].tolist(), num_steps, seconds)
+
+    def _config(self) -> GenerationConfig:
+        stop_ids = list(self.language_model.stop_ids)
+        return GenerationConfig(  # type: ignore[no-untyped-call]  # the library gives no types
+            do_sample=False,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=stop_ids,
+            pad_token_id=stop_ids[0],
+        )
+
+
+@contextmanager
+def contenders(
+    language_model: LanguageModel, indexes: Sequence[Path], answers: Sequence[list[int]]
+) -> Iterator[list[Contender]]:
+    """Have all ways of decoding during the block, ours warmed with the same answers."""
+    with ExitStack() as opened:
+
+        def warmed() -> EmbeddedDrafter:
+            drafter = EmbeddedDrafter.open_indexes(indexes, vocabulary=language_model.vocabulary)
+            opened.callback(drafter.shut_down)
+            drafter.warm()
+            for answer in answers:
+                drafter.remember(answer)
+            return drafter
+
+        yield [
+            Contender("plain", Whose.PLAIN),
+            *(_looking_up(*settings) for settings in LOOKUPS),
+            _chains(warmed()),
+            _trees("trees, as they pay", Foredraft(language_model.model, warmed())),
+            _trees(f"trees of {NUM_NODES}", _of_size(language_model, warmed())),
+            _trees(
+                f"trees of {NUM_NODES}, with recycled logits", _recycling(language_model, warmed())
+            ),
+        ]
+
+
+def _looking_up(num_tokens: int, longest: int) -> Contender:
+    options = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": longest}
+    return Contender(f"prompt lookup, {num_tokens} after {longest}", Whose.ENGINE, options)
+
+
+def _chains(drafter: EmbeddedDrafter) -> Contender:
+    options = {
+        "custom_generate": assisted_generate,
+        "drafter": drafter,
+        "max_candidates": NUM_CANDIDATES,
+    }
+    return Contender(f"chains of {NUM_CANDIDATES}", Whose.OURS, options)
+
+
+def _trees(name: str, foredraft: Foredraft) -> Contender:
+    options = {"custom_generate": foredraft}
+    return Contender(name, Whose.OURS, options, lambda: foredraft.statistics.num_passes)
+
+
+def _of_size(language_model: LanguageModel, drafter: EmbeddedDrafter) -> Foredraft:
+    return Foredraft(language_model.model, drafter, budget=FixedBudget(NUM_NODES))
+
+
+def _recycling(language_model: LanguageModel, drafter: EmbeddedDrafter) -> Foredraft:
+    fused = FusedDrafter([drafter], draft_limits(language_model), recycled=RecycledLogits())
+    return Foredraft(language_model.model, fused, budget=FixedBudget(NUM_NODES))
+
+
+def measure(
+    engine: Engine, indexes: Sequence[Path], sample: PromptSample, kept: Path | None
+) -> list[Way]:
+    """Answer the prompts to warm with, then decode the others in every way."""
+    quick = Contender("", Whose.OURS)
+    with contenders(engine.language_model, indexes, []) as cold:
+        quick = cold[-1]
+        warm = track(sample.warm, description="warming")
+        answers = kept_answers(kept, list(warm), lambda text: engine.run(quick, text).token_ids)
+    with contenders(engine.language_model, indexes, answers) as ways:
+        for way in ways:
+            engine.run(way, _WARM_UP)
+        runs: list[list[Run]] = [[] for _ in ways]
+        for number, prompt in enumerate(track(sample.measured, description="measuring")):
+            for at in range(len(ways)):
+                place = (number + at) % len(ways)
+                runs[place].append(engine.run(ways[place], prompt.text))
+    return [Way(way.name, way.whose, done) for way, done in zip(ways, runs, strict=True)]
+
+
+def main(  # noqa: PLR0913, PLR0917  as many as a command has
+    prompts: Annotated[Path, typer.Option(help="Spec-Bench's questions, or a prompt a line.")],
+    output: Annotated[Path, typer.Option(help="Where the figures go (JSON).")],
+    index: Annotated[list[Path] | None, typer.Option(help="Index to draft from.")] = None,
+    model: Annotated[str, typer.Option(help="The model.")] = DEFAULT_MODEL,
+    per_category: Annotated[int, typer.Option(help="Prompts measured of each category.")] = 1,
+    warm_per_category: Annotated[int, typer.Option(help="Others answered before.")] = 6,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens for each.")] = 64,
+    answers: Annotated[Path | None, typer.Option(help="Keeps what was answered before.")] = None,
+) -> None:
+    """Measure what drafts bring inside `model.generate`."""
+    sample = sample_prompts(prompts, per_category, warm_per_category)
+    language_model = load_model(ModelOptions(model, precision=Precision.FLOAT32))
+    before = circumstances(
+        "transformers",
+        model=language_model.name,
+        dtype=Precision.FLOAT32.value,
+        max_new_tokens=max_new_tokens,
+        num_warm=len(sample.warm),
+        indexes=[path.name for path in index or []],
+        versions=versions(),
+        cpu=describe_machine(),
+    )
+    engine = Engine(language_model, max_new_tokens)
+    ways = measure(engine, index or [], sample, answers)
+    contents = {**before, **report(sample.measured, ways)}
+    write(output, contents)
+    print(as_markdown(contents))
+
+
+if __name__ == "__main__":
+    typer.run(main)
