@@ -1,13 +1,16 @@
 """Calls of `model.generate` that these tests share."""
 
+import subprocess
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from decoder.budget.budget import FixedBudget
 from decoder.engines.transformers.custom_generate import Foredraft
-from tests.decoder.decoding import VOCABULARY, Guess, ScriptedDrafter, plainly, tree_of
+from retriever.drafter import Drafter
+from tests.decoder.decoding import VOCABULARY, Guess, plainly, tree_of
 
 NEW_TOKENS = 40
 
@@ -32,7 +35,7 @@ def perfect(truth: list[int]) -> Guess:
     )
 
 
-def foredraft(model: PreTrainedModel, drafter: ScriptedDrafter) -> Foredraft:
+def foredraft(model: PreTrainedModel, drafter: Drafter) -> Foredraft:
     return Foredraft(model, drafter, budget=FixedBudget(64))
 
 
@@ -46,3 +49,25 @@ class EndsAfter(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> Any:
         self.num_calls += 1
         return input_ids[:, -1] == self.token
+
+
+class Killing(BaseStreamer):
+    """Kills a process after so many tellings, as a streamer or as `on_tokens`."""
+
+    def __init__(self, process: "subprocess.Popen[str]", after: int) -> None:
+        self._process = process
+        self._left = after
+        self.has_killed = False
+
+    def __call__(self, _tokens: list[int]) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._process.kill()
+            self._process.communicate()
+            self.has_killed = True
+
+    def put(self, _value: torch.Tensor) -> None:
+        self([])
+
+    def end(self) -> None:
+        """Nothing is left to do."""

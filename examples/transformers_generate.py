@@ -1,0 +1,63 @@
+"""Drafts inside `model.generate` of transformers: see docs/engines.md.
+
+python examples/transformers_generate.py path/to/model "What is a trie?" --index my.index
+python examples/transformers_generate.py path/to/model "What is a trie?" --server unix:drafts.sock
+"""
+
+import argparse
+from pathlib import Path
+
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
+
+from decoder.engines.transformers.custom_generate import Foredraft
+from indexer.tokenizer import vocabulary_of
+from retriever.embedded import EmbeddedDrafter
+from retriever.remote.resilient import ResilientDrafter
+
+
+def drafter_of(
+    options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
+) -> EmbeddedDrafter | ResilientDrafter:
+    """Return a drafter in this process, or one that asks a service and outlives it."""
+    vocabulary = vocabulary_of(tokenizer)
+    if options.server:
+        remote = ResilientDrafter(options.server, vocabulary_fingerprint=vocabulary.fingerprint)
+        remote.wait(timeout_s=5.0)
+        return remote
+    drafter = EmbeddedDrafter.open_indexes(options.index, vocabulary=vocabulary)
+    drafter.warm()
+    return drafter
+
+
+def main() -> None:
+    """Answer a prompt, streaming, and say what drafts brought."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("model", help="a hub id or a folder")
+    parser.add_argument("prompt")
+    parser.add_argument("--index", type=Path, action="append", default=[])
+    parser.add_argument("--server", action="append", default=[])
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    options = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
+    drafter = drafter_of(options, tokenizer)
+    foredraft = Foredraft(model, drafter, tokenizer=tokenizer)
+    model.generate(
+        **inputs,
+        do_sample=False,
+        max_new_tokens=options.max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True),
+        custom_generate=foredraft,
+    )
+    drafter.shut_down()
+    print(foredraft.statistics.summary())
+
+
+if __name__ == "__main__":
+    main()
