@@ -1,14 +1,14 @@
 """Answers to warm with, which an engine may give once and keep for other runs."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from decoder.prompts import Prompt
 
 
 def kept_answers(
-    path: Path | None, prompts: Iterable[Prompt], answer: Callable[[str], list[int]]
+    path: Path | None, prompts: Sequence[Prompt], answer: Callable[[str], list[int]]
 ) -> list[list[int]]:
     """Return the token ids that an engine answers prompts with.
 

@@ -47,12 +47,14 @@ class Contender:
     Attributes:
         name: for people.
         whose: whose way it is.
-        options: of `model.generate`.
+        settings: of the generation config.
+        options: of `model.generate`, beside that.
         num_passes: passes of the target so far; those of `Foredraft` go past the model's hooks.
     """
 
     name: str
     whose: Whose
+    settings: dict[str, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     num_passes: Callable[[], int] = lambda: 0
 
@@ -81,7 +83,7 @@ class Engine:
                 model,  # type: ignore[arg-type]  # every causal model has the mixin
                 tokens,
                 attention_mask=torch.ones_like(tokens),
-                generation_config=self._config(),
+                generation_config=self._config(contender.settings),
                 **contender.options,
             )
         seconds = time.perf_counter() - start
@@ -89,13 +91,14 @@ class Engine:
         num_steps = passes[0] + contender.num_passes() - before
         return Run(output[0, len(prompt) :].tolist(), num_steps, seconds)
 
-    def _config(self) -> GenerationConfig:
+    def _config(self, settings: dict[str, int]) -> GenerationConfig:
         stop_ids = list(self.language_model.stop_ids)
         return GenerationConfig(  # type: ignore[no-untyped-call]  # the library gives no types
             do_sample=False,
             max_new_tokens=self.max_new_tokens,
             eos_token_id=stop_ids,
             pad_token_id=stop_ids[0],
+            **settings,
         )
 
 
@@ -127,8 +130,8 @@ def contenders(
 
 
 def _looking_up(num_tokens: int, longest: int) -> Contender:
-    options = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": longest}
-    return Contender(f"prompt lookup, {num_tokens} after {longest}", Whose.ENGINE, options)
+    settings = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": longest}
+    return Contender(f"prompt lookup, {num_tokens} after {longest}", Whose.ENGINE, settings)
 
 
 def _chains(drafter: EmbeddedDrafter) -> Contender:
@@ -137,12 +140,17 @@ def _chains(drafter: EmbeddedDrafter) -> Contender:
         "drafter": drafter,
         "max_candidates": NUM_CANDIDATES,
     }
-    return Contender(f"chains of {NUM_CANDIDATES}", Whose.OURS, options)
+    return Contender(f"chains of {NUM_CANDIDATES}", Whose.OURS, options=options)
 
 
 def _trees(name: str, foredraft: Foredraft) -> Contender:
     options = {"custom_generate": foredraft}
-    return Contender(name, Whose.OURS, options, lambda: foredraft.statistics.num_passes)
+    return Contender(
+        name,
+        Whose.OURS,
+        options=options,
+        num_passes=lambda: foredraft.statistics.num_passes,
+    )
 
 
 def _of_size(language_model: LanguageModel, drafter: EmbeddedDrafter) -> Foredraft:
@@ -158,11 +166,9 @@ def measure(
     engine: Engine, indexes: Sequence[Path], sample: PromptSample, kept: Path | None
 ) -> list[Way]:
     """Answer the prompts to warm with, then decode the others in every way."""
-    quick = Contender("", Whose.OURS)
     with contenders(engine.language_model, indexes, []) as cold:
         quick = cold[-1]
-        warm = track(sample.warm, description="warming")
-        answers = kept_answers(kept, list(warm), lambda text: engine.run(quick, text).token_ids)
+        answers = kept_answers(kept, sample.warm, lambda text: engine.run(quick, text).token_ids)
     with contenders(engine.language_model, indexes, answers) as ways:
         for way in ways:
             engine.run(way, _WARM_UP)
