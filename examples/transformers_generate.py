@@ -6,6 +6,7 @@ python examples/transformers_generate.py path/to/model "What is a trie?" --serve
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from transformers import (
     AutoModelForCausalLM,
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--server", action="append", default=[])
     parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args()
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
     drafter = drafter_of(options, tokenizer)

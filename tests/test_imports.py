@@ -16,6 +16,18 @@ MAY_IMPORT = {
 }
 # Of the indexer, drafting needs to read indexes and tokenizers, never to build.
 READER = {"indexer.reader", "indexer.tokenizer", "indexer.errors", "indexer.launch"}
+# Adapters of decoder/engines and the libraries that are theirs alone. The decoder is built on
+# transformers, so that is no adapter's own.
+ADAPTERS = {
+    "exllama": {"exllamav3"},
+    "llama_cpp": {"llama_cpp"},
+    "onnxruntime": {"onnxruntime_genai"},
+    "sglang": {"sglang"},
+    "tensorrt_llm": {"tensorrt_llm"},
+    "transformers": set[str](),
+    "vllm": {"vllm"},
+}
+ENGINES = ROOT / "decoder" / "engines"
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -51,6 +63,40 @@ def test_torch_is_imported_by_the_decoder_alone() -> None:
     for package in ("indexer", "retriever"):
         for path in sources(package):
             assert not {m for m in imported_modules(path) if m.split(".")[0] == "torch"}, path
+
+
+def adapter_of(path: Path) -> str | None:
+    """Return whose a module of decoder/engines is, `None` for what adapters share."""
+    name = path.relative_to(ENGINES).parts[0].removesuffix(".py")
+    return name if name in ADAPTERS else None
+
+
+def test_adapters_are_imported_by_their_full_path_alone() -> None:
+    assert adapter_of(ENGINES / "transformers" / "criteria.py") == "transformers"
+    for path in (each for package in PACKAGES for each in sources(package)):
+        names = {
+            m.split(".")[2] for m in imported_modules(path) if m.startswith("decoder.engines.")
+        }
+        own = {adapter_of(path)} if ENGINES in path.parents else set()
+        assert not (names & ADAPTERS.keys()) - own, path
+        assert not names or own, path
+
+
+def test_engines_are_imported_by_their_adapters_alone() -> None:
+    libraries = set().union(*ADAPTERS.values())
+    for path in (each for package in PACKAGES for each in sources(package)):
+        used = {m.split(".")[0] for m in imported_modules(path)} & libraries
+        adapter = adapter_of(path) if ENGINES in path.parents else None
+        assert used <= ADAPTERS.get(adapter or "", set()), path
+
+
+def test_what_adapters_share_loads_no_engine_and_no_torch() -> None:
+    shared = [path.stem for path in ENGINES.glob("*.py") if adapter_of(path) is None]
+    assert {"versions", "vocabularies"} <= set(shared)
+    statements = (f"import decoder.engines.{name}" for name in shared if name != "__init__")
+    loaded = loaded_by("; ".join(statements))
+    assert "decoder.engines.versions" in loaded
+    assert not loaded & {"torch", "transformers"}.union(*ADAPTERS.values())
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -26,7 +26,7 @@ _WITH_MEMORY: Final = (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-_TESTED: Final = ">=5.20,<5.24"
+_TESTED: Final = ">=5.23,<5.24"
 
 
 def check_transformers() -> None:

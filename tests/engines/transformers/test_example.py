@@ -37,7 +37,7 @@ def test_the_example_prints_what_the_model_writes_with_either_drafter(
     language_model = load_model(ModelOptions(str(model_directory)))
     prompt = language_model.tokenizer.encode(PROMPT)
     ids = generated(language_model.model, prompt, max_new_tokens=NUM_TOKENS)[0, len(prompt) :]
-    text = language_model.tokenizer.decode(ids)
+    text = str(language_model.tokenizer.decode(ids))
     process, address = start_service("--address", "127.0.0.1:0")
     try:
         outputs = [

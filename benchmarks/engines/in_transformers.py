@@ -1,15 +1,19 @@
 """Drafts inside `model.generate` of transformers, beside its own prompt lookup.
 
-    python -m benchmarks.engines.with_transformers --prompts questions.jsonl --output report.json
+    python -m benchmarks.engines.in_transformers --prompts questions.jsonl --output report.json
 
 Every prompt is decoded greedily in every way, in an order that rotates, after the same other
 prompts were answered; each of our ways has a drafter of its own, which remembers as it goes.
+Prompt lookup has the settings with which it takes the fewest steps on these very prompts: all of
+them are tried on the outputs, which no setting changes, without running the model.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -17,6 +21,7 @@ import torch
 import typer
 from rich.progress import track
 from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from benchmarks.engines.answers import kept_answers
 from benchmarks.engines.prompts import PromptSample, sample_prompts
@@ -33,7 +38,7 @@ from decoder.sampling.stated import without_own_settings
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.embedded import EmbeddedDrafter
 
-LOOKUPS: Final = ((10, 2), (10, 3), (20, 3))
+LOOKUPS: Final = tuple(product((3, 10, 20, 40), (1, 2, 3, 5)))
 """Settings of prompt lookup: tokens that it proposes, longest n-gram that it looks for."""
 NUM_CANDIDATES: Final = 20
 NUM_NODES: Final = 32
@@ -104,7 +109,10 @@ class Engine:
 
 @contextmanager
 def contenders(
-    language_model: LanguageModel, indexes: Sequence[Path], answers: Sequence[list[int]]
+    language_model: LanguageModel,
+    lookup: tuple[int, int],
+    indexes: Sequence[Path],
+    answers: Sequence[list[int]],
 ) -> Iterator[list[Contender]]:
     """Have all ways of decoding during the block, ours warmed with the same answers."""
     with ExitStack() as opened:
@@ -119,19 +127,43 @@ def contenders(
 
         yield [
             Contender("plain", Whose.PLAIN),
-            *(_looking_up(*settings) for settings in LOOKUPS),
+            _looking_up(*lookup),
             _chains(warmed()),
             _trees("trees, as they pay", Foredraft(language_model.model, warmed())),
-            _trees(f"trees of {NUM_NODES}", _of_size(language_model, warmed())),
             _trees(
                 f"trees of {NUM_NODES}, with recycled logits", _recycling(language_model, warmed())
             ),
         ]
 
 
+def num_lookup_steps(lookup: tuple[int, int], prompt: list[int], output: list[int]) -> int:
+    """Return in how many steps prompt lookup makes an output, by replaying transformers' own.
+
+    Args:
+        lookup: tokens that it proposes, longest n-gram that it looks for.
+        prompt: token ids.
+        output: token ids.
+    """
+    tokens, end, steps = [*prompt], len(prompt) + len(output), 0
+    finder = PromptLookupCandidateGenerator(None, *lookup, max_length=end)
+    truth = [*prompt, *output]
+    while len(tokens) < end:
+        ids: Any = torch.tensor([tokens])
+        proposed = finder.get_candidates(ids)[0][0, len(tokens) :].tolist()
+        pairs = zip(proposed, truth[len(tokens) :], strict=False)
+        num_right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        tokens = truth[: len(tokens) + num_right + 1]
+        steps += 1
+    return steps
+
+
 def _looking_up(num_tokens: int, longest: int) -> Contender:
     settings = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": longest}
-    return Contender(f"prompt lookup, {num_tokens} after {longest}", Whose.ENGINE, settings)
+    return Contender(_name((num_tokens, longest)), Whose.ENGINE, settings)
+
+
+def _name(lookup: tuple[int, int]) -> str:
+    return f"prompt lookup, {lookup[0]} tokens after at most {lookup[1]}"
 
 
 def _chains(drafter: EmbeddedDrafter) -> Contender:
@@ -153,10 +185,6 @@ def _trees(name: str, foredraft: Foredraft) -> Contender:
     )
 
 
-def _of_size(language_model: LanguageModel, drafter: EmbeddedDrafter) -> Foredraft:
-    return Foredraft(language_model.model, drafter, budget=FixedBudget(NUM_NODES))
-
-
 def _recycling(language_model: LanguageModel, drafter: EmbeddedDrafter) -> Foredraft:
     fused = FusedDrafter([drafter], draft_limits(language_model), recycled=RecycledLogits())
     return Foredraft(language_model.model, fused, budget=FixedBudget(NUM_NODES))
@@ -164,20 +192,43 @@ def _recycling(language_model: LanguageModel, drafter: EmbeddedDrafter) -> Fored
 
 def measure(
     engine: Engine, indexes: Sequence[Path], sample: PromptSample, kept: Path | None
-) -> list[Way]:
-    """Answer the prompts to warm with, then decode the others in every way."""
-    with contenders(engine.language_model, indexes, []) as cold:
-        quick = cold[-1]
-        answers = kept_answers(kept, sample.warm, lambda text: engine.run(quick, text).token_ids)
-    with contenders(engine.language_model, indexes, answers) as ways:
-        for way in ways:
-            engine.run(way, _WARM_UP)
-        runs: list[list[Run]] = [[] for _ in ways]
-        for number, prompt in enumerate(track(sample.measured, description="measuring")):
-            for at in range(len(ways)):
-                place = (number + at) % len(ways)
-                runs[place].append(engine.run(ways[place], prompt.text))
-    return [Way(way.name, way.whose, done) for way, done in zip(ways, runs, strict=True)]
+) -> tuple[list[Way], dict[str, float]]:
+    """Answer the prompts to warm with, then decode the others in every way.
+
+    Returns:
+        What each way did, and tokens per step of each setting of prompt lookup.
+    """
+    language_model = engine.language_model
+    with contenders(language_model, LOOKUPS[0], indexes, []) as cold:
+
+        def answer(text: str) -> list[int]:
+            return engine.run(cold[-1], text).token_ids
+
+        answers = kept_answers(kept, sample.warm, answer)
+        outputs = kept_answers(kept, sample.measured, answer)
+    prompts = [language_model.encode(prompt.text) for prompt in sample.measured]
+    steps = {
+        lookup: sum(map(partial(num_lookup_steps, lookup), prompts, outputs)) for lookup in LOOKUPS
+    }
+    best = min(LOOKUPS, key=steps.__getitem__)
+    with contenders(language_model, best, indexes, answers) as ways:
+        runs = _in_turn(engine, ways, sample)
+    num_tokens = sum(map(len, outputs))
+    return (
+        [Way(way.name, way.whose, done) for way, done in zip(ways, runs, strict=True)],
+        {_name(lookup): num_tokens / num for lookup, num in steps.items()},
+    )
+
+
+def _in_turn(engine: Engine, ways: list[Contender], sample: PromptSample) -> list[list[Run]]:
+    for way in ways:
+        engine.run(way, _WARM_UP)
+    runs: list[list[Run]] = [[] for _ in ways]
+    for number, prompt in enumerate(track(sample.measured, description="measuring")):
+        for at in range(len(ways)):
+            place = (number + at) % len(ways)
+            runs[place].append(engine.run(ways[place], prompt.text))
+    return runs
 
 
 def main(  # noqa: PLR0913, PLR0917  as many as a command has
@@ -204,8 +255,9 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
         cpu=describe_machine(),
     )
     engine = Engine(language_model, max_new_tokens)
-    ways = measure(engine, index or [], sample, answers)
-    contents = {**before, **report(sample.measured, ways)}
+    ways, lookups = measure(engine, index or [], sample, answers)
+    tried = {"lookup_tokens_per_step_by_replay": lookups}
+    contents = {**before, **report(sample.measured, ways), **tried}
     write(output, contents)
     print(as_markdown(contents))
 
