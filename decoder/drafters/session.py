@@ -18,6 +18,7 @@ from retriever.errors import (
     LimitExceededError,
     RetrieverError,
     UnknownSessionError,
+    VocabularyMismatchError,
 )
 from retriever.tree import DraftTree
 
@@ -199,9 +200,16 @@ class DraftSession:
         self._name = name
         self._num_sent = len(self._tokens)
 
+    def _open_again(self) -> None:
+        """Open the whole sequence anew; a service may have come back for another tokenizer."""
+        try:
+            self._open()
+        except VocabularyMismatchError as error:
+            raise DrafterUnavailableError(str(error)) from error
+
     def _ask(self, budget_nodes: int) -> DraftTree:
         if not self._name:
-            self._open()
+            self._open_again()
         request = DraftRequest(self._name, self._unsent(), len(self._tokens), budget_nodes)
         trees = self._drafter.draft([request])
         if len(trees) != 1:

@@ -1,0 +1,92 @@
+"""What is wrong is said before decoding; afterwards nothing stops it."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from decoder.engines import versions
+from decoder.engines.transformers.assisted import assisted_generate
+from decoder.engines.transformers.custom_generate import Foredraft
+from indexer.reader import Vocabulary
+from indexer.tokenizer import vocabulary_of
+from retriever.drafter import Drafter, TokenIds
+from retriever.embedded import EmbeddedDrafter
+from retriever.errors import UnknownSessionError, VocabularyMismatchError
+from tests.decoder.decoding import (
+    VOCABULARY,
+    ScriptedDrafter,
+    nothing,
+    plainly,
+    prompt_of,
+    tiny_llama,
+)
+from tests.engines.transformers.generating import NEW_TOKENS, foredraft, generated
+
+WAYS: dict[str, Callable[[PreTrainedModel, Drafter], dict[str, Any]]] = {
+    "trees": lambda model, drafter: {"custom_generate": foredraft(model, drafter)},
+    "chains": lambda _, drafter: {"custom_generate": assisted_generate, "drafter": drafter},
+}
+
+
+class RestartedForAnotherTokenizer(ScriptedDrafter):
+    """Forgets its session after some drafts, and takes it back only from another tokenizer."""
+
+    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+        if self.num_drafts:
+            raise VocabularyMismatchError("drafts are for another tokenizer")
+        super().open(session, prompt, remember=remember)
+
+    def draft(self, requests: Any) -> Any:
+        if self.num_drafts == 3:
+            raise UnknownSessionError(requests[0].session)
+        return super().draft(requests)
+
+
+def test_a_drafter_of_another_tokenizer_is_refused(
+    byte_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    other = EmbeddedDrafter(vocabulary=Vocabulary(VOCABULARY, "ab" * 32))
+    with pytest.raises(VocabularyMismatchError, match="with the model's own tokenizer"):
+        Foredraft(tiny_llama(), other, tokenizer=byte_tokenizer)
+    own = EmbeddedDrafter(vocabulary=vocabulary_of(byte_tokenizer))
+    Foredraft(tiny_llama(), own, tokenizer=byte_tokenizer)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [VOCABULARY // 2, VOCABULARY * 2])
+def test_tokens_that_one_side_does_not_know_cost_drafts_alone(way: str, size: int) -> None:
+    model, prompt = tiny_llama(), [4, 5, 6]
+    drafter = EmbeddedDrafter(vocabulary=Vocabulary(size, "ab" * 32))
+    drafter.remember([size - 1, size - 2] * 20)
+    truth = plainly(model, prompt, NEW_TOKENS)
+    assert max(truth) >= VOCABULARY // 2
+    for _ in range(2):
+        output = generated(model, prompt, **WAYS[way](model, drafter))
+        assert output.tolist() == [prompt + truth]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_drafter_that_comes_back_for_another_tokenizer_costs_drafts_alone(way: str) -> None:
+    model, prompt = tiny_llama(), prompt_of(12)
+    drafter = RestartedForAnotherTokenizer(nothing)
+    output = generated(model, prompt, **WAYS[way](model, drafter))
+    assert output.tolist() == [prompt + plainly(model, prompt, NEW_TOKENS)]
+    assert drafter.num_drafts == 3
+
+
+def test_another_version_is_told_of_once_and_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(versions, "_told", set())
+    monkeypatch.setattr(versions, "version", lambda _: "9.0")
+    model, prompt = tiny_llama(), prompt_of(12)
+    for way in WAYS.values():
+        output = generated(model, prompt, **way(model, ScriptedDrafter(nothing)))
+        assert output.tolist() == [prompt + plainly(model, prompt, NEW_TOKENS)]
+    told = [each for each in caplog.records if each.name == versions.__name__]
+    assert len(told) == 1
+    assert told[0].levelno == logging.WARNING
+    assert "transformers >=5.23,<5.24, and this is 9.0" in told[0].message
