@@ -1,9 +1,11 @@
-"""Answers to warm with, which an engine may give once and keep for other runs."""
+"""What a benchmark keeps, so that one which was interrupted goes on: answers, and runs."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 
+from benchmarks.engines.report import Run
 from decoder.prompts import Prompt
 
 
@@ -25,3 +27,31 @@ def kept_answers(
             if path is not None:
                 path.write_text(json.dumps(kept), encoding="utf-8")
     return [kept[prompt.text] for prompt in prompts]
+
+
+class KeptRuns:
+    """Runs of the prompts that were decoded in every way.
+
+    Args:
+        path: a file of JSON where they are kept, prompt by prompt; `None` for none.
+
+    Attributes:
+        done: prompt's text to its runs, by the name of the way.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.done: dict[str, dict[str, Run]] = {}
+        if path is not None and path.exists():
+            for text, runs in json.loads(path.read_text("utf-8")).items():
+                self.done[text] = {name: Run(*run) for name, run in runs.items()}
+
+    def add(self, text: str, runs: Mapping[str, Run]) -> None:
+        """Keep the runs of one more prompt."""
+        self.done[text] = dict(runs)
+        if self._path is not None:
+            rows = {
+                text: {name: astuple(run) for name, run in ways.items()}
+                for text, ways in self.done.items()
+            }
+            self._path.write_text(json.dumps(rows), encoding="utf-8")

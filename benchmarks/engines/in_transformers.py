@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import product, takewhile
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -21,9 +20,9 @@ import torch
 import typer
 from rich.progress import track
 from transformers import GenerationConfig, GenerationMixin
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from benchmarks.engines.answers import kept_answers
+from benchmarks.engines.answers import KeptRuns, kept_answers
+from benchmarks.engines.prompt_lookup import Lookup, tokens_per_step
 from benchmarks.engines.prompts import PromptSample, sample_prompts
 from benchmarks.engines.report import Run, Way, Whose, as_markdown, circumstances, report, write
 from decoder.assembly import draft_limits
@@ -39,7 +38,6 @@ from indexer.tokenizer import DEFAULT_MODEL
 from retriever.embedded import EmbeddedDrafter
 
 LOOKUPS: Final = tuple(product((3, 10, 20, 40), (1, 2, 3, 5)))
-"""Settings of prompt lookup: tokens that it proposes, longest n-gram that it looks for."""
 NUM_CANDIDATES: Final = 20
 NUM_NODES: Final = 32
 _WARM_UP: Final = "Count from one to ten."
@@ -110,7 +108,7 @@ class Engine:
 @contextmanager
 def contenders(
     language_model: LanguageModel,
-    lookup: tuple[int, int],
+    lookup: Lookup,
     indexes: Sequence[Path],
     answers: Sequence[list[int]],
 ) -> Iterator[list[Contender]]:
@@ -136,33 +134,12 @@ def contenders(
         ]
 
 
-def num_lookup_steps(lookup: tuple[int, int], prompt: list[int], output: list[int]) -> int:
-    """Return in how many steps prompt lookup makes an output, by replaying transformers' own.
-
-    Args:
-        lookup: tokens that it proposes, longest n-gram that it looks for.
-        prompt: token ids.
-        output: token ids.
-    """
-    tokens, end, steps = [*prompt], len(prompt) + len(output), 0
-    finder = PromptLookupCandidateGenerator(None, *lookup, max_length=end)
-    truth = [*prompt, *output]
-    while len(tokens) < end:
-        ids: Any = torch.tensor([tokens])
-        proposed = finder.get_candidates(ids)[0][0, len(tokens) :].tolist()
-        pairs = zip(proposed, truth[len(tokens) :], strict=False)
-        num_right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        tokens = truth[: len(tokens) + num_right + 1]
-        steps += 1
-    return steps
-
-
 def _looking_up(num_tokens: int, longest: int) -> Contender:
     settings = {"prompt_lookup_num_tokens": num_tokens, "max_matching_ngram_size": longest}
     return Contender(_name((num_tokens, longest)), Whose.ENGINE, settings)
 
 
-def _name(lookup: tuple[int, int]) -> str:
+def _name(lookup: Lookup) -> str:
     return f"prompt lookup, {lookup[0]} tokens after at most {lookup[1]}"
 
 
@@ -207,28 +184,27 @@ def measure(
         answers = kept_answers(kept, sample.warm, answer)
         outputs = kept_answers(kept, sample.measured, answer)
     prompts = [language_model.encode(prompt.text) for prompt in sample.measured]
-    steps = {
-        lookup: sum(map(partial(num_lookup_steps, lookup), prompts, outputs)) for lookup in LOOKUPS
-    }
-    best = min(LOOKUPS, key=steps.__getitem__)
-    with contenders(language_model, best, indexes, answers) as ways:
-        runs = _in_turn(engine, ways, sample)
-    num_tokens = sum(map(len, outputs))
-    return (
-        [Way(way.name, way.whose, done) for way, done in zip(ways, runs, strict=True)],
-        {_name(lookup): num_tokens / num for lookup, num in steps.items()},
-    )
+    lookups = tokens_per_step(LOOKUPS, prompts, outputs)
+    best = max(LOOKUPS, key=lookups.__getitem__)
+    runs = KeptRuns(None if kept is None else kept.with_suffix(".runs.json"))
+    earlier = [next(iter(ways.values())).token_ids for ways in runs.done.values()]
+    with contenders(language_model, best, indexes, [*answers, *earlier]) as ways:
+        _in_turn(engine, ways, sample, runs)
+        found = [
+            Way(way.name, way.whose, [runs.done[each.text][way.name] for each in sample.measured])
+            for way in ways
+        ]
+    return found, {_name(lookup): value for lookup, value in lookups.items()}
 
 
-def _in_turn(engine: Engine, ways: list[Contender], sample: PromptSample) -> list[list[Run]]:
+def _in_turn(engine: Engine, ways: list[Contender], sample: PromptSample, runs: KeptRuns) -> None:
     for way in ways:
         engine.run(way, _WARM_UP)
-    runs: list[list[Run]] = [[] for _ in ways]
     for number, prompt in enumerate(track(sample.measured, description="measuring")):
-        for at in range(len(ways)):
-            place = (number + at) % len(ways)
-            runs[place].append(engine.run(ways[place], prompt.text))
-    return runs
+        if prompt.text not in runs.done:
+            first = number % len(ways)
+            order = [*ways[first:], *ways[:first]]
+            runs.add(prompt.text, {way.name: engine.run(way, prompt.text) for way in order})
 
 
 def main(  # noqa: PLR0913, PLR0917  as many as a command has
@@ -239,7 +215,7 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
     per_category: Annotated[int, typer.Option(help="Prompts measured of each category.")] = 1,
     warm_per_category: Annotated[int, typer.Option(help="Others answered before.")] = 6,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens for each.")] = 64,
-    answers: Annotated[Path | None, typer.Option(help="Keeps what was answered before.")] = None,
+    answers: Annotated[Path | None, typer.Option(help="Keeps what is done, to go on with.")] = None,
 ) -> None:
     """Measure what drafts bring inside `model.generate`."""
     sample = sample_prompts(prompts, per_category, warm_per_category)
