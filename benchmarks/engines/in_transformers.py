@@ -67,7 +67,7 @@ class Engine:
     """The model of all contenders.
 
     Attributes:
-        language_model: the model.
+        language_model: it.
         max_new_tokens: most tokens for each prompt.
     """
 
@@ -176,13 +176,7 @@ def measure(
         What each way did, and tokens per step of each setting of prompt lookup.
     """
     language_model = engine.language_model
-    with contenders(language_model, LOOKUPS[0], indexes, []) as cold:
-
-        def answer(text: str) -> list[int]:
-            return engine.run(cold[-1], text).token_ids
-
-        answers = kept_answers(kept, sample.warm, answer)
-        outputs = kept_answers(kept, sample.measured, answer)
+    answers, outputs = _answered(engine, indexes, sample, kept)
     prompts = [language_model.encode(prompt.text) for prompt in sample.measured]
     lookups = tokens_per_step(LOOKUPS, prompts, outputs)
     best = max(LOOKUPS, key=lookups.__getitem__)
@@ -195,6 +189,22 @@ def measure(
             for way in ways
         ]
     return found, {_name(lookup): value for lookup, value in lookups.items()}
+
+
+def _answered(
+    engine: Engine, indexes: Sequence[Path], sample: PromptSample, kept: Path | None
+) -> list[list[list[int]]]:
+    """Return the answers to warm with, and those that prompt lookup's settings are tried on."""
+    language_model = engine.language_model
+    drafter = EmbeddedDrafter.open_indexes(indexes, vocabulary=language_model.vocabulary)
+    quick = _trees("", _recycling(language_model, drafter))
+
+    def answer(text: str) -> list[int]:
+        return engine.run(quick, text).token_ids
+
+    found = [kept_answers(kept, part, answer) for part in (sample.warm, sample.measured)]
+    drafter.shut_down()
+    return [[ids[: engine.max_new_tokens] for ids in part] for part in found]
 
 
 def _in_turn(engine: Engine, ways: list[Contender], sample: PromptSample, runs: KeptRuns) -> None:

@@ -5,4 +5,5 @@ from tests.decoder.conftest import (  # noqa: F401  fixtures
     _threads,
     byte_tokenizer,
     model_directory,
+    real_model,
 )

@@ -8,6 +8,7 @@ import pytest
 
 from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
+from decoder.models import LanguageModel
 from retriever.client import RemoteDrafter
 from retriever.errors import VocabularyMismatchError
 from retriever.remote.resilient import ResilientDrafter
@@ -56,6 +57,27 @@ def test_the_service_may_die_in_the_middle_of_a_chain_decode(service: Service) -
         output = generated(model, prompt, streamer=killing, **options)
         assert killing.has_killed
         assert output.tolist() == generated(model, prompt, **options).tolist() == truth
+        assert drafter.fail_opens
+
+
+def test_a_real_model_writes_the_same_though_its_service_dies(
+    service: Service, real_model: LanguageModel
+) -> None:
+    process, address = service
+    model, prompt = real_model.model, real_model.encode("Count from one to ten, twice.")
+    truth = [prompt + plainly(model, prompt, NEW_TOKENS)]
+    fingerprint = real_model.vocabulary.fingerprint
+    with ResilientDrafter(
+        address, deadline_s=1.0, local=False, vocabulary_fingerprint=fingerprint
+    ) as drafter:
+        assert drafter.wait(PATIENCE_S)
+        plugin = foredraft(model, drafter)
+        assert generated(model, prompt, custom_generate=plugin).tolist() == truth
+        assert plugin.statistics.num_passes < NEW_TOKENS
+        killing = Killing(process, after=2)
+        output = generated(model, prompt, custom_generate=plugin, on_tokens=killing)
+        assert killing.has_killed
+        assert output.tolist() == truth
         assert drafter.fail_opens
 
 
