@@ -6,7 +6,8 @@
 The engine shows all tokens of its sequence before each pass, as a view of its own memory, verifies
 what it is given in that pass, and samples at every place of it until a choice differs: one chain,
 exact under sampling, grammars and penalties, too. It tells neither that a sequence begins nor that
-one ends.
+one ends. With any draft model it shows a caller's logits processors all tokens of the pass, those
+of the draft that come later included: one that reads them sees what was not chosen.
 """
 
 from logging import getLogger
@@ -29,7 +30,7 @@ from indexer.reader import Vocabulary
 from retriever.drafter import Drafter, TokenIds
 from retriever.tree import DraftTree
 
-TESTED_VERSIONS: Final = ">=0.3.20,<0.4"
+TESTED_VERSIONS: Final = ">=0.3.36,<0.4"
 DEFAULT_NUM_PRED_TOKENS: Final = 16
 DEFAULT_BUDGET_NODES: Final = 64
 
