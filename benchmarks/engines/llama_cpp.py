@@ -22,7 +22,7 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from benchmarks.engines.prompts import sample_prompts
 from benchmarks.engines.report import Run, Way, Whose, as_markdown, circumstances, report, write
-from decoder.engines.llama_cpp import DrafterDraftModel, attach
+from decoder.engines.llama_cpp import DrafterDraftModel, attach, measure_costs
 from decoder.prompts import Prompt
 from retriever.embedded import EmbeddedDrafter
 
@@ -86,7 +86,7 @@ class Benchmark:
         text = self._format(messages=[{"role": "user", "content": prompt.text}]).prompt
         begins = text.startswith(self._text(self.llm.token_bos()))
         tokens: list[int] = self.llm.tokenize(text.encode(), add_bos=not begins, special=True)
-        return tokens[-(self.llm.n_ctx() - self.num_tokens - 1) :]
+        return tokens[-(len(self.llm.input_ids) - self.num_tokens - 1) :]
 
     def run(self, decoding: Decoding, prompt: Sequence[int]) -> Run:
         """Decode one prompt from an empty cache."""
@@ -203,6 +203,24 @@ def differences(
     return found
 
 
+def undrafted(bench: Benchmark, cases: Sequence[Sequence[int]], plain: Way) -> dict[str, Any]:
+    """Return what it costs to keep all tokens' logits, as every draft model demands, alone."""
+    decoding = Decoding("undrafted", Whose.PLAIN, bench.verifying, None)
+    runs = [bench.run(decoding, case) for case in cases]
+    pairs = zip(runs, plain.runs, strict=True)
+    return {
+        "seconds": sum(run.seconds for run in runs),
+        "num_identical": sum(run.token_ids == other.token_ids for run, other in pairs),
+    }
+
+
+def pass_costs(bench: Benchmark) -> dict[str, Any]:
+    """Return what passes cost by their width, in milliseconds."""
+    surface = measure_costs(bench.verifying)
+    rounded = [round(1e3 * seconds, 2) for seconds in surface.seconds[0]]
+    return {"widths": surface.widths, "milliseconds": rounded}
+
+
 def main(  # noqa: PLR0913, PLR0917  a command has as many options as it has
     model: Path,
     prompts: Annotated[Path, typer.Option(help="Spec-Bench's questions.")],
@@ -241,6 +259,8 @@ def main(  # noqa: PLR0913, PLR0917  a command has as many options as it has
     contents = {
         **report(sample.measured, ways),
         "differences": differences(bench, cases, ways),
+        "undrafted": undrafted(bench, cases, ways[0]),
+        "pass_costs": pass_costs(bench),
         "drafting": {name: _counts(each) for name, each in ours.items()},
         **circumstances(
             "llama_cpp_python",
