@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from indexer.reader import Vocabulary
 from retriever.embedded import EmbeddedDrafter
+from retriever.errors import VocabularyMismatchError
 from tests.engines.scripted import ScriptedDrafter, chain_tree
 
 MODULE = "decoder.engines.llama_cpp"
@@ -189,6 +191,21 @@ def test_a_full_context_ends_with_all_that_fits(adapter: Any) -> None:
 def test_a_model_that_keeps_one_tokens_logits_is_refused(adapter: Any) -> None:
     with pytest.raises(adapter.UnsupportedModelError, match="logits_all=True"):
         adapter.attach(Llama(logits_all=False), ScriptedDrafter(script))
+
+
+def test_a_drafter_for_another_tokenizer_is_refused(adapter: Any) -> None:
+    drafter = EmbeddedDrafter(vocabulary=Vocabulary(VOCABULARY, "a" * 64))
+    with pytest.raises(VocabularyMismatchError, match="the model's own tokenizer"):
+        adapter.attach(Llama(), drafter, vocabulary=Vocabulary(VOCABULARY, "b" * 64))
+
+
+def test_a_token_beyond_the_drafters_vocabulary_ends_drafting_for_that_prompt(adapter: Any) -> None:
+    drafter = EmbeddedDrafter(vocabulary=Vocabulary(32, "a" * 64))
+    llm = Llama()
+    ours = adapter.attach(llm, drafter, measure=False)
+    for prompt in ([5, 9, 60, 13], [5, 9, 13]):
+        assert generated(llm, prompt, 60) == script(prompt, 60)
+    assert ours.num_failures == 0
 
 
 def test_a_draft_that_does_not_pay_is_not_verified(adapter: Any) -> None:
