@@ -15,7 +15,12 @@ from time import perf_counter
 from typing import Any, Final
 
 import numpy as np
-from llama_cpp import Llama
+from llama_cpp import (
+    Llama,
+    llama_model_is_hybrid,
+    llama_model_is_recurrent,
+    llama_model_n_swa,
+)
 from llama_cpp.llama_speculative import LlamaDraftModel
 from numpy.typing import NDArray
 
@@ -25,7 +30,7 @@ from decoder.engines.drafter_sessions import DrafterSessions
 from decoder.engines.sequences import TokenSequence
 from decoder.engines.versions import check_version
 from decoder.engines.vocabularies import checked_vocabulary_size
-from decoder.errors import UnsupportedModelError
+from decoder.errors import UncroppableCacheError, UnsupportedModelError
 from indexer.reader import Vocabulary
 from retriever.drafter import Drafter, TokenIds
 from retriever.tree import DraftTree
@@ -194,13 +199,11 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
         budget_nodes: most nodes of the tree that a draft is chosen from.
 
     Raises:
-        UnsupportedModelError: `llm` keeps the logits of one token alone.
+        UnsupportedModelError: `llm` keeps the logits of one token alone, or its cache cannot give
+            up rejected tokens.
         VocabularyMismatchError: the drafter is for another tokenizer.
     """
-    if not llm._logits_all or len(llm.scores) < len(llm.input_ids):  # noqa: SLF001  no public name
-        raise UnsupportedModelError(
-            "drafts are verified by the logits of several tokens: Llama(..., logits_all=True)"
-        )
+    _check(llm)
     known = checked_vocabulary_size(drafter, llm.n_vocab(), vocabulary)
     budget = MeasuredBudget(measure_costs(llm, num_pred_tokens + 1)) if measure else None
     draft_model = DrafterDraftModel(
@@ -216,8 +219,25 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
     return draft_model
 
 
+def _check(llm: Llama) -> None:
+    """Refuse what the engine would verify wrongly, or end at, without a word."""
+    if not llm._logits_all or len(llm.scores) < len(llm.input_ids):  # noqa: SLF001  no public name
+        raise UnsupportedModelError(
+            "drafts are verified by the logits of several tokens: Llama(..., logits_all=True)"
+        )
+    if llama_model_is_recurrent(llm.model) or llama_model_is_hybrid(llm.model):
+        raise UncroppableCacheError(
+            "this model's recurrent state cannot give up rejected tokens: decode without drafts"
+        )
+    if llama_model_n_swa(llm.model) > 0 and not llm.context_params.swa_full:
+        raise UncroppableCacheError(
+            "this cache forgets what lies behind its window: Llama(..., swa_full=True)"
+        )
+
+
 def measure_costs(llm: Llama, max_width: int = DEFAULT_NUM_PRED_TOKENS + 1) -> CostSurface:
     """Return what passes of 1 to `max_width` tokens cost; the model's cache is forgotten."""
+    max_width = min(max_width, len(llm.input_ids) // 2)
     widths = [width for width in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if width < max_width]
     widths.append(max_width)
     context = min(_CONTEXT, len(llm.input_ids) - max_width)

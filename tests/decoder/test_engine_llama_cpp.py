@@ -8,7 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ class Llama:
         self.scores = np.zeros((n_ctx if logits_all else 8, VOCABULARY), np.float32)
         self._logits_all = logits_all
         self._n_ctx = n_ctx
+        self.model = SimpleNamespace(is_recurrent=False, is_hybrid=False, n_swa=0)
+        self.context_params = SimpleNamespace(swa_full=True)
         self.num_passes = 0
 
     def n_ctx(self) -> int:
@@ -96,7 +98,12 @@ def _common(one: list[int], other: list[int]) -> int:
 def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The adapter's module over the engine's published names."""
     engine, speculative = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
-    engine.Llama = Llama  # type: ignore[attr-defined]
+    vars(engine).update(
+        Llama=Llama,
+        llama_model_is_recurrent=lambda model: model.is_recurrent,
+        llama_model_is_hybrid=lambda model: model.is_hybrid,
+        llama_model_n_swa=lambda model: model.n_swa,
+    )
     speculative.LlamaDraftModel = LlamaDraftModel  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, engine.__name__, engine)
     monkeypatch.setitem(sys.modules, speculative.__name__, speculative)
@@ -191,6 +198,15 @@ def test_a_full_context_ends_with_all_that_fits(adapter: Any) -> None:
 def test_a_model_that_keeps_one_tokens_logits_is_refused(adapter: Any) -> None:
     with pytest.raises(adapter.UnsupportedModelError, match="logits_all=True"):
         adapter.attach(Llama(logits_all=False), ScriptedDrafter(script))
+
+
+@pytest.mark.parametrize("kind", ["is_recurrent", "is_hybrid", "n_swa"])
+def test_a_cache_that_cannot_give_up_tokens_is_refused(adapter: Any, kind: str) -> None:
+    llm = Llama()
+    llm.context_params.swa_full = False
+    setattr(llm.model, kind, 1)
+    with pytest.raises(adapter.UncroppableCacheError, match="rejected tokens|swa_full=True"):
+        adapter.attach(llm, ScriptedDrafter(script))
 
 
 def test_a_drafter_for_another_tokenizer_is_refused(adapter: Any) -> None:
