@@ -205,7 +205,7 @@ def test_a_cache_that_cannot_give_up_tokens_is_refused(adapter: Any, kind: str) 
     llm = Llama()
     llm.context_params.swa_full = False
     setattr(llm.model, kind, 1)
-    with pytest.raises(adapter.UncroppableCacheError, match="rejected tokens|swa_full=True"):
+    with pytest.raises(adapter.UncroppableCacheError, match=r"rejected tokens|swa_full=True"):
         adapter.attach(llm, ScriptedDrafter(script))
 
 
