@@ -29,6 +29,10 @@ from retriever.embedded import EmbeddedDrafter
 OUR_WIDTH: Final = 10
 """Most tokens of a draft, as the engine's own has them unless told otherwise."""
 
+_NO_TEMPLATE: Final = "{{ messages[0].content }}"
+_ROOM: Final = 32
+"""Tokens that are left free: the engine's own lookup ends with an error where arrays are full."""
+
 _GGML_F32: Final = 0
 _GGML_F16: Final = 1
 
@@ -76,7 +80,7 @@ class Benchmark:
         self.plain = Decoding("plain", Whose.PLAIN, self.llm, None)
         self.num_tokens = num_tokens
         self._format = Jinja2ChatFormatter(
-            self.llm.metadata["tokenizer.chat_template"],
+            self.llm.metadata.get("tokenizer.chat_template", _NO_TEMPLATE),
             eos_token=self._text(self.llm.token_eos()),
             bos_token=self._text(self.llm.token_bos()),
         )
@@ -86,7 +90,7 @@ class Benchmark:
         text = self._format(messages=[{"role": "user", "content": prompt.text}]).prompt
         begins = text.startswith(self._text(self.llm.token_bos()))
         tokens: list[int] = self.llm.tokenize(text.encode(), add_bos=not begins, special=True)
-        return tokens[-(len(self.llm.input_ids) - self.num_tokens - 1) :]
+        return tokens[-(len(self.llm.input_ids) - self.num_tokens - _ROOM) :]
 
     def run(self, decoding: Decoding, prompt: Sequence[int]) -> Run:
         """Decode one prompt from an empty cache."""
