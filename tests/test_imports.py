@@ -21,7 +21,7 @@ READER = {"indexer.reader", "indexer.tokenizer", "indexer.errors", "indexer.laun
 ADAPTERS = {
     "exllama": {"exllamav3"},
     "llama_cpp": {"llama_cpp"},
-    "onnxruntime": {"onnxruntime_genai"},
+    "onnxruntime_genai": {"onnxruntime_genai"},
     "sglang": {"sglang"},
     "tensorrt_llm": {"tensorrt_llm"},
     "transformers": set[str](),

@@ -1,0 +1,263 @@
+"""Drafts for llama-cpp-python: a draft model for `llama_cpp.Llama`.
+
+    llm = Llama("model.gguf", n_ctx=4096, logits_all=True)
+    attach(llm, drafter)
+
+The engine shows all tokens of its sequence before each pass, as a view of its own memory, verifies
+what it is given in that pass, and samples at every place of it until a choice differs: one chain,
+exact under sampling, grammars and penalties, too. It tells neither that a sequence begins nor that
+one ends. With any draft model it shows a caller's logits processors all tokens of the pass, those
+of the draft that come later included: one that reads them sees what was not chosen.
+"""
+
+from logging import getLogger
+from time import perf_counter
+from typing import Any, Final
+
+import numpy as np
+from llama_cpp import (
+    Llama,
+    llama_model_is_hybrid,
+    llama_model_is_recurrent,
+    llama_model_n_swa,
+)
+from llama_cpp.llama_speculative import LlamaDraftModel
+from numpy.typing import NDArray
+
+from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget, Outcome
+from decoder.budget.costs import CostSurface
+from decoder.engines.drafter_sessions import DrafterSessions
+from decoder.engines.sequences import TokenSequence
+from decoder.engines.versions import check_version
+from decoder.engines.vocabularies import checked_vocabulary_size
+from decoder.errors import UncroppableCacheError, UnsupportedModelError
+from indexer.reader import Vocabulary
+from retriever.drafter import Drafter, TokenIds
+from retriever.tree import DraftTree
+
+TESTED_VERSIONS: Final = ">=0.3.36,<0.4"
+DEFAULT_NUM_PRED_TOKENS: Final = 16
+DEFAULT_BUDGET_NODES: Final = 64
+
+_CONTEXT: Final = 32
+_ROUNDS: Final = 5
+_log = getLogger(__name__)
+
+
+class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is not typed here
+    """The most probable path of each draft, for one `Llama` and its one sequence at a time.
+
+    A call whose tokens go on from the last call's by what was drafted then, or a part of it, and
+    one more goes on in the same session, and only those reach the drafter. Any other call is
+    another sequence: the last one's output then serves those to come. It never raises: without
+    drafts the engine decodes plainly.
+
+    Args:
+        drafter: whom to ask.
+        model_vocabulary: a drafted token must be below it, since the engine ends at one that its
+            model does not have.
+        num_pred_tokens: most tokens of a path.
+        max_length: most tokens of a sequence, drafted ones included: the engine ends where a pass
+            goes beyond the `n_ctx` that it was made with, which may be less than `Llama.n_ctx()`.
+        budget: how much of a path is worth verifying; all of it if not given.
+        budget_nodes: most nodes of the tree that a path is chosen from.
+        drafter_vocabulary: a sequence with a token beyond it is not drafted for; None where the
+            drafter takes all tokens.
+
+    Attributes:
+        num_passes: calls, each of which comes before a pass of the model.
+        num_drafted: tokens that were given to verify.
+        num_accepted: those of them that are known to have been accepted.
+        num_failures: calls that went wrong.
+    """
+
+    def __init__(  # noqa: PLR0913  (all but the first two are given by name)
+        self,
+        drafter: Drafter,
+        model_vocabulary: int,
+        *,
+        num_pred_tokens: int = DEFAULT_NUM_PRED_TOKENS,
+        max_length: int | None = None,
+        budget: Budget | None = None,
+        budget_nodes: int = DEFAULT_BUDGET_NODES,
+        drafter_vocabulary: int | None = None,
+    ) -> None:
+        check_version(TESTED_VERSIONS, "llama-cpp-python")
+        self.num_passes = self.num_drafted = self.num_accepted = self.num_failures = 0
+        self._sessions = DrafterSessions(drafter)
+        self._model_vocabulary = model_vocabulary
+        self._num_pred_tokens = num_pred_tokens
+        self._max_length = max_length
+        self._budget = budget or FixedBudget(num_pred_tokens)
+        self._budget_nodes = budget_nodes
+        self._drafter_vocabulary = drafter_vocabulary
+        self._sequence: TokenSequence | None = None
+        self._chain = DraftTree.empty()
+        self._returned_s = 0.0
+
+    def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
+        """Return intc[k], tokens that may come after those of the sequence, intc[n]."""
+        began_s = perf_counter()
+        self.num_passes += 1
+        try:
+            self._chain = self._draft(np.asarray(input_ids, np.int32), began_s)
+        except Exception as error:  # noqa: BLE001  the engine must not end because of a draft
+            self._fail(error)
+        self.num_drafted += len(self._chain)
+        self._returned_s = perf_counter()
+        return self._chain.token_ids.astype(np.intc)
+
+    def end(self) -> None:
+        """End the sequence: what was generated serves others from now on.
+
+        The next sequence does so, too. The tokens of the last pass are not among them: the engine
+        does not show them.
+        """
+        sequence, self._sequence = self._sequence, None
+        self._chain = DraftTree.empty()
+        if sequence is not None:
+            self._sessions.end(sequence)
+
+    def close(self) -> None:
+        """End the sequence; never raises. The drafter stays open."""
+        try:
+            self.end()
+        except Exception as error:  # noqa: BLE001  likewise
+            self._fail(error)
+
+    def _draft(self, tokens: TokenIds, began_s: float) -> DraftTree:
+        sequence = self._followed(tokens, began_s)
+        most = min(self._budget.ask(len(tokens)), self._room(len(tokens)))
+        if most <= 0 or not self._is_known(sequence):
+            return DraftTree.empty()
+        tree = self._sessions.draft([(sequence, self._budget_nodes)])[0]
+        chain = _known_part(tree.best_chain(most), self._model_vocabulary)
+        return self._budget.cut(chain, len(tokens), perf_counter() - began_s)
+
+    def _room(self, length: int) -> int:
+        if self._max_length is None:
+            return self._num_pred_tokens
+        return min(self._num_pred_tokens, self._max_length - length)
+
+    def _followed(self, tokens: TokenIds, began_s: float) -> TokenSequence:
+        """Return the sequence that the tokens are, up to date."""
+        sequence = self._sequence
+        if sequence is None or not self._goes_on(sequence, tokens):
+            self.end()
+            sequence = self._sequence = TokenSequence(tokens, max(len(tokens) - 1, 0), 0)
+            return sequence
+        new = tokens[len(sequence) :]
+        self._learn(new, len(sequence), began_s)
+        sequence.extend(new)
+        return sequence
+
+    def _goes_on(self, sequence: TokenSequence, tokens: TokenIds) -> bool:
+        """Tell whether the tokens are the last call's, then what a pass could bring."""
+        accepted = len(tokens) - len(sequence) - 1
+        return (
+            0 <= accepted <= len(self._chain)
+            and sequence.begins(tokens)
+            and np.array_equal(tokens[len(sequence) : -1], self._chain.token_ids[:accepted])
+        )
+
+    def _learn(self, new: TokenIds, context: int, began_s: float) -> None:
+        """Take in what the last pass brought, and the time that it took."""
+        path = np.arange(len(new) - 1)
+        self.num_accepted += len(path)
+        seconds = began_s - self._returned_s
+        self._budget.learn(Outcome(self._chain, path, int(new[-1]), context, seconds))
+
+    def _is_known(self, sequence: TokenSequence) -> bool:
+        end = self._drafter_vocabulary
+        return end is None or bool((sequence.unsent < end).all())
+
+    def _fail(self, error: Exception) -> None:
+        self.num_failures += 1
+        if self.num_failures == 1:
+            _log.warning("llama.cpp goes on without drafts for now: %s", error)
+        self._sequence, self._chain = None, DraftTree.empty()
+
+
+def attach(  # noqa: PLR0913  (all but the first two are given by name)
+    llm: Llama,
+    drafter: Drafter,
+    *,
+    num_pred_tokens: int = DEFAULT_NUM_PRED_TOKENS,
+    measure: bool = True,
+    vocabulary: Vocabulary | None = None,
+    budget_nodes: int = DEFAULT_BUDGET_NODES,
+) -> DrafterDraftModel:
+    """Let a model decode with drafts from now on, and return what drafts for it.
+
+    Args:
+        llm: made with `logits_all=True`.
+        drafter: whom to ask.
+        num_pred_tokens: most tokens of a draft.
+        measure: whether to measure what passes cost first, which takes some seconds and forgets
+            the model's cache, and never to draft what does not pay; else all is verified.
+        vocabulary: of the model's tokenizer: a drafter for another one is refused.
+        budget_nodes: most nodes of the tree that a draft is chosen from.
+
+    Raises:
+        UnsupportedModelError: `llm` keeps the logits of one token alone, or its cache cannot give
+            up rejected tokens.
+        VocabularyMismatchError: the drafter is for another tokenizer.
+    """
+    _check(llm)
+    known = checked_vocabulary_size(drafter, llm.n_vocab(), vocabulary)
+    budget = MeasuredBudget(measure_costs(llm, num_pred_tokens + 1)) if measure else None
+    draft_model = DrafterDraftModel(
+        drafter,
+        llm.n_vocab(),
+        num_pred_tokens=num_pred_tokens,
+        max_length=len(llm.input_ids),
+        budget=budget,
+        budget_nodes=budget_nodes,
+        drafter_vocabulary=known,
+    )
+    llm.draft_model = draft_model
+    return draft_model
+
+
+def _check(llm: Llama) -> None:
+    """Refuse what the engine would verify wrongly, or end at, without a word."""
+    if not llm._logits_all or len(llm.scores) < len(llm.input_ids):  # noqa: SLF001  no public name
+        raise UnsupportedModelError(
+            "drafts are verified by the logits of several tokens: Llama(..., logits_all=True)"
+        )
+    if llama_model_is_recurrent(llm.model) or llama_model_is_hybrid(llm.model):
+        raise UncroppableCacheError(
+            "this model's recurrent state cannot give up rejected tokens: decode without drafts"
+        )
+    if llama_model_n_swa(llm.model) > 0 and not llm.context_params.swa_full:
+        raise UncroppableCacheError(
+            "this cache forgets what lies behind its window: Llama(..., swa_full=True)"
+        )
+
+
+def measure_costs(llm: Llama, max_width: int = DEFAULT_NUM_PRED_TOKENS + 1) -> CostSurface:
+    """Return what passes of 1 to `max_width` tokens cost; the model's cache is forgotten."""
+    max_width = min(max_width, len(llm.input_ids) // 2)
+    widths = [width for width in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if width < max_width]
+    widths.append(max_width)
+    context = min(_CONTEXT, len(llm.input_ids) - max_width)
+    tokens = [llm.token_bos()] * (context + max_width)
+    llm.reset()
+    llm.eval(tokens[:context])
+    seconds = [min(_pass_s(llm, tokens[:width]) for _ in range(_ROUNDS)) for width in widths]
+    llm.reset()
+    return CostSurface.flat(widths, seconds)
+
+
+def _pass_s(llm: Llama, tokens: list[int]) -> float:
+    context, start_s = llm.n_tokens, perf_counter()
+    llm.eval(tokens)
+    seconds = perf_counter() - start_s
+    llm.n_tokens = context
+    return seconds
+
+
+def _known_part(chain: DraftTree, vocabulary: int) -> DraftTree:
+    """Return a chain up to the first token that a model does not have."""
+    unknown = np.flatnonzero((chain.token_ids < 0) | (chain.token_ids >= vocabulary))
+    return chain.prefix(int(unknown[0])) if len(unknown) else chain

@@ -1,0 +1,163 @@
+"""Sessions for engines that name their requests, and let drafts be set for each of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from logging import getLogger
+
+import numpy as np
+
+from decoder.engines.drafter_sessions import DrafterSessions
+from decoder.engines.sequences import TokenSequence
+from retriever.drafter import Drafter, TokenIds
+
+DEFAULT_BUDGET_NODES = 64
+
+_log = getLogger(__name__)
+_NOTHING = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSequence:
+    """A request's tokens before a step.
+
+    Attributes:
+        tokens: int32[n], all of them; copied.
+        num_prompt: how many of them are the prompt.
+        max_tokens: most tokens of its draft.
+    """
+
+    tokens: TokenIds
+    num_prompt: int
+    max_tokens: int
+
+
+class NamedSequences:
+    """Keeps a drafter up to date with the requests of an engine; never fails because of it.
+
+    Only what is new of a request reaches the drafter. One whose tokens do not go on from what was
+    shown before, as after a rewind, begins anew. Not safe for use from several threads.
+
+    Args:
+        drafter: whom to ask, once for all requests of a step.
+        model_vocabulary: drafts end before a token that is not below it.
+        drafter_vocabulary: a request with a token beyond it is not drafted for; None where the
+            drafter takes all tokens.
+        deadline_s: see `DrafterSessions`.
+        budget_nodes: most nodes of the tree that a path is chosen from.
+        max_idle_steps: a request that was not shown for so many steps has ended; None where the
+            engine tells every end.
+    """
+
+    def __init__(  # noqa: PLR0913  (all but the first two are given by name)
+        self,
+        drafter: Drafter,
+        model_vocabulary: int,
+        *,
+        drafter_vocabulary: int | None = None,
+        deadline_s: float | None = None,
+        budget_nodes: int = DEFAULT_BUDGET_NODES,
+        max_idle_steps: int | None = None,
+    ) -> None:
+        self._sessions = DrafterSessions(drafter, deadline_s)
+        self._model_vocabulary = model_vocabulary
+        self._drafter_vocabulary = drafter_vocabulary
+        self._budget_nodes = budget_nodes
+        self._max_idle_steps = max_idle_steps
+        self._sequences: dict[int, TokenSequence] = {}
+        self._step = 0
+        self._num_errors = 0
+
+    def __len__(self) -> int:
+        """Count the requests that are held."""
+        return len(self._sequences)
+
+    @property
+    def num_failures(self) -> int:
+        """Steps and ends that the drafter refused or did not answer."""
+        return self._sessions.num_failures + self._num_errors
+
+    def draft(self, running: Mapping[int, NamedSequence]) -> dict[int, TokenIds]:
+        """Return int32[k] for each request: the most probable path of its draft, k 0 for none.
+
+        Args:
+            running: the requests of a step, by numbers of the engine's.
+        """
+        self._step += 1
+        try:
+            return self._drafts(running)
+        except Exception as error:  # noqa: BLE001  the engine must not end because of a draft
+            self._fail(error)
+            return dict.fromkeys(running, _NOTHING)
+
+    def _drafts(self, running: Mapping[int, NamedSequence]) -> dict[int, TokenIds]:
+        followed = {name: self._follow(name, each) for name, each in running.items()}
+        asked = [
+            name
+            for name, sequence in followed.items()
+            if running[name].max_tokens > 0 and self._is_known(sequence)
+        ]
+        self._expire()
+        trees = self._sessions.draft([(followed[name], self._budget_nodes) for name in asked])
+        chains = dict.fromkeys(running, _NOTHING)
+        for name, tree in zip(asked, trees, strict=True):
+            chain = tree.best_chain(running[name].max_tokens).token_ids
+            chains[name] = known_part(chain, self._model_vocabulary)
+        return chains
+
+    def end(self, name: int, tokens: TokenIds | None = None) -> None:
+        """End a request; what it generated serves others from now on.
+
+        Args:
+            name: of the request; one that is not held is no error.
+            tokens: int32[n], all of its tokens, where more were generated than were shown.
+        """
+        sequence = self._sequences.pop(name, None)
+        if sequence is None:
+            return
+        if tokens is not None and sequence.begins(tokens):
+            sequence.extend(tokens[len(sequence) :])
+        try:
+            self._sessions.end(sequence)
+        except Exception as error:  # noqa: BLE001  likewise
+            self._fail(error)
+
+    def close(self) -> None:
+        """End all requests."""
+        for name in list(self._sequences):
+            self.end(name)
+
+    def _follow(self, name: int, row: NamedSequence) -> TokenSequence:
+        sequence = self._sequences.get(name)
+        if sequence is not None and not sequence.begins(row.tokens):
+            self.end(name)
+            sequence = None
+        if sequence is None:
+            sequence = self._sequences[name] = TokenSequence(row.tokens, row.num_prompt, 0)
+        else:
+            sequence.extend(row.tokens[len(sequence) :])
+        sequence.call = self._step
+        return sequence
+
+    def _is_known(self, sequence: TokenSequence) -> bool:
+        end = self._drafter_vocabulary
+        return end is None or bool((sequence.unsent < end).all())
+
+    def _expire(self) -> None:
+        if self._max_idle_steps is None:
+            return
+        last = self._step - self._max_idle_steps
+        for name in [name for name, each in self._sequences.items() if each.call <= last]:
+            self.end(name)
+
+    def _fail(self, error: Exception) -> None:
+        """Go on without sessions in an unknown state; log the first time."""
+        self._num_errors += 1
+        if self._num_errors == 1:
+            _log.warning("the engine goes on without drafts for now: %s", error)
+        self._sequences.clear()
+
+
+def known_part(chain: TokenIds, vocabulary: int) -> TokenIds:
+    """Return int32[k], the tokens of a chain before the first that a model does not have."""
+    unknown = np.flatnonzero((chain < 0) | (chain >= vocabulary))
+    return chain[: unknown[0]] if len(unknown) else chain

@@ -1,0 +1,262 @@
+"""Drafts for ONNX Runtime GenAI: the loop around its `Engine` that proposes draft tokens.
+
+    loop = DraftingLoop(onnxruntime_genai.Engine(model), drafter, vocabulary_size=49152)
+    for token in loop.generate(prompt, max_new_tokens=256):
+        ...
+
+The engine verifies a chain for each request in one pass, by its own choice at each place, greedy or
+sampled. It does so for models with paged attention alone, whose logits have a row for each token.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime_genai as og
+from numpy.typing import ArrayLike
+
+from decoder.engines.named_sequences import NamedSequence, NamedSequences
+from decoder.engines.sequences import TokenSequence
+from decoder.engines.versions import check_version
+from decoder.engines.vocabularies import checked_vocabulary_size
+from indexer.reader import Vocabulary
+from retriever.drafter import Drafter, TokenIds
+
+TESTED_VERSIONS: Final = ">=0.18,<0.19"
+
+_DISTRIBUTIONS: Final = (
+    "onnxruntime-genai",
+    "onnxruntime-genai-cuda",
+    "onnxruntime-genai-directml",
+    "onnxruntime-genai-webgpu",
+)
+_SPARE_EVENTS: Final = 16
+_log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a pass brought to one request.
+
+    Attributes:
+        request: as `begin` returned it.
+        tokens: what was generated.
+        num_drafted: tokens that were proposed for the pass.
+        num_accepted: how many of them the model chose, too.
+        finish_reason: why the request ended; None while it runs.
+    """
+
+    request: Any
+    tokens: list[int]
+    num_drafted: int
+    num_accepted: int
+    finish_reason: Any
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that is being decoded.
+
+    Attributes:
+        request: the engine's.
+        sequence: prompt and what was generated.
+        max_tokens: most tokens of the sequence.
+        proposed: tokens that were proposed for the next pass.
+        is_refused: whether the engine takes no drafts for it.
+        new: tokens that came since the last step.
+    """
+
+    request: Any
+    sequence: TokenSequence
+    max_tokens: int
+    proposed: list[int] = field(default_factory=list)
+    is_refused: bool = False
+    new: list[int] = field(default_factory=list)
+
+
+class DraftingLoop:
+    """Runs an engine's requests with drafts; one call of the drafter for all of them.
+
+    A drafter that fails costs drafts, never a request. The engine belongs to the thread that made
+    it, and so does this.
+
+    Args:
+        engine: whose requests begin here, and in no other place.
+        drafter: whom to ask.
+        vocabulary_size: tokens that the model knows; drafts end before any other.
+        max_draft_tokens: most tokens of a proposal; as many as the engine takes if not given.
+        vocabulary: of the model's tokenizer: a drafter for another one is refused.
+
+    Attributes:
+        max_draft_tokens: most tokens of a proposal; 0 where the engine verifies none.
+        num_passes: passes that brought a request something, for each request.
+        num_drafted: tokens proposed.
+        num_accepted: those that the model chose, too.
+
+    Raises:
+        VocabularyMismatchError: the drafter is for another tokenizer.
+    """
+
+    def __init__(
+        self,
+        engine: og.Engine,
+        drafter: Drafter,
+        vocabulary_size: int,
+        *,
+        max_draft_tokens: int | None = None,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
+        check_version(TESTED_VERSIONS, *_DISTRIBUTIONS)
+        most = int(engine.max_draft_tokens_per_proposal())
+        if most == 0:
+            _log.warning(
+                "this engine verifies no drafts: export the model with paged attention "
+                "(python -m onnxruntime_genai.models.builder --extra_options "
+                "use_paged_attention=true)"
+            )
+        self.max_draft_tokens = most if max_draft_tokens is None else min(most, max_draft_tokens)
+        self.num_passes = self.num_drafted = self.num_accepted = 0
+        self._engine = engine
+        known = checked_vocabulary_size(drafter, vocabulary_size, vocabulary)
+        self._sequences = NamedSequences(drafter, vocabulary_size, drafter_vocabulary=known)
+        self._running: dict[int, _Running] = {}
+        batch = int(engine.get_capabilities().configured_max_batch_size)
+        self._events = engine.create_event_buffer(batch * (most + 1) + _SPARE_EVENTS)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a request is being decoded."""
+        return bool(self._running)
+
+    @property
+    def num_failures(self) -> int:
+        """Steps that the drafter refused or did not answer."""
+        return self._sequences.num_failures
+
+    def begin(self, prompt: ArrayLike, max_new_tokens: int, **turn_options: Any) -> Any:
+        """Begin a request and return it.
+
+        Args:
+            prompt: integers[n], its tokens.
+            max_new_tokens: most tokens to generate.
+            turn_options: of `onnxruntime_genai.TurnOptions`, such as `do_sample=True`,
+                `temperature=0.8`, `top_k=40`, `seed=1`.
+
+        Raises:
+            AttributeError: there is no such option.
+            RuntimeError: the engine refuses the request.
+        """
+        tokens = np.asarray(prompt, np.int32)
+        options = og.RequestOptions()
+        options.set_max_session_tokens(len(tokens) + max_new_tokens)
+        request = self._engine.create_request(options=options)
+        turn = og.TurnOptions(request)
+        turn.set_max_generated_tokens(max_new_tokens)
+        for name, value in turn_options.items():
+            getattr(turn, f"set_{name}")(value)
+        request.begin_turn(tokens, turn)
+        sequence = TokenSequence(tokens, len(tokens), 0)
+        self._running[id(request)] = _Running(request, sequence, len(tokens) + max_new_tokens)
+        return request
+
+    def step(self) -> list[Progress]:
+        """Run the engine once, and propose drafts for the next time; return what came of it."""
+        finished = self._run()
+        moved = {name: each for name, each in self._running.items() if each.new or name in finished}
+        progress = [self._told(each, finished.get(name)) for name, each in moved.items()]
+        for name in finished:
+            self._end(name)
+        self._propose({name: each for name, each in moved.items() if name not in finished})
+        return progress
+
+    def generate(
+        self, prompt: ArrayLike, max_new_tokens: int, **turn_options: Any
+    ) -> Iterator[int]:
+        """Decode one prompt, token by token; see `begin`. Other requests go on meanwhile."""
+        request = self.begin(prompt, max_new_tokens, **turn_options)
+        try:
+            while id(request) in self._running:
+                for each in self.step():
+                    if each.request is request:
+                        yield from each.tokens
+        finally:
+            if id(request) in self._running:
+                self.cancel(request)
+
+    def cancel(self, request: Any) -> None:
+        """End a request before its time; what it generated serves others all the same."""
+        self._end(id(request))
+
+    def close(self) -> None:
+        """End all requests."""
+        for name in list(self._running):
+            self._end(name)
+
+    def _run(self) -> dict[int, Any]:
+        """Run the engine once; return the requests that ended, with the reason."""
+        finished: dict[int, Any] = {}
+        flags = og.EngineEventFlags
+        for event in self._engine.run(self._events):
+            running = self._running.get(id(event.request))
+            if running is None:
+                continue
+            if event.flags & flags.TOKEN:
+                running.new.append(int(event.token))
+            if event.flags & flags.TURN_FINISHED or event.flags & flags.FAILED:
+                finished[id(event.request)] = event.finish_reason
+        if not self._engine.has_pending_requests():
+            for name in self._running.keys() - finished.keys():
+                finished[name] = og.FinishReason.NONE
+        return finished
+
+    def _told(self, running: _Running, finish_reason: Any) -> Progress:
+        """Commit what is new of a request."""
+        new, running.new = running.new, []
+        proposed, running.proposed = running.proposed, []
+        accepted = _common_length(new, proposed)
+        running.sequence.extend(np.array(new, np.int32))
+        self.num_passes += 1
+        self.num_drafted += len(proposed)
+        self.num_accepted += accepted
+        return Progress(running.request, new, len(proposed), accepted, finish_reason)
+
+    def _propose(self, running: dict[int, _Running]) -> None:
+        rows = {
+            name: NamedSequence(each.sequence.tokens, each.sequence.num_prompt, self._room(each))
+            for name, each in running.items()
+        }
+        for name, chain in self._sequences.draft(rows).items():
+            if len(chain):
+                self._set(self._running[name], chain)
+
+    def _room(self, running: _Running) -> int:
+        left = running.max_tokens - len(running.sequence) - 1
+        return 0 if running.is_refused else max(0, min(self.max_draft_tokens, left))
+
+    def _set(self, running: _Running, chain: TokenIds) -> None:
+        """Propose a chain; where a request's options rule drafts out, never again."""
+        try:
+            running.request.set_draft_tokens(chain)
+        except (RuntimeError, ValueError) as error:
+            running.is_refused = True
+            _log.warning("a request goes on without drafts: %s", error)
+        else:
+            running.proposed = chain.tolist()
+
+    def _end(self, name: int) -> None:
+        running = self._running.pop(name, None)
+        if running is not None:
+            running.request.close()
+            self._sequences.end(name, running.sequence.tokens)
+
+
+def _common_length(one: Iterable[int], other: Iterable[int]) -> int:
+    """Return how many tokens two lists begin with alike."""
+    alike = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        alike += 1
+    return alike

