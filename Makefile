@@ -38,7 +38,7 @@ test: install
 
 # Building on Ray: in an environment of its own, because Ray takes half a gigabyte.
 test-ray: $(VENV)-ray/.installed
-	$(VENV)-ray/bin/pytest tests/engines/test_ray.py
+	$(VENV)-ray/bin/pytest tests/indexer/engines/test_ray.py
 
 $(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)-ray

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from indexer.tokenizer import load_tokenizer
-from tests.engines.corpora import save_byte_tokenizer
+from tests.indexer.engines.corpora import save_byte_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from retriever.drafter import DraftRequest
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import SettingsError
 from retriever.tree import DraftTree
-from tests.engines.corpora import save_byte_tokenizer, write_corpus
+from tests.indexer.engines.corpora import save_byte_tokenizer, write_corpus
 
 LENGTH = 48
 VOCABULARY = 100

@@ -21,8 +21,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-engine-vllm
 
 from indexer.build import build_index
 from indexer.tokenizer import load_tokenizer
-from tests.engines.corpora import save_byte_tokenizer, write_corpus
 from tests.engines.smollm2 import save_smollm2
+from tests.indexer.engines.corpora import save_byte_tokenizer, write_corpus
 
 TIE = 1e-3
 TOKENS = 40

@@ -16,8 +16,8 @@ from indexer.errors import IndexerError
 from indexer.memory import available_bytes, default_limit, describe_size, parse_size
 from indexer.options import BuildOptions, engine_of
 from indexer.reader import Index
-from tests.engines.corpora import save_byte_tokenizer
-from tests.engines.process_memory import run_and_watch
+from tests.indexer.engines.corpora import save_byte_tokenizer
+from tests.indexer.engines.process_memory import run_and_watch
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -13,9 +13,9 @@ from indexer.engines import Engine, Serial
 from indexer.engines.processes import ProcessPool
 from indexer.engines.ray import RayCluster
 from indexer.errors import IndexerError, SourceError
-from tests.engines import tasks
-from tests.engines.corpora import build_and_change, save_byte_tokenizer, write_corpus
-from tests.engines.tasks import Task
+from tests.indexer.engines import tasks
+from tests.indexer.engines.corpora import build_and_change, save_byte_tokenizer, write_corpus
+from tests.indexer.engines.tasks import Task
 
 ray = pytest.importorskip("ray", reason="an extra: `make test-ray`")
 GIB = 1 << 30

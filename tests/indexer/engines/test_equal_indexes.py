@@ -5,7 +5,7 @@ import pytest
 from indexer.engines import Engine, Serial
 from indexer.engines.processes import ProcessPool
 from indexer.verify import verify_index
-from tests.engines.corpora import build, build_and_change, save_byte_tokenizer, write_corpus
+from tests.indexer.engines.corpora import build, build_and_change, save_byte_tokenizer, write_corpus
 
 GIB = 1 << 30
 

@@ -12,64 +12,32 @@ from decoder.engines.content_sessions import ContentSessions, Row, SessionLimits
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.embedded import EmbeddedDrafter
 from retriever.errors import (
-    DrafterUnavailableError,
     InvalidRequestError,
-    OutOfSequenceError,
-    SessionExistsError,
-    UnknownSessionError,
 )
-from retriever.tree import ROOT, DraftTree, Source
+from retriever.tree import DraftTree
+from tests.engines.scripted import Continuation, ScriptedDrafter
+
+
+def fingerprint(tokens: Sequence[int]) -> int:
+    """A token that only this sequence gets."""
+    return hash(tuple(tokens)) % (1 << 30)
 
 
 @dataclass
-class Ledger:
-    """A drafter that notes all it is told, strictly, and drafts its sequence's length."""
+class Ledger(ScriptedDrafter):
+    """Notes all it is told, strictly, and drafts what only this sequence gets.
 
-    sessions: dict[str, list[int]] = field(default_factory=dict)
-    prompts: dict[str, int] = field(default_factory=dict)
-    outputs: list[list[int]] = field(default_factory=list)
-    is_away: bool = False
+    Attributes:
+        refused: a token that no prompt may hold.
+    """
+
+    continuation: Continuation = field(default=lambda tokens, _: [fingerprint(tokens)])
     refused: int = -1
-    num_told: int = 0
 
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
-        assert remember
-        self._check()
         if self.refused in prompt.tolist():
             raise InvalidRequestError("a token that nobody knows")
-        if session in self.sessions:
-            raise SessionExistsError(session)
-        self.sessions[session] = prompt.tolist()
-        self.prompts[session] = len(prompt)
-        self.num_told += len(prompt)
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        self._check()
-        return [self._tree(request) for request in requests]
-
-    def close(self, session: str, new_tokens: TokenIds | None = None) -> None:
-        self._check()
-        if session not in self.sessions:
-            raise UnknownSessionError(session)
-        tokens = self.sessions.pop(session) + ([] if new_tokens is None else new_tokens.tolist())
-        self.outputs.append(tokens[self.prompts[session] :])
-
-    def _check(self) -> None:
-        if self.is_away:
-            raise DrafterUnavailableError("away")
-
-    def _tree(self, request: DraftRequest) -> DraftTree:
-        tokens = self.sessions[request.session]
-        tokens.extend(request.new_tokens.tolist())
-        self.num_told += len(request.new_tokens)
-        if len(tokens) != request.length:
-            raise OutOfSequenceError(request.session)
-        return fingerprint(tokens)
-
-
-def fingerprint(tokens: Sequence[int]) -> DraftTree:
-    """A tree that only this sequence gets."""
-    return DraftTree.checked([hash(tuple(tokens)) % (1 << 30)], [ROOT], [1.0], [Source.CONTEXT])
+        super().open(session, prompt, remember=remember)
 
 
 class Clock:
@@ -111,7 +79,7 @@ class Engine:
         seen = self.sessions.rows_seen()
         for slot, (request, tree) in enumerate(zip(self.running, trees, strict=True)):
             assert seen[slot].tolist() == request.tokens
-            assert tree.token_ids.tolist() == fingerprint(request.tokens).token_ids.tolist()
+            assert tree.token_ids.tolist() == [fingerprint(request.tokens)]
 
 
 ACTIONS = st.lists(
@@ -190,7 +158,7 @@ def test_only_new_tokens_are_told_while_slots_move() -> None:
     run(engine, 3, 2)
     engine.running.reverse()
     run(engine, 3, 2)
-    assert drafter.num_told == sum(len(request.tokens) for request in engine.running)
+    assert drafter.told == sum(len(request.tokens) for request in engine.running)
     assert engine.sessions.counts.begun == 4
     assert engine.sessions.counts.moved == 4
 
@@ -242,7 +210,7 @@ def test_a_row_of_unknown_origin_goes_on_from_the_longest_session() -> None:
     other = np.array([0, 1, 9], np.int32)
     sessions.draft([Row(0, other, None, 4)])
     assert sorted(drafter.sessions.values(), key=len) == [other.tolist(), tokens[:12].tolist()]
-    assert drafter.num_told == 15
+    assert drafter.told == 15
 
 
 def test_room_is_made_by_ending_what_was_unseen_for_longest() -> None:

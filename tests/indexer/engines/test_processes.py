@@ -12,9 +12,9 @@ from indexer.engines import Serial
 from indexer.engines.processes import ProcessPool
 from indexer.errors import IndexerError, SourceError
 from indexer.memory import bytes_taken
-from tests.engines import tasks
-from tests.engines.process_memory import is_alive, members
-from tests.engines.tasks import Task
+from tests.indexer.engines import tasks
+from tests.indexer.engines.process_memory import is_alive, members
+from tests.indexer.engines.tasks import Task
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def test_workers_end_with_the_process_that_started_them(
         "import signal, sys; from pathlib import Path\n"
         "from indexer.engines.processes import ProcessPool\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts us may ignore it\n"
-        "from tests.engines.tasks import Task, sleep_for_ever\n"
+        "from tests.indexer.engines.tasks import Task, sleep_for_ever\n"
         "tasks = [Task(number, Path(sys.argv[1])) for number in range(9)]\n"
         "list(ProcessPool(2, 1 << 33).map(sleep_for_ever, tasks, 1 << 20))\n"
     )
