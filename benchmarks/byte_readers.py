@@ -17,11 +17,11 @@ from google.protobuf.message import DecodeError
 
 from benchmarks.byte_calls import PROMPT, CalledService
 from benchmarks.fuzzing import VICTIM, CrashError, LeakError
-from retriever import log_records
 from retriever.drafter import DraftRequest
 from retriever.errors import CredentialsError, InvalidTreeError
 from retriever.explanation_messages import explanation_from_message
 from retriever.generations import Output
+from retriever.generations_log import records as log_records
 from retriever.limits import Limits
 from retriever.mixer import from_bytes
 from retriever.pools import Pools

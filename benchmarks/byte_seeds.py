@@ -7,8 +7,8 @@ import numpy as np
 
 from benchmarks.byte_calls import PROMPT, TENANTS, Call
 from benchmarks.fuzzing import SESSION, VICTIM
-from retriever import log_records
 from retriever.generations import Output
+from retriever.generations_log import records as log_records
 from retriever.mixer import prior_weights, to_bytes
 from retriever.scopes import Scope, session_origin
 from retriever.security.tokens import TokenHash, new_token

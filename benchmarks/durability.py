@@ -27,9 +27,9 @@ import typer
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.embedded import EmbeddedDrafter
 from retriever.generations import Output
-from retriever.generations_log import GenerationsLog
+from retriever.generations_log.log import GenerationsLog
+from retriever.generations_log.store import Durability, LogOptions
 from retriever.limits import Limits
-from retriever.log_store import Durability, LogOptions
 
 CAPACITY: Final = 1 << 13
 """Tokens that the log keeps: a few dozen outputs, so that every life of a child removes some."""

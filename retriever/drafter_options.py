@@ -7,8 +7,8 @@ from typing import Final, TypedDict
 
 from indexer.reader import Index, Vocabulary
 from retriever.bindings import Bound, BoundPaths
+from retriever.generations_log.store import Durability
 from retriever.limits import Limits
-from retriever.log_store import Durability
 from retriever.phrases import ListedPhrases
 from retriever.predictor import Predictor
 from retriever.warmth.options import WarmthOptions

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from retriever.generations import Generations, Output
-from retriever.log_store import Entry
+from retriever.generations_log.store import Entry
 from retriever.mixer import Weights, prior_weights, to_bytes
 
 

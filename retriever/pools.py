@@ -13,9 +13,9 @@ from retriever.clock import steady_time
 from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError
 from retriever.generations import Generations, Output
-from retriever.generations_log import GenerationsLog
+from retriever.generations_log.log import GenerationsLog
+from retriever.generations_log.store import Durability, Entry, LogOptions
 from retriever.limits import Limits
-from retriever.log_store import Durability, Entry, LogOptions
 from retriever.mixer import from_bytes, to_bytes
 from retriever.pool import Pool
 from retriever.scopes import Scope, session_origin

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from retriever.errors import SettingsError
-from retriever.log_store import Durability
+from retriever.generations_log.store import Durability
 from retriever.operations.resolving import resolve, variable_of
 from retriever.operations.settings import Settings
 

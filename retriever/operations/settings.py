@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from indexer.tokenizer import DEFAULT_MODEL
+from retriever.generations_log.store import Durability
 from retriever.limits import Limits
-from retriever.log_store import Durability
 from retriever.warmth.options import without_credentials
 
 LogLevel = Literal["debug", "info", "warning", "error"]

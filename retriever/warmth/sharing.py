@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from indexer.reader import Vocabulary
 from retriever.clock import steady_time
 from retriever.errors import WarmthError
+from retriever.generations_log.store import Entry
 from retriever.limits import Limits
-from retriever.log_store import Entry
 from retriever.pools import Pools
 from retriever.scopes import Scope
 from retriever.warmth.counts import WarmthCounts

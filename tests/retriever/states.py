@@ -11,9 +11,9 @@ from indexer.reader import Vocabulary
 from retriever import TokenIds
 from retriever.embedded import EmbeddedDrafter
 from retriever.generations import Output
-from retriever.generations_log import GenerationsLog
+from retriever.generations_log.log import GenerationsLog
+from retriever.generations_log.store import Entry, LogOptions
 from retriever.limits import Limits
-from retriever.log_store import Entry, LogOptions
 
 NUM_OUTPUTS = 120
 

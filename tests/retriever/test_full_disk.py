@@ -14,8 +14,8 @@ from benchmarks import durability
 from retriever import DraftRequest, StateError, TokenIds
 from retriever.embedded import EmbeddedDrafter
 from retriever.generations import Output
-from retriever.generations_log import GenerationsLog
-from retriever.log_store import Entry, LogOptions
+from retriever.generations_log.log import GenerationsLog
+from retriever.generations_log.store import Entry, LogOptions
 from tests.retriever.states import NUM_OUTPUTS, fill
 
 ROOT = Path(__file__).parent.parent.parent

@@ -16,8 +16,8 @@ from retriever import (
 )
 from retriever.embedded import EmbeddedDrafter
 from retriever.generations import Output
+from retriever.generations_log.store import Entry, LogOptions
 from retriever.limits import Limits
-from retriever.log_store import Entry, LogOptions
 from tests.retriever.states import drafter_on, ids, keep, kept, knows, log_on, output, tree_of
 
 

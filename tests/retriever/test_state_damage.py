@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks import durability
 from retriever import StateError, TokenIds
-from retriever import log_records as records
 from retriever.generations import Output
-from retriever.generations_log import GenerationsLog
-from retriever.log_store import Entry, LogOptions, LogStore
+from retriever.generations_log import records
+from retriever.generations_log.log import GenerationsLog
+from retriever.generations_log.store import Entry, LogOptions, LogStore
 from tests.retriever.states import NUM_OUTPUTS, fill
 
 ROOT = Path(__file__).parent.parent.parent
@@ -146,7 +146,7 @@ def test_without_room_for_a_copy_the_log_is_opened_as_it_is(tmp_path: Path) -> N
     limited = f"""
 import resource, sys
 from pathlib import Path
-from retriever.log_salvage import salvage
+from retriever.generations_log.salvage import salvage
 source, target = map(Path, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_FSIZE, (source.stat().st_size, -1))
 sys.exit(salvage(source, Path("{tmp_path}/no/folder/copy")))

@@ -15,8 +15,8 @@ from indexer.build import build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever import DraftRequest, DraftTree, RemoteDrafter, Source
 from retriever.generations import Output
-from retriever.generations_log import GenerationsLog
-from retriever.log_store import Entry, LogOptions
+from retriever.generations_log.log import GenerationsLog
+from retriever.generations_log.store import Entry, LogOptions
 from retriever.remote.fail_opens import FailOpen
 from retriever.remote.resilient import ResilientDrafter
 from tests.retriever.conftest import start_service, stop_service

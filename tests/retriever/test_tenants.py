@@ -11,8 +11,8 @@ from retriever import (
     InvalidRequestError,
 )
 from retriever.embedded import EmbeddedDrafter
+from retriever.generations_log.store import LogOptions
 from retriever.limits import Limits
-from retriever.log_store import LogOptions
 from tests.retriever.states import drafter_on, ids, keep, kept, knows, log_on, output
 
 SMALL = Limits(generations_tokens=1024)

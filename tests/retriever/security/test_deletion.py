@@ -14,8 +14,8 @@ import pytest
 from retriever import Credentials, DraftRequest, RemoteDrafter, TokenIds, UnknownSessionError
 from retriever.embedded import EmbeddedDrafter
 from retriever.generations import Generations, Output
+from retriever.generations_log.store import LogOptions
 from retriever.limits import Limits
-from retriever.log_store import LogOptions
 from retriever.security.access import add_token
 from retriever.security.protection import Protection, ProtectionFiles
 from tests.retriever.conftest import start_service, stop_service

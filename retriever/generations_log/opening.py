@@ -5,10 +5,10 @@ from typing import Final
 
 import lmdb
 
-from retriever import log_records as records
 from retriever.errors import StateError, VocabularyMismatchError
-from retriever.log_files import LogFiles
-from retriever.log_store import LogOptions, LogStore
+from retriever.generations_log import records
+from retriever.generations_log.files import LogFiles
+from retriever.generations_log.store import LogOptions, LogStore
 
 REFUSALS: Final = (lmdb.Error, OSError)
 """What the disk and LMDB raise."""

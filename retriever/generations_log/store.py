@@ -9,8 +9,8 @@ from typing import Any, Final, Literal
 
 import lmdb
 
-from retriever import log_records as records
 from retriever.generations import Output
+from retriever.generations_log import records
 from retriever.stores import ring_capacity
 
 Durability = Literal["process", "disk"]

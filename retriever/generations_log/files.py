@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from retriever import log_salvage
 from retriever.errors import StateError
-from retriever.log_salvage import Verdict
+from retriever.generations_log import salvage as log_salvage
+from retriever.generations_log.salvage import Verdict
 
 _LOGGER: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20

@@ -16,12 +16,12 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Final
 
-from retriever import log_records as records
 from retriever.clock import steady_time
 from retriever.errors import StateError
-from retriever.log_files import LogFiles
-from retriever.log_opening import REFUSALS, open_store
-from retriever.log_store import Entry, LogOptions, LogStore, Remembered
+from retriever.generations_log import records
+from retriever.generations_log.files import LogFiles
+from retriever.generations_log.opening import REFUSALS, open_store
+from retriever.generations_log.store import Entry, LogOptions, LogStore, Remembered
 
 _LOGGER: Final = logging.getLogger(__name__)
 _SYNC_EVERY_S: Final = 1.0

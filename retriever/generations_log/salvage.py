@@ -1,6 +1,6 @@
 """Copies an LMDB file, or as much of it as can be read, into a new one.
 
-A program of its own, `log_salvage.py SOURCE TARGET`, because LMDB may crash on a damaged file. It
+A program of its own, `salvage.py SOURCE TARGET`, because LMDB may crash on a damaged file. It
 loads nothing but lmdb, to start quickly. The exit status is one of `Verdict`, or whatever a
 crash makes of it; then the target holds what was read until then.
 """

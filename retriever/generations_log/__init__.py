@@ -1,0 +1,1 @@
+"""The log that keeps recent outputs on disk."""
