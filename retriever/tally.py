@@ -47,6 +47,8 @@ class Latencies:
 class Tally:
     """Counts that only rise. Writers hold the drafter's lock; readers need none.
 
+    `failed_open` is for one thread, the one that answers clients, and takes no lock.
+
     A node counts once it is known what became of it: with the next step of its session, or its
     end. It came true if the tokens committed next are its path, whether or not whoever verified
     the draft had cut it off: so this is what could be accepted at most.
