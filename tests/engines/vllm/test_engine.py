@@ -115,12 +115,14 @@ def test_sessions_are_not_mixed_up(job: dict[str, Any], plain: Any, tmp_path: Pa
         tmp_path,
         job,
         prompts=more,
-        max_tokens=3 * TOKENS,  # past a block of 128 tokens: more blocks than there are
+        max_tokens=2 * TOKENS,
         watch=True,
         together=True,
         alone=0,
         abort={"3": 4, "5": 9, "11": 16},
-        num_blocks=11,
+        max_model_len=256,
+        block_size=32,
+        num_blocks=20,  # fewer than eight sequences need in the end: some are preempted
         enable_prefix_caching=False,
         num_speculative_tokens=6,
     )
