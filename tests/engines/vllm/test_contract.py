@@ -154,6 +154,7 @@ def test_an_index_of_another_tokenizer_is_left_out(
     assert proposer._drafter.vocabulary == vocabulary_of(byte_tokenizer)
     assert "another tokenizer" in caplog.text
     assert "nowhere" in caplog.text
+    proposer.shut_down()
 
 
 def test_a_server_that_is_away_from_the_start_costs_drafts_of_its_own_alone(
