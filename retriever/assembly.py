@@ -69,7 +69,7 @@ def assemble(indexes: Sequence[Index], options: DrafterOptions) -> Parts:
     )
     fingerprint = vocabulary.fingerprint if vocabulary else ""
     durability = options.get("durability", "process")
-    pools = Pools.open(limits, options.get("state"), fingerprint, durability)
+    pools = Pools.open(limits, options.get("state"), fingerprint, durability, live.has_corpus)
     deletion = Deletion(sessions, pools, lock)
     warmth = SharedWarmth.join(options.get("warmth"), pools, lock, limits, deletion.forget)
     deletion.warmth = warmth

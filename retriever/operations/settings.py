@@ -132,8 +132,8 @@ class Settings(BaseModel):
         Field(
             ge=1024,
             le=1 << 30,
-            description="Recent outputs to keep, in tokens of 24 bytes; rounded up to a power of "
-            "two.",
+            description="Recent outputs to keep, in tokens of 24 bytes (36 without an index); "
+            "rounded up to a power of two.",
         ),
     ] = _DEFAULTS.generations_tokens
     generations_age_s: Annotated[

@@ -47,7 +47,7 @@ def test_warm_outputs_serve_as_generations(tmp_path: Path) -> None:
     warm = write(tmp_path / "w.jsonl", [{"output_ids": [1, 2, 3, 4, 5, 6]}])
     assert run(traces)["steps"] == 6
     report = run(traces, "--warm", warm)
-    assert report["steps"] == 3  # 1, 2, then 3 to 6 and the end
+    assert report["steps"] == 2  # 1, then 2 to 6
     assert report["accepted_by_source"] == {"generations": 1.0}
 
 

@@ -65,6 +65,21 @@ def test_indexes_are_shared_or_bound(paths: dict[str, Path]) -> None:
         assert [index.path.name for index in drafter.indexes_of("c")] == ["shared"]
 
 
+def test_short_matches_in_recent_outputs_count_without_an_index(paths: dict[str, Path]) -> None:
+    """One token before it is enough; where there are phrase tables, four are needed."""
+    bound = BoundPaths({"a": [paths["a"]]})
+    drafter = EmbeddedDrafter.open_indexes([], bound=bound, vocabulary=VOCABULARY)
+    for tenant in ("a", "c"):
+        drafter.remember(ids(*range(500, 520)), tenant=tenant)
+        lengths = [
+            len(drafter.draft_context(ids(9, *range(510 - n, 510)), 64, tenant=tenant))
+            for n in (1, 4)
+        ]
+        assert lengths[1] >= 10
+        assert (lengths[0] >= 10) == (tenant == "c")
+    drafter.shut_down()
+
+
 def test_sessions_keep_to_their_own_when_an_index_changes(paths: dict[str, Path]) -> None:
     with bound_drafter(paths) as drafter:
         for tenant in ("a", "b", "c"):
