@@ -39,7 +39,7 @@ def test_the_service_may_die_in_the_middle_of_a_tree_decode(service: Service) ->
         generated(model, prompt, custom_generate=plugin)
         warm = _passes(plugin, model, prompt)
         assert not drafter.fail_opens
-        killing = Killing(process, after=2)
+        killing = Killing(process, after=1)
         output = generated(model, prompt, custom_generate=plugin, on_tokens=killing)
         assert killing.has_killed
         assert output.tolist() == truth

@@ -21,7 +21,7 @@ from tests.indexer.engines.process_memory import run_and_watch
 
 MIB = 1 << 20
 GIB = 1 << 30
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 # Builds with four workers of blocks so small that there are several.

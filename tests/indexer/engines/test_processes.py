@@ -17,7 +17,7 @@ from tests.indexer.engines.process_memory import is_alive, members
 from tests.indexer.engines.tasks import Task
 
 GIB = 1 << 30
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def numbered(count: int, folder: Path) -> list[Task]:
