@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget, Outcome
 from decoder.budget.costs import CostSurface
+from decoder.engines.chains import chain_for
 from decoder.engines.drafter_sessions import DrafterSessions
 from decoder.engines.sequences import TokenSequence
 from decoder.engines.versions import check_version
@@ -128,10 +129,10 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
     def _draft(self, tokens: TokenIds, began_s: float) -> DraftTree:
         sequence = self._followed(tokens, began_s)
         most = min(self._budget.ask(len(tokens)), self._room(len(tokens)))
-        if most <= 0 or not self._is_known(sequence):
+        if most <= 0 or not sequence.is_sendable(self._drafter_vocabulary):
             return DraftTree.empty()
         tree = self._sessions.draft([(sequence, self._budget_nodes)])[0]
-        chain = _known_part(tree.best_chain(most), self._model_vocabulary)
+        chain = chain_for(tree, most, self._model_vocabulary)
         return self._budget.cut(chain, len(tokens), perf_counter() - began_s)
 
     def _room(self, length: int) -> int:
@@ -166,10 +167,6 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         self.num_accepted += len(path)
         seconds = began_s - self._returned_s
         self._budget.learn(Outcome(self._chain, path, int(new[-1]), context, seconds))
-
-    def _is_known(self, sequence: TokenSequence) -> bool:
-        end = self._drafter_vocabulary
-        return end is None or bool((sequence.unsent < end).all())
 
     def _fail(self, error: Exception) -> None:
         self.num_failures += 1
@@ -255,9 +252,3 @@ def _pass_s(llm: Llama, tokens: list[int]) -> float:
     seconds = perf_counter() - start_s
     llm.n_tokens = context
     return seconds
-
-
-def _known_part(chain: DraftTree, vocabulary: int) -> DraftTree:
-    """Return a chain up to the first token that a model does not have."""
-    unknown = np.flatnonzero((chain.token_ids < 0) | (chain.token_ids >= vocabulary))
-    return chain.prefix(int(unknown[0])) if len(unknown) else chain

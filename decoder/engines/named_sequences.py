@@ -6,6 +6,7 @@ from logging import getLogger
 
 import numpy as np
 
+from decoder.engines.chains import chain_for
 from decoder.engines.drafter_sessions import DrafterSessions
 from decoder.engines.sequences import TokenSequence
 from retriever.drafter import Drafter, TokenIds
@@ -94,14 +95,14 @@ class NamedSequences:
         asked = [
             name
             for name, sequence in followed.items()
-            if running[name].max_tokens > 0 and self._is_known(sequence)
+            if running[name].max_tokens > 0 and sequence.is_sendable(self._drafter_vocabulary)
         ]
         self._expire()
         trees = self._sessions.draft([(followed[name], self._budget_nodes) for name in asked])
         chains = dict.fromkeys(running, _NOTHING)
         for name, tree in zip(asked, trees, strict=True):
-            chain = tree.best_chain(running[name].max_tokens).token_ids
-            chains[name] = known_part(chain, self._model_vocabulary)
+            most = running[name].max_tokens
+            chains[name] = chain_for(tree, most, self._model_vocabulary).token_ids
         return chains
 
     def end(self, name: int, tokens: TokenIds | None = None) -> None:
@@ -138,10 +139,6 @@ class NamedSequences:
         sequence.call = self._step
         return sequence
 
-    def _is_known(self, sequence: TokenSequence) -> bool:
-        end = self._drafter_vocabulary
-        return end is None or bool((sequence.unsent < end).all())
-
     def _expire(self) -> None:
         if self._max_idle_steps is None:
             return
@@ -155,9 +152,3 @@ class NamedSequences:
         if self._num_errors == 1:
             _log.warning("the engine goes on without drafts for now: %s", error)
         self._sequences.clear()
-
-
-def known_part(chain: TokenIds, vocabulary: int) -> TokenIds:
-    """Return int32[k], the tokens of a chain before the first that a model does not have."""
-    unknown = np.flatnonzero((chain < 0) | (chain >= vocabulary))
-    return chain[: unknown[0]] if len(unknown) else chain

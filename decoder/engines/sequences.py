@@ -73,6 +73,10 @@ class TokenSequence:
         """Memory of the tokens, in bytes."""
         return self._buffer.nbytes
 
+    def is_sendable(self, drafter_vocabulary: int | None) -> bool:
+        """Tell whether a drafter has all tokens that it does not know yet; None: it takes all."""
+        return drafter_vocabulary is None or bool((self.unsent < drafter_vocabulary).all())
+
     def begins(self, tokens: TokenIds) -> bool:
         """Tell whether int32[n] begins with this sequence: all tokens are compared."""
         return len(tokens) >= self._length and bool((self.tokens == tokens[: self._length]).all())

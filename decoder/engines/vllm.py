@@ -27,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from decoder.engines.chains import chain_for
 from decoder.engines.content_sessions import ContentSessions, Row, SessionLimits
 from decoder.engines.drafters import DEADLINE_S, Encode, open_drafter
 from decoder.engines.settings import EngineSettings, resolve_settings
@@ -34,7 +35,6 @@ from decoder.engines.versions import check_version
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter, TokenIds
-from retriever.tree import DraftTree
 
 TESTED: Final = ">=0.32,<0.33"
 """Versions of vLLM that this was tested with."""
@@ -152,18 +152,13 @@ class ForedraftProposer:
             rows.append(Row(slot, tokens, len(sampled_token_ids[slot]), budget))
         chains: list[list[int]] = [[] for _ in sampled_token_ids]
         for row, tree in zip(rows, sessions.draft(rows), strict=True):
-            chains[row.slot] = self._chain(tree, self._room(row.tokens))
+            chain = chain_for(tree, self._room(row.tokens), self._vocabulary_size)
+            chains[row.slot] = chain.token_ids.tolist()
         return chains
 
     def _room(self, tokens: TokenIds) -> int:
         """Return how many tokens may be proposed: the model adds one of its own."""
         return min(self._max_tokens, self._max_model_len - len(tokens) - 1)
-
-    def _chain(self, tree: DraftTree, max_tokens: int) -> list[int]:
-        """Return the best chain up to the first token that the model has no embedding for."""
-        chain: list[int] = tree.best_chain(max_tokens).token_ids.tolist()
-        beyond = (at for at, token in enumerate(chain) if token >= self._vocabulary_size)
-        return chain[: next(beyond, len(chain))]
 
     def _recover(self) -> None:
         """Begin anew after an error that nobody expected, in a while; log the first."""
