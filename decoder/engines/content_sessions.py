@@ -165,8 +165,8 @@ class ContentSessions:
 
     def abandon(self) -> None:
         """Let go of all sessions, whatever state they are in."""
+        self._drafting.abandon(self._sequences)
         for sequence in list(self._sequences):
-            self._drafting.give_up(sequence)
             self._remove(sequence)
 
     def _follow(self, row: Row, now_s: float) -> TokenSequence | None:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
 from logging import getLogger
@@ -102,6 +102,12 @@ class DrafterSessions:
             with suppress(RetrieverError):
                 self._drafter.close(name)
         sequence.num_sent = 0
+
+    def abandon(self, sequences: Iterable[TokenSequence]) -> None:
+        """Give up sessions after an error that nobody expected, whatever closing them raises."""
+        for sequence in sequences:
+            with suppress(Exception):
+                self.give_up(sequence)
 
     def _order(self, num_asked: int) -> list[int]:
         """Return which to ask for: as many as are made in time, in turns where not all are."""

@@ -172,6 +172,8 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         self.num_failures += 1
         if self.num_failures == 1:
             _log.warning("llama.cpp goes on without drafts for now: %s", error)
+        if self._sequence is not None:
+            self._sessions.abandon([self._sequence])
         self._sequence, self._chain = None, DraftTree.empty()
 
 

@@ -151,4 +151,5 @@ class NamedSequences:
         self._num_errors += 1
         if self._num_errors == 1:
             _log.warning("the engine goes on without drafts for now: %s", error)
+        self._sessions.abandon(self._sequences.values())
         self._sequences.clear()
