@@ -31,7 +31,7 @@ bench: install
 # layout and REST's rule. `make bench-index ARGS="--corpus FILE --traces FILE --warm FILE"`; without
 # any, of the standard library.
 bench-index: install
-	$(BIN)/python -m benchmarks.growth --against rest --against infini-gram $(ARGS)
+	$(BIN)/python -m benchmarks.index.growth --against rest --against infini-gram $(ARGS)
 
 test: install
 	$(BIN)/pytest

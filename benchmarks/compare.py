@@ -15,13 +15,13 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.comparison import Comparison, Measurement, circumstances, describe
 from benchmarks.peers import DRAFTERS
-from benchmarks.report import Comparison, Measurement, circumstances, describe
 from benchmarks.workloads import Workload, WorkloadFiles, stdlib_workload
-from retriever.clear_errors import clear_errors
-from retriever.encoding import ChatEncoder
-from retriever.factories import OWN, DrafterFactory, find_factory
-from retriever.replay import replay
+from retriever.commands.options import clear_errors
+from retriever.replay.factories import OWN, DrafterFactory, find_factory
+from retriever.replay.replay import replay
+from retriever.replay.traces import ChatEncoder
 
 BUDGETS: Final = (8, 16, 32, 64)
 RESULTS: Final = Path(__file__).parent / "results"

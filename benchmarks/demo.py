@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from decoder.assembly import DrafterOptions, assemble
-from decoder.bench import circumstances
-from decoder.contenders import FOREDRAFT, PLAIN, Contender, Run, contenders
-from decoder.models import LanguageModel, ModelOptions, load_model
+from decoder.commands.bench import circumstances
+from decoder.commands.contenders import FOREDRAFT, PLAIN, Contender, Run, contenders
+from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from indexer.errors import IndexerError
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL

@@ -24,19 +24,19 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks import greedy_exactness
-from benchmarks.commit_cost import commit_costs
-from benchmarks.devices import describe_device, device_state
+from benchmarks.decoding import greedy_exactness
+from benchmarks.decoding.commit_cost import commit_costs
+from benchmarks.decoding.devices import describe_device, device_state
 from decoder.assembly import DrafterOptions, assemble
-from decoder.bench import BenchOptions, fitting, run_benchmark
-from decoder.bench_table import table_of
-from decoder.budget.measuring import measure_costs
-from decoder.contenders import contenders
+from decoder.budget.cost_store import describe_machine, device_name, versions
+from decoder.budget.costs import measure_costs
+from decoder.commands.bench import BenchOptions, fitting, run_benchmark
+from decoder.commands.bench_report import table_of
+from decoder.commands.contenders import contenders
+from decoder.commands.prompts import Prompt, read_prompts
 from decoder.errors import DecoderError
-from decoder.machine import describe_machine, device_name, versions
-from decoder.models import LanguageModel, ModelOptions, Precision, load_model
-from decoder.prompts import Prompt, read_prompts
-from decoder.target.target import Target
+from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
+from decoder.model.target import Target
 from indexer.errors import IndexerError
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.errors import RetrieverError

@@ -13,8 +13,8 @@ from typing import Final
 
 import numpy as np
 
+from indexer.build_report import Tally
 from indexer.sources import DEFAULT_FIELD, SourceOptions, plan, read
-from indexer.tally import Tally
 from retriever.errors import RetrieverError
 
 MIN_SPAN_WORDS: Final = 20

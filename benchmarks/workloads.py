@@ -12,10 +12,9 @@ from typing import Final, Self
 from indexer.build import build_from_texts
 from indexer.reader import Index
 from retriever.drafter import TokenIds
-from retriever.encoding import ChatEncoder
 from retriever.errors import RetrieverError
 from retriever.limits import checked_tokens
-from retriever.traces import Trace, read_outputs, read_traces
+from retriever.replay.traces import ChatEncoder, Trace, read_outputs, read_traces
 
 STDLIB: Final = Path(sysconfig.get_paths()["stdlib"])
 STDLIB_OUTPUT_TOKENS: Final = 400

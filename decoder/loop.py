@@ -10,21 +10,19 @@ import torch
 from numpy.typing import NDArray
 
 from decoder.budget.budget import Budget, Outcome
-from decoder.drafters.learning import Verified
-from decoder.drafters.session import Backoff, DraftLimits, DraftSession
+from decoder.drafters.following import Backoff, DraftLimits, DraftSession, Verified
 from decoder.errors import (
     DecoderBusyError,
     GenerationStartedError,
     InvalidSettingsError,
     OutOfMemoryError,
 )
-from decoder.observation import Clock, Observer, Step, Watch
+from decoder.model.target import Target
+from decoder.model.tree_layout import within_depth
+from decoder.observation import Clock, Observer, Statistics, Step, Watch
 from decoder.sampling.verification import AcceptRule, Place, accept_greedy
 from decoder.sequence import Sequence
-from decoder.statistics import Statistics
 from decoder.stopping import StopRule, first_stop
-from decoder.target.layout import within_depth
-from decoder.target.target import Target
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import RetrieverError
 from retriever.tree import DraftTree

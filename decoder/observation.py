@@ -1,14 +1,144 @@
 """What can be seen of decoding while it goes on: one pass of the target after the other."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.statistics import Statistics
 from decoder.stopping import StopRule
-from retriever.tree import DraftTree
+from retriever.tree import DraftTree, Source
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Counts and times of one sequence, or of many added together.
+
+    Attributes:
+        num_passes: forward passes of the target, the prompt's included.
+        num_tokens: tokens generated.
+        num_drafted: nodes verified.
+        widths: passes after the prompt's by the nodes that they verified.
+        accepted: accepted nodes by the source that spoke for them.
+        num_failures: drafts that could not be had because the drafter failed or refused.
+        draft_s: seconds in the drafter.
+        target_s: seconds in the target, the wait for its choices included.
+        prompt_s: those of them that reading the prompt took.
+        total_s: seconds in all, first token to last; the rest is the loop's own.
+    """
+
+    num_passes: int = 0
+    num_tokens: int = 0
+    num_drafted: int = 0
+    widths: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[Source] = field(default_factory=Counter)
+    num_failures: int = 0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    prompt_s: float = 0.0
+    total_s: float = 0.0
+
+    @property
+    def host_s(self) -> float:
+        """Seconds that neither the drafter nor the target took."""
+        return self.total_s - self.draft_s - self.target_s
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean tokens for each pass of the target, its own token included."""
+        return self.num_tokens / self.num_passes if self.num_passes else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens for each second in all."""
+        return self.num_tokens / self.total_s if self.total_s else 0.0
+
+    def accepted_by_source(self) -> dict[str, int]:
+        """Return the accepted nodes by the name of their source, most first."""
+        return {source.name.lower(): count for source, count in self.accepted.most_common()}
+
+    def report(self) -> dict[str, Any]:
+        """Return all figures as plain values."""
+        return {
+            "num_tokens": self.num_tokens,
+            "num_passes": self.num_passes,
+            "num_drafted": self.num_drafted,
+            "widths": {str(width): self.widths[width] for width in sorted(self.widths)},
+            "accepted": self.accepted_by_source(),
+            "num_failures": self.num_failures,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_pass": self.tokens_per_pass,
+            "seconds": self.total_s,
+            "draft_seconds": self.draft_s,
+            "target_seconds": self.target_s,
+            "prompt_seconds": self.prompt_s,
+            "host_seconds": self.host_s,
+        }
+
+    def summary(self) -> str:
+        """Return the figures that matter in one line."""
+        shares = [
+            f"{name} {count / self.num_tokens:.0%}"
+            for name, count in self.accepted_by_source().items()
+        ]
+        failed = counted(self.num_failures, "draft")
+        failures = f"; {failed} failed" if self.num_failures else ""
+        return (
+            f"{counted(self.num_tokens, 'token')}, {self.tokens_per_second:.1f} tokens/s, "
+            f"{self.tokens_per_pass:.2f} tokens per pass; "
+            f"drafted: {', '.join(shares) or 'none'}{self._widths()}{failures}"
+        )
+
+    def _widths(self) -> str:
+        """Return how much was verified, in a few words."""
+        passes = self.widths.total()
+        if not passes:
+            return ""
+        return (
+            f"; {self.num_drafted / passes:.1f} nodes a pass, none in {self.widths[0] / passes:.0%}"
+        )
+
+    def add(self, other: "Statistics") -> None:
+        """Add another sequence's figures to these."""
+        self.num_passes += other.num_passes
+        self.num_tokens += other.num_tokens
+        self.num_drafted += other.num_drafted
+        self.widths.update(other.widths)
+        self.accepted.update(other.accepted)
+        self.num_failures += other.num_failures
+        self.draft_s += other.draft_s
+        self.target_s += other.target_s
+        self.prompt_s += other.prompt_s
+        self.total_s += other.total_s
+
+    def record(self, tree: DraftTree, path: NDArray[np.int64], num_tokens: int) -> None:
+        """Count a pass over a tree, `path` of which was accepted."""
+        if self.num_passes:
+            self.widths[len(tree)] += 1
+        self.num_passes += 1
+        self.num_tokens += num_tokens
+        self.num_drafted += len(tree)
+        self.accepted.update(map(Source, tree.sources[path].tolist()))
+
+    @contextmanager
+    def charging(
+        self, account: Literal["draft_s", "target_s", "prompt_s", "total_s"]
+    ) -> Iterator[None]:
+        """Add the block's time to an account."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, account, getattr(self, account) + time.perf_counter() - start)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from llama_cpp import Llama
 
 from decoder.engines.llama_cpp import attach
-from retriever.embedded import EmbeddedDrafter
-from retriever.remote.resilient import ResilientDrafter
+from retriever.client.resilient import ResilientDrafter
+from retriever.sessions.embedded import EmbeddedDrafter
 
 
 def drafter_of(options: argparse.Namespace) -> EmbeddedDrafter | ResilientDrafter:

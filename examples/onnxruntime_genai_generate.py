@@ -15,8 +15,8 @@ from pathlib import Path
 import onnxruntime_genai as og
 
 from decoder.engines.onnxruntime_genai import DraftingLoop
-from retriever.embedded import EmbeddedDrafter
-from retriever.remote.resilient import ResilientDrafter
+from retriever.client.resilient import ResilientDrafter
+from retriever.sessions.embedded import EmbeddedDrafter
 
 
 def drafter_of(options: argparse.Namespace) -> EmbeddedDrafter | ResilientDrafter:

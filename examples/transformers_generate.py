@@ -17,8 +17,8 @@ from transformers import (
 
 from decoder.engines.transformers.custom_generate import Foredraft
 from indexer.tokenizer import vocabulary_of
-from retriever.embedded import EmbeddedDrafter
-from retriever.remote.resilient import ResilientDrafter
+from retriever.client.resilient import ResilientDrafter
+from retriever.sessions.embedded import EmbeddedDrafter
 
 
 def drafter_of(

@@ -9,32 +9,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from indexer.build_report import BuildReport, Tally
 from indexer.errors import TokenizerError
-from indexer.format import TOKENIZER_FILE, token_dtype
-from indexer.gathering import (
+from indexer.format.names import TOKENIZER_FILE, token_dtype
+from indexer.format.output import check_output, new_index_folder, write_file
+from indexer.format.records import Contents, FileRecord, PhrasesRecord
+from indexer.format.snapshots import publish
+from indexer.sources import SourceDocument
+from indexer.stages.build_options import DEFAULTS, BuildOptions
+from indexer.stages.gathering import (
     OnProgress,
     chosen_pieces,
+    gather_part,
     no_document,
     part_tasks,
     planned,
     read_parts,
-)
-from indexer.options import DEFAULTS, BuildOptions
-from indexer.output import check_output, new_index_folder, write_file
-from indexer.parts import Part, TokenisedDocument
-from indexer.records import Contents, FileRecord, PhrasesRecord
-from indexer.segments import gather
-from indexer.snapshots import publish
-from indexer.sources import SourceDocument
-from indexer.stages import (
-    gather_part,
     renewed_phrases,
     scratch_folder,
     write_part,
     write_segments,
 )
-from indexer.tally import BuildReport, Tally
-from indexer.tokenise import EMPTY, stored_encoder, stored_form, tokenise, usable_texts
+from indexer.stages.parts import Part, TokenisedDocument
+from indexer.stages.segments import gather
+from indexer.stages.tokenise import EMPTY, stored_encoder, stored_form, tokenise, usable_texts
 from indexer.tokenizer import DEFAULT_MODEL, Vocabulary, loaded_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:

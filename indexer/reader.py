@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
-from indexer.counts import COUNT_VALUES
 from indexer.errors import DamagedIndexError, IndexerError, TokenizerMismatchError
-from indexer.format import token_dtype
-from indexer.opening import Before, Segment, Snapshot, open_snapshot
-from indexer.phrases import PhraseTables
-from indexer.records import Document
-from indexer.same_folder import Identity, folder_identity, from_same_folder
-from indexer.snapshots import HeldSnapshot, hold_latest
-from indexer.table_sums import sum_tables
+from indexer.format.names import token_dtype
+from indexer.format.opening import Before, Segment, Snapshot, open_snapshot
+from indexer.format.phrase_tables import COUNT_VALUES, PhraseTables
+from indexer.format.records import Document
+from indexer.format.same_folder import Identity, folder_identity, from_same_folder
+from indexer.format.snapshots import HeldSnapshot, hold_latest
+from indexer.format.table_sums import sum_tables
 from indexer.tokenizer import Vocabulary
 
 __all__ = [

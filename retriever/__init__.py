@@ -1,10 +1,17 @@
 """Draft trees for language models: the value, the protocol, the errors and the client.
 
 Importing this package loads numpy and gRPC only, so that an inference server which needs the
-client does not pay for the rest. The embedded drafter is `retriever.embedded.EmbeddedDrafter`.
+client does not pay for the rest. The embedded drafter is `EmbeddedDrafter` in
+`retriever.sessions.embedded`.
 """
 
-from retriever.client import IndexInfo, RemoteDrafter
+from retriever.client.asynchronous import AsyncResilientDrafter
+from retriever.client.conversation import FailOpen
+from retriever.client.credentials import Credentials
+from retriever.client.local import LocalDrafter
+from retriever.client.resilient import ResilientDrafter
+from retriever.client.sharded import ShardedDrafter, ShardState
+from retriever.client.strict import IndexInfo, RemoteDrafter
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import (
     AccessRefusedError,
@@ -28,13 +35,6 @@ from retriever.errors import (
     VocabularyMismatchError,
 )
 from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
-from retriever.remote.async_resilient import AsyncResilientDrafter
-from retriever.remote.credentials import Credentials
-from retriever.remote.fail_opens import FailOpen
-from retriever.remote.local import LocalDrafter
-from retriever.remote.resilient import ResilientDrafter
-from retriever.sharding import ShardedDrafter
-from retriever.shards import ShardState
 from retriever.tree import ROOT, DraftTree, Source
 
 __all__ = [

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from decoder.budget.budget import FixedBudget
 from decoder.loop import Decoder
-from decoder.target.target import Target
+from decoder.model.target import Target
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from retriever import RemoteDrafter, Source

@@ -48,7 +48,9 @@ def test_an_interrupt_ends_in_silence(tmp_path: Path, commands: str) -> None:
 
 
 def test_what_the_packages_log_is_printed_bare(tmp_path: Path) -> None:
-    logged = "logging.getLogger('decoder.models').info('loading it'); logging.info('noise')"
+    logged = (
+        "logging.getLogger('decoder.model.pretrained').info('loading it'); logging.info('noise')"
+    )
     process = started(tmp_path, f"import logging\ndef main():\n    {logged}")
     assert process.communicate(timeout=30) == ("", "loading it\n")
 

@@ -7,21 +7,20 @@ from pathlib import Path
 import numpy as np
 
 from retriever.kernels.layout import WEIGHTS
-from retriever.mixer import prior_weights
+from retriever.predict.weights import prior_weights
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("indexer", "retriever", "decoder")
 
 
-def test_every_package_is_listed() -> None:
+def test_every_folder_with_code_is_a_package_that_is_found() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    listed = set(project["tool"]["setuptools"]["packages"])
-    present = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for top in PACKAGES
-        for path in (ROOT / top).rglob("__init__.py")
-    }
-    assert listed == present
+    patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    folders = {path.parent for top in PACKAGES for path in (ROOT / top).rglob("*.py")}
+    for folder in folders:
+        assert (folder / "__init__.py").is_file(), folder
+        name = ".".join(folder.relative_to(ROOT).parts)
+        assert any(fnmatch(name, pattern) for pattern in patterns), name
 
 
 def test_every_file_that_is_not_code_is_packaged() -> None:
@@ -34,7 +33,7 @@ def test_every_file_that_is_not_code_is_packaged() -> None:
         for path in (ROOT / top).rglob("*.*")
         if path.suffix != ".py" and "__pycache__" not in path.parts
     ]
-    assert Path("retriever/prior.npy") in data
+    assert Path("retriever/predict/prior.npy") in data
     for path in data:
         package = ".".join(path.parent.parts)
         patterns = [p for key in ("*", package) for p in setuptools["package-data"].get(key, [])]
@@ -42,7 +41,7 @@ def test_every_file_that_is_not_code_is_packaged() -> None:
 
 
 def test_weights_to_begin_with_are_numbers_for_this_layout() -> None:
-    weights = np.load(ROOT / "retriever" / "prior.npy")
+    weights = np.load(ROOT / "retriever" / "predict" / "prior.npy")
     assert weights.dtype == np.float32
     assert weights.nbytes == WEIGHTS.itemsize
     assert np.all(np.isfinite(weights))

@@ -17,21 +17,21 @@ from typing import Annotated, Final
 import typer
 from rich.progress import track
 
-from benchmarks.engines.answers import KeptRuns, kept_answers
-from benchmarks.engines.prompt_lookup import Lookup, tokens_per_step
-from benchmarks.engines.prompts import PromptSample, sample_prompts
-from benchmarks.engines.report import Way, Whose, as_markdown, circumstances, report, write
+from benchmarks.engines.engine_prompts import PromptSample, sample_prompts
+from benchmarks.engines.engine_report import Way, Whose, as_markdown, circumstances, report, write
+from benchmarks.engines.kept_answers import KeptRuns, kept_answers
+from benchmarks.engines.lookup_settings import Lookup, tokens_per_step
 from benchmarks.engines.transformers_runs import Contender, Engine
 from decoder.assembly import draft_limits
 from decoder.budget.budget import FixedBudget
+from decoder.budget.cost_store import describe_machine, versions
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
-from decoder.machine import describe_machine, versions
-from decoder.models import LanguageModel, ModelOptions, Precision, load_model
+from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from indexer.tokenizer import DEFAULT_MODEL
-from retriever.embedded import EmbeddedDrafter
+from retriever.sessions.embedded import EmbeddedDrafter
 
 LOOKUPS: Final = tuple(product((3, 10, 20, 40), (1, 2, 3, 5)))
 NUM_CANDIDATES: Final = 20

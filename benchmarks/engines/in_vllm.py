@@ -22,8 +22,16 @@ from typing import Annotated, Any, Final
 import typer
 
 from benchmarks.engines import vllm_replay as replay
-from benchmarks.engines.prompts import PromptSample, sample_prompts
-from benchmarks.engines.report import Run, Way, Whose, as_markdown, circumstances, report, write
+from benchmarks.engines.engine_prompts import PromptSample, sample_prompts
+from benchmarks.engines.engine_report import (
+    Run,
+    Way,
+    Whose,
+    as_markdown,
+    circumstances,
+    report,
+    write,
+)
 from indexer.tokenizer import encode_prompt, load_tokenizer
 
 _OURS: Final = "decoder.engines.vllm.ForedraftProposer"

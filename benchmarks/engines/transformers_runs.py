@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from benchmarks.engines.report import Run, Whose
-from decoder.models import LanguageModel
+from benchmarks.engines.engine_report import Run, Whose
+from decoder.model.pretrained import LanguageModel
 from decoder.sampling.stated import without_own_settings
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.embedded import EmbeddedDrafter
+from retriever.sessions.embedded import EmbeddedDrafter
 
 Tokens = list[int]
 Settings = tuple[float, ...]

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.exactness.planted import run_planted
-from benchmarks.exactness.tables import tables
+from benchmarks.comparison import circumstances
+from benchmarks.exactness.chi_square_table import tables
+from benchmarks.exactness.planted_errors import run_planted
 from benchmarks.exactness.trials import (
     SIGNIFICANCE,
     all_cases,
@@ -20,7 +21,6 @@ from benchmarks.exactness.trials import (
     covering_cases,
     run,
 )
-from benchmarks.report import circumstances
 
 
 def summary(cases: list[dict[str, Any]], planted: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.exactness.target import SIZE, logits_after
-from decoder.drafters.sampled import CERTAIN, SampledTree
+from benchmarks.exactness.scripted_target import SIZE, logits_after
+from decoder.sampling.sampled import CERTAIN, SampledTree
 from retriever.tree import ROOT
 
 SHAPES: Final[dict[str, tuple[int, ...]]] = {

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.exactness.drafts import PROPOSALS, Batch
-from decoder.drafters.sampled import CERTAIN
 from decoder.sampling import rule as rules
 from decoder.sampling.choice import Choice, Draw, DrawnChildren, Rejection
 from decoder.sampling.rule import ProcessedRule
+from decoder.sampling.sampled import CERTAIN
 from decoder.sampling.verification import Place, drawn_numbers
 from retriever.tree import ROOT
 

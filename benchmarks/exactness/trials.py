@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.exactness.drafts import SHAPES, Drafts
+from benchmarks.exactness.scripted_target import LENGTH, PROMPT, SETTINGS, SIZE, expected
 from benchmarks.exactness.steps import stepped, stepped_together
-from benchmarks.exactness.target import LENGTH, PROMPT, SETTINGS, SIZE, expected
 from decoder.sampling.rule import ProcessedRule, accept_rule
 from decoder.sampling.verification import Place
 

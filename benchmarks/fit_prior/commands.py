@@ -14,9 +14,9 @@ from benchmarks.fit_prior.network import Schedule, fit, mean_surprise
 from benchmarks.fit_prior.outcomes import Outcomes
 from benchmarks.fit_prior.recording import record, variants
 from benchmarks.workloads import Workload, WorkloadError, WorkloadFiles
-from retriever.clear_errors import clear_errors
-from retriever.encoding import ChatEncoder
-from retriever.mixer import Weights, prior_weights
+from retriever.commands.options import clear_errors
+from retriever.predict.weights import Weights, prior_weights
+from retriever.replay.traces import ChatEncoder
 
 BUDGETS: Final = (16, 64)
 

@@ -11,7 +11,7 @@ from torch.nn.functional import relu
 
 from benchmarks.fit_prior.outcomes import Outcomes
 from retriever.kernels.layout import WEIGHTS
-from retriever.mixer import Weights
+from retriever.predict.weights import Weights
 
 _DOUBT_DECAY: Final = 1e-4
 """Pulls what is added to "none of these" to 0 where it was seldom needed."""

@@ -9,16 +9,16 @@ import numpy as np
 
 from benchmarks.fit_prior.outcomes import Outcome, Outcomes
 from benchmarks.workloads import Workload
-from retriever.databases import Databases
 from retriever.drafter import TokenIds
-from retriever.drafter_options import DEFAULT_LIMITS
-from retriever.embedded import EmbeddedDrafter
 from retriever.kernels.layout import Evidence, Work
 from retriever.kernels.mixing import depth_bucket, match_bucket
-from retriever.mixer import Weights
-from retriever.pool import Pool
-from retriever.predictor import Predictor
-from retriever.replay import replay
+from retriever.predict.databases import Databases
+from retriever.predict.pool import Pool
+from retriever.predict.predictor import Predictor
+from retriever.predict.weights import Weights
+from retriever.replay.replay import replay
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.options import DEFAULT_LIMITS
 from retriever.tree import DraftTree
 
 EVERY: Final = 3

@@ -18,7 +18,7 @@ from benchmarks.peers.sam_decoding import SamDecoding
 from benchmarks.peers.suffix_decoding import BEST_PATH, BEST_TREE, SuffixDecoding, documents_of
 from indexer.reader import Index
 from retriever.drafter import TokenIds
-from retriever.factories import DrafterFactory
+from retriever.replay.factories import DrafterFactory
 
 
 def _prompt_lookup(

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.peers.kernels.counting import grow
+from benchmarks.peers.kernels.peer_counting import grow
 from retriever.tree import DraftTree, Source
 
 

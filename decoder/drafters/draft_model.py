@@ -1,22 +1,88 @@
 """A draft model's forward passes: a sequence read on, or nodes of a tree behind it."""
 
 import inspect
-from typing import Any
+from logging import getLogger
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 from transformers import PreTrainedModel
 
-from decoder.drafters.trimmed_head import trimmed_head
 from decoder.errors import UncroppableCacheError
-from decoder.target.adapted import adapted
-from decoder.target.cache import TreeCache
-from decoder.target.compatibility import Capability, compatibility_of, position_limit
-from decoder.target.layout import TreeLayout, additive_mask
+from decoder.model.adapted import adapted
+from decoder.model.cache import TreeCache
+from decoder.model.compatibility import Capability, compatibility_of, position_limit
+from decoder.model.tree_layout import TreeLayout, additive_mask
 from retriever.drafter import TokenIds
 from retriever.errors import VocabularyMismatchError
-from retriever.tree import DraftTree
+from retriever.tree import ROOT, DraftTree
+
+_log = getLogger(__name__)
+
+_ROUNDING: Final = 16
+"""In units of the dtype's precision: by how much two ways to the same logits may differ."""
+
+_PROBE_TOKENS: Final = 4
+_HIDDEN_CHANGES: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Settings that change logits behind the head, which a probe may be too small to show."""
+
+
+class TrimmedHead:
+    """A model without its head, and the rows of the head for some tokens.
+
+    Args:
+        model: whose head is plain, see `has_plain_head`.
+        kept: int32[n], the tokens.
+
+    Attributes:
+        base: gives the states that the head is applied to, as `last_hidden_state`.
+    """
+
+    def __init__(self, model: PreTrainedModel, kept: TokenIds) -> None:
+        head = _head(model)
+        rows = torch.from_numpy(kept.astype(np.int64)).to(head.weight.device)
+        self.base = model.base_model
+        self._weight = head.weight.detach()[rows]
+        self._bias = None if head.bias is None else head.bias.detach()[rows]
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return [rows, n], the logits of the kept tokens after states [rows, hidden size]."""
+        return functional.linear(states, self._weight, self._bias)
+
+
+def trimmed_head(model: PreTrainedModel, kept: TokenIds) -> TrimmedHead | None:
+    """Return a model's head for some tokens, or `None`, having said so, where it is not plain."""
+    if has_plain_head(model):
+        return TrimmedHead(model, kept)
+    _log.warning(
+        "%s changes logits behind its head: it drafts with its whole vocabulary",
+        type(model).__name__,
+    )
+    return None
+
+
+@torch.inference_mode()
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Return whether logits are the last hidden states times one matrix, and nothing more."""
+    head = _head(model)
+    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
+        return False
+    config = model.config.get_text_config(decoder=True)
+    if any(getattr(config, name, None) not in {None, 1.0} for name in _HIDDEN_CHANGES):
+        return False
+    probe = torch.arange(_PROBE_TOKENS, device=torch.device(model.device))[None]
+    states = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
+    if states.shape[-1] != head.in_features:
+        return False
+    plain, actual = head(states), model(input_ids=probe, use_cache=False).logits
+    slack = _ROUNDING * torch.finfo(actual.dtype).eps * float(actual.abs().max())
+    return plain.shape == actual.shape and bool(torch.allclose(plain, actual, rtol=0, atol=slack))
+
+
+def _head(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
 
 
 class DraftModel:
@@ -174,3 +240,92 @@ def _checked_kept(kept: TokenIds, vocabulary_size: int) -> TokenIds:
             f"the tokens that a draft model keeps must be some of its {vocabulary_size}"
         )
     return unique
+
+
+class BranchCache:
+    """Keeps in step with one sequence: what was drafted and came true is not read again.
+
+    Args:
+        model: whose keys and values these are.
+    """
+
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
+        self._cache = model.new_cache()
+        self._length = 0
+        self._drop_branches()
+
+    @torch.inference_mode()
+    def catch_up(self, tokens: TokenIds) -> torch.Tensor:
+        """Read what is new of the sequence.
+
+        Branches that it followed stay, all others go.
+
+        Args:
+            tokens: int32[n], the whole sequence, at least one token; it begins with what was
+                given the last time.
+
+        Returns:
+            [1, C], the logits after its last token.
+        """
+        kept = self._followed(tokens[self._length : -1])
+        self._keep(kept, min(self._length, len(tokens) - 1))
+        logits = self._model.read(self._cache, tokens[self._length :], self._length)
+        self._length = len(tokens)
+        return logits
+
+    def expand(self, tokens: list[int], parents: list[int]) -> torch.Tensor:
+        """Read nodes behind the sequence in one pass.
+
+        Args:
+            tokens: of n nodes.
+            parents: their parents, numbered in the order in which they were read since the last
+                `catch_up`, or `ROOT`.
+
+        Returns:
+            [n, C], the logits after each node.
+        """
+        layout = self._extended(parents)
+        ids = np.array(tokens, np.int32)
+        logits = self._model.expand(self._cache, ids, layout, self._length)
+        self._layout = layout
+        self._parents.extend(parents)
+        self._tokens.extend(tokens)
+        return logits
+
+    def _drop_branches(self) -> None:
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._layout = TreeLayout(np.zeros((0, 0), np.bool_), np.zeros(0, np.int64))
+
+    def _followed(self, tokens: TokenIds) -> list[int]:
+        """Return the rows of the branch that tokens behind the sequence went along."""
+        rows = {edge: row for row, edge in enumerate(zip(self._parents, self._tokens, strict=True))}
+        path: list[int] = []
+        row = ROOT
+        for token in tokens.tolist():
+            found = rows.get((row, token))
+            if found is None:
+                break
+            path.append(row := found)
+        return path
+
+    def _keep(self, path: list[int], length: int) -> None:
+        """Keep the first `length` tokens, and behind them the rows of a path."""
+        if path:
+            device = self._cache.growing_layers[0].device
+            self._cache.keep(length, torch.tensor(path, device=device) + length)
+        else:
+            self._cache.truncate(length)
+        self._length = length + len(path)
+        self._drop_branches()
+
+    def _extended(self, parents: list[int]) -> TreeLayout:
+        """Return the layout of all rows, those of new nodes last."""
+        before, after = len(self._parents), len(self._parents) + len(parents)
+        visible = np.eye(after, dtype=np.bool_)
+        visible[:before, :before] = self._layout.visible
+        for row, parent in enumerate(parents, start=before):
+            if parent != ROOT:
+                visible[row] |= visible[parent]
+        return TreeLayout(visible, visible.sum(axis=1) - 1)

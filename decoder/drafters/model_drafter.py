@@ -1,24 +1,35 @@
 """A smaller language model as a drafter."""
 
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from typing import Final
 
+import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from transformers import PreTrainedModel
 
-from decoder.drafters.draft_model import DraftModel
-from decoder.drafters.drawing import Draws
-from decoder.drafters.drawn_trees import DrawnTrees
-from decoder.drafters.model_sessions import ModelSession, ModelSessions
-from decoder.drafters.model_trees import Bounds, MostProbableTrees, TreeGrower
-from decoder.drafters.outcomes import Outcome
-from decoder.drafters.stopping import StepCosts, StoppingRule
+from decoder.drafters.draft_model import BranchCache, DraftModel
+from decoder.drafters.drawn_trees import DrawnTrees, Draws
+from decoder.drafters.model_trees import (
+    Bounds,
+    ModelDraft,
+    MostProbableTrees,
+    Outcome,
+    StepCosts,
+    StoppingRule,
+    TreeGrower,
+)
+from decoder.sequence import Sequence
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
+    LimitExceededError,
     OutOfSequenceError,
+    SessionExistsError,
+    UnknownSessionError,
 )
 from retriever.limits import (
     Limits,
@@ -29,6 +40,108 @@ from retriever.limits import (
     checked_tokens,
 )
 from retriever.tree import DraftTree
+
+_REMEMBERED_REFUSALS: Final = 1024
+
+
+@dataclass(slots=True, eq=False)
+class ModelSession:
+    """One sequence.
+
+    Attributes:
+        sequence: its tokens.
+        cache: what the model has read of it, unless another sequence took its place.
+        last_draft: what nobody has learned from yet.
+    """
+
+    sequence: Sequence
+    cache: BranchCache | None = None
+    last_draft: ModelDraft | None = None
+
+    @property
+    def tokens(self) -> TokenIds:
+        """int32[n], what is committed."""
+        return self.sequence.tokens
+
+
+class ModelSessions:
+    """Sessions by name, a few of which have a cache.
+
+    Args:
+        model: whose caches these are.
+        limits: how many sessions there may be.
+        max_caches: sequences with a cache at once, at least one.
+    """
+
+    def __init__(self, model: DraftModel, limits: Limits, max_caches: int) -> None:
+        self._model = model
+        self._limits = limits
+        self._max_caches = max(max_caches, 1)
+        self._by_name: dict[str, ModelSession] = {}
+        self._cached: OrderedDict[str, None] = OrderedDict()
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, name: str, tokens: TokenIds) -> None:
+        """Begin a session.
+
+        Raises:
+            SessionExistsError: the name is taken.
+            LimitExceededError: there are as many as there may be.
+        """
+        if name in self._by_name:
+            raise SessionExistsError(f"session {name!r} is open already")
+        if len(self._by_name) >= self._limits.max_sessions:
+            raise LimitExceededError(
+                f"{len(self._by_name)} sessions are open, which is the limit (max_sessions)"
+            )
+        self._by_name[name] = ModelSession(Sequence(tokens))
+
+    def get(self, name: str) -> ModelSession:
+        """Return a session.
+
+        Raises:
+            UnknownSessionError: there is none of this name.
+        """
+        session = self._by_name.get(name)
+        if session is None:
+            raise UnknownSessionError(f"no session {name!r} is open: open it first")
+        return session
+
+    def remove(self, name: str) -> None:
+        """End a session and forget its cache."""
+        del self._by_name[name]
+        self._cached.pop(name, None)
+
+    def cache(self, name: str) -> BranchCache:
+        """Return a sequence's cache, if need be instead of the one that was idle longest."""
+        session = self._by_name[name]
+        self._cached.pop(name, None)
+        while len(self._cached) >= self._max_caches:
+            idle, _ = self._cached.popitem(last=False)
+            self._by_name[idle].cache = None
+        self._cached[name] = None
+        if session.cache is None:
+            session.cache = BranchCache(self._model)
+        return session.cache
+
+    def forget_caches(self) -> None:
+        """Give all caches back."""
+        for name in self._cached:
+            self._by_name[name].cache = None
+        self._cached.clear()
+
+    def is_first_refusal(self, request: DraftRequest) -> bool:
+        """Note that a sequence is too long for the model; return whether that is new.
+
+        Who is refused opens the sequence anew, so it is known by its tokens, not by its name.
+        """
+        tokens = np.append(self.get(request.session).tokens, request.new_tokens)
+        beginning = tokens[: self._model.max_length].astype(np.int32).tobytes()
+        is_new = beginning not in self._refused
+        self._refused[beginning] = None
+        if len(self._refused) > _REMEMBERED_REFUSALS:
+            self._refused.popitem(last=False)
+        return is_new
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +218,7 @@ class ModelDrafter:
         check_length(len(tokens), self.limits)
         self._sessions.add(session, tokens)
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
         A step is checked as a whole first: where any request is refused, nothing is kept of any.
@@ -142,7 +255,7 @@ class ModelDrafter:
             return MostProbableTrees(self.model, self.rule)
         return DrawnTrees(self.model, self.rule, self.options.draws, target_vocabulary)
 
-    def _begin_step(self, requests: Sequence[DraftRequest]) -> tuple[str, ...]:
+    def _begin_step(self, requests: Ids[DraftRequest]) -> tuple[str, ...]:
         """Note how long the target took, where this is the step after the last one."""
         check_batch(requests, self.limits)
         names = tuple(request.session for request in requests)
@@ -163,7 +276,7 @@ class ModelDrafter:
             )
         return tokens
 
-    def _refuse_outgrown(self, requests: Sequence[DraftRequest]) -> None:
+    def _refuse_outgrown(self, requests: Ids[DraftRequest]) -> None:
         """Refuse a sequence beyond the model's limit, unless that was done before."""
         for request in requests:
             if self._is_outgrown(request.length) and self._sessions.is_first_refusal(request):

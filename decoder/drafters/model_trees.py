@@ -1,21 +1,337 @@
-"""The most probable continuations by a draft model, as a tree."""
+"""The most probable continuations by a draft model, as a tree, grown as long as that pays."""
 
+import statistics
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoder.drafters.branch_cache import BranchCache
-from decoder.drafters.draft_model import DraftModel
-from decoder.drafters.growing import Children, Frontier, grow
-from decoder.drafters.outcomes import Outcome
-from decoder.drafters.path_calibration import PathCalibration
-from decoder.drafters.stopping import StoppingRule
+from decoder.drafters.draft_model import BranchCache, DraftModel
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """A draft and what was committed after it, whatever part of it was verified.
+
+    Attributes:
+        tree: the draft, N nodes.
+        num_committed: tokens committed after it, at least one.
+        path: int64[k], the nodes that came true.
+        is_known: bool[N], false for nodes deeper than what was committed that may come true yet.
+    """
+
+    tree: DraftTree
+    num_committed: int
+    path: NDArray[np.int64]
+    is_known: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, tree: DraftTree, committed: TokenIds) -> Self:
+        """Compare a draft with the tokens committed after it, int32[n], at least one."""
+        path = tree.follow(committed)
+        is_known = np.ones(len(tree), np.bool_)
+        if len(path) == len(committed):
+            below = {int(path[-1])}
+            for node in range(int(path[-1]) + 1, len(tree)):
+                if int(tree.parents[node]) in below:
+                    below.add(node)
+                    is_known[node] = False
+        return cls(tree, len(committed), path, is_known)
+
+    def decided_parents(self) -> list[int]:
+        """Return the root and the nodes on the path of which the next token is known."""
+        return [ROOT, *self.path.tolist()][: self.num_committed]
+
+
+_EDGES: Final = np.exp2(np.arange(-10.0, 0.0))
+_DECAY: Final = 0.99
+_PRIOR_NODES: Final = 4.0
+
+
+class PathCalibration:
+    """Corrects probabilities by what nodes of like probability came to lately.
+
+    Histogram binning (Zadrozny and Elkan, 2001) over a fading memory, upwards and downwards: where
+    a target is decoded greedily, its choice is more certain than a draft model can tell.
+    """
+
+    def __init__(self) -> None:
+        self._expected = np.zeros(len(_EDGES) + 1)
+        self._right = np.zeros(len(_EDGES) + 1)
+
+    def corrected(self, probabilities: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return float64[n], falling probabilities corrected; they still fall."""
+        trust = (self._right + _PRIOR_NODES) / (self._expected + _PRIOR_NODES)
+        corrected = probabilities * trust[_bins(probabilities)]
+        return np.minimum(np.minimum.accumulate(corrected), 1.0)
+
+    def learn(self, outcome: Outcome, probabilities: NDArray[np.float64]) -> None:
+        """Take in what became of nodes that had these probabilities, float64[N], uncorrected."""
+        known = outcome.is_known
+        size = len(self._expected)
+        self._expected *= _DECAY
+        self._right *= _DECAY
+        self._expected += np.bincount(
+            _bins(probabilities[known]), probabilities[known], minlength=size
+        )
+        self._right += np.bincount(_bins(probabilities[outcome.path]), minlength=size)
+
+
+def _bins(probabilities: NDArray[np.float64]) -> NDArray[np.int64]:
+    return np.searchsorted(_EDGES, probabilities, side="right").astype(np.int64)
+
+
+_RECENT: Final = 15
+_COST_DECAY: Final = 0.95
+_LONGEST_REST: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What passes cost.
+
+    Attributes:
+        target_s: seconds of a decoding step without its model draft.
+        pass_s: seconds of a pass of the draft model; 0 lets a draft grow as long as it can.
+    """
+
+    target_s: float
+    pass_s: float
+
+
+class MeasuredCosts:
+    """What passes cost lately: medians, so that a pause of the machine changes nothing."""
+
+    def __init__(self) -> None:
+        self._target_s: deque[float] = deque(maxlen=_RECENT)
+        self._pass_s: deque[float] = deque(maxlen=_RECENT)
+
+    def record_step(self, seconds: float) -> None:
+        """Take in the time from the end of a draft to the request for the next one."""
+        self._target_s.append(seconds)
+
+    def record_pass(self, seconds: float) -> None:
+        """Take in a pass of the draft model."""
+        self._pass_s.append(seconds)
+
+    def known(self) -> StepCosts | None:
+        """Return the costs once both are measured."""
+        if not self._target_s or not self._pass_s:
+            return None
+        return StepCosts(statistics.median(self._target_s), statistics.median(self._pass_s))
+
+
+class StoppingRule:
+    """Decides whether another pass of the draft model pays, and whether to draft at all.
+
+    A pass pays where the tokens that it is expected to bring are worth its time at the pace at
+    which tokens come: that maximises tokens per second as long as gains fall from pass to pass.
+    Where whole drafts do not pay, the next steps go without; the pauses double up to 128 steps,
+    so that a workload that has turned is noticed.
+
+    Args:
+        costs: what passes cost; measured if not given.
+    """
+
+    def __init__(self, costs: StepCosts | None = None) -> None:
+        self.measured = MeasuredCosts()
+        self._given = costs
+        self._steps, self._tokens, self._passes, self._right = 0.0, 0.0, 0.0, 0.0
+        self._asked = 0.0
+        self._rest, self._resting = 1, 0
+
+    def threshold(self) -> float:
+        """Return how many tokens a pass must be expected to bring; 0 while costs are unknown."""
+        costs = self._costs()
+        if costs is None:
+            return 0.0
+        steps, tokens = max(self._steps, 1.0), max(self._tokens, 1.0)
+        step_s = costs.target_s + costs.pass_s * self._passes / steps
+        return costs.pass_s * (tokens / steps) / step_s if step_s > 0 else 0.0
+
+    def is_worthwhile(self, probabilities: NDArray[np.float64]) -> bool:
+        """Return whether to expand nodes which come true with these probabilities, float64[n].
+
+        None of them is another's ancestor, so at most one comes true.
+        """
+        deeper = min(float(probabilities.sum()), 1.0) * (self._right + 1) / (self._asked + 1)
+        return deeper >= self.threshold()
+
+    def is_due(self) -> bool:
+        """Return whether to draft in this step; each call counts as one."""
+        if self._resting > 0:
+            self._resting -= 1
+            return False
+        return True
+
+    def learn(self, outcome: Outcome, num_passes: int) -> None:
+        """Take in what became of a draft that took so many passes."""
+        num_right = len(outcome.path)
+        self._steps = self._steps * _COST_DECAY + 1
+        self._tokens = self._tokens * _COST_DECAY + outcome.num_committed
+        self._passes = self._passes * _COST_DECAY + num_passes
+        self._right = self._right * _COST_DECAY + num_right
+        self._asked = self._asked * _COST_DECAY + len(outcome.decided_parents())
+        self._rest, self._resting = (
+            (1, 0)
+            if self._pays()
+            else (
+                min(2 * self._rest, _LONGEST_REST),
+                self._rest,
+            )
+        )
+
+    def _pays(self) -> bool:
+        """Return whether a token takes less time with drafts than it would without them."""
+        costs = self._costs()
+        if costs is None:
+            return True
+        target_s = self._steps * costs.target_s
+        with_drafts = (target_s + self._passes * costs.pass_s) / self._tokens
+        return with_drafts <= target_s / max(self._tokens - self._right, self._steps)
+
+    def _costs(self) -> StepCosts | None:
+        return self._given or self.measured.known()
+
+
+_NOT_EXPANDED: Final = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Children:
+    """Candidates for what follows one node.
+
+    Attributes:
+        tokens: int32[n].
+        log_probabilities: float64[n], each given the node, falling and at most 0.
+    """
+
+    tokens: TokenIds
+    log_probabilities: NDArray[np.float64]
+
+
+class Frontier:
+    """The most probable nodes known so far, and which of them were expanded.
+
+    Nodes have numbers in the order in which they became known, so that parents precede children.
+
+    Args:
+        max_nodes: how many are kept.
+        min_log_probability: of a path; less probable nodes are never kept.
+        max_depth: nodes as deep as this are not expanded; `None` for no limit.
+
+    Attributes:
+        kept: int64[n], the nodes by falling probability.
+        num_expanded: how many were expanded.
+    """
+
+    def __init__(
+        self, max_nodes: int, min_log_probability: float = -np.inf, max_depth: int | None = None
+    ) -> None:
+        self._max_nodes = max_nodes
+        self._min_log_probability = min_log_probability
+        self._max_depth = max_depth
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.rows: list[int] = []
+        self._depths: list[int] = []
+        self._log_probabilities = np.empty(0)
+        self.kept = np.empty(0, np.int64)
+        self.num_expanded = 0
+
+    def log_probabilities(self, nodes: NDArray[np.int64] | list[int]) -> NDArray[np.float64]:
+        """Return float64[n], of the paths to nodes."""
+        return self._log_probabilities[np.asarray(nodes, np.int64)]
+
+    def worth_expanding(self, width: int) -> list[int]:
+        """Return the most probable nodes, `width` at most, below which there may be more to keep.
+
+        No node is more probable than its parent, so the last of a full tree has nothing to add.
+        """
+        if self._max_nodes == 0:
+            return []
+        is_full = len(self.kept) == self._max_nodes
+        least = self._log_probabilities[self.kept[-1]] if is_full else -np.inf
+        found: list[int] = []
+        for node in self.kept.tolist():
+            if len(found) == width or self._log_probabilities[node] <= least:
+                break
+            is_deep = self._max_depth is not None and self._depths[node] >= self._max_depth
+            if self.rows[node] == _NOT_EXPANDED and not is_deep:
+                found.append(node)
+        return found
+
+    def edges(self, nodes: list[int]) -> tuple[list[int], list[int]]:
+        """Return the tokens of nodes, and their parents' numbers among the expanded ones."""
+        above = [self.parents[node] for node in nodes]
+        rows = [ROOT if parent == ROOT else self.rows[parent] for parent in above]
+        return [self.tokens[node] for node in nodes], rows
+
+    def kept_parents(self) -> NDArray[np.int32]:
+        """Return int32[n], the parents of the kept nodes by their places among these."""
+        places = np.full(len(self.tokens) + 1, ROOT, np.int32)
+        places[self.kept] = np.arange(len(self.kept))
+        return places[np.array(self.parents, np.int64)[self.kept]]
+
+    def expand(self, nodes: list[int], children: list[Children]) -> None:
+        """Take in what follows nodes, or the sequence: `ROOT`."""
+        for node, each in zip(nodes, children, strict=True):
+            if node != ROOT:
+                self.rows[node] = self.num_expanded
+                self.num_expanded += 1
+            self._add(node, each)
+        known = np.arange(len(self.tokens) - sum(len(each.tokens) for each in children))
+        new = np.arange(len(known), len(self.tokens))
+        candidates = np.concatenate([self.kept, new])
+        values = self._log_probabilities[candidates]
+        candidates = candidates[values >= self._min_log_probability]
+        order = np.argsort(-self._log_probabilities[candidates], kind="stable")
+        self.kept = candidates[order[: self._max_nodes]]
+
+    def _add(self, node: int, children: Children) -> None:
+        above, depth = (
+            (0.0, 0) if node == ROOT else (self._log_probabilities[node], self._depths[node])
+        )
+        count = len(children.tokens)
+        self.tokens.extend(children.tokens.tolist())
+        self.parents.extend([node] * count)
+        self.rows.extend([_NOT_EXPANDED] * count)
+        self._depths.extend([depth + 1] * count)
+        self._log_probabilities = np.concatenate(
+            [self._log_probabilities, above + children.log_probabilities]
+        )
+
+
+def grow(
+    frontier: Frontier,
+    expand: Callable[[list[int]], list[Children]],
+    width: int,
+    max_passes: int,
+    is_worthwhile: Callable[[NDArray[np.float64]], bool],
+) -> list[list[int]]:
+    """Expand a frontier until nothing is to be gained, and return the nodes of each pass.
+
+    Args:
+        frontier: which knows the children of the root.
+        expand: what follows nodes, in one pass.
+        width: most nodes of a pass.
+        max_passes: most passes.
+        is_worthwhile: whether a pass over nodes of these log probabilities pays.
+    """
+    passes: list[list[int]] = []
+    while len(passes) < max_passes and (nodes := frontier.worth_expanding(width)):
+        if not is_worthwhile(frontier.log_probabilities(nodes)):
+            break
+        frontier.expand(nodes, expand(nodes))
+        passes.append(nodes)
+    return passes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from decoder.engines.drafter_sessions import DrafterSessions
-from decoder.engines.sequences import SequenceIndex, TokenSequence
+from decoder.engines.engine_sessions import DrafterSessions, SequenceIndex, TokenSequence
 from retriever.drafter import Drafter, TokenIds
 from retriever.tree import DraftTree
 

@@ -26,11 +26,8 @@ from numpy.typing import NDArray
 
 from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget, Outcome
 from decoder.budget.costs import CostSurface
-from decoder.engines.chains import chain_for
-from decoder.engines.drafter_sessions import DrafterSessions
-from decoder.engines.sequences import TokenSequence
-from decoder.engines.versions import check_version
-from decoder.engines.vocabularies import checked_vocabulary_size
+from decoder.engines.engine_options import chain_for, check_version, checked_vocabulary_size
+from decoder.engines.engine_sessions import DrafterSessions, TokenSequence
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
 from indexer.reader import Vocabulary
 from retriever.drafter import Drafter, TokenIds

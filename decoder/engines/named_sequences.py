@@ -6,9 +6,8 @@ from logging import getLogger
 
 import numpy as np
 
-from decoder.engines.chains import chain_for
-from decoder.engines.drafter_sessions import DrafterSessions
-from decoder.engines.sequences import TokenSequence
+from decoder.engines.engine_options import chain_for
+from decoder.engines.engine_sessions import DrafterSessions, TokenSequence
 from retriever.drafter import Drafter, TokenIds
 
 DEFAULT_BUDGET_NODES = 64

@@ -17,10 +17,9 @@ import numpy as np
 import onnxruntime_genai as og
 from numpy.typing import ArrayLike
 
+from decoder.engines.engine_options import check_version, checked_vocabulary_size
+from decoder.engines.engine_sessions import TokenSequence
 from decoder.engines.named_sequences import NamedSequence, NamedSequences
-from decoder.engines.sequences import TokenSequence
-from decoder.engines.versions import check_version
-from decoder.engines.vocabularies import checked_vocabulary_size
 from indexer.reader import Vocabulary
 from retriever.drafter import Drafter, TokenIds
 

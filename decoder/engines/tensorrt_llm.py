@@ -17,9 +17,8 @@ from typing import Any, Final
 import numpy as np
 from tensorrt_llm._torch.speculative.drafter import Drafter as TensorRtDrafter
 
+from decoder.engines.engine_options import check_version, checked_vocabulary_size
 from decoder.engines.named_sequences import DEFAULT_BUDGET_NODES, NamedSequence, NamedSequences
-from decoder.engines.versions import check_version
-from decoder.engines.vocabularies import checked_vocabulary_size
 from indexer.reader import Vocabulary
 from retriever.drafter import Drafter
 

@@ -10,7 +10,7 @@
         additional_config={"foredraft": {"index": ["my.index"]}},
     )
 
-`decoder.engines.settings` lists the settings; they may stand in the environment as well. vLLM
+`decoder.engines.engine_options` lists the settings; they may stand in the environment as well. vLLM
 verifies chains, and shows its proposer neither names nor ends of requests, so sessions are known
 by their tokens (`decoder.engines.content_sessions`).
 """
@@ -27,11 +27,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.engines.chains import chain_for
 from decoder.engines.content_sessions import ContentSessions, Row, SessionLimits
-from decoder.engines.drafters import DEADLINE_S, Encode, open_drafter
-from decoder.engines.settings import EngineSettings, resolve_settings
-from decoder.engines.versions import check_version
+from decoder.engines.engine_drafters import DEADLINE_S, Encode, open_drafter
+from decoder.engines.engine_options import (
+    EngineSettings,
+    chain_for,
+    check_version,
+    resolve_settings,
+)
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter, TokenIds

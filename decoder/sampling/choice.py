@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoder.drafters.sampled import CERTAIN, SampledTree
+from decoder.sampling.sampled import CERTAIN, SampledTree
 from decoder.sampling.verification import draw
 
 NOTHING: Final = -1

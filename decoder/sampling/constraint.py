@@ -1,10 +1,19 @@
-"""Constraints on what may be generated: state machines that walk along with a path."""
+"""Constraints on what may be generated: state machines that walk along with a path.
 
-from typing import Generic, Protocol, TypeVar
+Regular expressions and JSON schemas are ones by llguidance (an optional extra).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from decoder.errors import InvalidConstraintError
 from decoder.sampling.verification import Place
 from retriever.drafter import TokenIds
 
@@ -66,3 +75,138 @@ def masked(scores: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
     mask = torch.zeros(size, dtype=torch.bool, device=scores.device)
     mask[: len(allowed)] = allowed[:size].to(scores.device)
     return scores.masked_fill(~mask, float("-inf"))
+
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """A `Constraint` whose states are matchers of llguidance; each is advanced as a copy.
+
+    The whole output matches; a stop token is allowed where it may end. Bytes count, not tokens:
+    a word may be cut into other tokens than the tokenizer would.
+    """
+
+    _initial: "LLMatcher" = field(repr=False)
+
+    @classmethod
+    def of_regex(
+        cls, pattern: str, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = ()
+    ) -> "Grammar":
+        """Constrain the output to a regular expression, in the syntax of Rust's regex.
+
+        Args:
+            pattern: matches the whole output.
+            tokenizer: the model's, a fast one.
+            stop_ids: tokens that end a sequence; the tokenizer's own where there are none.
+
+        Raises:
+            InvalidConstraintError: it is empty or cannot be read, or llguidance is missing.
+        """
+        check_regex(pattern)
+        grammar = _library().LLMatcher.grammar_from_regex(pattern)
+        return cls(_matcher(grammar, tokenizer, stop_ids))
+
+    @classmethod
+    def of_json_schema(
+        cls,
+        schema: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Sequence[int] = (),
+    ) -> "Grammar":
+        """Constrain the output to JSON that a schema describes.
+
+        Raises:
+            InvalidConstraintError: it cannot be read, or llguidance is missing.
+        """
+        grammar = _library().LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        _check(grammar, "JSON schema")
+        return cls(_matcher(grammar, tokenizer, stop_ids))
+
+    def start(self) -> "LLMatcher":
+        """Return the state in which nothing is generated yet."""
+        return self._initial
+
+    def advance(self, state: "LLMatcher", token: int) -> "LLMatcher":
+        """Return the state after one more token."""
+        advanced = state.deep_copy()
+        advanced.consume_token(token)
+        return advanced
+
+    def is_match(self, tokens: Sequence[int]) -> bool:
+        """Return whether an output may end behind some tokens, which the constraint allowed."""
+        state = self._initial.deep_copy()
+        return bool(state.consume_tokens(list(tokens)) and state.is_accepting())
+
+    def allowed(self, state: "LLMatcher") -> torch.Tensor:
+        """Return bool[vocabulary], whether each token may come next; a stop token after the end."""
+        if state.is_error():
+            return torch.zeros(1, dtype=torch.bool)
+        mask = bytearray(state.compute_logit_bias())
+        return torch.frombuffer(mask, dtype=torch.uint8) > 0
+
+
+def check_regex(pattern: str) -> None:
+    """Refuse a regular expression that cannot be followed, before any tokenizer is there.
+
+    Raises:
+        InvalidConstraintError: it is empty or cannot be read, or llguidance is missing.
+    """
+    if not pattern:
+        raise InvalidConstraintError(
+            "the pattern is empty, which nothing but an empty answer matches: say what an answer "
+            "shall match, or ask for no pattern"
+        )
+    grammar = _library().LLMatcher.grammar_from_regex(pattern)
+    _check(grammar, f"pattern {pattern!r}", pattern)
+
+
+def _check(grammar: str, name: str, pattern: str = "") -> None:
+    message = _library().LLMatcher.validate_grammar(grammar)
+    if message and not message.startswith("WARNING"):
+        reason = _reason(message) + _position(message, pattern)
+        raise InvalidConstraintError(f"cannot follow the {name}: {reason}")
+
+
+def _reason(message: str) -> str:
+    """Return the line that says what is wrong, of the many that llguidance gives."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith("error:")), lines[0])
+    return reason.removeprefix("error:").strip()
+
+
+def _position(message: str, pattern: str) -> str:
+    """Return which character of a pattern is at fault, where llguidance marks it below."""
+    for line, below in pairwise(message.splitlines()):
+        indent = line.removesuffix(pattern)
+        if pattern and indent != line and not indent.strip() and set(below.strip()) == {"^"}:
+            return f" (at character {below.index('^') - len(indent) + 1})"
+    return ""
+
+
+def _matcher(
+    grammar: str, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
+) -> "LLMatcher":
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise InvalidConstraintError(
+            f"constraints need a fast tokenizer, and {type(tokenizer).__name__} is none"
+        )
+    from llguidance.hf import from_tokenizer  # noqa: PLC0415  an optional extra
+
+    wrapped = from_tokenizer(tokenizer, eos_token=list(stop_ids) or None)
+    matcher: LLMatcher = _library().LLMatcher(wrapped, grammar, log_level=0)
+    if matcher.is_error():
+        raise InvalidConstraintError(f"cannot follow the constraint: {matcher.get_error()}")
+    return matcher
+
+
+def _library() -> Any:
+    try:
+        import llguidance  # noqa: PLC0415  an optional extra
+    except ImportError as error:
+        raise InvalidConstraintError(
+            "constraints need llguidance: run pip install 'foredraft[grammar]'"
+        ) from error
+    return llguidance

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from decoder.drafters.sampled import CERTAIN, SampledTree
 from decoder.errors import DeadEndError, InvalidLogitsError
 from decoder.sampling.choice import (
     NOTHING,
@@ -20,8 +19,9 @@ from decoder.sampling.choice import (
     most_probable,
 )
 from decoder.sampling.constraint import Constraint
-from decoder.sampling.paths import PathScores, Processing
-from decoder.sampling.settings import SamplingSettings
+from decoder.sampling.processors import PathScores, Processing
+from decoder.sampling.sampled import CERTAIN, SampledTree
+from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
     Acceptance,
     AcceptRule,

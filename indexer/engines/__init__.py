@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
+from indexer.engines.memory import bytes_taken, describe_size
 from indexer.errors import IndexerError
-from indexer.memory import bytes_taken, describe_size
 
 MAX_RETRIES: Final = 2
 """Of a task whose worker died."""

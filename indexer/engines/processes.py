@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Any, Final, Self, TypeVar
 
 from indexer.engines import MAX_RETRIES, check_workers, forbid_threads, num_that_fit
+from indexer.engines.memory import bytes_taken
 from indexer.errors import IndexerError
-from indexer.memory import bytes_taken
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from indexer.engines import MAX_RETRIES, check_workers, forbid_threads, num_that_fit
+from indexer.engines.memory import bytes_taken
 from indexer.errors import IndexerError, reason_of
-from indexer.memory import bytes_taken
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")

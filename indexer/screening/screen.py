@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from indexer.screening.exclusion import Hits, PhraseFinder, spans_of
-from indexer.screening.phrases import ExcludedPhrases
+from indexer.build_report import ScreenTally
+from indexer.screening.exclusion import ExcludedPhrases, Hits, PhraseFinder, spans_of
 from indexer.screening.redaction import Secret, SecretFinder, redacted
-from indexer.screening.tally import ScreenTally
 
 EXCLUDED: Final = "excluded phrase"
 WITHHELD: Final = "(a name with an excluded phrase)"

@@ -5,7 +5,8 @@ process. The blocks in order hold what the sources hold in order, whoever reads 
 """
 
 from indexer.sources.blocks import SourceBlock, SourceDocument
-from indexer.sources.options import (
+from indexer.sources.planning import plan, read
+from indexer.sources.source_options import (
     DEFAULT_BLOCK_BYTES,
     DEFAULT_FIELD,
     DEFAULT_MAX_DOCUMENT_BYTES,
@@ -16,8 +17,6 @@ from indexer.sources.options import (
     SourceOptions,
     StdinFormat,
 )
-from indexer.sources.planning import plan
-from indexer.sources.reading import read
 
 __all__ = [
     "DEFAULT_BLOCK_BYTES",

@@ -1,18 +1,213 @@
 """Finding the files of a source: which of those that are there are wanted."""
 
+import logging
 import os
+import shutil
 import stat
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
-from indexer.errors import SourceError, reason_of
-from indexer.sources.blocks import SourceFile, name_of
-from indexer.sources.formats import Format, format_of, text_format_of
-from indexer.sources.licences import LicenceFiles
-from indexer.sources.options import SourceOptions
-from indexer.sources.patterns import Patterns
-from indexer.sources.walking import Walk, is_passed_over
-from indexer.tally import Tally
+from indexer.build_report import Tally
+from indexer.errors import IndexerError, SourceError, reason_of
+from indexer.format.names import CATALOG_FOLDER, SEGMENTS_FOLDER
+from indexer.sources.blocks import Format, SourceFile, format_of, name_of, text_format_of
+from indexer.sources.licences import (
+    SPLITS_FILE,
+    LicenceFiles,
+    data_files,
+    is_saved_dataset,
+    split_folders,
+)
+from indexer.sources.source_options import EXCLUDED, Git, Patterns, SourceOptions
+
+_SUBMODULE_MODE: Final = b"160000"
+_POINTERS: Final = frozenset(
+    {
+        "GIT_COMMON_DIR",
+        "GIT_DIR",
+        "GIT_INDEX_FILE",
+        "GIT_NAMESPACE",
+        "GIT_OBJECT_DIRECTORY",
+        "GIT_PREFIX",
+        "GIT_WORK_TREE",
+    }
+)
+"""Variables that point git to another repository than that of the folder, as in a hook."""
+
+_logger = logging.getLogger(__name__)
+
+
+class GitError(IndexerError):
+    """Git does not say which files are tracked."""
+
+
+def is_repository(folder: Path) -> bool:
+    """Return whether a folder is the top of a work tree: its `.git` is a file or has a head."""
+    inner = folder / ".git"
+    return inner.is_file() or os.path.lexists(inner / "HEAD")
+
+
+class TrackedFiles:
+    """Asks git which files are tracked; notes once if there is no git to ask."""
+
+    def __init__(self) -> None:
+        self._program = shutil.which("git")
+        self._noted = False
+
+    def is_available(self, folder: Path) -> bool:
+        """Return whether git is installed; notes that untracked files are read as well if not."""
+        if self._program is None and not self._noted:
+            self._noted = True
+            _logger.warning(
+                "git is not installed: of %s untracked files are read as well", folder.as_posix()
+            )
+        return self._program is not None
+
+    def below(self, folder: Path) -> Iterator[str]:
+        """Yield the tracked files of a repository and of its submodules that are checked out.
+
+        Yields:
+            Paths below the folder, in git's order: that of their bytes.
+
+        Raises:
+            GitError: git refuses, or the repository is damaged.
+        """
+        modes: dict[str, bytes] = {}
+        for entry in self._listed(folder).split(b"\0"):
+            mode, _, path = entry.partition(b"\t")
+            if path:  # while a merge is in conflict, a path is listed several times
+                modes[os.fsdecode(path)] = mode
+        for name, mode in modes.items():
+            if not mode.startswith(_SUBMODULE_MODE):
+                yield name
+            elif is_repository(folder / name):
+                yield from (f"{name}/{inner}" for inner in self.below(folder / name))
+
+    def _listed(self, folder: Path) -> bytes:
+        # A repository's own configuration could name a program to be run as its monitor.
+        command = [self._program or "git", "-C", os.fspath(folder), "-c", "core.fsmonitor=false"]
+        try:
+            done = subprocess.run(  # noqa: S603  (git, on a folder that the user named)
+                [*command, "ls-files", "-z", "--cached", "--stage"],
+                capture_output=True,
+                check=True,
+                env=_environment(folder),
+                stdin=subprocess.DEVNULL,
+            )
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.decode(errors="replace").strip().splitlines()
+            raise GitError(said[0] if said else f"git ended with {error.returncode}") from error
+        except OSError as error:
+            raise GitError(reason_of(error)) from error
+        return done.stdout
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Return an environment in which git looks at the folder, and not at those above it."""
+    kept = {key: value for key, value in os.environ.items() if key not in _POINTERS}
+    return kept | {"LC_ALL": "C", "GIT_CEILING_DIRECTORIES": os.path.realpath(folder.parent)}
+
+
+_SKIPPED_FOLDERS: Final = frozenset({"__pycache__", "node_modules"})
+
+
+def is_passed_over(folder: str) -> bool:
+    """Return whether a folder of that name is hidden or a cache."""
+    return folder.startswith(".") or folder in _SKIPPED_FOLDERS
+
+
+class Walk:
+    """Lists the files below a folder.
+
+    In plain folders they come in order of names, those of a folder before those of its folders;
+    in repositories in git's order; in saved datasets as these list them.
+    """
+
+    def __init__(self, patterns: Patterns, git: Git, tally: Tally) -> None:
+        self._patterns = patterns
+        self._git = TrackedFiles() if git == Git.AUTO else None
+        self._tally = tally
+
+    def below(self, source: Path) -> Iterator[str]:
+        """Yield the files' paths below a folder, with slashes.
+
+        Raises:
+            SourceError: the folder is a repository, and git does not list its files.
+        """
+        waiting = [""]
+        while waiting:  # not os.walk: before Python 3.12 it fails on a thousand levels
+            prefix = waiting.pop()
+            place = source / prefix
+            names = self._tracked_in(place, is_source=not prefix)
+            if names is None:
+                folders, names = self._untracked_in(place)
+                entered = [name for name in folders if self._enters(source, prefix + name)]
+                waiting += [f"{prefix}{name}/" for name in reversed(entered)]
+            yield from map(prefix.__add__, names)
+
+    def _untracked_in(self, folder: Path) -> tuple[list[str], list[str]]:
+        """Return the folders in a folder that matter, and its files."""
+        folders, names = self._scanned(folder)
+        if is_saved_dataset(names):
+            return [], self._listed(folder, data_files)
+        if SPLITS_FILE in names:
+            return [name for name in self._listed(folder, split_folders) if name in folders], []
+        return sorted(folders), sorted(names)
+
+    def _scanned(self, folder: Path) -> tuple[list[str], list[str]]:
+        """Return the names of a folder's folders, links to some left out, and of all else."""
+        folders, names = [], []
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if not entry.is_dir():
+                        names.append(entry.name)
+                    elif not entry.is_symlink():
+                        folders.append(entry.name)
+        except OSError as error:
+            self._tally.skip(f"unreadable: {reason_of(error)}", name_of(folder))
+        return folders, names
+
+    def _tracked_in(self, folder: Path, *, is_source: bool) -> list[str] | None:
+        """Return the tracked files of a repository; None if the folder is to be walked."""
+        if self._git is None or not is_repository(folder) or not self._git.is_available(folder):
+            return None
+        try:
+            return list(self._git.below(folder))
+        except GitError as error:
+            if is_source:
+                raise SourceError(
+                    f"git does not list the files of {name_of(folder)}: {error}: "
+                    "mend that, or read it as a plain folder with --git never"
+                ) from error
+            self._tally.skip("unreadable: git does not list the files", name_of(folder))
+            return []
+
+    def _enters(self, source: Path, path: str) -> bool:
+        if is_passed_over(path.rpartition("/")[2]):
+            return False
+        if self._patterns.excludes_folder(path):
+            self._tally.skip(EXCLUDED, name_of(source / path))
+            return False
+        if _is_index(source / path):
+            self._tally.skip("an index", name_of(source / path))
+            return False
+        return True
+
+    def _listed(self, folder: Path, listing: Callable[[Path], list[str]]) -> list[str]:
+        """Return what a saved dataset lists, or nothing if its list is damaged."""
+        try:
+            return listing(folder)
+        except (OSError, ValueError):
+            self._tally.skip("unreadable: damaged dataset", name_of(folder))
+            return []
+
+
+def _is_index(folder: Path) -> bool:
+    """Tell whether a folder is an index: none is a source."""
+    return (folder / CATALOG_FOLDER).is_dir() and (folder / SEGMENTS_FOLDER).is_dir()
 
 
 class Finder:

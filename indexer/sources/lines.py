@@ -4,11 +4,17 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from indexer.sources.blocks import SourceDocument, SourceFile, SourcePiece, UnusableError
-from indexer.sources.formats import Compression
+from indexer.build_report import Tally
+from indexer.sources.blocks import (
+    Compression,
+    SourceDocument,
+    SourceFile,
+    SourcePiece,
+    UnusableError,
+)
 from indexer.sources.licences import licence_in
-from indexer.sources.options import NOT_TEXT, TOO_LARGE, SourceOptions
-from indexer.sources.streams import (
+from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions
+from indexer.sources.texts import (
     BOM_BYTES,
     bounded_lines,
     decoded,
@@ -16,7 +22,6 @@ from indexer.sources.streams import (
     has_plain_newlines,
     opened,
 )
-from indexer.tally import Tally
 
 _READ_BYTES: Final = 1 << 20
 

@@ -5,13 +5,205 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
 
-from indexer.sources import arrow, parquet
-from indexer.sources.blocks import SourceDocument, SourceFile, SourcePiece, UnusableError
-from indexer.sources.columns import Rows, TableError
-from indexer.sources.formats import Form
-from indexer.sources.options import SourceOptions
-from indexer.tally import Tally
+from indexer.build_report import Tally
+from indexer.errors import SourceError
+from indexer.sources.blocks import Form, SourceDocument, SourceFile, SourcePiece, UnusableError
+from indexer.sources.licences import licence_in
+from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions
+
+if TYPE_CHECKING:
+    from pyarrow import Array, RecordBatch, Scalar, Schema
+
+
+class TableError(SourceError):
+    """A table out of which no document can be read; `reason` is what it is counted under."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}: {remedy}")
+        self.reason = reason
+
+
+def wanted_columns(schema: "Schema", options: SourceOptions) -> list[int]:
+    """Return the numbers of the columns of texts and, where there is one, of licences.
+
+    Raises:
+        TableError: there is no column of texts.
+    """
+    names = list(schema.names)
+    if options.field not in names:
+        listed = ", ".join(map(repr, names)) or "none"
+        raise TableError(
+            f"no column {options.field!r}", f"name one of these with --field: {listed}"
+        )
+    wanted = [options.field, options.licence_field] if options.licence_field else [options.field]
+    return [names.index(name) for name in wanted if name in names]
+
+
+class Rows:
+    """The rows of a batch as documents.
+
+    Raises:
+        pyarrow.ArrowInvalid: the batch is damaged: what is in it would be read from elsewhere.
+    """
+
+    def __init__(self, batch: "RecordBatch", file: SourceFile, options: SourceOptions) -> None:
+        names = batch.schema.names
+        batch.validate()
+        self._texts = _checked(batch.column(names.index(options.field)))
+        self._licences: Array | None = None
+        if options.licence_field in names and not options.licence:
+            self._licences = batch.column(names.index(options.licence_field))
+            self._licences.validate(full=True)
+        self._file = file
+        self._options = options
+
+    def document(self, number: int, name: str) -> SourceDocument:
+        """Return the document in a row, under a name.
+
+        Raises:
+            UnusableError: it holds no text, or too much of it.
+        """
+        own = "" if self._licences is None else licence_in(self._licences[number].as_py())
+        licence = self._options.licence or own or self._file.licence
+        return SourceDocument(name, licence, self._text(self._texts[number]))
+
+    def _text(self, scalar: "Scalar") -> str:
+        value = getattr(scalar, "value", scalar)  # of what is encoded by a dictionary
+        content = value.as_buffer() if hasattr(value, "as_buffer") else None
+        if content is None:
+            raise UnusableError(f"no text in field {self._options.field!r}")
+        if content.size > self._options.max_document_bytes:
+            raise UnusableError(TOO_LARGE)
+        try:
+            return bytes(content).decode(self._options.encoding)
+        except UnicodeError:
+            raise UnusableError(NOT_TEXT) from None
+
+
+def _checked(column: "Array") -> "Array":
+    """Return a column with sound offsets; strings as bytes, so that each may be wrong alone."""
+    import pyarrow as pa  # noqa: PLC0415  (not everybody has tables)
+
+    bytes_of = {
+        pa.string(): pa.binary(),
+        pa.large_string(): pa.large_binary(),
+        pa.string_view(): pa.binary_view(),
+    }
+    if column.type in bytes_of:
+        column = column.view(bytes_of[column.type])
+    column.validate(full=True)
+    return column
+
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+_INDEXED_MAGIC: Final = b"ARROW1"
+
+
+def arrow_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
+    """Return how many rows each record batch has; of a damaged file, those before the damage.
+
+    Raises:
+        TableError: there is no column of texts.
+    """
+    from pyarrow import ArrowException  # noqa: PLC0415  (not everybody has tables)
+
+    counts: list[int] = []
+    with _opened_arrow(file, options) as found:
+        try:
+            counts.extend(batch.num_rows for batch in found)
+        except (ArrowException, OSError, ValueError):
+            return counts
+    return counts
+
+
+def arrow_batches(piece: SourcePiece, options: SourceOptions) -> Iterator["RecordBatch"]:
+    """Yield the record arrow_batches of a piece."""
+    with _opened_arrow(piece.file, options) as found:
+        yield from islice(found, piece.start, piece.end)
+
+
+@contextmanager
+def _opened_arrow(file: SourceFile, options: SourceOptions) -> Iterator[Iterator["RecordBatch"]]:
+    from pyarrow import ipc, memory_map  # noqa: PLC0415  (not everybody has tables)
+
+    with memory_map(os.fsencode(file.path)) as source:
+        is_indexed = source.read(len(_INDEXED_MAGIC)) == _INDEXED_MAGIC
+        opening: Any = ipc.open_file if is_indexed else ipc.open_stream
+        source.seek(0)
+        with opening(source) as reader:
+            columns = wanted_columns(reader.schema, options)
+        source.seek(0)
+        settings = ipc.IpcReadOptions(included_fields=columns, use_threads=False)
+        with opening(source, options=settings) as reader:
+            yield map(reader.get_batch, range(reader.num_record_batches)) if is_indexed else reader
+
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
+
+_BATCH_BYTES: Final = 4 << 20
+_MAX_BATCH_ROWS: Final = 64
+_BUFFER_BYTES: Final = 1 << 20
+
+
+def parquet_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
+    """Return how many rows each row group has.
+
+    Raises:
+        TableError: there is no column of texts.
+        ValueError: the file is damaged.
+    """
+    with _opened_parquet(file) as table:
+        wanted_columns(table.schema_arrow, options)
+        groups = range(table.num_row_groups)
+        counts = [int(table.metadata.row_group(group).num_rows) for group in groups]
+        if sum(counts) != table.metadata.num_rows:
+            raise ValueError("row groups do not add up")
+        return counts
+
+
+def parquet_batches(piece: SourcePiece, options: SourceOptions) -> Iterator["RecordBatch"]:
+    """Yield the rows of a piece's row groups, so few at a time that they take little memory.
+
+    Raises:
+        ValueError: the file is damaged: a row group holds fewer rows than it says.
+    """
+    with _opened_parquet(piece.file) as table:
+        schema = table.schema_arrow
+        columns = [schema.names[number] for number in wanted_columns(schema, options)]
+        for group in range(piece.start, piece.end):
+            missing = table.metadata.row_group(group).num_rows
+            num_rows = _batch_rows(table, group)
+            for batch in table.iter_batches(num_rows, [group], columns, use_threads=False):
+                missing -= batch.num_rows
+                yield batch
+            if missing:
+                raise ValueError("rows are missing")
+
+
+def _batch_rows(table: "ParquetFile", group: int) -> int:
+    size = table.metadata.row_group(group)
+    mean_bytes = max(size.total_byte_size // max(size.num_rows, 1), 1)
+    return int(min(max(_BATCH_BYTES // mean_bytes, 1), _MAX_BATCH_ROWS))
+
+
+@contextmanager
+def _opened_parquet(file: SourceFile) -> Iterator["ParquetFile"]:
+    from pyarrow import OSFile  # noqa: PLC0415  (not everybody has tables)
+    from pyarrow.parquet import ParquetFile  # noqa: PLC0415  (likewise)
+
+    settings: dict[str, Any] = {"pre_buffer": False, "page_checksum_verification": True}
+    with (
+        OSFile(os.fsencode(file.path)) as source,
+        ParquetFile(source, buffer_size=_BUFFER_BYTES, **settings) as table,
+    ):
+        yield table
 
 
 class DamagedTableError(Exception):
@@ -28,8 +220,8 @@ def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
     """
     with _translated(file):
         if file.format.form == Form.PARQUET:
-            return _pieces(file, parquet.row_counts(file, options), options.block_bytes)
-        counts = arrow.row_counts(file, options) or [0]
+            return _pieces(file, parquet_row_counts(file, options), options.block_bytes)
+        counts = arrow_row_counts(file, options) or [0]
     *others, last = _pieces(file, counts, options.block_bytes)
     return [*others, replace(last, end=sys.maxsize)]  # and what is damaged, so that it is counted
 
@@ -44,7 +236,7 @@ def read_table(
         DamagedTableError: what follows is damaged.
         OSError: the file cannot be read.
     """
-    batches = parquet.batches if piece.file.format.form == Form.PARQUET else arrow.batches
+    batches = parquet_batches if piece.file.format.form == Form.PARQUET else arrow_batches
     row = piece.first
     with _translated(piece.file):
         for batch in batches(piece, options):

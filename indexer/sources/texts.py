@@ -1,12 +1,117 @@
-"""Files that are one document each."""
+"""Files as bytes and as text: decompressed, in bounded lines, or one document each."""
 
+import codecs
+import gzip
+import io
+import shutil
+import sys
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Final
 
-from indexer.sources.blocks import SourceDocument, SourcePiece
+from indexer.build_report import Tally
+from indexer.errors import SourceError, reason_of
+from indexer.format.compression import zstd
+from indexer.sources.blocks import (
+    Compression,
+    Form,
+    Format,
+    SourceDocument,
+    SourceFile,
+    SourcePiece,
+)
 from indexer.sources.licences import declared_licence
-from indexer.sources.options import NOT_TEXT, TOO_LARGE, SourceOptions
-from indexer.sources.streams import BOM_BYTES, encoding_of, opened
-from indexer.tally import Tally
+from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions, StdinFormat
+
+BOM_BYTES: Final = 4
+"""How much of the beginning of a file tells its encoding."""
+
+DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError)
+"""What reading a damaged compressed file raises, after what came before the damage."""
+
+# UTF-32 first: its mark begins with that of UTF-16.
+_MARKS: Final = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+
+
+@contextmanager
+def opened(file: SourceFile) -> Iterator[tuple[Any, IO[bytes]]]:
+    """Give a stream of a file's bytes, decompressed, and the stream of the file itself.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    with file.path.open("rb") as raw:
+        if file.format.compression == Compression.GZIP:
+            yield gzip.GzipFile(fileobj=raw), raw
+        elif file.format.compression == Compression.ZSTD:
+            yield zstd.ZstdFile(raw), raw
+        else:
+            yield raw, raw
+
+
+def encoding_of(head: bytes, otherwise: str) -> str:
+    """Return the encoding of a file's text by its byte order mark.
+
+    Args:
+        head: the file's first bytes, `BOM_BYTES` or more.
+        otherwise: the encoding of a file without one.
+    """
+    return next((name for mark, name in _MARKS.items() if head.startswith(mark)), otherwise)
+
+
+def has_plain_newlines(encoding: str) -> bool:
+    """Return whether in an encoding a line break is a single byte, that of ASCII."""
+    return encoding == "utf-8-sig" or "\n".encode(encoding) == b"\n"
+
+
+@contextmanager
+def decoded(stream: Any, encoding: str) -> Iterator[Any]:
+    """Give a stream of lines: of text where line breaks are not single bytes, else of bytes."""
+    if has_plain_newlines(encoding):
+        yield stream
+        return
+    text = io.TextIOWrapper(stream, encoding, newline="\n")
+    try:
+        yield text
+    finally:
+        text.detach()
+
+
+def bounded_lines(stream: Any, max_line: int, num_bytes: int) -> Iterator[str | bytes | None]:
+    """Yield lines, and None for one that is longer than the limit, without ever holding it.
+
+    Args:
+        stream: of lines of text or bytes.
+        max_line: in characters or bytes.
+        num_bytes: of all the lines to be read, or more.
+
+    Yields:
+        Lines with their line breaks.
+
+    Raises:
+        UnicodeError: what follows in a stream of text is none.
+    """
+    while num_bytes > 0 and (line := stream.readline(max_line)):
+        num_bytes -= len(line)
+        if len(line) < max_line or _ends(line):
+            yield line
+            continue
+        while line and not _ends(line):
+            line = stream.readline(max_line)
+            num_bytes -= len(line)
+        yield None
+
+
+def _ends(line: str | bytes) -> bool:
+    return line.endswith("\n") if isinstance(line, str) else line.endswith(b"\n")
 
 
 def read_text(piece: SourcePiece, options: SourceOptions, tally: Tally) -> Iterator[SourceDocument]:
@@ -29,3 +134,36 @@ def read_text(piece: SourcePiece, options: SourceOptions, tally: Tally) -> Itera
         return
     licence = options.licence or declared_licence(text) or file.licence
     yield SourceDocument(file.name, licence, text)
+
+
+_NAME: Final = "stdin"
+
+
+def keep_standard_input(scratch: Path | None, options: SourceOptions) -> SourceFile:
+    """Copy standard input to a file; of plain text no more than shows that it is too long.
+
+    Args:
+        scratch: the folder for the file, which must stay until all blocks are read.
+        options: what is on standard input, the licence, and the longest document.
+
+    Raises:
+        SourceError: there is no folder, no standard input, or no room.
+    """
+    stream: BinaryIO | None = getattr(sys.stdin, "buffer", None)
+    if stream is None or scratch is None:
+        missing = "standard input" if stream is None else "folder to keep standard input in"
+        raise SourceError(f"there is no {missing}: name a file instead of -")
+    path = scratch / _NAME
+    is_text = options.stdin_format == StdinFormat.TEXT
+    try:
+        with path.open("xb") as kept:
+            if is_text:
+                kept.write(stream.read(options.max_document_bytes + 1))
+            else:
+                shutil.copyfileobj(stream, kept)
+        num_bytes = path.stat().st_size
+    except OSError as error:
+        said = reason_of(error)
+        raise SourceError(f"cannot keep standard input in {scratch}: {said}") from error
+    form = Format(Form.TEXT if is_text else Form.LINES)
+    return SourceFile(path, _NAME, form, options.licence, num_bytes)

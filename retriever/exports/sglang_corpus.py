@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from retriever.drafter import TokenIds
-from retriever.exports.writing import whole_file
+from retriever.exports.exported_documents import whole_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.kernels.affinity import affinity_of
-from retriever.kernels.compiling import kernel
+from retriever.kernels.compiling import kernel, prefetch
 from retriever.kernels.layout import Chains
-from retriever.kernels.prefetching import prefetch
 
 SEPARATOR: Final = -1
 """Ends a document in a store; no token has this id."""

@@ -13,8 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.kernels.arithmetic import fast_exp2, fast_log2
-from retriever.kernels.compiling import kernel
+from retriever.kernels.compiling import fast_exp2, fast_log2, kernel
 from retriever.kernels.layout import (
     DEPTH_BUCKETS,
     HIDDEN,

@@ -9,13 +9,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.kernels.arithmetic import octaves_below_one
 from retriever.kernels.candidates import UNKNOWN, child_with
 from retriever.kernels.chains import bucket_of, head_position
-from retriever.kernels.compiling import kernel
+from retriever.kernels.compiling import kernel, octaves_below_one, prefetch
 from retriever.kernels.layout import Evidence, Tables, Traits
-from retriever.kernels.prefetching import prefetch
-from retriever.kernels.successors import WAYS, check_of, entry_count, entry_token, hash_context
+from retriever.kernels.live_table import WAYS, check_of, entry_count, entry_token, hash_context
 from retriever.tree import Source
 
 MOST_SUCCESSORS: Final = (32, 16, 16)

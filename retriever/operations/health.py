@@ -13,9 +13,9 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from retriever.client.credentials import Credentials, open_channel
 from retriever.errors import CredentialsError
-from retriever.remote.credentials import Credentials, open_channel
-from retriever.remote.handshakes import advice
+from retriever.wire.messages import advice
 
 SERVICE: Final = "retriever.v1.RetrieverService"
 TIMEOUT_S: Final = 4.0

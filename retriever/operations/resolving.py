@@ -5,6 +5,7 @@ passes over environment variables that are no setting. Types and bounds are pyda
 """
 
 import json
+import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Generic, TypeVar, get_origin
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from retriever.client import credentials
 from retriever.errors import CredentialsError, SettingsError
-from retriever.remote import credentials
+from retriever.operations.settings import ServerUrl
 from retriever.security.private_files import read_file
 
 PREFIX: Final = "FOREDRAFT_"
@@ -186,3 +189,59 @@ def _nearest(name: str, written: Mapping[str, str]) -> str:
     """Return what to add to the refusal of a name; settings are written as the mapping says."""
     near = get_close_matches(name.replace("-", "_"), written, n=1)
     return f": did you mean {written[near[0]]}?" if near else f": {_LIST} lists them"
+
+
+_MASK = "********"
+
+
+def as_toml(resolved: Resolved[Any]) -> str:
+    """Return a line for each setting, with where it came from; secrets are masked."""
+    lines = []
+    for name, origin in resolved.origins.items():
+        value = shown(getattr(resolved.settings, name))
+        line = f"# {name}: not set" if value is None else f"{name} = {_literal(value)}"
+        lines.append(f"{line}  # {origin}")
+    return "\n".join(lines)
+
+
+def as_json(resolved: Resolved[Any]) -> str:
+    """Return an object that has each setting's `value` and `origin`; no limit is `"inf"`."""
+    found = {
+        name: {"value": _finite(shown(getattr(resolved.settings, name))), "origin": origin}
+        for name, origin in resolved.origins.items()
+    }
+    return json.dumps(found, indent=2)
+
+
+def shown(value: Any) -> Any:
+    """Return a value as numbers, text and lists, without secrets and passwords in addresses."""
+    if isinstance(value, ServerUrl):
+        return value.shown()
+    if isinstance(value, SecretStr):
+        return _MASK
+    if isinstance(value, list):
+        return [shown(each) for each in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return _without_password(str(value))
+
+
+def _without_password(text: str) -> str:
+    if "://" not in text or "@" not in text:
+        return text
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return _MASK
+    return urlunsplit(parts._replace(netloc=f"{_MASK}@{parts.netloc.rpartition('@')[2]}"))
+
+
+def _literal(value: Any) -> str:
+    """Return TOML; its text is JSON's but for one character."""
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _finite(value: Any) -> Any:
+    return "inf" if isinstance(value, float) and math.isinf(value) else value

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from indexer.tokenizer import DEFAULT_MODEL
-from retriever.generations_log.store import Durability
 from retriever.limits import Limits
-from retriever.warmth.options import without_credentials
+from retriever.log.log_store import Durability
+from retriever.replication.options import without_credentials
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]

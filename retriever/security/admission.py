@@ -14,9 +14,30 @@ from grpc import aio
 
 from retriever.errors import AccessRefusedError, NotPermittedError
 from retriever.security.access import Access, read_access
-from retriever.security.handlers import kind_of, rebuilt
-from retriever.security.identities import Certified, certified
+from retriever.security.certificates import Certified, certified
 from retriever.security.private_files import Reloaded
+
+_MAKERS: Final[Mapping[str, Callable[..., Any]]] = {
+    "unary_unary": grpc.unary_unary_rpc_method_handler,
+    "unary_stream": grpc.unary_stream_rpc_method_handler,
+    "stream_unary": grpc.stream_unary_rpc_method_handler,
+    "stream_stream": grpc.stream_stream_rpc_method_handler,
+}
+
+
+def kind_of(handler: Any) -> str:
+    """Return the name of the attribute that holds a handler's behaviour."""
+    request = "stream" if handler.request_streaming else "unary"
+    response = "stream" if handler.response_streaming else "unary"
+    return f"{request}_{response}"
+
+
+def rebuilt(
+    handler: Any, behaviour: Callable[..., Any], deserializer: Callable[[bytes], Any] | None
+) -> Any:
+    """Return a handler of the same kind with another behaviour and another deserializer."""
+    return _MAKERS[kind_of(handler)](behaviour, deserializer, handler.response_serializer)
+
 
 _REFUSAL: Final = "credentials are missing or not valid: see --token-file, --certificate and --key"
 _NO_TENANT: Final = "these credentials have no tenant here: have them added to the access file"

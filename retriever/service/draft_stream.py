@@ -2,21 +2,83 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import grpc
 
-from retriever import wire
 from retriever.drafter import DraftRequest
-from retriever.embedded import EmbeddedDrafter
 from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
 from retriever.limits import check_batch
-from retriever.service.flushing import Flushing
-from retriever.service.turns import Turns
-from retriever.sessions import Session, SessionKey
-from retriever.steps import Step
+from retriever.sessions.embedded import EmbeddedDrafter, Step
+from retriever.sessions.session_table import Session, SessionKey
 from retriever.v1 import retriever_pb2 as pb
+from retriever.wire import messages as wire
+
+
+class Flushing:
+    """Flushes a drafter in another thread: one flush for all that ended during the last."""
+
+    def __init__(self, drafter: EmbeddedDrafter) -> None:
+        self._drafter = drafter
+        self._task: asyncio.Task[None] | None = None
+        self._is_needed = False
+
+    def request(self) -> None:
+        """See to it that what has ended by now is kept soon."""
+        self._is_needed = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._flush())
+
+    async def _flush(self) -> None:
+        while self._is_needed:
+            self._is_needed = False
+            await asyncio.to_thread(self._drafter.flush)
+
+
+SLICE_S: Final = 0.00025
+"""After so much work others have their turn, in seconds; a draft takes a fifth of it."""
+
+
+class Turns:
+    """Lets whoever is ready have a turn, in the order in which they became so.
+
+    The event loop's own queue is that order. Of those that give way in the middle of long steps,
+    one has a turn each time round the loop, so that short steps pass between any two of them.
+    """
+
+    def __init__(self) -> None:
+        self._num_streams = 0
+        self._giving_way = asyncio.Lock()  # whoever waited longest gets it
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Count a stream during the block."""
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+    async def begin(self) -> None:
+        """Give way to all that became ready before; a stream alone does not wait."""
+        if self._num_streams > 1:
+            await asyncio.sleep(0)
+
+    async def give_way(self, began_s: float) -> float:
+        """Let others have their turn if the slice that began then is over.
+
+        Returns:
+            When the slice that goes on began, by `time.monotonic`.
+        """
+        now_s = time.monotonic()
+        if now_s - began_s < SLICE_S:
+            return began_s
+        async with self._giving_way:
+            await asyncio.sleep(0)
+        return time.monotonic()
+
 
 LONG_PROMPT: Final = 1 << 12
 """Prompts of more tokens are read in another thread, and meanwhile others draft."""

@@ -10,7 +10,7 @@ from typing import Final
 from grpc import aio
 
 from retriever.errors import AddressInUseError
-from retriever.security.tls import ServerTls
+from retriever.security.protection import ServerTls
 
 UNIX: Final = "unix:"
 """What addresses of unix sockets begin with."""

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import math
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from typing import Any, Final
 
@@ -10,20 +12,92 @@ import grpc
 from grpc import aio
 
 from indexer.reader import Index
-from retriever import wire
-from retriever.embedded import EmbeddedDrafter
-from retriever.errors import RetrieverError
-from retriever.explanation_messages import explanation_to_message
+from retriever.errors import LimitExceededError, RetrieverError
 from retriever.operations.logs import log_event
-from retriever.padding import pad
-from retriever.service.deleting import Deleting
-from retriever.service.draft_stream import DraftStream, end_session, open_session
-from retriever.service.flushing import Flushing
-from retriever.service.identity import tenant_of
-from retriever.service.turns import Turns
-from retriever.sessions import SessionKey
+from retriever.service.draft_stream import DraftStream, Flushing, Turns, end_session, open_session
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.session_table import SessionKey
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
+from retriever.wire import messages as wire
+from retriever.wire.messages import explanation_to_message
+from retriever.wire.padding import pad
+
+
+def tenant_of(context: Any) -> str:
+    """Return the tenant that a call acts for; "" where callers are not asked who they are.
+
+    To be asked again with every message of a stream: credentials that were withdrawn meanwhile
+    let nobody go on.
+
+    Args:
+        context: the call's, as the servicer got it.
+
+    Raises:
+        AccessRefusedError: the caller's credentials were withdrawn or have expired.
+    """
+    caller = getattr(context, "caller", None)
+    return "" if caller is None else str(caller.tenant)
+
+
+_MINUTE_S: Final = 60.0
+_MAX_WAITING: Final = 256
+_MANY: Final = 1024
+
+
+class Deleting:
+    """Lets one deletion at a time begin, and of a tenant at most so many in a minute.
+
+    Args:
+        per_minute: of one tenant: at once, and again as the minute passes.
+        clock: seconds, rising.
+    """
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._period_s = _MINUTE_S / per_minute
+        self._clock = clock
+        self._full_again_s: dict[str, float] = {}
+        self._turn = asyncio.Lock()
+        self._num_waiting = 0
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for the turn of a tenant's deletion, which is over when the block ends.
+
+        Raises:
+            LimitExceededError: the tenant has had as many as it may have, or too many wait; the
+                text says when to come again.
+        """
+        self.count(tenant)
+        if self._num_waiting >= _MAX_WAITING:
+            raise LimitExceededError("too many deletions wait: try again in 1 s")
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._num_waiting -= 1
+
+    def count(self, tenant: str) -> None:
+        """Count a deletion, or refuse it, as `turn` does."""
+        now_s = self._clock()
+        full_s = max(now_s, self._full_again_s.get(tenant, now_s)) + self._period_s
+        wait_s = full_s - now_s - _MINUTE_S
+        if wait_s > self._period_s / 1e6:  # rounding
+            raise LimitExceededError(
+                f"a tenant deletes at most {round(_MINUTE_S / self._period_s)} times a minute: try "
+                f"again in {math.ceil(wait_s)} s (max_tenant_deletions)"
+            )
+        if len(self._full_again_s) >= _MANY:
+            self._forget(now_s)
+        self._full_again_s[tenant] = full_s
+
+    def _forget(self, now_s: float) -> None:
+        """Forget the tenants that have all of their minute again."""
+        self._full_again_s = {
+            tenant: full_s for tenant, full_s in self._full_again_s.items() if full_s > now_s
+        }
+
 
 DEFAULT_BUDGET_NODES: Final = 32
 """Nodes in the tree of a bare context that states no budget."""

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engines.prompts import sample_prompts
-from benchmarks.engines.report import (
+from benchmarks.engines.engine_prompts import sample_prompts
+from benchmarks.engines.engine_report import (
     OVERALL,
     Run,
     Way,
@@ -16,7 +16,7 @@ from benchmarks.engines.report import (
     report,
     write,
 )
-from decoder.prompts import Prompt
+from decoder.commands.prompts import Prompt
 
 PROMPTS = [Prompt("sums", "one"), Prompt("sums", "two"), Prompt("poems", "three")]
 

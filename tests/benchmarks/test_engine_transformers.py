@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engines.answers import KeptRuns, kept_answers
+from benchmarks.engines.engine_report import OVERALL, Run, Whose
 from benchmarks.engines.in_transformers import main
-from benchmarks.engines.prompt_lookup import num_lookup_steps
-from benchmarks.engines.report import OVERALL, Run, Whose
+from benchmarks.engines.kept_answers import KeptRuns, kept_answers
+from benchmarks.engines.lookup_settings import num_lookup_steps
 from benchmarks.engines.transformers_runs import Contender, Engine
-from decoder.models import ModelOptions, load_model
-from decoder.prompts import Prompt
+from decoder.commands.prompts import Prompt
+from decoder.model.pretrained import ModelOptions, load_model
 from tests.decoder.conftest import byte_tokenizer, model_directory  # noqa: F401  fixtures
 
 NEW_TOKENS = 24

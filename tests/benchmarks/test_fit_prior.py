@@ -18,12 +18,12 @@ from benchmarks.fit_prior.outcomes import Outcome, Outcomes
 from benchmarks.fit_prior.recording import Recorder, record, variants
 from benchmarks.workloads import Workload
 from retriever.drafter import DraftRequest
-from retriever.embedded import EmbeddedDrafter
 from retriever.kernels.layout import HIDDEN, Evidence, Traits
 from retriever.kernels.mixing import depth_bucket, match_bucket, score, score_doubt, to_shares
-from retriever.mixer import blank_weights, from_values, prior_weights
-from retriever.replay import replay
-from retriever.traces import Trace
+from retriever.predict.weights import blank_weights, from_values, prior_weights
+from retriever.replay.replay import replay
+from retriever.replay.traces import Trace
+from retriever.sessions.embedded import EmbeddedDrafter
 from tests.benchmarks.drafting import IndexMaker, ids
 
 ROOT = Path(__file__).parent.parent.parent

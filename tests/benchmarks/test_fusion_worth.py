@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import fit_fusion, fusion
-from benchmarks.fit_fusion import PlaceSeen, fit
-from benchmarks.fusion import FUSED, OVERALL, RECYCLED, RETRIEVED, WAYS, worth
+from benchmarks.decoding import fit_fusion
+from benchmarks.decoding import fusion_worth as fusion
+from benchmarks.decoding.fit_fusion import PlaceSeen, fit
+from benchmarks.decoding.fusion_worth import FUSED, OVERALL, RECYCLED, RETRIEVED, WAYS, worth
+from decoder.drafters.fusion import SourceWeights
 from decoder.drafters.kernels.siblings import BIAS, NUM_SETS, NUM_WEIGHTS, SLOPE
-from decoder.drafters.weights import SourceWeights
-from decoder.models import Precision
+from decoder.model.pretrained import Precision
 
 PROMPTS = ["a b a b", "b a b a", "c a c", "d d a"]
 

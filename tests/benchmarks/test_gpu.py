@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import commit_cost, gpu
-from decoder.budget.store import DIRECTORY_VARIABLE
+from benchmarks import gpu
+from benchmarks.decoding import commit_cost
+from decoder.budget.cost_store import DIRECTORY_VARIABLE
 
 PROMPTS = ["a b c a b", "c c d", "b a b a", "d e d"]
 

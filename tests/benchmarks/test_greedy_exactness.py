@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import greedy_exactness
-from decoder.budget.store import DIRECTORY_VARIABLE
-from decoder.contenders import FOREDRAFT, Contender, Run, contenders
+from benchmarks.decoding import greedy_exactness
+from decoder.budget.cost_store import DIRECTORY_VARIABLE
+from decoder.commands.contenders import FOREDRAFT, Contender, Run, contenders
 
 PROMPTS = ["a b c a b", "c c d", "b a b a", "d e d"]
 

@@ -1,4 +1,4 @@
-"""Whoever changes an index may be killed at any instant; `benchmarks/index_kills.py` does so."""
+"""A writer may be killed at any instant; `benchmarks/index/index_kills.py` does so."""
 
 import json
 import subprocess
@@ -10,7 +10,15 @@ ROOT = Path(__file__).parents[2]
 
 def test_killed_writers_leave_one_whole_index_and_a_free_lock() -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/index_kills.py", "--rounds", "20", "--seed", "5", "--json"],
+        [
+            sys.executable,
+            "benchmarks/index/index_kills.py",
+            "--rounds",
+            "20",
+            "--seed",
+            "5",
+            "--json",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

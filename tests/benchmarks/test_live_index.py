@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from benchmarks.live_index import Settings, measure
-from benchmarks.planted import Life, Seen, judge, merge, planted
+from benchmarks.fuzz.planted_leaks import Life, Seen, judge, merge, planted
+from benchmarks.index.live_index import Settings, measure
 
 
 def test_nothing_fails_and_nothing_wrong_is_drafted_while_an_index_changes() -> None:

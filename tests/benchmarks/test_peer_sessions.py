@@ -6,7 +6,7 @@ import pytest
 from benchmarks.peers import DRAFTERS
 from retriever.drafter import DraftRequest
 from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
-from retriever.factories import own_drafter
+from retriever.replay.factories import own_drafter
 from retriever.tree import DraftTree
 from tests.benchmarks.drafting import IndexMaker, draft_for, ids
 

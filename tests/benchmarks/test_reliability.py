@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.reliability import main
-from retriever.calibration import Calibration
+from retriever.replay.calibration import Calibration
 from retriever.tree import DraftTree
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.residency import measure, opening
+from benchmarks.index.residency import measure, opening
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 

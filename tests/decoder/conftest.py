@@ -12,8 +12,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from decoder.budget.store import DIRECTORY_VARIABLE
-from decoder.models import LanguageModel, ModelOptions, load_model
+from decoder.budget.cost_store import DIRECTORY_VARIABLE
+from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from indexer.tokenizer import DEFAULT_MODEL
 from tests.decoder.decoding import SIZES, prompt_of
 

@@ -20,7 +20,7 @@ from transformers import (
 
 from decoder.budget.budget import FixedBudget
 from decoder.loop import Decoder
-from decoder.target.target import Target
+from decoder.model.target import Target
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
 from retriever.tree import ROOT, DraftTree, Source

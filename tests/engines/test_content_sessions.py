@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from decoder.engines.content_sessions import ContentSessions, Row, SessionLimits
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.embedded import EmbeddedDrafter
 from retriever.errors import (
     InvalidRequestError,
 )
+from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.engines.scripted import Continuation, ScriptedDrafter
 

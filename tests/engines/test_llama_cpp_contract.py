@@ -16,8 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from indexer.reader import Vocabulary
-from retriever.embedded import EmbeddedDrafter
 from retriever.errors import VocabularyMismatchError
+from retriever.sessions.embedded import EmbeddedDrafter
 from tests.engines.scripted import ScriptedDrafter, chain_tree
 
 MODULE = "decoder.engines.llama_cpp"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from retriever import DraftRequest
-from retriever.embedded import EmbeddedDrafter
+from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.retriever.conftest import index, service, vocabulary  # noqa: F401  fixtures
 

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from decoder.engines import versions
-from decoder.engines.versions import check_version
+from decoder.engines import engine_options as versions
+from decoder.engines.engine_options import check_version
 
 
 @pytest.fixture(autouse=True)

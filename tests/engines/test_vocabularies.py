@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from decoder.engines.vocabularies import checked_vocabulary_size, vocabulary_of_drafter
+from decoder.engines.engine_options import checked_vocabulary_size, vocabulary_of_drafter
 from indexer.reader import Vocabulary
-from retriever.client import RemoteDrafter
-from retriever.embedded import EmbeddedDrafter
+from retriever.client.strict import RemoteDrafter
 from retriever.errors import VocabularyMismatchError
+from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.decoding import ScriptedDrafter, nothing
 
 OURS = Vocabulary(50, "ab" * 32)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
+from indexer.change.verify import verify_index
 from indexer.errors import (
     IndexerError,
     IndexNotFoundError,
     TokenizerMismatchError,
 )
+from indexer.format.snapshots import HeldSnapshot, hold_latest
 from indexer.reader import Index, Vocabulary
-from indexer.snapshots import HeldSnapshot, hold_latest
-from indexer.verify import verify_index
 
 DocumentsOf = Callable[[Index], list[tuple[str, list[int]]]]
 
@@ -196,7 +196,7 @@ def test_an_index_replaced_while_it_is_opened_is_opened_anew(
     monkeypatch.setattr("indexer.reader.hold_latest", replacing)
     with Index.open(tiny_index) as index:
         assert index.document_at(0, 0).name == "new"
-    monkeypatch.setattr("indexer.same_folder._MAX_ATTEMPTS", 2)
+    monkeypatch.setattr("indexer.format.same_folder._MAX_ATTEMPTS", 2)
     times = iter(range(2))
     with pytest.raises(IndexerError, match="replaced faster"):
         Index.open(tiny_index)

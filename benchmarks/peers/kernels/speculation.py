@@ -7,8 +7,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from benchmarks.peers.kernels.siblings import NONE, ROOT_NODE
-from benchmarks.peers.kernels.tree import find_child
+from benchmarks.peers.kernels.peer_siblings import NONE, ROOT_NODE
+from benchmarks.peers.kernels.peer_tree import find_child
 
 
 @njit(cache=True, nogil=True)

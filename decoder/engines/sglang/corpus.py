@@ -2,17 +2,129 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from logging import getLogger
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.distributed import ProcessGroup
 
-from decoder.engines.drafter_sessions import DrafterSessions
-from decoder.engines.sequences import TokenSequence
-from decoder.engines.sglang.followed import EngineRequest, FollowedRequest
-from decoder.engines.sglang.trees import Nodes, lay_out, masks_of
-from retriever.tree import DraftTree
+from decoder.engines.engine_sessions import DrafterSessions, TokenSequence
+from retriever.drafter import TokenIds
+from retriever.tree import ROOT, DraftTree
+
+NO_PARENT: Final = -1
+"""Parent of node 0, and of padding."""
+
+Nodes = NDArray[np.int64]
+"""int64[2, rows, width]: tokens, and parents as places in the row."""
+
+
+def lay_out(trees: Sequence[DraftTree], last_tokens: Sequence[int], width: int) -> Nodes:
+    """Return trees as rows of equal width, each behind the token that it goes on from.
+
+    A larger tree is cut; a smaller one is padded, with its last committed token, which every model
+    has an embedding for.
+
+    Args:
+        trees: one for each row.
+        last_tokens: the last committed token of each.
+        width: nodes of a row, node 0 included.
+    """
+    nodes = np.empty((2, len(trees), width), np.int64)
+    tokens, parents = nodes
+    tokens[:] = np.asarray(last_tokens, np.int64)[:, np.newaxis]
+    parents[:] = NO_PARENT
+    for row, tree in enumerate(trees):
+        kept = tree.prefix(width - 1)
+        tokens[row, 1 : 1 + len(kept)] = kept.token_ids
+        parents[row, 1 : 1 + len(kept)] = kept.parents - ROOT
+    return nodes
+
+
+def masks_of(parents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return int64[rows, width, width]: which nodes each node sees, itself and its ancestors.
+
+    Args:
+        parents: int64[rows, width]; of a node, an earlier one or `NO_PARENT`.
+    """
+    num_rows, width = parents.shape
+    masks = np.zeros((num_rows, width, width), np.int64)
+    rows, nodes = np.arange(num_rows), np.arange(width)
+    for node in np.flatnonzero((parents != NO_PARENT).any(axis=0)).tolist():
+        above = masks[rows, parents[:, node]]
+        above[rows, parents[:, node]] = 1
+        masks[:, node] = above * (parents[:, node, np.newaxis] != NO_PARENT)
+    masks[:, nodes, nodes] = 1
+    return masks
+
+
+class EngineRequest(Protocol):
+    """What is read of SGLang's requests."""
+
+    @property
+    def rid(self) -> str:
+        """Its name."""
+
+    @property
+    def origin_input_ids_unpadded(self) -> Sequence[int]:
+        """The prompt."""
+
+    @property
+    def output_ids(self) -> Sequence[int]:
+        """What was generated, as far as the scheduler knows."""
+
+
+@dataclass(slots=True)
+class FollowedRequest:
+    """A request whose tokens are followed.
+
+    Attributes:
+        sequence: its tokens.
+        offset: tokens in front of them that were never shown.
+        request: whose they are, where that was shown.
+    """
+
+    sequence: TokenSequence
+    offset: int
+    request: EngineRequest | None
+
+    @classmethod
+    def of(cls, request: EngineRequest) -> "FollowedRequest":
+        """Follow a request that is shown: its prompt, and its output so far."""
+        num_prompt = len(request.origin_input_ids_unpadded)
+        return cls(TokenSequence(_tokens_of(request), num_prompt, 0), 0, request)
+
+    @classmethod
+    def of_tail(cls, tail: Sequence[int], length: int) -> "FollowedRequest":
+        """Follow a request of which only the last tokens and the length are known."""
+        tokens = np.array(tail, np.int32)
+        return cls(TokenSequence(tokens, len(tokens), 0), length - len(tokens), None)
+
+    def go_on(self, tail: Sequence[int], length: int) -> bool:
+        """Append what is new; tell whether the sequence is still the same."""
+        tokens = np.array(tail, np.int32)
+        num_known = len(tokens) - (length - self.offset - len(self.sequence))
+        if not 0 <= num_known <= len(tokens) or num_known > len(self.sequence):
+            return False
+        known = self.sequence.tokens[len(self.sequence) - num_known :]
+        if not np.array_equal(known, tokens[:num_known]):
+            return False
+        self.sequence.extend(tokens[num_known:])
+        return True
+
+    def take_rest(self) -> None:
+        """Append what was generated since the last step."""
+        if self.request is not None:
+            self.sequence.extend(_tokens_of(self.request)[len(self.sequence) :])
+
+
+def _tokens_of(request: EngineRequest) -> TokenIds:
+    prompt = np.asarray(request.origin_input_ids_unpadded, np.int32)
+    return np.concatenate([prompt, np.asarray(request.output_ids, np.int32)])
+
 
 _log = getLogger(__name__)
 
@@ -217,3 +329,30 @@ class DrafterCorpus:
     def _give_up(self, followed: FollowedRequest) -> None:
         if self._sessions is not None:
             self._sessions.give_up(followed.sequence)
+
+
+class Group(Protocol):
+    """What is read of SGLang's groups of ranks.
+
+    Attributes:
+        world_size: ranks in it.
+        ranks: their numbers among all.
+        cpu_group: for what is not on a device.
+    """
+
+    world_size: int
+    ranks: list[int]
+    cpu_group: ProcessGroup
+
+
+def sharing(group: Group) -> Share | None:
+    """Return what gives all ranks of a group the nodes of its first; None where it is alone."""
+    if group.world_size == 1:
+        return None
+
+    def share(nodes: Nodes) -> None:
+        torch.distributed.broadcast(
+            torch.from_numpy(nodes), src=group.ranks[0], group=group.cpu_group
+        )
+
+    return share

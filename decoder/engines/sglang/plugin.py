@@ -6,7 +6,7 @@ is chosen, it costs one import.
 
 from typing import Any, Final
 
-from decoder.engines.versions import check_version
+from decoder.engines.engine_options import check_version
 
 ALGORITHM: Final = "FOREDRAFT"
 """What to give as `--speculative-algorithm`."""

@@ -10,11 +10,10 @@ from typing import Any
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
-from decoder.engines.drafter_sessions import DrafterSessions
-from decoder.engines.drafters import DEADLINE_S, open_drafter
-from decoder.engines.settings import EngineSettings, resolve_settings
-from decoder.engines.sglang.corpus import DrafterCorpus
-from decoder.engines.sglang.ranks import sharing
+from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
+from decoder.engines.engine_options import EngineSettings, resolve_settings
+from decoder.engines.engine_sessions import DrafterSessions
+from decoder.engines.sglang.corpus import DrafterCorpus, sharing
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter

@@ -15,19 +15,22 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decoder.budget.budget import Budget, MeasuredBudget
-from decoder.budget.costs import CostSurface
-from decoder.budget.measuring import measure_costs
-from decoder.engines.transformers.criteria import Ending
-from decoder.engines.transformers.requests import check_request, check_transformers
-from decoder.engines.transformers.streaming import Stream, streamer_of_call
-from decoder.engines.vocabularies import checked_vocabulary_size
+from decoder.budget.costs import CostSurface, measure_costs
+from decoder.engines.engine_options import checked_vocabulary_size
+from decoder.engines.transformers.requests import (
+    Ending,
+    Stream,
+    check_request,
+    check_transformers,
+    streamer_of_call,
+)
 from decoder.errors import UnsupportedGenerationError
 from decoder.loop import Decoder
+from decoder.model.target import Target
+from decoder.observation import Statistics
 from decoder.sampling.rule import accept_rule
-from decoder.sampling.settings import SamplingSettings
+from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule
-from decoder.statistics import Statistics
-from decoder.target.target import Target
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter
 

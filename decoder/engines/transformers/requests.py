@@ -1,18 +1,113 @@
 """What `model.generate` may be asked for where drafts are verified."""
 
+import inspect
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from decoder.engines.versions import check_version
+from decoder.engines.engine_options import check_version
 from decoder.errors import UnsupportedGenerationError
+from decoder.stopping import StopRule
+
+_GENERATE: Final = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+def streamer_of_call() -> Any:
+    """Return the streamer that the innermost `generate` around the caller was given, or `None`.
+
+    `generate` puts the prompt into it and leaves the rest to its loop, but hands none to a
+    callable (transformers 5.23, `_extract_generation_mode_kwargs`): whoever reads from a
+    TextIteratorStreamer would wait forever. So it is taken from where that call keeps it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("streamer")
+
+
+class Stream:
+    """Tells a streamer each token by itself, as plain generation does.
+
+    Args:
+        streamer: transformers' `BaseStreamer`, or what has its methods; it has the prompt already.
+            `None` to tell nobody.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+
+    def put(self, tokens: list[int]) -> None:
+        """Tell what has come."""
+        if self._streamer is not None:
+            for token in tokens:
+                self._streamer.put(torch.tensor([token]))
+
+    def end(self) -> None:
+        """Tell that nothing comes any more."""
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+class Ending:
+    """Stopping criteria as a decoder takes them.
+
+    Lengths and stop tokens, which nearly every call has, become those of the decoder; only
+    others are asked after every token.
+
+    Args:
+        criteria: of one call; one of them states a length, as `model.generate` sees to.
+        input_ids: int64[1, n], the prompt.
+
+    Attributes:
+        max_new_tokens: most tokens to generate.
+        stop_ids: tokens that end the sequence.
+        rule: the other criteria, if there are any.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, input_ids: torch.Tensor) -> None:
+        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        stops = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
+        others = [c for c in criteria if type(c) not in {MaxLengthCriteria, EosTokenCriteria}]
+        self.max_new_tokens = min(lengths) - input_ids.shape[1]
+        self.stop_ids: set[int] = {token for ids in stops for token in ids.tolist()}
+        self.rule: StopRule | None = None
+        if others:
+            self.rule = CriteriaRule(StoppingCriteriaList(others), input_ids)
+
+
+class CriteriaRule:
+    """Asks criteria after every token, as `model.generate` does: a `StopRule`.
+
+    Args:
+        criteria: whatever their memory, they see each token once.
+        input_ids: int64[1, n], the prompt.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, input_ids: torch.Tensor) -> None:
+        self._criteria = criteria
+        self._ids = input_ids
+
+    def num_kept(self, tokens: Sequence[int]) -> int | None:
+        """Add tokens up to the first with which a criterion is met; see `StopRule`."""
+        for count, token in enumerate(tokens, 1):
+            self._ids = torch.cat([self._ids, self._ids.new_tensor([[token]])], dim=-1)
+            met: torch.Tensor = self._criteria(self._ids, None)
+            if met.any():
+                return count
+        return None
+
 
 _SERVED_MODES: Final = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _UNSERVED_OUTPUTS: Final = (

@@ -19,9 +19,9 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # noqa: E402
 
 from decoder.engines.llama_cpp import attach  # noqa: E402
 from decoder.errors import UnsupportedModelError  # noqa: E402
+from retriever.client.resilient import ResilientDrafter  # noqa: E402
 from retriever.drafter import Drafter  # noqa: E402
-from retriever.embedded import EmbeddedDrafter  # noqa: E402
-from retriever.remote.resilient import ResilientDrafter  # noqa: E402
+from retriever.sessions.embedded import EmbeddedDrafter  # noqa: E402
 from tests.engines.llama_cpp import tiny_model  # noqa: E402
 from tests.engines.scripted import ScriptedDrafter  # noqa: E402
 

@@ -11,7 +11,7 @@ og = pytest.importorskip(
 
 from decoder.engines.onnxruntime_genai import DraftingLoop, Progress  # noqa: E402
 from retriever.drafter import Drafter  # noqa: E402
-from retriever.embedded import EmbeddedDrafter  # noqa: E402
+from retriever.sessions.embedded import EmbeddedDrafter  # noqa: E402
 from tests.engines.onnxruntime_genai import paged_model  # noqa: E402
 from tests.engines.scripted import ScriptedDrafter  # noqa: E402
 

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from tests.engines.sglang.verification import Ints, Links
+from tests.engines.sglang.tree_verification import Ints, Links
 
 HERE = Path(__file__).parent
 NOT_FOR_CPUS: Final = (

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from decoder.engines.sglang.trees import lay_out, masks_of
+from decoder.engines.sglang.corpus import lay_out, masks_of
 from retriever.tree import ROOT, DraftTree, Source
-from tests.engines.sglang.verification import Ints
+from tests.engines.sglang.tree_verification import Ints
 
 
 def random_tree(random: np.random.Generator, max_nodes: int, num_tokens: int) -> DraftTree:

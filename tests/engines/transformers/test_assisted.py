@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
-from decoder.drafters.session import DraftLimits
-from decoder.engines.transformers.assisted import assisted_generate
-from decoder.engines.transformers.candidates import DrafterCandidates
+from decoder.drafters.following import DraftLimits
+from decoder.engines.transformers.assisted import DrafterCandidates, assisted_generate
 from decoder.errors import UnsupportedGenerationError
 from tests.decoder.decoding import (
     MODELS,

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from decoder.engines import versions
+from decoder.engines import engine_options as versions
 from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter, TokenIds
-from retriever.embedded import EmbeddedDrafter
 from retriever.errors import UnknownSessionError, VocabularyMismatchError
+from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.decoding import (
     VOCABULARY,
     ScriptedDrafter,

@@ -13,7 +13,7 @@ from decoder.budget.costs import CostSurface
 from decoder.engines.transformers import custom_generate
 from decoder.engines.transformers.custom_generate import foredraft_generate
 from decoder.errors import DecoderBusyError, UnsupportedGenerationError
-from decoder.target.target import Target
+from decoder.model.target import Target
 from tests.decoder.decoding import (
     MODELS,
     VOCABULARY,

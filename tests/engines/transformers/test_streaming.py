@@ -16,7 +16,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from decoder.engines.transformers.assisted import assisted_generate
-from decoder.models import ModelOptions, load_model
+from decoder.model.pretrained import ModelOptions, load_model
 from tests.decoder.decoding import ScriptedDrafter, oracle, plainly, prompt_of, tiny_llama
 from tests.engines.transformers.generating import NEW_TOKENS, EndsAfter, foredraft, generated
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from indexer.build import BuildOptions, build_index
-from indexer.changes import add_documents, compact, remove_documents
+from indexer.change.changes import add_documents, compact, remove_documents
 from indexer.engines import Engine
 from indexer.sources import SourceOptions
 

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from indexer.change.verify import verify_index
 from indexer.engines import Engine, Serial
 from indexer.engines.processes import ProcessPool
-from indexer.verify import verify_index
 from tests.indexer.engines.corpora import build, build_and_change, save_byte_tokenizer, write_corpus
 
 GIB = 1 << 30

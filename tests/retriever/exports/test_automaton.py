@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from retriever.exports.automaton import FrozenAutomaton
+from retriever.exports.exllamav3 import FrozenAutomaton
 
 Substring = tuple[int, ...]
 

@@ -16,7 +16,7 @@ from indexer.tokenizer import vocabulary_of
 from retriever.commands import main
 from retriever.errors import ExportError
 from retriever.exports.exllamav3 import export_exllamav3
-from retriever.exports.reading import token_documents
+from retriever.exports.exported_documents import token_documents
 from retriever.exports.sglang_corpus import export_sglang_corpus
 from tests.retriever.exports.frozen_reader import Frozen
 

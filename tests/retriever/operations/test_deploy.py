@@ -15,12 +15,12 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from indexer.reader import Index
-from retriever.embedded import EmbeddedDrafter
 from retriever.operations import health
 from retriever.operations.lifecycle import SERVICE
 from retriever.operations.metrics import registry_of
 from retriever.operations.resolving import PREFIX, resolve
 from retriever.operations.settings import Settings
+from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.operations.watched import watched
 from tests.retriever.security.authorities import signed

@@ -22,12 +22,11 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from numpy.typing import ArrayLike
 
 from retriever import DrafterUnavailableError, DraftRequest, DraftTree, RemoteDrafter
-from retriever.embedded import EmbeddedDrafter
-from retriever.operations.calls import End
 from retriever.operations.lifecycle import SERVICE
 from retriever.operations.logs import JsonLines
-from retriever.operations.operator import Operator
+from retriever.operations.observer import End, Operator
 from retriever.service.serving import start
+from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.conftest import start_service, stop_service

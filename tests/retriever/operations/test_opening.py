@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from retriever import DrafterUnavailableError, DraftRequest, RemoteDrafter
-from retriever.generations_log.log import GenerationsLog
+from retriever.log.generations_log import GenerationsLog
 from tests.retriever.conftest import start_service
 
 NOT_READY = health_pb2.HealthCheckResponse.NOT_SERVING

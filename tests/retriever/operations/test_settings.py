@@ -16,8 +16,7 @@ from pydantic import BaseModel, SecretStr
 from retriever import LimitExceededError, RemoteDrafter
 from retriever.errors import SettingsError
 from retriever.limits import Limits
-from retriever.operations.printing import as_json, as_toml
-from retriever.operations.resolving import Resolved, resolve
+from retriever.operations.resolving import Resolved, as_json, as_toml, resolve
 from retriever.operations.settings import Settings
 from tests.retriever.conftest import start_service, stop_service
 

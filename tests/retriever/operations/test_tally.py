@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from retriever.drafter import DraftRequest
-from retriever.embedded import EmbeddedDrafter
-from retriever.service.draft_stream import DraftStream
-from retriever.service.flushing import Flushing
-from retriever.service.turns import Turns
-from retriever.tally import BOUNDS_S, Latencies, Tally
+from retriever.service.draft_stream import DraftStream, Flushing, Turns
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.tally import BOUNDS_S, Latencies, Tally
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 

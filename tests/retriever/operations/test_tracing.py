@@ -9,11 +9,11 @@ from grpc import aio
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from retriever.embedded import EmbeddedDrafter
 from retriever.operations.lifecycle import SERVICE
-from retriever.operations.operator import Operator
+from retriever.operations.observer import Operator
 from retriever.operations.tracing import SampledTraces, tracing_of
 from retriever.service.serving import start
+from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 

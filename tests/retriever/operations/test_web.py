@@ -13,12 +13,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from retriever.drafter import DraftRequest
 from retriever.errors import AddressInUseError, SettingsError
-from retriever.operations.history import MAX_SAMPLES, SAMPLE_S, History
 from retriever.operations.lifecycle import Phase
-from retriever.operations.status_page import duration, page, quantile
-from retriever.operations.web import Web
-from retriever.operations.web_server import WebAddress
-from retriever.tally import Latencies, Tally
+from retriever.operations.status_page import (
+    MAX_SAMPLES,
+    SAMPLE_S,
+    History,
+    duration,
+    page,
+    quantile,
+)
+from retriever.operations.web import Web, WebAddress
+from retriever.sessions.tally import Latencies, Tally
 from retriever.tree import Source
 from tests.retriever.conftest import start_service
 from tests.retriever.operations.watched import HIDDEN, NASTY, asked, watched

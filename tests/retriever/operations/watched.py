@@ -12,12 +12,11 @@ import numpy as np
 from grpc import aio
 
 from retriever.drafter import DraftRequest
-from retriever.embedded import EmbeddedDrafter
-from retriever.operations.operator import Operator
-from retriever.operations.report import Service
-from retriever.operations.web import Web
-from retriever.operations.web_server import WebAddress
+from retriever.operations.metrics import Service
+from retriever.operations.observer import Operator
+from retriever.operations.web import Web, WebAddress
 from retriever.service.serving import start
+from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 

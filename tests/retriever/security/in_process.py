@@ -7,9 +7,9 @@ from functools import cache
 from threading import Thread
 from typing import Any, TypeVar
 
-from retriever.embedded import EmbeddedDrafter
 from retriever.security.protection import NO_PROTECTION, Protection
 from retriever.service.serving import start
+from retriever.sessions.embedded import EmbeddedDrafter
 
 _Result = TypeVar("_Result")
 

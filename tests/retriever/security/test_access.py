@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from retriever import AccessRefusedError, CredentialsError, InvalidRequestError
 from retriever.commands import app
-from retriever.security import private_files, tokens
+from retriever.security import access as tokens
+from retriever.security import private_files
 from retriever.security.access import add_certificate, add_token, read_access, remove
 from retriever.security.admission import Caller, Doorkeeper, token_in
 

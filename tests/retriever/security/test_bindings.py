@@ -9,13 +9,13 @@ import pytest
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from retriever import Credentials, DraftRequest, InvalidRequestError, RemoteDrafter
-from retriever.bindings import BoundPaths, parsed_bindings
-from retriever.embedded import EmbeddedDrafter
-from retriever.phrases import ListedPhrases
+from retriever.predict.phrases import ListedPhrases
 from retriever.security.access import add_token
-from retriever.sessions import SessionKey
+from retriever.sessions.bindings import BoundPaths, parsed_bindings
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.session_table import SessionKey
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.states import ids
+from tests.retriever.log.states import ids
 
 VOCABULARY = Vocabulary(1000, "ab" * 32)
 COMMON = [1, 2, 3, 4, 5, 6, 7, 8]

@@ -9,17 +9,18 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks import fuzz_bytes
-from benchmarks.byte_calls import METHODS, TENANTS, Call, CalledService, calls_in
-from benchmarks.byte_readers import readers
-from benchmarks.byte_seeds import seeds
-from benchmarks.fuzzing import CrashError, LeakError
-from retriever import forests, wire
-from retriever.pool import Pool
-from retriever.pools import Pools
+from benchmarks.fuzz import fuzz_bytes
+from benchmarks.fuzz.byte_calls import METHODS, TENANTS, Call, CalledService, calls_in
+from benchmarks.fuzz.byte_readers import readers
+from benchmarks.fuzz.byte_seeds import seeds
+from benchmarks.fuzz.fuzzing import CrashError, LeakError
+from retriever.predict.pool import Pool
+from retriever.replication import replicated_records as records
 from retriever.security.admission import Doorkeeper
+from retriever.sessions.pools import Pools
 from retriever.v1 import retriever_pb2 as pb
-from retriever.warmth import records
+from retriever.wire import messages as forests
+from retriever.wire import messages as wire
 
 ROUNDS = {"calls": 150, "headers": 300, "records": 100}
 

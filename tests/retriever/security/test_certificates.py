@@ -13,8 +13,14 @@ from cryptography.hazmat.primitives.serialization import (
 
 from retriever import CredentialsError, InsecureAddressError
 from retriever.security import private_files
-from retriever.security.protection import Protection, ProtectionFiles, is_local
-from retriever.security.tls import ServerTls, TlsFiles, read_tls
+from retriever.security.protection import (
+    Protection,
+    ProtectionFiles,
+    ServerTls,
+    TlsFiles,
+    is_local,
+    read_tls,
+)
 from tests.retriever.security.authorities import Signed, signed
 
 

@@ -25,19 +25,18 @@ from retriever import (
     RetrieverError,
     ShardedDrafter,
 )
-from retriever.embedded import EmbeddedDrafter
-from retriever.remote import credentials
-from retriever.remote.credentials import VARIABLES
+from retriever.client import credentials
+from retriever.client.credentials import VARIABLES
 from retriever.security import private_files
-from retriever.security.access import add_certificate, add_token, remove
+from retriever.security.access import add_certificate, add_token, name_of, new_token, remove
 from retriever.security.protection import Protection, ProtectionFiles
-from retriever.security.tokens import name_of, new_token
+from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.conftest import start_service, stop_service
+from tests.retriever.log.states import ids
 from tests.retriever.security.authorities import Signed, signed
 from tests.retriever.security.in_process import on_loop, serving
-from tests.retriever.states import ids
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from retriever import Credentials, DraftRequest, RemoteDrafter, TokenIds, UnknownSessionError
-from retriever.embedded import EmbeddedDrafter
-from retriever.generations import Generations, Output
-from retriever.generations_log.store import LogOptions
 from retriever.limits import Limits
+from retriever.log.log_store import LogOptions
+from retriever.predict.generations import Generations, Output
 from retriever.security.access import add_token
 from retriever.security.protection import Protection, ProtectionFiles
+from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
+from tests.retriever.log.states import drafter_on, ids, keep, kept, log_on, output
 from tests.retriever.security.in_process import serving
-from tests.retriever.states import drafter_on, ids, keep, kept, log_on, output
 
 Clients = dict[str, RemoteDrafter]
 

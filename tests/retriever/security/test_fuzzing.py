@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.fuzzing import Fuzzer, LeakError
-from benchmarks.raw_bytes import outcome_of, send_raw, send_to_socket
-from retriever.embedded import EmbeddedDrafter
-from retriever.pool import Pool
-from retriever.pools import Pools
+from benchmarks.fuzz.fuzzing import Fuzzer, LeakError
+from benchmarks.fuzz.raw_bytes import outcome_of, send_raw, send_to_socket
+from retriever.predict.pool import Pool
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.pools import Pools
 from retriever.v1 import retriever_pb2 as pb
 from tests.retriever.security.in_process import serving
 

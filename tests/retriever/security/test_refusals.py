@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from retriever import LimitExceededError, RemoteDrafter
-from retriever.embedded import EmbeddedDrafter
 from retriever.errors import InvalidRequestError, RetrieverError, StateError
 from retriever.limits import Limits
-from retriever.service.deleting import Deleting
-from retriever.sessions import SessionKey
+from retriever.service.servicer import Deleting
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.session_table import SessionKey
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from tests.retriever.log.states import drafter_on, ids
 from tests.retriever.security.in_process import serving
-from tests.retriever.states import drafter_on, ids
 
 LIMITS = Limits(
     max_sessions=9,

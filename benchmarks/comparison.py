@@ -1,0 +1,141 @@
+"""Writing down what a comparison measured: JSON, a table for people, and a plot."""
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.workloads import Workload
+from retriever.replay.factories import OWN
+
+PACKAGES: Final = ("numpy", "numba", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One drafter on one workload at one budget.
+
+    Attributes:
+        workload: its name.
+        drafter: its name.
+        budget: nodes that each tree might have.
+        tokens_per_step: mean, the model's own token included.
+        nodes_per_step: mean.
+        draft_us_p50: microseconds of a draft, median.
+        draft_us_p99: likewise, 99th percentile.
+    """
+
+    workload: str
+    drafter: str
+    budget: int
+    tokens_per_step: float
+    nodes_per_step: float
+    draft_us_p50: float
+    draft_us_p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All measurements of a run.
+
+    Attributes:
+        circumstances: machine, versions and load.
+        workloads: what each was made of.
+        measurements: in the order in which they were made.
+    """
+
+    circumstances: dict[str, Any]
+    workloads: list[dict[str, Any]]
+    measurements: list[Measurement]
+
+    def write(self, stem: Path) -> list[Path]:
+        """Write `stem` with `.json`, `.md` and `.png`; return the paths."""
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in ("json", "md", "png")]
+        paths[0].write_text(json.dumps(asdict(self), indent=1) + "\n")
+        paths[1].write_text(self.as_markdown())
+        self.plot(paths[2])
+        return paths
+
+    def as_markdown(self) -> str:
+        """Return a table for each workload, a row for each drafter, a column for each budget."""
+        stated = ", ".join(f"{name} {value}" for name, value in self.circumstances.items())
+        parts = [f"Tokens per step, and microseconds per draft (median). {stated}."]
+        for workload in _names(self.measurements, "workload"):
+            rows = [row for row in self.measurements if row.workload == workload]
+            budgets = _names(rows, "budget")
+            parts.append(f"\n## {workload}\n")
+            parts.append("| drafter | " + " | ".join(f"{b} nodes" for b in budgets) + " |")
+            parts.append("|---" * (len(budgets) + 1) + "|")
+            parts.extend(_row(rows, drafter) for drafter in _names(rows, "drafter"))
+        return "\n".join(parts) + "\n"
+
+    def plot(self, path: Path) -> None:
+        """Draw tokens per step, and microseconds below, against the budget."""
+        from matplotlib.figure import Figure  # noqa: PLC0415  (loading it takes a second)
+
+        workloads = _names(self.measurements, "workload")
+        figure = Figure(figsize=(5 * len(workloads) + 2, 7), layout="constrained")
+        axes = figure.subplots(2, len(workloads), squeeze=False, sharex=True, height_ratios=[3, 2])
+        for column, workload in enumerate(workloads):
+            rows = [row for row in self.measurements if row.workload == workload]
+            _draw(axes[0, column], rows, "tokens_per_step", workload)
+            _draw(axes[1, column], rows, "draft_us_p50", "")
+            axes[1, column].set(yscale="log", xlabel="nodes")
+            axes[1, column].yaxis.set_major_formatter("{x:.0f}")
+            axes[1, column].yaxis.set_minor_formatter("{x:.0f}")
+        axes[0, 0].set_ylabel("tokens per step")
+        axes[1, 0].set_ylabel("microseconds per draft, median")
+        lines, names = axes[0, 0].get_legend_handles_labels()
+        figure.legend(lines, names, loc="outside right upper")
+        figure.savefig(path, dpi=120)
+
+
+def circumstances() -> dict[str, Any]:
+    """Return the machine, the versions and how busy the machine is."""
+    return {
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+    }
+
+
+def describe(workload: Workload) -> dict[str, Any]:
+    """Return what a workload is made of."""
+    return {
+        "name": workload.name,
+        "traces": len(workload.traces),
+        "output_tokens": sum(len(trace.output) for trace in workload.traces),
+        "warm_outputs": len(workload.outputs),
+        "warm_tokens": sum(map(len, workload.outputs)),
+        "indexed_tokens": sum(index.num_tokens for index in workload.indexes),
+    }
+
+
+def _row(rows: Sequence[Measurement], drafter: str) -> str:
+    own = [row for row in rows if row.drafter == drafter]
+    cells = [f"{row.tokens_per_step:.2f} ({row.draft_us_p50:.0f} µs)" for row in own]
+    return f"| {drafter} | {' | '.join(cells)} |"
+
+
+def _draw(axes: Any, rows: Sequence[Measurement], figure: str, title: str) -> None:
+    for place, drafter in enumerate(_names(rows, "drafter")):
+        points = [(row.budget, getattr(row, figure)) for row in rows if row.drafter == drafter]
+        style = {"color": "black", "linewidth": 2.5} if drafter == OWN else {"color": f"C{place}"}
+        axes.plot(*zip(*points, strict=True), marker="o", label=drafter, **style)
+    budgets = _names(rows, "budget")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(budgets, [str(budget) for budget in budgets])
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+
+
+def _names(rows: Iterable[Measurement], attribute: str) -> list[Any]:
+    """Return the values of an attribute, each once, in order of appearance."""
+    return list(dict.fromkeys(getattr(row, attribute) for row in rows))

@@ -1,0 +1,39 @@
+"""What exactness tests found, as tables for people."""
+
+from typing import Any
+
+from benchmarks.exactness.scripted_target import SETTINGS
+from benchmarks.exactness.trials import RULES
+
+
+def tables(report: dict[str, Any]) -> str:
+    """Return Markdown: p-values by setting and rule, and the planted errors."""
+    draws = sum(case["draws"] for case in report["cases"])
+    names = [f"{kind}, {'coupled' if coupled else 'not coupled'}" for kind, coupled in RULES]
+    lines = [
+        "# Exactness under sampling",
+        "",
+        f"{len(report['cases'])} chi-square tests, {draws:,} draws in all.",
+        f"Smallest p after Holm's correction: {report['smallest_corrected_p']:.3f}.",
+        "",
+        "Uncorrected p, the smallest over the shapes of drafts, by kind of nodes and random",
+        "numbers; in brackets tokens per pass for mixed trees.",
+        "",
+        f"| setting | {' | '.join(names)} |",
+        f"|---{'|---' * len(names)}|",
+        *(_row(setting, report["cases"]) for setting in SETTINGS),
+        "",
+        "| planted error | p |",
+        "|---|---|",
+        *(f"| {error} | {found['p']:.1e} |" for error, found in report["planted"].items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(setting: str, cases: list[dict[str, Any]]) -> str:
+    cells = []
+    for rule in RULES:
+        found = [c for c in cases if (c["setting"], c["kind"], c["coupled"]) == (setting, *rule)]
+        mixed = [f" ({c['tokens_per_pass']:.2f})" for c in found if c["shape"] == "mixed"]
+        cells.append(f"{min((c['p'] for c in found), default=1.0):.3f}{''.join(mixed)}")
+    return f"| {setting} | {' | '.join(cells)} |"

@@ -1,0 +1,244 @@
+"""Bytes in the place of a service's calls, through all that stands around its calls.
+
+An input is a row of calls. A call is a byte that names its method, one for its tenant, two for
+the length of its message (little-endian), and the message. Calls of `DraftStream` that follow one
+another and are one tenant's are messages of one stream.
+"""
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import grpc
+import numpy as np
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from benchmarks.fuzz.call_context import DOCUMENT, CallContext, Details, Registered, check_response
+from benchmarks.fuzz.fuzzing import SECRETS, SESSION, VICTIM, CrashError, LeakError, integers_in
+from indexer.build import BuildOptions, build_from_tokens
+from indexer.reader import Index, Vocabulary
+from retriever.limits import Limits
+from retriever.operations.lifecycle import Lifecycle, Phase
+from retriever.operations.observer import Calls, Interceptor
+from retriever.security.access import add_token
+from retriever.security.admission import Admission, Doorkeeper
+from retriever.service.servicer import RetrieverServicer
+from retriever.service.serving import Reading
+from retriever.sessions.bindings import Bound
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.session_table import SessionKey
+from retriever.v1 import retriever_pb2 as pb
+from retriever.v1 import retriever_pb2_grpc as pb_grpc
+
+SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"]
+METHODS: Final = tuple(method.name for method in SERVICE.methods)
+TENANTS: Final = ("a", "b")
+PROMPT: Final = tuple(range(12))
+"""What the victim's output begins with, and others ask about."""
+
+LIMITS: Final = Limits(
+    max_sessions=12,
+    max_tenant_sessions=6,
+    idle_session_s=1e9,
+    max_sequence_tokens=1 << 10,
+    max_total_tokens=1 << 13,
+    max_tenant_tokens=1 << 12,
+    max_step_nodes=1 << 9,
+    max_batch=8,
+    generations_tokens=1 << 12,
+    max_tenant_deletions=1 << 30,
+)
+"""Small, so that inputs of a few hundred bytes reach them."""
+
+_HEAD: Final = struct.Struct("<BBH")
+
+
+class Call(NamedTuple):
+    """A call, or a message of a stream.
+
+    Attributes:
+        method: by its name.
+        tenant: who calls.
+        content: in the place of its message.
+    """
+
+    method: str
+    tenant: str
+    content: bytes
+
+    def __bytes__(self) -> bytes:
+        head = METHODS.index(self.method), TENANTS.index(self.tenant), len(self.content)
+        return _HEAD.pack(*head) + self.content
+
+
+def calls_in(data: bytes) -> Iterator[Call]:
+    """Yield the calls of an input; the last one may be cut."""
+    at = 0
+    while len(data) - at >= _HEAD.size:
+        method, tenant, length = _HEAD.unpack_from(data, at)
+        at += _HEAD.size
+        content = data[at : at + length]
+        at += length
+        yield Call(METHODS[method % len(METHODS)], TENANTS[tenant % len(TENANTS)], content)
+
+
+class Ended(NamedTuple):
+    """How a call ended: with responses, and a status."""
+
+    responses: list[Any]
+    code: grpc.StatusCode
+
+
+@dataclass
+class CalledService:
+    """A service in this process, without a network, with a victim among its tenants.
+
+    Args:
+        folder: takes the access file and the victim's index.
+
+    Attributes:
+        drafter: what answers.
+        headers: of each tenant's calls.
+    """
+
+    folder: Path
+    drafter: EmbeddedDrafter = field(init=False)
+    headers: dict[str, list[tuple[str, str]]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        access = self.folder / "access.jsonl"
+        access.unlink(missing_ok=True)
+        for tenant in (*TENANTS, VICTIM):
+            token = add_token(access, tenant)
+            self.headers[tenant] = [("authorization", f"Bearer {token}")]
+        self.drafter = _drafter_with_a_victim(self.folder)
+        lifecycle = Lifecycle()
+        lifecycle.phase = Phase.READY
+        self._around = [Interceptor(Calls(), lifecycle), Admission(Doorkeeper(access)), Reading()]
+        self._handlers: dict[str, Any] = {}
+        registered: Any = Registered(self._handlers)
+        pb_grpc.add_RetrieverServiceServicer_to_server(RetrieverServicer(self.drafter), registered)
+        self._loop = asyncio.new_event_loop()
+
+    def run(self, data: bytes) -> None:
+        """Make the calls of an input, and see what they leave.
+
+        Raises:
+            LeakError: an answer holds what is the victim's, or the victim's data changed.
+            CrashError: a call ended without a status of its own, or left a session behind.
+        """
+        calls = [call for call in calls_in(data) if not _holds_secrets(call)]
+        for (method, tenant), group in groupby(calls, key=lambda call: (call.method, call.tenant)):
+            contents = [call.content for call in group]
+            if method == "DraftStream":
+                self._stream(tenant, contents)
+            else:
+                for content in contents:
+                    self.call(method, [content], self.headers[tenant])
+        self.check_victim()
+        self._empty()
+
+    def call(self, method: str, contents: list[bytes], headers: list[tuple[str, Any]]) -> Ended:
+        """Make a call; return how it ended.
+
+        Raises:
+            LeakError, CrashError: see `run`.
+        """
+        ending = self._ended(method, contents, CallContext(headers))
+        return self._loop.run_until_complete(ending)
+
+    def check_victim(self) -> None:
+        """See that the victim has what it had.
+
+        Raises:
+            LeakError: it has not.
+        """
+        session = self.drafter._sessions._by_name.get(SessionKey(VICTIM, SESSION))  # noqa: SLF001
+        if session is None or len(session.databases.context) != len(PROMPT) + len(SECRETS):
+            raise LeakError("the victim's session is not as it was")
+        drafted = self.drafter.draft_context(PROMPT, 4, tenant=VICTIM).token_ids.tolist()
+        if SECRETS[0] not in drafted:
+            raise LeakError("the victim's outputs are gone")
+
+    def close(self) -> None:
+        """End it."""
+        self.drafter.shut_down()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    def _stream(self, tenant: str, contents: list[bytes]) -> None:
+        before = len(self.drafter._sessions)  # noqa: SLF001
+        self.call("DraftStream", contents, self.headers[tenant])
+        if len(self.drafter._sessions) > before:  # noqa: SLF001
+            raise CrashError("a stream left sessions behind")
+
+    def _empty(self) -> None:
+        """End the sessions of all but the victim; what is counted must be what there was."""
+        sessions = self.drafter._sessions  # noqa: SLF001
+        if len(sessions) > LIMITS.max_sessions:
+            raise CrashError(f"{len(sessions)} sessions are open, beyond the limit")
+        others = [item for tenant in TENANTS for item in sessions.of(tenant)]
+        self.drafter.discard(others)
+        if len(sessions) != 1 or sessions.num_tokens != len(PROMPT) + len(SECRETS):
+            raise CrashError(f"{len(sessions)} sessions of {sessions.num_tokens} tokens are left")
+
+    async def _ended(self, method: str, contents: list[bytes], context: CallContext) -> Ended:
+        handler = await self._handler(method)
+        responses: list[Any] = []
+        try:
+            if handler.request_streaming:
+                requests = _each(contents, handler.request_deserializer)
+                async for response in handler.stream_stream(requests, context):
+                    check_response(method, response)
+                    responses.append(response)
+            else:
+                request = handler.request_deserializer(contents[0])
+                responses.append(await handler.unary_unary(request, context))
+                check_response(method, responses[-1])
+        except aio.AbortError as error:
+            context.check(method, error)
+        return Ended(responses, context.status)
+
+    async def _handler(self, method: str) -> Any:
+        async def innermost(_: Any) -> Any:
+            return self._handlers[method]
+
+        answer: Callable[[Any], Any] = innermost
+        for interceptor in reversed(self._around):
+            answer = partial(interceptor.intercept_service, answer)
+        return await answer(Details(f"/{SERVICE.full_name}/{method}"))
+
+
+async def _each(contents: list[bytes], read: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+    for content in contents:
+        yield read(content)
+
+
+def _holds_secrets(call: Call) -> bool:
+    """Tell whether a message names the victim's tokens itself."""
+    name = next(each.input_type.name for each in SERVICE.methods if each.name == call.method)
+    try:
+        message = getattr(pb, name).FromString(call.content)
+    except DecodeError:
+        return False
+    return not set(SECRETS).isdisjoint(integers_in(message))
+
+
+def _drafter_with_a_victim(folder: Path) -> EmbeddedDrafter:
+    """Return a drafter; a tenant has outputs, an open session and an index of its own."""
+    vocabulary = Vocabulary(SECRETS[-1] + 1, "ab" * 32)
+    secret = np.array([*PROMPT, *SECRETS], np.int32)
+    path = folder / "index"
+    build_from_tokens([(DOCUMENT, secret.tolist())], path, vocabulary, BuildOptions(overwrite=True))
+    bound = {VICTIM: Bound([Index.open(path)])}
+    drafter = EmbeddedDrafter(vocabulary=vocabulary, limits=LIMITS, bound=bound)
+    drafter.warm()
+    drafter.remember(secret, tenant=VICTIM)
+    drafter.begin(SessionKey(VICTIM, SESSION), drafter.prepare(secret, tenant=VICTIM))
+    return drafter

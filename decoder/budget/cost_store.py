@@ -1,0 +1,208 @@
+"""Costs that were measured before, kept on the machine that they were measured on."""
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import version
+from itertools import pairwise
+from logging import getLogger
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final
+
+import platformdirs
+import torch
+from transformers import PreTrainedModel
+
+from decoder.budget.costs import CostSurface, measure_costs, still_holds
+from decoder.model.target import Target
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def cpu_name() -> str:
+    """Return the processor's name as the system knows it; empty where it does not."""
+    with suppress(OSError):
+        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def device_name(device: torch.device) -> str:
+    """Return what kind of device it is, and which one where torch knows more than that."""
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    return device.type
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the machine as plain values."""
+    return {
+        "architecture": platform.machine(),
+        "cpu": cpu_name(),
+        "num_cpus": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of what computes."""
+    names = ("foredraft", "torch", "transformers")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+DIRECTORY_VARIABLE: Final = "FOREDRAFT_CACHE"
+NOWHERE: Final = "none"
+"""As a directory's name: keep nothing."""
+
+_log = getLogger(__name__)
+_FORMAT: Final = 1
+_UNSPECIFIC: Final = ("_name_or_path", "name_or_path", "transformers_version")
+
+Key = dict[str, Any]
+"""All that costs depend on, as values for JSON."""
+
+
+def store_at(stated: str | None) -> "CostStore | None":
+    """Return the store in a directory, none for "none".
+
+    Args:
+        stated: the directory; `None` for that in `FOREDRAFT_CACHE`, or else a directory of the
+            user's for caches.
+    """
+    stated = stated or os.environ.get(DIRECTORY_VARIABLE)
+    if stated == NOWHERE:
+        return None
+    return CostStore(Path(stated or platformdirs.user_cache_dir("foredraft", appauthor=False)))
+
+
+def key_of(model: PreTrainedModel) -> Key:
+    """Return what the costs of a model's passes depend on.
+
+    The kinds of its modules are among it, since those may have been replaced by quicker ones.
+    """
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSPECIFIC}
+    stated = json.dumps(config, sort_keys=True, default=str).encode()
+    return {
+        "architecture": type(model).__name__,
+        "config": sha256(stated).hexdigest(),
+        "modules": sorted({type(module).__name__ for module in model.modules()}),
+        "dtype": str(model.dtype),
+        "device": device_name(model.device),
+        "attention": str(model.config._attn_implementation),  # noqa: SLF001  no public name
+        "machine": describe_machine(),
+        "versions": versions(),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class CostStore:
+    """A directory with a small JSON file for each key.
+
+    What cannot be read or written is logged and costs a measurement, never more.
+
+    Attributes:
+        directory: where the files are; it is made when the first is written.
+    """
+
+    directory: Path
+
+    def load(self, key: Key) -> CostSurface | None:
+        """Return what is kept for a key, `None` where there is nothing or nothing sound."""
+        path = self._path(key)
+        try:
+            return _surface(json.loads(path.read_bytes()), key)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            _log.warning("costs in %s are of no use and will be measured: %r", path, error)
+            return None
+
+    def save(self, key: Key, surface: CostSurface) -> None:
+        """Keep what was measured for a key; nobody ever sees half a file."""
+        text = json.dumps(
+            {
+                "format": _FORMAT,
+                "key": key,
+                "contexts": surface.contexts,
+                "widths": surface.widths,
+                "seconds": surface.seconds,
+            },
+            indent=1,
+        )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _replace(self._path(key), text)
+        except OSError as error:
+            _log.warning("measured costs cannot be kept: %s", error)
+
+    def _path(self, key: Key) -> Path:
+        digest = sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        return self.directory / f"cost-{digest[:24]}.json"
+
+
+def known_costs(
+    target: Target,
+    model: PreTrainedModel,
+    store: CostStore | None,
+    measure: Callable[[Target], CostSurface] = measure_costs,
+) -> CostSurface:
+    """Return what passes of a target cost, from a store where that still holds, else measured.
+
+    Logs that it measures, which takes seconds.
+
+    Args:
+        target: whose passes; a sequence in progress is lost.
+        model: the target's.
+        store: where costs are kept; `None` to measure always.
+        measure: how.
+    """
+    if store is None:
+        _log.info("measuring what passes cost")
+        return measure(target)
+    key = key_of(model) | {"packed": target.packed_bytes > 0, "padded": target.pads_passes}
+    surface = store.load(key)
+    if surface is not None and still_holds(target, surface):
+        return surface
+    why = "once on this machine" if surface is None else "as they no longer take what they took"
+    _log.info("measuring what passes cost, %s", why)
+    surface = measure(target)
+    store.save(key, surface)
+    return surface
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file beside another and put it in its place."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".cost-")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _surface(content: dict[str, Any], key: Key) -> CostSurface:
+    """Return a checked surface.
+
+    Raises:
+        ValueError, KeyError or TypeError: it is not one, or another key's.
+    """
+    if content["format"] != _FORMAT or content["key"] != json.loads(json.dumps(key)):
+        raise ValueError("written for something else")
+    contexts = tuple(map(int, content["contexts"]))
+    widths = tuple(map(int, content["widths"]))
+    seconds = tuple(tuple(map(float, row)) for row in content["seconds"])
+    rising = all(low < high for axis in (contexts, widths) for low, high in pairwise(axis))
+    whole = len(seconds) == len(contexts) and all(len(row) == len(widths) for row in seconds)
+    sound = all(isfinite(s) and s > 0 for row in seconds for s in row)
+    if not (contexts and rising and whole and sound and widths[:1] == (1,) and contexts[0] >= 0):
+        raise ValueError("not a table of costs")
+    return CostSurface(contexts, widths, seconds)

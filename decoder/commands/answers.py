@@ -1,0 +1,237 @@
+"""Answering prompts one after the other, and showing what comes of it."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
+from decoder.commands.prompts import Prompt
+from decoder.commands.trace import TraceWriter
+from decoder.errors import DecoderError, TraceFileError
+from decoder.loop import Decoder
+from decoder.model.pretrained import LanguageModel
+from decoder.observation import Statistics, counted
+from decoder.sampling.constraint import Grammar
+from indexer.errors import IndexerError, reason_of
+from retriever.errors import RetrieverError
+
+
+@dataclass(slots=True)
+class Endings:
+    """Counts answers, and those that ended because a limit was reached.
+
+    Attributes:
+        max_new_tokens: the limit that was asked for.
+        pattern: what answers match once they are whole, if anything.
+        num_answers: all of them.
+        num_limited: those with so many tokens as were asked for.
+        num_full: those that filled the room that the model has for prompt and output.
+        num_unmatched: those of both whose pattern was not complete.
+    """
+
+    max_new_tokens: int
+    pattern: Grammar | None = None
+    num_answers: int = 0
+    num_limited: int = 0
+    num_full: int = 0
+    num_unmatched: int = 0
+
+    def count(self, result: Answer) -> None:
+        """Count an answer in."""
+        self.num_answers += 1
+        if result.finish_reason is not FinishReason.LENGTH:
+            return
+        if len(result.token_ids) < self.max_new_tokens:
+            self.num_full += 1
+        else:
+            self.num_limited += 1
+        if self.pattern is not None and not self.pattern.is_match(result.token_ids):
+            self.num_unmatched += 1
+
+    def summary(self) -> str:
+        """Return what is to be told behind the figures; nothing where no limit was reached."""
+        limit = counted(self.max_new_tokens, "token")
+        parts = [
+            self._told(self.num_limited, f"ended at the limit of {limit}"),
+            self._told(self.num_full, "ended at the model's limit for prompt and output"),
+            self._told(self.num_unmatched, "broke off before the pattern was complete"),
+        ]
+        return "".join(f"; {part}" for part in parts if part)
+
+    def _told(self, count: int, what: str) -> str:
+        share = "" if self.num_answers == 1 else f"{count} of {self.num_answers} answers "
+        return f"{share}{what}" if count else ""
+
+
+FORESEEN = (DecoderError, RetrieverError, IndexerError, MemoryError, torch.OutOfMemoryError)
+"""Errors that tell a user what to do; others are ours to mend, and are shown with their place."""
+
+_HEADING_CHARACTERS = 72
+
+
+class Printer:
+    """Shows answers on standard output, and figures and errors on standard error.
+
+    Args:
+        as_json: print an object a line instead of texts.
+        is_single: there is one prompt, which was not read from a file.
+        num_prompts: how many there are.
+    """
+
+    def __init__(self, *, as_json: bool, is_single: bool, num_prompts: int) -> None:
+        self._as_json = as_json
+        self.is_single = is_single
+        self._num_prompts = num_prompts
+
+    def piece(self, text: str) -> None:
+        """Show a part of an answer's text at once, where it streams."""
+        if self.is_single and not self._as_json:
+            typer.echo(text, nl=False)
+
+    def answer(self, number: int, prompt: Prompt, result: Answer) -> None:
+        """Show an answer that has ended, whole or not."""
+        if self._as_json:
+            self._print_json(prompt, result.report())
+        elif self.is_single:
+            typer.echo()
+        else:
+            self._print_block(number, prompt, result.text)
+
+    def failure(self, number: int, prompt: Prompt, error: Exception) -> None:
+        """Show that a prompt has no answer, or only a part of one."""
+        if self._as_json:
+            reason = {"finish_reason": FinishReason.ERROR.value, "error": reason_of(error)}
+            self._print_json(prompt, {"text": "", "token_ids": [], **reason})
+        else:
+            self._print_block(number, prompt, "")
+        self.error(number, prompt, error)
+
+    def error(self, number: int, prompt: Prompt, error: Exception) -> None:
+        """Say on standard error what went wrong with a prompt."""
+        place = "" if self.is_single else f"prompt {number} (line {prompt.line}): "
+        typer.echo(f"error: {place}{reason_of(error)}", err=True)
+
+    def statistics(self, total: Statistics, endings: Endings) -> None:
+        """Show the figures of all answers, and which ended at a limit."""
+        typer.echo(total.summary() + endings.summary(), err=True)
+
+    def _print_json(self, prompt: Prompt, report: dict[str, Any]) -> None:
+        about = {"line": prompt.line, "category": prompt.category, "prompt": prompt.text}
+        typer.echo(json.dumps(report if self.is_single else {**about, **report}))
+
+    def _print_block(self, number: int, prompt: Prompt, text: str) -> None:
+        heading = " ".join(prompt.text.split())
+        if len(heading) > _HEADING_CHARACTERS:
+            heading = heading[:_HEADING_CHARACTERS] + "…"
+        typer.echo(f"[{number}/{self._num_prompts}] {heading}\n{text}\n")
+
+
+class Answerer:
+    """Answers prompts in turn; one that fails is reported, and the others go on.
+
+    Args:
+        decoder: made for the model.
+        language_model: whose answers these are.
+        options: of every answer.
+        printer: shows them.
+        writer: writes every pass, if wanted.
+        interruption: ends the answers.
+        pattern: what whole answers match, if anything.
+
+    Attributes:
+        num_failed: prompts without a whole answer.
+        is_interrupted: whether Ctrl-C ended it.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        language_model: LanguageModel,
+        options: AnswerOptions,
+        printer: Printer,
+        *,
+        writer: TraceWriter | None,
+        interruption: Interruption,
+        pattern: Grammar | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self._language_model = language_model
+        self._options = options
+        self._printer = printer
+        self._writer = writer
+        self._interruption = interruption
+        self._endings = Endings(options.max_new_tokens, pattern)
+        self.num_failed = 0
+        self.is_interrupted = False
+
+    def run(self, prompts: Sequence[Prompt]) -> None:
+        """Answer all of them, and print the figures.
+
+        Raises:
+            DecoderError, RetrieverError, IndexerError: the only prompt failed, or the trace did.
+        """
+        total = Statistics()
+        try:
+            with _bar(len(prompts)) as bar:
+                for number, prompt in enumerate(bar.track(prompts, description="prompts"), 1):
+                    self._answer(number, prompt, total)
+                    if self.is_interrupted:
+                        break
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+        finally:
+            if total.num_passes or self.is_interrupted:
+                self._printer.statistics(total, self._endings)
+
+    def _answer(self, number: int, prompt: Prompt, total: Statistics) -> None:
+        try:
+            result = self._answered(number, prompt)
+        except FORESEEN as error:
+            if self._printer.is_single:
+                raise
+            self._printer.failure(number, prompt, error)
+            self.num_failed += 1
+            return
+        total.add(result.statistics)
+        self._endings.count(result)
+        self._printer.answer(number, prompt, result)
+        self.is_interrupted = result.finish_reason is FinishReason.INTERRUPTED
+        if result.error is not None:
+            self._report(number, prompt, result.error)
+
+    def _answered(self, number: int, prompt: Prompt) -> Answer:
+        return answer(
+            self._decoder,
+            self._language_model,
+            prompt.text,
+            self._options,
+            on_text=self._printer.piece,
+            observer=None if self._writer is None else self._writer.observer(number),
+            interruption=self._interruption,
+        )
+
+    def _report(self, number: int, prompt: Prompt, error: Exception) -> None:
+        """Go on after what concerns this prompt alone."""
+        concerns_all = isinstance(error, TraceFileError) or not isinstance(error, FORESEEN)
+        if concerns_all or self._printer.is_single:
+            raise error
+        self._printer.error(number, prompt, error)
+        self.num_failed += 1
+
+
+def _bar(num_prompts: int) -> Progress:
+    """Return a bar for standard error, which shows itself where that is a terminal."""
+    console = Console(stderr=True)
+    return Progress(
+        console=console,
+        disable=num_prompts == 1 or not console.is_terminal,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+    )

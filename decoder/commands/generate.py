@@ -1,0 +1,212 @@
+"""Answering one prompt: text as it comes, and figures at the end."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from decoder.loop import Decoder, Generation
+from decoder.model.pretrained import LanguageModel
+from decoder.observation import Observer, Statistics
+from decoder.stopping import StoppableText, StopStrings
+from indexer.errors import reason_of
+
+
+class Interruption:
+    """Turns the first Ctrl-C during a step into a request to stop behind it.
+
+    So what is shown, what is counted and what the drafter is told agree. A second one raises
+    KeyboardInterrupt wherever it comes.
+
+    Attributes:
+        is_requested: whether to stop.
+        is_deferred: whether Ctrl-C is a request now, and no exception.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self.is_deferred = False
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Answer Ctrl-C for the block's time; in the main thread only."""
+        previous = signal.signal(signal.SIGINT, self._handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """End the deferring with the block."""
+        try:
+            yield
+        finally:
+            self.is_deferred = False
+
+    def _handle(self, *_: object) -> None:
+        if not self.is_deferred or self.is_requested:
+            raise KeyboardInterrupt
+        self.is_requested = True
+
+
+class FinishReason(StrEnum):
+    """Why there is no more of an answer."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    INTERRUPTED = "interrupted"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was generated for a prompt, whole or as far as it came.
+
+    Attributes:
+        text: what was generated, without special tokens, up to the stop string.
+        token_ids: the same as tokens, the stop token included; the last one may hold (the end
+            of) the stop string.
+        statistics: what it took.
+        finish_reason: why it ended.
+        stop_string: the one that ended it.
+        error: what ended it.
+    """
+
+    text: str
+    token_ids: list[int]
+    statistics: Statistics
+    finish_reason: FinishReason
+    stop_string: str | None = None
+    error: Exception | None = None
+
+    def report(self) -> dict[str, Any]:
+        """Return the answer and its figures as plain values."""
+        found = {} if self.stop_string is None else {"stop_string": self.stop_string}
+        failed = {} if self.error is None else {"error": reason_of(self.error)}
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason.value,
+            **found,
+            **failed,
+            **self.statistics.report(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """How long an answer gets, and who may use it.
+
+    Attributes:
+        max_new_tokens: most tokens to generate.
+        stop_strings: what ends the text.
+        include_stop: whether the text ends behind a stop string instead of before it.
+        remember: whether the drafter may use the answer for later ones.
+    """
+
+    max_new_tokens: int
+    stop_strings: StopStrings = field(default_factory=StopStrings)
+    include_stop: bool = False
+    remember: bool = True
+
+
+def answer(
+    decoder: Decoder,
+    language_model: LanguageModel,
+    prompt: str,
+    options: AnswerOptions,
+    *,
+    on_text: Callable[[str], object] = lambda _: None,
+    observer: Observer | None = None,
+    interruption: Interruption | None = None,
+) -> Answer:
+    """Generate an answer to a prompt; what ends it early leaves the text so far.
+
+    Args:
+        decoder: made for this model.
+        language_model: whose tokenizer reads the prompt and writes the answer.
+        prompt: a user's message, or the beginning of a text where there is no chat template.
+        options: when to stop.
+        on_text: is called with each piece of text as soon as it is certain.
+        observer: is shown every pass.
+        interruption: ends the answer between two passes.
+
+    Raises:
+        InvalidPromptError: the prompt is empty or too long for the model.
+    """
+    text = StoppableText(
+        language_model.tokenizer, options.stop_strings, include=options.include_stop
+    )
+    generation = decoder.generate(
+        language_model.encode(prompt),
+        options.max_new_tokens,
+        remember=options.remember,
+        stop_rule=text,
+        observer=observer,
+    )
+    answering = _Answering(generation, text, on_text, interruption or Interruption())
+    error = answering.run()
+    return Answer(
+        "".join(answering.pieces),
+        answering.token_ids,
+        generation.statistics,
+        _reason(answering, decoder, error),
+        text.found,
+        error if isinstance(error, Exception) else None,
+    )
+
+
+class _Answering:
+    """A generation on its way to text."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        text: StoppableText,
+        on_text: Callable[[str], object],
+        interruption: Interruption,
+    ) -> None:
+        self._steps: Any = iter(generation)
+        self._on_text = on_text
+        self.text = text
+        self.interruption = interruption
+        self.token_ids: list[int] = []
+        self.pieces: list[str] = []
+
+    def run(self) -> Exception | KeyboardInterrupt | None:
+        """Go on to the end, and return what brought it about if it came too early."""
+        error: Exception | KeyboardInterrupt | None = None
+        try:
+            self._decode()
+        except BrokenPipeError:
+            raise  # nobody reads on
+        except (Exception, KeyboardInterrupt) as failure:  # noqa: BLE001  is told with the text
+            error = failure
+        self._emit(self.text.finish())
+        return error
+
+    def _decode(self) -> None:
+        with closing(self._steps) as steps, self.interruption.between_steps():
+            for tokens in steps:
+                self.interruption.is_deferred = True  # the prompt's pass may take long
+                self.token_ids.extend(tokens)
+                self._emit(self.text.take())
+                if self.interruption.is_requested:
+                    break
+
+    def _emit(self, piece: str) -> None:
+        self.pieces.append(piece)
+        self._on_text(piece)
+
+
+def _reason(answering: _Answering, decoder: Decoder, error: BaseException | None) -> FinishReason:
+    if isinstance(error, Exception):
+        return FinishReason.ERROR
+    if error is not None or answering.interruption.is_requested:
+        return FinishReason.INTERRUPTED
+    if answering.text.found is not None or decoder.stop_ids.intersection(answering.token_ids[-1:]):
+        return FinishReason.STOP
+    return FinishReason.LENGTH

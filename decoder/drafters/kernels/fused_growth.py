@@ -1,0 +1,127 @@
+"""Growing one tree from what all sources say, the most probable candidate first."""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decoder.drafters.kernels.forest import Forest, step_down
+from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
+from decoder.drafters.kernels.siblings import Hints, Siblings, gather, score, set_of
+from retriever.kernels.compiling import kernel
+from retriever.kernels.tree_growth import candidate_of, pop, push
+from retriever.kernels.tree_growth import key_of as rank_key
+
+MAX_CANDIDATES: Final = 1 << 13
+
+
+class Growth(NamedTuple):
+    """The tree that grows, and what is considered for it.
+
+    Attributes:
+        tokens: int32[B], the tree's.
+        parents: int32[B].
+        probabilities: float32[B].
+        sources: uint8[B].
+        places: int32[1 + B, trees], where each given tree has a node; row 0 is the root.
+        contexts: int32[1 + B, NUM_ORDERS], the last tokens at a node, the latest first.
+        candidates: int32[C, 3], token, parent and source of what was considered.
+        beliefs: float32[C], how probable it is.
+        heap: int64[C].
+    """
+
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    probabilities: NDArray[np.float32]
+    sources: NDArray[np.uint8]
+    places: NDArray[np.int32]
+    contexts: NDArray[np.int32]
+    candidates: NDArray[np.int32]
+    beliefs: NDArray[np.float32]
+    heap: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, num_trees: int, max_nodes: int) -> "Growth":
+        """Return room for a tree of so many nodes, from so many given ones."""
+        return cls(
+            np.zeros(max_nodes, np.int32),
+            np.zeros(max_nodes, np.int32),
+            np.zeros(max_nodes, np.float32),
+            np.zeros(max_nodes, np.uint8),
+            np.zeros((1 + max_nodes, num_trees), np.int32),
+            np.zeros((1 + max_nodes, NUM_ORDERS), np.int32),
+            np.zeros((MAX_CANDIDATES, 3), np.int32),
+            np.zeros(MAX_CANDIDATES, np.float32),
+            np.zeros(MAX_CANDIDATES, np.int64),
+        )
+
+
+@kernel()
+def grow(
+    growth: Growth,
+    siblings: Siblings,
+    forest: Forest,
+    table: Table,
+    weights: NDArray[np.float64],
+    hints: Hints,
+    budget: int,
+    min_probability: float,
+    table_source: int,
+) -> int:
+    """Grow a tree of at most `budget` nodes and return how many it has.
+
+    Row 0 of `growth.places` and `growth.contexts` is set by the caller.
+
+    Args:
+        growth: filled.
+        siblings: scratch.
+        forest: the given trees.
+        table: the recycled logits.
+        weights: float64[NUM_SETS, S + 1, NUM_WEIGHTS].
+        hints: for the root's children.
+        budget: most nodes.
+        min_probability: nodes less probable than this are left out.
+        table_source: the `Source` of what only the table or a hint names.
+    """
+    num_trees = growth.places.shape[1]
+    nothing = Hints(hints.tokens[:0], hints.log_odds[:0])
+    size, considered, waiting, above = 0, 0, 0, 1.0
+    while size < budget:
+        said = hints if size == 0 else nothing
+        places, context = growth.places[size], growth.contexts[size]
+        count = gather(siblings, forest, places, table, context, said, table_source)
+        total = score(siblings, count, weights[set_of(siblings.known, num_trees)])
+        scale = above / max(total, 1.0)
+        for candidate in range(count):
+            belief = siblings.probabilities[candidate] * scale
+            if belief < min_probability or considered == MAX_CANDIDATES:
+                continue
+            growth.candidates[considered, 0] = siblings.tokens[candidate]
+            growth.candidates[considered, 1] = size - 1
+            growth.candidates[considered, 2] = siblings.sources[candidate]
+            growth.beliefs[considered] = belief
+            push(growth.heap, waiting, rank_key(belief, considered))
+            considered += 1
+            waiting += 1
+        if waiting == 0:
+            break
+        _take(growth, forest, size, candidate_of(pop(growth.heap, waiting)))
+        waiting -= 1
+        above = np.float64(growth.probabilities[size])
+        size += 1
+    return size
+
+
+@kernel()
+def _take(growth: Growth, forest: Forest, node: int, candidate: int) -> None:
+    """Let a candidate join the tree as its node number `node`."""
+    token, parent = growth.candidates[candidate, 0], growth.candidates[candidate, 1]
+    growth.tokens[node] = token
+    growth.parents[node] = parent
+    growth.probabilities[node] = growth.beliefs[candidate]
+    growth.sources[node] = growth.candidates[candidate, 2]
+    row, above = node + 1, parent + 1
+    step_down(forest, growth.places[above], growth.places[row], token)
+    growth.contexts[row, 0] = token
+    for order in range(1, NUM_ORDERS):
+        growth.contexts[row, order] = growth.contexts[above, order - 1]

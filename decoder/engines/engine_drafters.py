@@ -1,0 +1,143 @@
+"""The drafter that an engine's settings ask for, as far as it can be had.
+
+An engine must start and run whatever is wrong with its drafts: what cannot be opened is left out,
+and the log says so, once.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from logging import getLogger
+from pathlib import Path
+from typing import Final
+
+from decoder.engines.engine_options import EngineSettings
+from indexer.errors import IndexerError
+from indexer.reader import Index, Vocabulary
+from retriever.client.credentials import Credentials, open_channel
+from retriever.client.resilient import ResilientDrafter
+from retriever.client.sharded import connect
+from retriever.drafter import Drafter
+from retriever.errors import RetrieverError
+from retriever.limits import Limits
+from retriever.predict.phrases import ListedPhrases
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.wire.messages import CLIENT_OPTIONS
+
+_log = getLogger(__name__)
+
+DEADLINE_S: Final = 0.02
+"""How long a step waits for drafts if nothing else is said, in seconds."""
+
+_CONNECT_S: Final = 2.0
+
+Encode = Callable[[str], Sequence[int]]
+"""Turns a text into tokens, none of them special."""
+
+
+def open_drafter(
+    settings: EngineSettings, vocabulary: Vocabulary | None, encode: Encode | None
+) -> Drafter:
+    """Return a drafter, compiled or connected.
+
+    Args:
+        settings: where drafts come from.
+        vocabulary: of the engine's tokenizer. None where it is not known: then neither an index
+            nor listed phrases can be trusted, and are left out.
+        encode: of that tokenizer.
+
+    Raises:
+        CredentialsError: what to show to a service cannot be read.
+        InvalidRequestError: a service is named twice.
+    """
+    if len(settings.server) > 1:
+        return _sharded(settings, vocabulary)
+    embedded = _embedded(settings, vocabulary, encode)
+    return _resilient(settings, vocabulary, embedded) if settings.server else embedded
+
+
+def _resilient(
+    settings: EngineSettings, vocabulary: Vocabulary | None, local: EmbeddedDrafter
+) -> ResilientDrafter:
+    drafter = ResilientDrafter(
+        settings.server,
+        deadline_s=settings.deadline_s,
+        local=local,
+        vocabulary_fingerprint=_fingerprint(vocabulary),
+        open_channel=partial(
+            open_channel, credentials=_credentials(settings), options=CLIENT_OPTIONS
+        ),
+    )
+    if not drafter.wait(_CONNECT_S):
+        _log.warning("no drafts from %s for now: it cannot be reached", settings.server[0])
+    return drafter
+
+
+def _sharded(settings: EngineSettings, vocabulary: Vocabulary | None) -> Drafter:
+    return connect(
+        settings.server,
+        deadline_s=settings.deadline_s or DEADLINE_S,
+        vocabulary_fingerprint=_fingerprint(vocabulary),
+        credentials=_credentials(settings),
+    )
+
+
+def _embedded(
+    settings: EngineSettings, vocabulary: Vocabulary | None, encode: Encode | None
+) -> EmbeddedDrafter:
+    make = partial(
+        EmbeddedDrafter,
+        _indexes(settings.index, vocabulary),
+        vocabulary=vocabulary,
+        limits=Limits(generations_tokens=settings.generations_tokens, idle_session_s=math.inf),
+        durability=settings.durability,
+        phrases=_phrases(settings.phrases, vocabulary, encode),
+        refresh_s=settings.refresh if settings.index else 0.0,
+    )
+    try:
+        drafter = make(state=settings.state)
+    except RetrieverError as error:  # its folder is in use, full, or of another tokenizer
+        _log.warning("outputs are kept in memory only: %s", error)
+        drafter = make(state=None)
+    drafter.warm()
+    return drafter
+
+
+def _indexes(paths: Sequence[Path], vocabulary: Vocabulary | None) -> list[Index]:
+    """Open the indexes of a vocabulary; say which are left out, and why."""
+    opened = []
+    for path in paths:
+        if vocabulary is None:
+            _log.warning("no drafts from %s: the engine's tokenizer is not known", path)
+            continue
+        try:
+            opened.append(Index.open(path, vocabulary=vocabulary))
+        except (IndexerError, OSError) as error:
+            _log.warning("no drafts from %s: %s", path, error)
+    return opened
+
+
+def _phrases(
+    paths: Sequence[Path], vocabulary: Vocabulary | None, encode: Encode | None
+) -> ListedPhrases | None:
+    if not paths:
+        return None
+    if vocabulary is None or encode is None:
+        _log.warning("no listed phrases: the engine's tokenizer is not known")
+        return None
+    try:
+        return ListedPhrases.load(paths, encode, vocabulary.size)
+    except RetrieverError as error:
+        _log.warning("no listed phrases: %s", error)
+        return None
+
+
+def _credentials(settings: EngineSettings) -> Credentials | None:
+    if settings.credentials is not None:
+        return Credentials.from_file(settings.credentials)
+    return Credentials.from_environment(os.environ)
+
+
+def _fingerprint(vocabulary: Vocabulary | None) -> str:
+    return "" if vocabulary is None else vocabulary.fingerprint

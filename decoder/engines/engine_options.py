@@ -1,0 +1,211 @@
+"""What adapters share: tested versions, vocabularies, chains, and an engine's settings."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from logging import getLogger
+from pathlib import Path
+from typing import Annotated, Final
+
+import numpy as np
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from indexer.reader import Vocabulary
+from retriever.client.strict import RemoteDrafter
+from retriever.drafter import Drafter
+from retriever.errors import RetrieverError, SettingsError, VocabularyMismatchError
+from retriever.log.log_store import Durability
+from retriever.operations.resolving import resolve, variable_of
+from retriever.operations.settings import Settings
+from retriever.tree import DraftTree
+
+_log = getLogger(__name__)
+_UNKNOWN: Final = "of an unknown version"
+_told: set[tuple[str, str]] = set()
+
+
+def check_version(tested: str, *distributions: str) -> bool:
+    """Tell whether an engine is of a version that its adapter was tested with.
+
+    One that is not is used all the same; the log says so once, with the range.
+
+    Args:
+        tested: the range, such as `>=5.0,<6`; releases before a final one count as they are.
+        distributions: names under which the engine is installed, the first that is there counts.
+    """
+    name, found = _installed(distributions)
+    is_tested = _is_within(found, tested)
+    if not is_tested and (name, tested) not in _told:
+        _told.add((name, tested))
+        _log.warning("drafts were tested with %s %s, and this is %s", name, tested, found)
+    return is_tested
+
+
+def _installed(distributions: tuple[str, ...]) -> tuple[str, str]:
+    for name in distributions:
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return distributions[0], _UNKNOWN
+
+
+def _is_within(found: str, tested: str) -> bool:
+    try:
+        return SpecifierSet(tested).contains(found, prereleases=True)
+    except InvalidVersion:
+        return False
+
+
+def vocabulary_of_drafter(drafter: Drafter) -> Vocabulary | None:
+    """Return the vocabulary that a drafter has tokens of; `None` where it does not say.
+
+    A service is asked for its indexes; one that is away, or has none, says nothing.
+    """
+    stated = getattr(drafter, "vocabulary", None)  # as the embedded drafter does
+    if isinstance(stated, Vocabulary):
+        return stated
+    if isinstance(drafter, RemoteDrafter):
+        with suppress(RetrieverError):
+            for index in drafter.list_indexes():
+                return Vocabulary(index.vocabulary_size, index.vocabulary_fingerprint)
+    return None
+
+
+def checked_vocabulary_size(
+    drafter: Drafter, model_vocabulary: int, own: Vocabulary | None = None
+) -> int | None:
+    """Return the size of the vocabulary that a drafter knows; `None` where nobody says.
+
+    Args:
+        drafter: whose tokens are compared.
+        model_vocabulary: tokens that the model has embeddings for.
+        own: of the model's tokenizer, where that is known.
+
+    Raises:
+        VocabularyMismatchError: the drafter is for another tokenizer.
+    """
+    theirs = vocabulary_of_drafter(drafter)
+    if theirs is None:
+        return None if own is None else own.size
+    if own is not None and own.fingerprint != theirs.fingerprint:
+        raise VocabularyMismatchError(
+            f"drafts are for a tokenizer of {theirs.size} tokens ({theirs.fingerprint[:12]}…), "
+            f"the model's has {own.size} ({own.fingerprint[:12]}…): "
+            "draft from an index built with the model's own tokenizer"
+        )
+    if theirs.size > model_vocabulary:
+        _log.warning(
+            "drafts are for a tokenizer of %d tokens, but the model knows %d: it seems to be "
+            "another tokenizer's, so drafts will hardly be accepted",
+            theirs.size,
+            model_vocabulary,
+        )
+    return theirs.size
+
+
+def chain_for(tree: DraftTree, max_tokens: int, model_vocabulary: int) -> DraftTree:
+    """Return the best chain of a tree, up to the first token that a model does not have.
+
+    Args:
+        tree: a draft.
+        max_tokens: most tokens of the chain.
+        model_vocabulary: how many tokens the model has; an engine may end at any other.
+    """
+    chain = tree.best_chain(max_tokens)
+    unknown = np.flatnonzero((chain.token_ids < 0) | (chain.token_ids >= model_vocabulary))
+    return chain.prefix(int(unknown[0])) if len(unknown) else chain
+
+
+class EngineSettings(BaseModel):
+    """Where drafts come from inside an engine, and what they may cost.
+
+    A field `name` is the key `name` of a TOML file, which `FOREDRAFT_CONFIG` names, and the
+    environment variable `FOREDRAFT_NAME`; lists are written as `PATH` is. A name that a service's
+    settings have means the same here.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    index: Annotated[list[Path], Field(description="Indexes to draft from.")] = []
+    phrases: Annotated[
+        list[Path], Field(description="Phrases to draft once they have begun; see `serve`.")
+    ] = []
+    state: Annotated[
+        Path | None,
+        Field(description="A folder that keeps recent outputs, for one engine at a time."),
+    ] = None
+    durability: Annotated[
+        Durability, Field(description='What outputs in `state` survive: "process" or "disk".')
+    ] = "process"
+    refresh: Annotated[
+        float,
+        Field(ge=0, allow_inf_nan=False, description="Seconds between looks for changed indexes."),
+    ] = 5.0
+    generations_tokens: Annotated[
+        int, Field(ge=1024, le=1 << 30, description="Recent outputs to keep, in tokens.")
+    ] = 1 << 20
+    server: Annotated[
+        list[str],
+        Field(
+            description="Draft services, HOST:PORT or unix:PATH. With one, everything above is "
+            "for the drafter that stands in while it is away; several each hold a part of a corpus."
+        ),
+    ] = []
+    credentials: Annotated[
+        Path | None,
+        Field(
+            description="A TOML file with what to show to services and whom to trust. Default: "
+            "what the environment says."
+        ),
+    ] = None
+    deadline_s: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            allow_inf_nan=False,
+            description="Longest wait for the drafts of a step, in seconds. Default: 0.02 in "
+            "process, and for a service a quarter of the engine's own part, up to that.",
+        ),
+    ] = None
+    budget_nodes: Annotated[
+        int, Field(ge=1, le=256, description="Most nodes of the tree that a chain is taken from.")
+    ] = 64
+    min_probability: Annotated[
+        float, Field(ge=0, le=1, description="Tokens less likely to be accepted are not proposed.")
+    ] = 0.0
+    idle_session_s: Annotated[
+        float, Field(gt=0, description="A sequence not seen for longer has ended, in seconds.")
+    ] = 10.0
+
+
+_SERVICE_ALONE: Final = {
+    variable_of(name) for name in Settings.model_fields if name not in EngineSettings.model_fields
+}
+
+
+def resolve_settings(
+    given: Mapping[str, object], environment: Mapping[str, str], where: str
+) -> EngineSettings:
+    """Return what is set, each weaker than the next: by a file, the environment, the engine.
+
+    Args:
+        given: by name, as an engine's own configuration has them.
+        environment: variables. Those of a service's other settings are passed over, for it may
+            run in the same environment.
+        where: what to call the engine's own configuration.
+
+    Raises:
+        SettingsError: a name is no setting, or a value cannot be one.
+    """
+    ours = {name: value for name, value in environment.items() if name not in _SERVICE_ALONE}
+    settings = resolve(EngineSettings, {}, ours).settings
+    try:
+        return EngineSettings.model_validate(settings.model_dump() | dict(given))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"])
+        reason = "it is no setting" if first["type"] == "extra_forbidden" else first["msg"]
+        raise SettingsError(f"{where}: {name}: {reason}") from error

@@ -1,0 +1,221 @@
+"""What a model can verify: trees, chains, or single tokens; and with which masks."""
+
+import inspect
+from dataclasses import dataclass
+from enum import IntEnum
+from logging import getLogger
+from typing import Any, Final
+from weakref import WeakSet
+
+import numpy as np
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from decoder.errors import UncroppableCacheError, UnsupportedModelError
+from decoder.sampling.sampled import SampledTree
+from retriever.tree import ROOT, DraftTree
+
+_TREE_ATTENTION = ("sdpa", "eager")
+_TREE_LAYER_TYPES = ("full_attention", "sliding_attention")
+_CHUNKED: Final = "chunked_attention"
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class Capability(IntEnum):
+    """Which drafts a model can verify in one pass."""
+
+    PLAIN = 0
+    CHAINS = 1
+    TREES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Compatibility:
+    """What is known of a model before its first pass.
+
+    Attributes:
+        capability: which drafts it can verify.
+        reason: why not trees, for users; empty where it can.
+        layers: type, as in the model's configuration, and window in positions of every layer
+            whose keys and values a `TreeCache` can hold, the window `None` where attention is
+            full. `None` where the model needs a cache of its own.
+    """
+
+    capability: Capability
+    reason: str = ""
+    layers: tuple[tuple[str, int | None], ...] | None = None
+
+
+def compatibility_of(model: PreTrainedModel) -> Compatibility:
+    """Find out which drafts a model can verify.
+
+    Raises:
+        UncroppableCacheError: it is not a decoder-only model.
+        UnsupportedModelError: its attention looks ahead, or layers of one type differ in window.
+    """
+    _check_direction(model)
+    if model._is_stateful:  # noqa: SLF001  transformers has no public name for it
+        return Compatibility(
+            Capability.PLAIN, "it keeps recurrent state, which cannot give up rejected tokens"
+        )
+    try:
+        cached = DynamicCache(config=model.config).layers
+    except KeyError as error:
+        return Compatibility(
+            Capability.PLAIN, f"its layers of type {error} keep a cache of a kind of their own"
+        )
+    layers = _layers(model, cached)
+    if layers is None:
+        return _with_own_cache(cached)
+    reason = _reason_against_trees(model, layers)
+    if reason:
+        unbounded = tuple((kind, None) for kind, _ in layers)
+        return Compatibility(Capability.CHAINS, reason, unbounded)
+    _check_windows(model, layers)
+    return Compatibility(Capability.TREES, "", layers)
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """Return the most tokens of a sequence, `None` where a configuration states no limit.
+
+    Where rotations depend on the longest position of a pass, a drafted token far ahead would
+    change those of the tokens before it. Such models are limited to the length that they were
+    trained with, up to which rotations do not change.
+
+    Raises:
+        UnsupportedModelError: that length is not known.
+    """
+    config = config.get_text_config(decoder=True)
+    stated: int | None = getattr(config, "max_position_embeddings", None)
+    limits = [] if stated is None else [stated]
+    for rope in _ropes(config):
+        if not any(kind in rope["rope_type"] for kind in _LENGTH_DEPENDENT_ROPE):
+            continue
+        original = rope.get("original_max_position_embeddings") or stated
+        if original is None:
+            raise UnsupportedModelError(
+                f"{config.model_type} has {rope['rope_type']} positions, which depend on the "
+                "length of the sequence, and states no original_max_position_embeddings"
+            )
+        limits.append(int(original))
+    return min(limits, default=None)
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the parameters of rotary positions: of all layers, or of each layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    candidates = [parameters, *parameters.values()]
+    return [rope for rope in candidates if isinstance(rope, dict) and rope.get("rope_type")]
+
+
+def _check_direction(model: PreTrainedModel) -> None:
+    if model.config.is_encoder_decoder:
+        raise UncroppableCacheError(
+            f"{_name(model)} is an encoder-decoder model: only decoder-only models can be targets"
+        )
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(f"{_name(model)} attends in both directions")
+
+
+def _check_windows(model: PreTrainedModel, layers: tuple[tuple[str, int | None], ...]) -> None:
+    windows: dict[str, int | None] = {}
+    for layer_type, window in layers:
+        if windows.setdefault(layer_type, window) != window:
+            raise UnsupportedModelError(f"{_name(model)}: {layer_type} layers differ in window")
+
+
+def _reason_against_trees(
+    model: PreTrainedModel, layers: tuple[tuple[str, int | None], ...]
+) -> str:
+    """Return why a model that can roll back takes no trees; empty where it does."""
+    implementation = model.config._attn_implementation  # noqa: SLF001  no public name either
+    if implementation not in _TREE_ATTENTION:
+        return (
+            f"{implementation} attention takes no mask for trees "
+            f"(load it with one of {', '.join(_TREE_ATTENTION)})"
+        )
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not takes_positions or getattr(model.config, "alibi", False):
+        return "it derives positions from slots, and siblings of a tree cannot share one"
+    others = sorted({kind for kind, _ in layers} - set(_TREE_LAYER_TYPES))
+    return f"its {', '.join(others)} layers take no mask for trees" if others else ""
+
+
+def _layers(model: PreTrainedModel, cached: list[Any]) -> tuple[tuple[str, int | None], ...] | None:
+    """Return type and window of every layer by the cache that transformers would choose.
+
+    `None` where a layer's cache holds more than keys and values.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or [None] * len(cached)
+    layers = [_layer(config, layer, kind) for layer, kind in zip(cached, kinds, strict=True)]
+    found = tuple(layer for layer in layers if layer is not None)
+    return found if len(found) == len(layers) else None
+
+
+def _layer(
+    config: PreTrainedConfig, layer: object, kind: str | None
+) -> tuple[str, int | None] | None:
+    if type(layer) is DynamicSlidingWindowLayer:
+        is_chunked = kind is None and getattr(config, "sliding_window", None) is None
+        return kind or (_CHUNKED if is_chunked else "sliding_attention"), layer.sliding_window
+    if type(layer) in (DynamicLayer, DummyLayer):
+        return kind or "full_attention", None
+    return None
+
+
+def _with_own_cache(cached: list[Any]) -> Compatibility:
+    """Judge a model by the cache that transformers would choose for it."""
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in cached}))
+    if all(map(_can_roll_back, cached)):
+        return Compatibility(Capability.CHAINS, f"its cache of {kinds} takes no trees")
+    return Compatibility(Capability.PLAIN, f"its cache of {kinds} cannot give up rejected tokens")
+
+
+def _can_roll_back(layer: Any) -> bool:
+    """Return whether a layer gives up tokens; those of convolutions know when they hold some."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin) or bool(layer.is_croppable)
+
+
+def _name(model: PreTrainedModel) -> str:
+    return type(model).__name__
+
+
+_log = getLogger(__name__)
+_told: Final[WeakSet[PreTrainedModel]] = WeakSet()
+
+_MEANING: Final = {
+    Capability.CHAINS: "verifies one chain of each draft",
+    Capability.PLAIN: "is decoded without drafts",
+}
+
+
+def tell_once(model: PreTrainedModel, capability: Capability, reason: str) -> None:
+    """Log that a model cannot verify trees, once for each model."""
+    if capability in _MEANING and model not in _told:
+        _told.add(model)
+        _log.warning("%s %s: %s", type(model).__name__, _MEANING[capability], reason)
+
+
+def chain_of(tree: DraftTree) -> DraftTree:
+    """Return one path of a tree, from the root downwards.
+
+    Of a tree that names its tokens it is the path with the most tokens to be accepted. Nodes that
+    were drawn must not be chosen by what was drawn, or else they are no longer distributed as
+    their drafter says: there it is the path of first children.
+    """
+    if not isinstance(tree, SampledTree):
+        return tree.best_chain(len(tree))
+    kept = np.zeros(len(tree), np.bool_)
+    last = ROOT
+    for node, parent in enumerate(tree.parents.tolist()):
+        if parent == last:
+            kept[node] = True
+            last = node
+    return tree.among(kept)

@@ -1,0 +1,200 @@
+"""Forward passes of one sequence, over each kind of state that a model keeps of it."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from decoder.errors import OutOfMemoryError, UncroppableCacheError
+from decoder.model.cache import TreeCache
+from retriever.drafter import TokenIds
+
+Masks = torch.Tensor | dict[str, torch.Tensor] | None
+"""One additive mask for all layers, one for each layer type, or none where none is needed."""
+
+
+class Passes(Protocol):
+    """A model and what it remembers of a sequence."""
+
+    def read(
+        self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
+    ) -> torch.Tensor:
+        """Run tokens, int32[n] at positions int64[n], through the model behind what it remembers.
+
+        Returns:
+            [num_logits, vocabulary], the logits after the last so many tokens.
+        """
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Remember the first `length` tokens, of which it has read at least as many."""
+        ...
+
+    def keep(self, start: int, slots: NDArray[np.int64]) -> None:
+        """Remember the first `start` tokens and those in `slots`, int64[n], behind them."""
+        ...
+
+    def pretend(self, length: int) -> bool:
+        """Remember `length` tokens of no meaning, after a first pass; tell whether it could."""
+        ...
+
+
+class ChainCache:
+    """The cache that transformers chooses for a model, where that can give up its last tokens."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._config = model.config
+        self.truncate(0)
+
+    @contextmanager
+    def written(self) -> Iterator[DynamicCache]:
+        """Write a pass to it during the block; one that fails halfway leaves layers that differ."""
+        self._is_whole = False
+        yield self._states
+        self._is_whole = True
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens.
+
+        Raises:
+            OutOfMemoryError: a pass failed halfway.
+            UncroppableCacheError: the model turns out to keep recurrent state.
+        """
+        if length == 0:
+            self._states = DynamicCache(config=self._config)
+            self._is_recording = False
+        elif not self._is_whole:
+            raise OutOfMemoryError(
+                "out of memory halfway through a pass, which the model's own cache cannot undo"
+            )
+        elif self._is_recording:
+            # Not only for what is to go: states of the past are kept until the next cropping.
+            self._states.crop(length - self._states.get_seq_length())
+        else:
+            self._begin_recording()
+
+    def _begin_recording(self) -> None:
+        """Keep what a rejected draft pushes out; not of the prompt, which would take memory."""
+        if not self._states.is_croppable:
+            raise UncroppableCacheError(
+                f"the cache of {self._config.model_type} cannot give up rejected tokens"
+            )
+        self._states.activate_past_recording()  # type: ignore[no-untyped-call]  # not typed there
+        self._is_recording = True
+
+
+class CachedPasses:
+    """Passes over keys and values that give up tokens.
+
+    Args:
+        model: what to run.
+        cache: of its sequence.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: TreeCache | ChainCache) -> None:
+        taken = inspect.signature(model.forward).parameters
+        self._model = model
+        self._takes_positions = "position_ids" in taken
+        self._takes_count = "logits_to_keep" in taken
+        self.cache = cache
+
+    def read(
+        self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
+    ) -> torch.Tensor:
+        """See `Passes`."""
+        options: dict[str, Any] = {}
+        if self._takes_positions:
+            options["position_ids"] = torch.from_numpy(positions)[None].to(self._model.device)
+        if self._takes_count:
+            options["logits_to_keep"] = num_logits
+        with self.cache.written() as states:
+            output = self._model(
+                input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(self._model.device),
+                attention_mask=masks,
+                past_key_values=states,
+                use_cache=True,
+                **options,
+            )
+        logits: torch.Tensor = output.logits[0, -num_logits:]
+        return logits
+
+    def truncate(self, length: int) -> None:
+        """See `Passes`."""
+        self.cache.truncate(length)
+
+    def keep(self, start: int, slots: NDArray[np.int64]) -> None:
+        """See `Passes`; only a tree's path can lie apart."""
+        if isinstance(self.cache, TreeCache):
+            self.cache.keep(start, torch.from_numpy(slots).to(self._model.device))
+
+    def pretend(self, length: int) -> bool:
+        """See `Passes`."""
+        if not isinstance(self.cache, TreeCache):
+            return False
+        self.cache.pretend(length)
+        return True
+
+
+class PlainPasses:
+    """Passes over state that never gives up a token, each as `model.generate` would run it.
+
+    Where tokens are given up all the same, those before them are read again.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._tokens: list[int] = []
+        self._state: dict[str, Any] | None = None
+
+    def read(
+        self, tokens: TokenIds, _masks: Masks, _: NDArray[np.int64], num_logits: int
+    ) -> torch.Tensor:
+        """See `Passes`."""
+        model: Any = self._model
+        self._tokens.extend(tokens.tolist())
+        is_first = self._state is None
+        state = self._begin() if self._state is None else self._state
+        self._state = None  # a pass that fails leaves half of its own
+        inputs = model.prepare_inputs_for_generation(
+            torch.tensor([self._tokens], device=model.device),
+            next_sequence_length=None if is_first else len(tokens),
+            is_first_iteration=is_first,
+            **state,
+        )
+        output = model(**inputs, return_dict=True)
+        self._state = model._update_model_kwargs_for_generation(output, state)  # noqa: SLF001
+        logits: torch.Tensor = output.logits[0, -num_logits:]
+        return logits
+
+    def truncate(self, length: int) -> None:
+        """See `Passes`."""
+        if length < len(self._tokens):
+            self._tokens = self._tokens[:length]
+            self._state = None
+
+    def keep(self, start: int, _: NDArray[np.int64]) -> None:
+        """See `Passes`; nothing is ever drafted."""
+        self.truncate(start)
+
+    def pretend(self, length: int) -> bool:  # noqa: ARG002  it never can
+        """See `Passes`."""
+        return False
+
+    def _begin(self) -> dict[str, Any]:
+        """Return the model's state before the first token."""
+        model: Any = self._model
+        mask = torch.ones(1, len(self._tokens), dtype=torch.long, device=model.device)
+        state: dict[str, Any] = {"use_cache": True, "attention_mask": mask}
+        if self._takes_count:
+            state["logits_to_keep"] = 1
+        config = GenerationConfig()  # type: ignore[no-untyped-call]  # not typed there
+        mode = GenerationMode.GREEDY_SEARCH
+        model._prepare_cache_for_generation(config, state, mode, 1, 0)  # noqa: SLF001
+        return state

@@ -1,0 +1,298 @@
+"""Loading target models and their tokenizers."""
+
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from logging import ERROR, getLogger
+from typing import Any, Final
+
+import gguf
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from decoder.errors import ContradictoryOptionsError, DeviceError, ModelLoadError
+from decoder.model.compatibility import position_limit
+from decoder.model.target import check_prompt_length
+from indexer.errors import TokenizerError, reason_of
+from indexer.tokenizer import (
+    Vocabulary,
+    encode_prompt,
+    load_tokenizer,
+    locate_model,
+    vocabulary_of,
+)
+
+# What transformers calls anew, with equal arguments, for the tokenizer, the configuration, the
+# weights and each of their layers. What they return is only read.
+_COSTLY: Final = ("GGUFReader", "get_tensor_name_map")
+
+
+class SharedReading:
+    """Keeps what was read of GGUF files, from block to block, for as long as it lives."""
+
+    def __init__(self) -> None:
+        self._shared = {name: cache(getattr(gguf, name)) for name in _COSTLY}
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Have all loaders share what is read during the block."""
+        own = {name: getattr(gguf, name) for name in _COSTLY}
+        _replace(self._shared)
+        try:
+            yield
+        finally:
+            _replace(own)
+
+
+def _replace(functions: Mapping[str, object]) -> None:
+    for name, function in functions.items():
+        setattr(gguf, name, function)
+
+
+_log = getLogger(__name__)
+
+
+class Precision(StrEnum):
+    """Floating-point types that a model can compute in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT64 = "float64"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type as torch names it."""
+        dtype: torch.dtype = getattr(torch, self.value)
+        return dtype
+
+
+class Attention(StrEnum):
+    """Implementations of attention that can verify a tree."""
+
+    SDPA = "sdpa"
+    EAGER = "eager"
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageModel:
+    """A causal language model with its tokenizer.
+
+    Attributes:
+        name: what it was loaded as.
+        model: on its device, in evaluation mode.
+        tokenizer: its tokenizer.
+        vocabulary: the tokenizer's.
+        stop_ids: tokens that end a sequence.
+        use_chat_template: whether prompts are users' messages, where the tokenizer knows how
+            to put them.
+        system: the system message before them, if not the template's own.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: Vocabulary
+    stop_ids: tuple[int, ...]
+    use_chat_template: bool = True
+    system: str | None = None
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return a prompt's tokens; none for an empty prompt.
+
+        Raises:
+            TokenizerError: the chat template does not take it.
+        """
+        return _encode(self.tokenizer, prompt, self.use_chat_template, self.system)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model decodes, and how.
+
+    Attributes:
+        name: a hub id, a directory, a `.gguf` file, or the default's name; see
+            `indexer.tokenizer.locate_model`.
+        device: where torch shall put it, such as "cpu" or "cuda:0".
+        precision: what to compute in; GGUF weights are dequantised to it.
+        attention: implementation, as transformers names it; see `Attention`.
+        use_chat_template: whether prompts are users' messages.
+        system: the system message before them, if not the template's own.
+
+    Raises:
+        ContradictoryOptionsError: there is a system message and no chat template to put it into.
+    """
+
+    name: str
+    device: str = "cpu"
+    precision: Precision = Precision.FLOAT32
+    attention: str = Attention.SDPA
+    use_chat_template: bool = True
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.system is not None and not self.use_chat_template:
+            raise ContradictoryOptionsError(
+                "--system and --no-chat-template exclude each other: a system message is put "
+                "into the chat template"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model of which everything but the weights is loaded: those take longest.
+
+    Attributes:
+        options: which model it is.
+        config: its configuration.
+        tokenizer: its tokenizer.
+        vocabulary: the tokenizer's.
+    """
+
+    options: ModelOptions
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: Vocabulary
+    _location: str = field(repr=False)
+    _arguments: dict[str, Any] = field(repr=False)
+    _reading: SharedReading = field(repr=False)
+
+    def check_prompt(self, prompt: str) -> None:
+        """Refuse a prompt that the model has no room for.
+
+        Raises:
+            InvalidPromptError: it is empty or too long.
+            TokenizerError: the chat template does not take it.
+            UnsupportedModelError: the model's limit is not known.
+        """
+        options = self.options
+        tokens = _encode(self.tokenizer, prompt, options.use_chat_template, options.system)
+        check_prompt_length(len(tokens), position_limit(self.config))
+
+    def load(self) -> LanguageModel:
+        """Load the weights.
+
+        Raises:
+            ModelLoadError: they cannot be found or read.
+        """
+        name = self.options.name
+        with _loading(name), self._reading.used():
+            model = AutoModelForCausalLM.from_pretrained(
+                self._location,
+                config=self.config,
+                dtype=self.options.precision.dtype,
+                attn_implementation=self.options.attention,
+                **self._arguments,
+            )
+            model = model.to(self.options.device).eval()  # type: ignore[arg-type]  # wrapped without its types
+        return LanguageModel(
+            name,
+            model,
+            self.tokenizer,
+            self.vocabulary,
+            _stop_ids(model, self.tokenizer),
+            self.options.use_chat_template,
+            self.options.system,
+        )
+
+
+def prepare_model(options: ModelOptions) -> PreparedModel:
+    """Load a model's configuration and tokenizer, and log that it is being loaded.
+
+    Raises:
+        DeviceError: the device is not there.
+        ModelLoadError: the files cannot be found or read.
+        TokenizerError: the tokenizer cannot be loaded.
+    """
+    check_device(options.device)
+    files = locate_model(options.name)
+    reading = SharedReading()
+    _log.info("loading %s", options.name)
+    with _loading(options.name), reading.used():
+        tokenizer = load_tokenizer(options.name)
+        vocabulary = vocabulary_of(tokenizer)
+        arguments = files.options()
+        config = AutoConfig.from_pretrained(files.location, **arguments)
+    return PreparedModel(options, config, tokenizer, vocabulary, files.location, arguments, reading)
+
+
+def load_model(options: ModelOptions) -> LanguageModel:
+    """Load a model and its tokenizer.
+
+    Raises:
+        DeviceError: the device is not there.
+        ModelLoadError: the files cannot be found or read.
+        TokenizerError: the tokenizer cannot be loaded.
+    """
+    return prepare_model(options).load()
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that nothing can be computed on.
+
+    Raises:
+        DeviceError: torch does not know it, or the machine has none.
+    """
+    try:
+        torch.zeros(1, device=name).item()
+    # torch says so in as many ways as it has kinds of devices, by a failed assertion for one.
+    except Exception as error:
+        raise DeviceError(f"cannot compute on the device {name!r}: {reason_of(error)}") from error
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    is_chat: bool,  # noqa: FBT001  both callers name it
+    system: str | None,
+) -> list[int]:
+    if not prompt.strip():
+        return []
+    return encode_prompt(tokenizer, prompt, is_chat=is_chat, system=system)
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Keep loaders quiet during the block, and translate what they raise."""
+    try:
+        with _quiet():
+            yield
+    except TokenizerError:
+        raise
+    # Loaders fail in as many ways as there are formats.
+    except Exception as error:
+        raise ModelLoadError(f"cannot load the model {name!r}: {reason_of(error)}") from error
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    stated = getattr(model.generation_config, "eos_token_id", None)
+    if stated is None:
+        stated = tokenizer.eos_token_id
+    if stated is None:
+        return ()
+    return tuple(stated) if isinstance(stated, list) else (stated,)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep loaders' progress bars and advice off the terminal; errors still raise."""
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(ERROR)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the library gives no types
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # as above

@@ -1,1 +1,0 @@
-"""Passes of a few fixed shapes, each captured once and then replayed."""

@@ -1,0 +1,304 @@
+"""What a build has done so far, and the report it ends with."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+_MAX_PLACES: Final = 3
+_LINES: Final = "lines with an excluded phrase"
+_DOCUMENTS: Final = "documents with an excluded phrase"
+
+
+@dataclass(slots=True)
+class ScreenTally:
+    """Counts by reason; no text of a document, a phrase or a secret is in it.
+
+    Attributes:
+        num_documents: documents left out.
+        num_lines: lines left out of documents that stayed.
+        num_redacted: documents in which a secret was replaced, in the text, name or licence.
+        documents_by_phrase: documents left out, by the phrase's line in its file. A document that
+            holds several phrases counts for each.
+        lines_by_phrase: lines left out, likewise.
+        secrets: places replaced, by kind.
+        places: by reason, names of the first documents, at most three, as screened.
+    """
+
+    num_documents: int = 0
+    num_lines: int = 0
+    num_redacted: int = 0
+    documents_by_phrase: Counter[int] = field(default_factory=Counter)
+    lines_by_phrase: Counter[int] = field(default_factory=Counter)
+    secrets: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
+
+    def exclude_document(self, phrases: Iterable[int], place: str) -> None:
+        """Count a document that is left out for the phrases."""
+        self.num_documents += 1
+        self.documents_by_phrase.update(set(phrases))
+        self._keep(_DOCUMENTS, place)
+
+    def exclude_lines(self, phrases: Iterable[Iterable[int]], place: str) -> None:
+        """Count lines that are left out of a document, each for its phrases."""
+        for of_line in phrases:
+            self.num_lines += 1
+            self.lines_by_phrase.update(of_line)
+            self._keep(_LINES, place)
+
+    def redact(self, kinds: Iterable[str], place: str) -> None:
+        """Count secrets that are replaced in a document, by kind."""
+        found = Counter(kinds)
+        self.num_redacted += bool(found)
+        self.secrets += found
+        for kind in found:
+            self._keep(kind, place)
+
+    def add(self, other: "ScreenTally") -> None:
+        """Add what another process, or an earlier part, counted."""
+        self.num_documents += other.num_documents
+        self.num_lines += other.num_lines
+        self.num_redacted += other.num_redacted
+        self.documents_by_phrase += other.documents_by_phrase
+        self.lines_by_phrase += other.lines_by_phrase
+        self.secrets += other.secrets
+        for reason, places in other.places.items():
+            for place in places:
+                self._keep(reason, place)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts for machines to read; phrases are lines of their file, from 1."""
+        return {
+            "documents_excluded": self.num_documents,
+            "lines_excluded": self.num_lines,
+            "documents_redacted": self.num_redacted,
+            "documents_by_phrase": _ordered(self.documents_by_phrase),
+            "lines_by_phrase": _ordered(self.lines_by_phrase),
+            "secrets": dict(sorted(self.secrets.items())),
+            "places": dict(sorted(self.places.items())),
+        }
+
+    def describe(self) -> str:
+        """Return the counts for people to read, in one line."""
+        documents = _by_phrase(self.documents_by_phrase)
+        lines = _by_phrase(self.lines_by_phrase)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.secrets.most_common())
+        parts = [
+            f"{self.num_documents} documents left out{documents}{self._first(_DOCUMENTS)}",
+            f"{self.num_lines} lines left out{lines}{self._first(_LINES)}",
+            f"{self.secrets.total()} secrets redacted in {self.num_redacted} documents"
+            + (f" ({kinds})" if kinds else ""),
+        ]
+        return "; ".join(parts)
+
+    def _keep(self, reason: str, place: str) -> None:
+        places = self.places.setdefault(reason, [])
+        if len(places) < _MAX_PLACES and place not in places:
+            places.append(place)
+
+    def _first(self, reason: str) -> str:
+        return f" (first: {self.places[reason][0]})" if reason in self.places else ""
+
+
+def _ordered(counts: Mapping[int, int]) -> dict[str, int]:
+    return {str(line): counts[line] for line in sorted(counts)}
+
+
+def _by_phrase(counts: Counter[int]) -> str:
+    """Return which lines of the list were found most often."""
+    shown = [f"line {line}: {count}" for line, count in counts.most_common(_MAX_PLACES)]
+    more = [f"{len(counts) - _MAX_PLACES} more"] if len(counts) > _MAX_PLACES else []
+    return f" by the list's {', '.join(shown + more)}" if shown else ""
+
+
+def describe_skipped(skipped: Mapping[str, int], places: Mapping[str, str]) -> str:
+    """Return reasons and counts in words, most frequent first; empty if nothing was skipped.
+
+    Args:
+        skipped: counts by reason.
+        places: for some reasons, where the first was.
+    """
+    reasons = sorted(skipped.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(
+        f"{count} {reason}" + (f" (first: {places[reason]})" if reason in places else "")
+        for reason, count in reasons
+    )
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts that the stages of a build keep; who shows progress looks here.
+
+    Attributes:
+        num_documents: documents tokenised.
+        num_tokens: their tokens, separators not counted.
+        num_bytes: their text in UTF-8.
+        skipped: documents and files left out, by reason.
+        skipped_places: where the first was, by reason, if known.
+        num_bytes_read: of the source files, as they lie on disk, what has been read or skipped.
+        num_bytes_found: size of the source files; 0 where documents do not come from files.
+        screened: what screening took out; None where nothing was screened for.
+        stage_seconds: time of each stage that has ended, by its name.
+    """
+
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    skipped_places: dict[str, str] = field(default_factory=dict)
+    num_bytes_read: int = 0
+    num_bytes_found: int = 0
+    screened: ScreenTally | None = None
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Take the time of a stage."""
+        begun = time.perf_counter()
+        yield
+        self.stage_seconds[name] = time.perf_counter() - begun
+
+    def skip(self, reason: str, place: str) -> None:
+        """Count a document that is left out, and keep the place of the first one."""
+        self.skipped[reason] += 1
+        self.skipped_places.setdefault(reason, place)
+
+    def merge(self, other: "Tally") -> None:
+        """Add what another process counted, except for documents and tokens."""
+        self.num_bytes += other.num_bytes
+        self.num_bytes_read += other.num_bytes_read
+        self.skipped.update(other.skipped)
+        for reason, place in other.skipped_places.items():
+            self.skipped_places.setdefault(reason, place)
+        if self.screened is None:
+            self.screened = other.screened
+        elif other.screened is not None:
+            self.screened.add(other.screened)
+
+    def describe_skipped(self) -> str:
+        """Return what was left out in words; empty if nothing was."""
+        return describe_skipped(self.skipped, self.skipped_places)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """What a finished build did.
+
+    Attributes:
+        output: the index's directory.
+        num_documents: documents in the index.
+        num_tokens: tokens in the index, separators not counted.
+        num_segments: segments in the index.
+        num_bytes: text that was indexed, in UTF-8; 0 if it came as tokens.
+        seconds: time taken, the loading of the tokenizer not counted.
+        skipped: documents and files left out, by reason.
+        skipped_places: where the first was, by reason, if known: a file, or a file and a line.
+        screened: what screening took out; None where nothing was screened for.
+        stage_seconds: of the time, what reading and tokenising, sorting and counting n-grams took.
+    """
+
+    output: str
+    num_documents: int
+    num_tokens: int
+    num_segments: int
+    num_bytes: int
+    seconds: float
+    skipped: dict[str, int]
+    skipped_places: dict[str, str] = field(default_factory=dict)
+    screened: ScreenTally | None = None
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens indexed per second."""
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report for machines to read."""
+        return {
+            "output": self.output,
+            "documents": self.num_documents,
+            "tokens": self.num_tokens,
+            "segments": self.num_segments,
+            "bytes": self.num_bytes,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_s": round(self.tokens_per_s),
+            "stage_seconds": {name: round(s, 3) for name, s in self.stage_seconds.items()},
+            "skipped": self.skipped,
+            "skipped_places": self.skipped_places,
+            "screened": self.screened.to_json() if self.screened is not None else None,
+        }
+
+    def describe(self) -> str:
+        """Return the report for people to read."""
+        skipped = describe_skipped(self.skipped, self.skipped_places) or "nothing"
+        screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
+        stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stage_seconds.items())
+        return (
+            f"{self.output}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
+            f"in {self.num_segments} segment(s)\n"
+            f"{self.num_bytes:,} bytes of text in {self.seconds:.1f} s, "
+            f"{self.tokens_per_s:,.0f} tokens/s ({stages})\n"
+            f"skipped: {skipped}{screened}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeReport:
+    """What a change of an index did.
+
+    Attributes:
+        path: the index's directory.
+        verb: "added", "removed" or "merged".
+        num_documents: documents that were; of a merge, by how many segments there are fewer.
+        num_tokens: their tokens, separators not counted.
+        num_segments: segments that the index has now.
+        num_older: snapshots from before that stay until the next change: somebody reads them.
+        seconds: time taken.
+        skipped: documents and files left out, by reason.
+        skipped_places: where the first was, by reason, if known.
+        screened: what screening took out; None where nothing was screened for.
+    """
+
+    path: str
+    verb: str
+    num_documents: int
+    num_tokens: int
+    num_segments: int
+    num_older: int
+    seconds: float
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_places: dict[str, str] = field(default_factory=dict)
+    screened: ScreenTally | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report for machines to read."""
+        return {
+            "path": self.path,
+            self.verb: self.num_documents,
+            "tokens": self.num_tokens,
+            "segments": self.num_segments,
+            "older_snapshots": self.num_older,
+            "seconds": round(self.seconds, 3),
+            "skipped": self.skipped,
+            "skipped_places": self.skipped_places,
+            "screened": self.screened.to_json() if self.screened is not None else None,
+        }
+
+    def describe(self) -> str:
+        """Return the report for people to read."""
+        skipped = describe_skipped(self.skipped, self.skipped_places)
+        older = f"{self.num_older} snapshot(s) from before are still read: their files go with the "
+        screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
+        what = f"{self.verb} {self.num_documents:,} documents, {self.num_tokens:,} tokens"
+        if self.verb == "merged":
+            what = f"{self.num_documents:,} segments fewer"
+        return (
+            f"{self.path}: {what} "
+            f"in {self.seconds:.1f} s; {self.num_segments} segment(s) now"
+            + (f"\nskipped: {skipped}" if skipped else "")
+            + (f"\n{older}next change, or `compact`, once nobody does" if self.num_older else "")
+            + screened
+        )

@@ -1,0 +1,1 @@
+"""Changing an index that is there, and checking that it is whole."""

@@ -1,0 +1,253 @@
+"""Changing an index that is there: adding documents, removing them, merging small segments."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from indexer.build_report import ChangeReport, Tally
+from indexer.change.choosing import Choice
+from indexer.change.writer import IndexWriter, writing
+from indexer.engines import Engine
+from indexer.errors import IndexerError, SourceError
+from indexer.format.names import SEGMENTS_FOLDER, STARTS_FILE, SUFFIXES_FILE, TOKENIZER_FILE
+from indexer.format.opening import check_file
+from indexer.format.records import Contents, SegmentRecord
+from indexer.stages.build_options import DEFAULTS, BuildOptions
+from indexer.stages.gathering import (
+    OnProgress,
+    chosen_pieces,
+    no_document,
+    part_tasks,
+    planned,
+    read_parts,
+    renewed_phrases,
+    scratch_folder,
+    write_part,
+    write_segments,
+)
+from indexer.stages.parts import Part
+from indexer.stages.segments import Piece, gather
+
+_NOT_COPIED: Final = frozenset({SUFFIXES_FILE, STARTS_FILE})
+
+
+def add_documents(
+    path: Path | str,
+    sources: Sequence[Path | str],
+    options: BuildOptions = DEFAULTS,
+    on_progress: OnProgress | None = None,
+) -> ChangeReport:
+    """Add documents to an index, as new segments; those that it holds already are left out.
+
+    Readers go on with the snapshot that they hold, and find the new one when they look. Texts are
+    kept where the index keeps those that it has. Where all documents are there already, nothing
+    is published.
+
+    Args:
+        path: the index's directory.
+        sources: as for `build_index`.
+        options: as for `build_index`.
+        on_progress: likewise.
+
+    Raises:
+        IndexBusyError: somebody else is changing the index.
+        SourceError: a source does not exist, or no document could be read.
+        IndexerError: the index has no tokenizer, or cannot be written.
+    """
+    started = time.perf_counter()
+    tally = Tally()
+    with writing(Path(path), "add") as writer, scratch_folder(writer.folder) as scratch:
+        contents = writer.contents
+        options = replace(options, keep_texts=contents.keeps_texts)
+        tokenizer = _checked_tokenizer(writer)
+        blocks = planned(sources, options, tally, scratch)
+        options = options.for_blocks(len(blocks))
+        tasks = part_tasks(blocks, scratch, tokenizer, contents.vocabulary, options)
+        parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
+        if not any(part.num_documents for part in parts):
+            raise no_document(tally)
+        known = [part.documents().digests for part in _parts_of(writer)]
+        pieces = chosen_pieces(parts, known, options, tally)
+        groups = gather(pieces, options.segment_tokens(contents.vocabulary.size))
+        added = _segments(options.engine, writer, groups)
+        segments = (*contents.segments, *added)
+        _publish(options.engine, writer, replace(contents, segments=segments))
+        num_tokens = sum(record.num_tokens for record in added)
+        return _report(path, "added", _num_documents(added), num_tokens, writer, started, tally)
+
+
+def remove_documents(
+    path: Path | str,
+    names: Iterable[str] = (),
+    patterns: Iterable[str] = (),
+    options: BuildOptions = DEFAULTS,
+) -> ChangeReport:
+    """Remove documents: no file of the index holds anything of them once no reader is left.
+
+    The segments that hold them are written anew, and so are the phrase tables. What readers still
+    have open stays until the next change; the report says so.
+
+    Args:
+        path: the index's directory.
+        names: of documents, as the index lists them.
+        patterns: of such names, as the shell has them: `*`, `?` and `[…]`.
+        options: where to run.
+
+    Raises:
+        IndexBusyError: somebody else is changing the index.
+        SourceError: a name or a pattern is of no document, or no document would be left.
+        DamagedIndexError: what stays is not what was built.
+        IndexerError: the index cannot be written.
+    """
+    started = time.perf_counter()
+    choice = Choice(names, patterns)
+    with writing(Path(path), "remove") as writer:
+        pieces = [Piece(part, tuple(choice.left(part.documents()))) for part in _parts_of(writer)]
+        choice.check_all_found()
+        groups = [[piece] for piece in pieces if piece.runs]
+        if not groups:
+            raise SourceError("that would leave no document: remove the index's folder instead")
+        before = writer.contents
+        segments = _regrouped(options.engine, writer, groups)
+        _publish(options.engine, writer, replace(before, segments=segments))
+        num_documents = _num_documents(before.segments) - _num_documents(segments)
+        num_tokens = before.num_tokens - writer.contents.num_tokens
+        return _report(path, "removed", num_documents, num_tokens, writer, started)
+
+
+def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
+    """Merge neighbouring segments that fit into one, and count all of them in the phrase tables.
+
+    Look-ups take less time in fewer segments. Where there is nothing to merge and all is counted,
+    nothing is published.
+
+    Args:
+        path: the index's directory.
+        options: where to run, and the most tokens of a merged segment.
+
+    Raises:
+        IndexBusyError: somebody else is changing the index.
+        DamagedIndexError: a segment that is to be merged is not what was built.
+        IndexerError: the index cannot be written.
+    """
+    started = time.perf_counter()
+    with writing(Path(path), "compact") as writer:
+        before = writer.contents
+        most = options.segment_tokens(before.vocabulary.size)
+        groups = _neighbours(_parts_of(writer), most)
+        segments = _regrouped(options.engine, writer, groups)
+        phrases = before.phrases
+        if before.num_uncounted_tokens == 0:  # division into segments changes no byte of them
+            phrases = replace(phrases, segments=tuple(record.name for record in segments))
+        contents = replace(before, segments=segments, phrases=phrases)
+        _publish(options.engine, writer, contents, exact=True)
+        num_merged = len(before.segments) - len(segments)
+        return _report(path, "merged", num_merged, 0, writer, started)
+
+
+def _parts_of(writer: IndexWriter) -> list[Part]:
+    folder = writer.folder / SEGMENTS_FOLDER
+    return [Part.of_segment(folder / each.name, each) for each in writer.contents.segments]
+
+
+def _checked_tokenizer(writer: IndexWriter) -> Path:
+    """Return where the stored tokenizer is, which is what was stored."""
+    tokenizer = writer.folder / TOKENIZER_FILE
+    if writer.contents.tokenizer is None:
+        raise IndexerError(
+            f"{writer.folder} was built of token ids and has no tokenizer: build it anew"
+        )
+    check_file(tokenizer, writer.contents.tokenizer)
+    return tokenizer
+
+
+def _neighbours(parts: Iterable[Part], most: int) -> list[list[Piece]]:
+    """Return neighbours together as long as they fit into one segment."""
+    groups: list[list[Piece]] = []
+    length = most
+    for part in parts:
+        piece, own = Piece(part, ((0, part.num_documents),)), part.num_tokens + part.num_documents
+        if length + own > most:
+            groups.append([])
+            length = 0
+        groups[-1].append(piece)
+        length += own
+    return groups
+
+
+def _regrouped(
+    engine: Engine, writer: IndexWriter, groups: Sequence[Sequence[Piece]]
+) -> tuple[SegmentRecord, ...]:
+    """Return a segment for each group: the one that is there, where it is that, or a new one."""
+    folder = writer.folder / SEGMENTS_FOLDER
+    records = {folder / record.name: record for record in writer.contents.segments}
+    new = [group for group in groups if not _is_segment(group)]
+    for group in new:
+        for piece in group:
+            _check_sound(piece.part.folder, records[piece.part.folder])
+    written = iter(_segments(engine, writer, new))
+    return tuple(
+        records[group[0].part.folder] if _is_segment(group) else next(written) for group in groups
+    )
+
+
+def _is_segment(group: Sequence[Piece]) -> bool:
+    return len(group) == 1 and group[0].runs == ((0, group[0].part.num_documents),)
+
+
+def _check_sound(folder: Path, record: SegmentRecord) -> None:
+    """Check what will be copied: a new checksum would hide that it is damaged."""
+    for name, file in record.files.items():
+        if name not in _NOT_COPIED:
+            check_file(folder / name, file)
+
+
+def _segments(
+    engine: Engine, writer: IndexWriter, groups: Iterable[Sequence[Piece]]
+) -> list[SegmentRecord]:
+    contents = writer.contents
+    return write_segments(
+        engine, writer.folder, groups, contents.next_segment, contents.vocabulary.size
+    )
+
+
+def _publish(
+    engine: Engine, writer: IndexWriter, contents: Contents, *, exact: bool = False
+) -> None:
+    """Publish contents with phrase tables for them, unless that is what is published."""
+    last = max(int(record.name) for record in contents.segments)
+    contents = replace(contents, next_segment=max(contents.next_segment, last + 1))
+    phrases = renewed_phrases(engine, writer.folder, writer.next_number, contents, always=exact)
+    contents = replace(contents, phrases=phrases)
+    if contents != writer.contents:
+        writer.publish(contents)
+
+
+def _num_documents(records: Iterable[SegmentRecord]) -> int:
+    return sum(record.num_documents for record in records)
+
+
+def _report(  # noqa: PLR0913, PLR0917
+    path: Path | str,
+    verb: str,
+    num_changed: int,
+    num_tokens: int,
+    writer: IndexWriter,
+    started: float,
+    tally: Tally | None = None,
+) -> ChangeReport:
+    tally = tally or Tally()
+    return ChangeReport(
+        str(path),
+        verb,
+        num_changed,
+        num_tokens,
+        len(writer.contents.segments),
+        writer.num_older,
+        time.perf_counter() - started,
+        dict(sorted(tally.skipped.items())),
+        dict(sorted(tally.skipped_places.items())),
+        tally.screened,
+    )

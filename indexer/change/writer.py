@@ -1,0 +1,141 @@
+"""Changing an index that is there: one writer at a time, published in one step."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from indexer.errors import IndexerError
+from indexer.format.names import (
+    CATALOG_FOLDER,
+    PHRASES_FOLDER,
+    SCRATCH_FOLDER,
+    SEGMENTS_FOLDER,
+    is_ordinal_name,
+    ordinal_name,
+)
+from indexer.format.output import sync_folder, writer_lock
+from indexer.format.records import Contents
+from indexer.format.same_folder import from_same_folder
+from indexer.format.snapshots import (
+    HeldSnapshot,
+    hold_latest,
+    publish,
+    published_numbers,
+    read_snapshot,
+    unheld,
+)
+
+
+class IndexWriter:
+    """The one who may change an index; see `writing`.
+
+    Attributes:
+        folder: the index's directory.
+        contents: of the latest snapshot.
+        next_number: of the snapshot that will be published.
+        num_older: older snapshots that stay, because somebody reads them.
+    """
+
+    def __init__(self, folder: Path, number: int, contents: Contents, num_older: int) -> None:
+        self.folder = folder
+        self.contents = contents
+        self.next_number = number + 1
+        self.num_older = num_older
+
+    def publish(self, contents: Contents) -> None:
+        """Make contents the latest snapshot, and remove what nobody reads any longer.
+
+        Raises:
+            IndexerError: the disk is full or refuses; the index is what it was.
+        """
+        _sync_new(self.folder, contents, self.contents)
+        publish(self.folder, self.next_number, contents)
+        self.next_number += 1
+        self.contents = contents
+        self.num_older = collect_garbage(self.folder)
+
+
+@contextmanager
+def writing(path: Path, command: str) -> Iterator[IndexWriter]:
+    """Be the only writer of an index for a while.
+
+    What killed writers left is removed first, and what this one leaves where it fails.
+
+    Args:
+        path: the index's directory.
+        command: what is being done, for others to read.
+
+    Raises:
+        IndexNotFoundError: there is no index.
+        IndexBusyError: somebody else writes.
+        DamagedIndexError: the index cannot be read.
+        IndexerError: the folder cannot be written to.
+    """
+    folder = Path(os.path.realpath(path))
+    from_same_folder(path, lambda: hold_latest(path), HeldSnapshot.close).close()
+    with writer_lock(folder, command):
+        number = published_numbers(folder)[-1]
+        contents = read_snapshot(folder, number)
+        try:
+            yield IndexWriter(folder, number, contents, collect_garbage(folder))
+        except BaseException:
+            collect_garbage(folder)
+            raise
+
+
+def collect_garbage(folder: Path) -> int:
+    """Remove snapshots that are not the latest and that nobody reads, and what only they list.
+
+    What cannot be removed stays for the next writer. Only for who holds the lock.
+
+    Returns:
+        How many older snapshots are left.
+    """
+    *older, latest = published_numbers(folder)
+    left = [number for number in older if not _remove_unread(folder, number)]
+    for partial in (folder / CATALOG_FOLDER).glob(".partial-*"):
+        with suppress(OSError):
+            partial.unlink()
+    shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
+    with suppress(IndexerError):  # a snapshot that cannot be read may list anything
+        listed = {place for number in (*left, latest) for place in _listed(folder, number)}
+        for name in (SEGMENTS_FOLDER, PHRASES_FOLDER):
+            for place in _numbered(folder / name) - listed:
+                shutil.rmtree(place, ignore_errors=True)
+    return len(left)
+
+
+def _remove_unread(folder: Path, number: int) -> bool:
+    with suppress(OSError), unheld(folder, number) as is_unheld:
+        if is_unheld:
+            (folder / CATALOG_FOLDER / ordinal_name(number)).unlink()
+            return True
+    return False
+
+
+def _listed(folder: Path, number: int) -> set[Path]:
+    return _places(folder, read_snapshot(folder, number))
+
+
+def _places(folder: Path, contents: Contents) -> set[Path]:
+    """Return the folders of what contents list."""
+    segments = {folder / SEGMENTS_FOLDER / record.name for record in contents.segments}
+    return segments | {folder / PHRASES_FOLDER / contents.phrases.name}
+
+
+def _numbered(folder: Path) -> set[Path]:
+    with suppress(OSError):
+        return {place for place in folder.iterdir() if is_ordinal_name(place.name)}
+    return set()
+
+
+def _sync_new(folder: Path, contents: Contents, before: Contents) -> None:
+    """Wait until the names of new folders, and of the files in them, are on disk."""
+    new = _places(folder, contents) - _places(folder, before)
+    try:
+        for place in sorted(new | {place.parent for place in new}):
+            sync_folder(place)
+    except OSError as error:
+        raise IndexerError(f"cannot write {place}: {error.strerror}") from error

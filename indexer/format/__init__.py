@@ -1,0 +1,1 @@
+"""The format on disk: what a reader needs, and how files get to their place."""

@@ -1,0 +1,87 @@
+"""The names and numbers of the on-disk format; docs/format.md specifies them.
+
+These are the values that writers and readers agree on;
+`indexer.format.records` has what stands in JSON.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORMAT_VERSION: Final = 3
+
+CATALOG_FOLDER: Final = "catalog"
+LOCK_FILE: Final = "writer.lock"
+SCRATCH_FOLDER: Final = ".scratch"
+TOKENIZER_FILE: Final = "tokenizer"
+SEGMENTS_FOLDER: Final = "segments"
+PHRASES_FOLDER: Final = "phrases"
+
+TOKENS_FILE: Final = "tokens"
+SUFFIXES_FILE: Final = "suffixes"
+STARTS_FILE: Final = "starts"
+DOCUMENT_STARTS_FILE: Final = "document_starts"
+NAMES_FILE: Final = "document_names"
+NAME_ENDS_FILE: Final = "document_name_ends"
+LICENCES_FILE: Final = "document_licences"
+DIGESTS_FILE: Final = "document_digests"
+TEXTS_FILE: Final = "texts"
+DOCUMENT_FILES: Final = (
+    DOCUMENT_STARTS_FILE,
+    NAMES_FILE,
+    NAME_ENDS_FILE,
+    LICENCES_FILE,
+    DIGESTS_FILE,
+)
+SEGMENT_FILES: Final = (TOKENS_FILE, SUFFIXES_FILE, STARTS_FILE, *DOCUMENT_FILES)
+OPTIONAL_SEGMENT_FILES: Final = (TEXTS_FILE,)
+PHRASE_FILES: Final = (
+    *("counts1", "starts1"),
+    *("tokens2", "counts2", "starts2"),
+    *("tokens3", "counts3", "starts3"),
+    *("tokens4", "counts4"),
+)
+
+POSITION_DTYPE: Final = np.dtype("<u4")
+"""Of suffixes and starts: a segment has fewer than 2**32 tokens."""
+
+OFFSET_DTYPE: Final = np.dtype("<u8")
+"""Of places in the names of documents."""
+
+LICENCE_DTYPE: Final = np.dtype("<u4")
+"""Of licences of documents: places in the list of the segment's record."""
+
+COUNT_DTYPE: Final = np.dtype("u1")
+"""Of counts in the phrase tables: see `indexer.format.phrase_tables`."""
+
+MAX_POSITIONS: Final = 2**32 - 1
+"""Of a segment, so that counts of positions fit `POSITION_DTYPE` as well."""
+
+MAX_ORDER: Final = 4
+"""Tokens of the longest n-grams in the phrase tables."""
+
+DIGEST_BYTES: Final = 16
+"""Of a document: BLAKE2b of its text in UTF-8, or of its tokens where there was no text."""
+
+Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype[Any]:
+    """Return the dtype of tokens: two bytes where ids and the separator fit, else four."""
+    return np.dtype("<u2") if vocabulary_size <= np.iinfo(np.uint16).max else np.dtype("<u4")
+
+
+def separator_of(dtype: np.dtype[Any]) -> int:
+    """Return the token that ends every document: the largest value of the dtype."""
+    return int(np.iinfo(dtype).max)
+
+
+def ordinal_name(ordinal: int) -> str:
+    """Return the name of the folder or file that was written as number `ordinal`."""
+    return f"{ordinal:08d}"
+
+
+def is_ordinal_name(name: str) -> bool:
+    """Tell whether `ordinal_name` makes this name."""
+    return name.isascii() and name.isdecimal() and name == ordinal_name(int(name))

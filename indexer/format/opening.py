@@ -1,0 +1,240 @@
+"""Checking the files of an index and mapping them into memory."""
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.errors import DamagedIndexError
+from indexer.format.documents import DocumentTable
+from indexer.format.names import (
+    COUNT_DTYPE,
+    DIGEST_BYTES,
+    DIGESTS_FILE,
+    DOCUMENT_STARTS_FILE,
+    LICENCE_DTYPE,
+    LICENCES_FILE,
+    NAME_ENDS_FILE,
+    NAMES_FILE,
+    OFFSET_DTYPE,
+    PHRASE_FILES,
+    PHRASES_FOLDER,
+    POSITION_DTYPE,
+    SEGMENTS_FOLDER,
+    STARTS_FILE,
+    SUFFIXES_FILE,
+    TOKENS_FILE,
+    Tokens,
+    token_dtype,
+)
+from indexer.format.phrase_tables import PhraseTables
+from indexer.format.records import Contents, FileRecord, PhrasesRecord, SegmentRecord
+
+DOCUMENT_DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    DOCUMENT_STARTS_FILE: POSITION_DTYPE,
+    NAMES_FILE: np.dtype(np.uint8),
+    NAME_ENDS_FILE: OFFSET_DTYPE,
+    LICENCES_FILE: LICENCE_DTYPE,
+    DIGESTS_FILE: np.dtype(np.uint8),
+}
+
+_SMALL_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A part of an index, immutable and memory-mapped; all arrays are read-only.
+
+    Attributes:
+        name: name of its folder.
+        tokens: uint16[n] or uint32[n], the documents one after the other, each ended by a
+            separator, which is the largest value of the dtype and never a token id.
+        suffixes: uint32[m], the positions in `tokens` that hold no separator, in the
+            lexicographic order of the tokens from there to the end of the segment.
+        starts: uint32[vocabulary size + 1]; the suffixes that begin with token t are
+            `suffixes[starts[t]:starts[t + 1]]`. On a damaged disk it may hold anything but for its
+            ends: code that slices by it must clamp.
+        documents: which documents the tokens are of.
+    """
+
+    name: str
+    tokens: Tokens
+    suffixes: NDArray[np.uint32]
+    starts: NDArray[np.uint32]
+    documents: DocumentTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """What a catalog publishes, mapped: its segments and their phrase tables."""
+
+    segments: tuple[Segment, ...]
+    phrases: PhraseTables
+
+
+Before = tuple[Contents, Snapshot] | None
+"""An earlier snapshot of the same folder, and what it published; None where there is none."""
+
+
+def check_size(path: Path, num_bytes: int) -> None:
+    """Check that a file exists and has its size.
+
+    Raises:
+        DamagedIndexError: it does not, or has not.
+    """
+    try:
+        actual = path.stat().st_size
+    except OSError as error:
+        raise DamagedIndexError(f"{path} is missing: copy or build the index again") from error
+    if actual != num_bytes:
+        raise DamagedIndexError(
+            f"{path} has {actual} bytes and should have {num_bytes}: copy or build the index again"
+        )
+
+
+def check_file(path: Path, expected: FileRecord) -> None:
+    """Check that a file has the size and the checksum that it was built with; reads all of it.
+
+    Raises:
+        DamagedIndexError: it does not exist, cannot be read or has not.
+    """
+    check_size(path, expected.num_bytes)
+    try:
+        actual = FileRecord.of_file(path)
+    except OSError as error:
+        raise DamagedIndexError(f"{path} is unreadable: {error.strerror}") from error
+    if actual != expected:
+        raise DamagedIndexError(
+            f"{path} is damaged, its checksum is not the one it was built with: "
+            "copy or build the index again"
+        )
+
+
+def open_snapshot(path: Path, contents: Contents, before: Before = None) -> Snapshot:
+    """Map and check all that the catalog of the index at `path` lists.
+
+    Args:
+        path: the index's directory.
+        contents: what its catalog lists.
+        before: what it shares is taken as it is mapped.
+
+    Raises:
+        DamagedIndexError: see `open_segment` and `open_phrases`.
+    """
+    size = contents.vocabulary.size
+    mapped = _mapped(before)
+    segments = [
+        mapped[record.name][1]
+        if record.name in mapped and mapped[record.name][0] == record
+        else open_segment(path, record, size)
+        for record in contents.segments
+    ]
+    if before is not None and before[0].phrases == contents.phrases:
+        return Snapshot(tuple(segments), before[1].phrases)
+    return Snapshot(tuple(segments), open_phrases(path, contents.phrases, size))
+
+
+def _mapped(before: Before) -> dict[str, tuple[SegmentRecord, Segment]]:
+    """Return the segments of a snapshot by name, each with its record."""
+    if before is None:
+        return {}
+    contents, snapshot = before
+    pairs = zip(contents.segments, snapshot.segments, strict=True)
+    return {record.name: (record, segment) for record, segment in pairs}
+
+
+def open_segment(path: Path, record: SegmentRecord, vocabulary_size: int) -> Segment:
+    """Map the files of a segment of the index at `path`, and check their sizes.
+
+    What they hold is not read, except for the ends of `starts`.
+
+    Raises:
+        DamagedIndexError: files are missing or of another size than was written, or `starts` does
+            not end with `suffixes`.
+    """
+    folder = path / SEGMENTS_FOLDER / record.name
+    for name, file in record.files.items():
+        check_size(folder / name, file.num_bytes)
+    tokens = map_array(folder / TOKENS_FILE, token_dtype(vocabulary_size))
+    suffixes = map_array(folder / SUFFIXES_FILE, POSITION_DTYPE)
+    starts = map_array(folder / STARTS_FILE, POSITION_DTYPE)
+    lengths = (record.num_tokens + record.num_documents, record.num_tokens, vocabulary_size + 1)
+    if (len(tokens), len(suffixes), len(starts)) != lengths:
+        raise DamagedIndexError(f"the files of {folder} contradict the counts in the catalog")
+    if (starts[0], starts[-1]) != (0, len(suffixes)):
+        raise DamagedIndexError(
+            f"{folder / STARTS_FILE} is damaged, it does not divide the suffixes: "
+            "copy or build the index again"
+        )
+    documents = open_documents(folder, record.num_documents, record.licences)
+    return Segment(record.name, tokens, suffixes, starts, documents)
+
+
+def open_documents(folder: Path, num_documents: int, licences: tuple[str, ...]) -> DocumentTable:
+    """Map the document files in a folder, and check that they are of so many documents.
+
+    Raises:
+        DamagedIndexError: files are missing, or are not of so many documents.
+    """
+    arrays = {name: map_array(folder / name, dtype) for name, dtype in DOCUMENT_DTYPES.items()}
+    lengths = [len(arrays[name]) for name in (DOCUMENT_STARTS_FILE, NAME_ENDS_FILE, LICENCES_FILE)]
+    if {*lengths, len(arrays[DIGESTS_FILE]) / DIGEST_BYTES} != {num_documents}:
+        raise DamagedIndexError(f"the documents of {folder} contradict the counts in the catalog")
+    return DocumentTable.of_files(arrays, licences)
+
+
+def open_phrases(path: Path, record: PhrasesRecord, vocabulary_size: int) -> PhraseTables:
+    """Map the files of the phrase tables of the index at `path`, and check that they fit.
+
+    Of `starts` the ends are read, of the other files nothing.
+
+    Raises:
+        DamagedIndexError: files are missing or of another size than was written, or `starts` do
+            not divide the entries of the next level.
+    """
+    folder = path / PHRASES_FOLDER / record.name
+    dtypes = {"tokens": token_dtype(vocabulary_size), "counts": COUNT_DTYPE}
+    arrays = {}
+    for name in PHRASE_FILES:
+        check_size(folder / name, record.files[name].num_bytes)
+        arrays[name] = map_array(folder / name, dtypes.get(name[:-1], POSITION_DTYPE))
+    tables = PhraseTables.of_files(arrays)
+    if not _agree(tables, vocabulary_size):
+        raise DamagedIndexError(f"the files of {folder} contradict each other")
+    return tables
+
+
+def _agree(tables: PhraseTables, vocabulary_size: int) -> bool:
+    """Tell whether arrays of one level are of one length and `starts` end with the next level."""
+    _, *sizes = tables.num_entries
+    return (
+        tables.vocabulary_size == vocabulary_size
+        and [len(tokens) for tokens in tables.tokens[1:]] == sizes
+        and [len(starts) - 1 for starts in tables.starts] == [vocabulary_size, *sizes[:-1]]
+        and all(
+            (starts[0], starts[-1]) == (0, size)
+            for starts, size in zip(tables.starts, sizes, strict=True)
+        )
+    )
+
+
+def map_array(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Map a file as an array, read-only; a small one is read, because each map holds a descriptor.
+
+    Raises:
+        DamagedIndexError: it is missing, unreadable, or no whole number of elements long.
+    """
+    try:
+        with path.open("rb") as file:
+            content: bytes | mmap.mmap
+            if os.fstat(file.fileno()).st_size < _SMALL_BYTES:
+                content = file.read()
+            else:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(content, dtype)
+    except (OSError, ValueError) as error:
+        raise DamagedIndexError(f"{path} cannot be mapped into memory: {error}") from error

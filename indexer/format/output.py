@@ -1,0 +1,448 @@
+"""Where results go: the writer's lock, its workplace, and an index put in place in one step."""
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.errors import IndexBusyError, IndexerError, IndexExistsError
+from indexer.format.names import (
+    CATALOG_FOLDER,
+    LOCK_FILE,
+    OPTIONAL_SEGMENT_FILES,
+    PHRASE_FILES,
+    PHRASES_FOLDER,
+    SCRATCH_FOLDER,
+    SEGMENT_FILES,
+    SEGMENTS_FOLDER,
+    TOKENIZER_FILE,
+    is_ordinal_name,
+)
+from indexer.format.records import FileRecord
+from indexer.format.same_folder import is_at
+
+_OLDER_FILES: Final = (("checksum",), (CATALOG_FOLDER, "data.mdb"), (CATALOG_FOLDER, "lock.mdb"))
+"""Of versions 1 and 2, which are replaced likewise."""
+
+_FILES: Final = ((LOCK_FILE,), (TOKENIZER_FILE,), *_OLDER_FILES)
+_FOLDERS: Final = ((CATALOG_FOLDER,), (SEGMENTS_FOLDER,), (PHRASES_FOLDER,))
+_NUMBERED: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
+    (SEGMENTS_FOLDER,): (*SEGMENT_FILES, *OPTIONAL_SEGMENT_FILES),
+    (PHRASES_FOLDER,): PHRASE_FILES,
+}
+
+
+def why_not_index(folder: Path) -> str | None:
+    """Say what keeps a folder from being an index, or None where it is one and nothing besides.
+
+    An index may lack segments and phrase tables, as one does that was copied half, but not its
+    snapshots. It holds no entry of another name or kind, and no links.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    for place, folders, files in os.walk(folder, onerror=_fail):
+        parts = Path(place).relative_to(folder).parts
+        if not parts and SCRATCH_FOLDER in folders:
+            folders.remove(SCRATCH_FOLDER)
+        for names, is_known in ((folders, _is_folder_of_index), (files, _is_file_of_index)):
+            for name in sorted(names):
+                if not is_known((*parts, name)) or Path(place, name).is_symlink():
+                    return f"it holds {Path(*parts, name)}"
+    return None if _has_snapshot(folder) else "it has no snapshot in its catalog"
+
+
+def _has_snapshot(folder: Path) -> bool:
+    if all(folder.joinpath(*parts).exists() for parts in _OLDER_FILES[:2]):
+        return True
+    catalog = folder / CATALOG_FOLDER
+    return catalog.is_dir() and any(is_ordinal_name(each.name) for each in catalog.iterdir())
+
+
+def _is_folder_of_index(parts: tuple[str, ...]) -> bool:
+    return parts in _FOLDERS or _is_numbered(parts)
+
+
+def _is_numbered(parts: tuple[str, ...]) -> bool:
+    """Tell whether this is the folder of a segment or of phrase tables."""
+    return bool(parts) and parts[:-1] in _NUMBERED and is_ordinal_name(parts[-1])
+
+
+def _is_file_of_index(parts: tuple[str, ...]) -> bool:
+    if parts in _FILES or (parts[:-1] == (CATALOG_FOLDER,) and _is_snapshot_name(parts[-1])):
+        return True
+    return _is_numbered(parts[:-1]) and parts[-1] in _NUMBERED[parts[:-2]]
+
+
+def _is_snapshot_name(name: str) -> bool:
+    return is_ordinal_name(name) or name.startswith(".partial-")
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise error
+
+
+_TOKEN_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Workplace:
+    """A folder to build in and the lock of whoever builds there, siblings of the output.
+
+    The lock is a file of its own: on NFS a file is locked only by who may write to it, so that a
+    folder cannot be.
+    """
+
+    folder: Path
+    lock: Path
+
+    @classmethod
+    def of(cls, output: Path, token: str) -> "_Workplace":
+        return cls(
+            output.parent / f".{output.name}.partial-{token}",
+            output.parent / f".{output.name}.lock-{token}",
+        )
+
+    def remove(self) -> None:
+        """Remove the folder, then the lock; the lock stays where the folder cannot be removed."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.folder.exists():
+            self.lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def workplace(output: Path) -> Iterator[Path]:
+    """Give an empty folder beside `output`, and remove what is at its path in the end.
+
+    First removes the folders that killed builds of the same output left. On a file system that
+    has no locks they stay.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    _remove_leftovers(output)
+    place, lock = _claim(output)
+    try:
+        place.folder.mkdir()
+        yield place.folder
+    finally:
+        with suppress(OSError):
+            place.remove()
+        os.close(lock)
+
+
+def _claim(output: Path) -> tuple[_Workplace, int]:
+    """Create and lock a lock file; until it is locked, another build may take it for a dead one."""
+    while True:
+        place = _Workplace.of(output, secrets.token_hex(_TOKEN_BYTES))
+        lock = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        with suppress(OSError):  # without locks, nobody removes what others left either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if place.lock.exists():
+            return place, lock
+        os.close(lock)
+
+
+def _remove_leftovers(output: Path) -> None:
+    pattern = re.compile(rf"\.{re.escape(output.name)}\.lock-([0-9a-f]{{{2 * _TOKEN_BYTES}}})")
+    for path in output.parent.iterdir():
+        if match := pattern.fullmatch(path.name):
+            with suppress(OSError):
+                _remove_if_dead(_Workplace.of(output, match[1]))
+
+
+def _remove_if_dead(place: _Workplace) -> None:
+    lock = os.open(place.lock, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        place.remove()
+    finally:
+        os.close(lock)
+
+
+_MAX_ATTEMPTS: Final = 20
+_MAX_NOTE_BYTES: Final = 1 << 12
+
+
+@contextmanager
+def writer_lock(folder: Path, command: str) -> Iterator[None]:
+    """Be the only one who changes an index for a while.
+
+    It ends with the process, however that ends. While it is held, the folder stays in its place:
+    who replaces an index by another one holds the lock of the one that is there.
+
+    Args:
+        folder: the index's directory.
+        command: what is being done, for others to read.
+
+    Raises:
+        IndexBusyError: somebody else holds the lock.
+        NoLocksError: the file system has none.
+        IndexerError: the folder cannot be written to, or is replaced all the time.
+    """
+    descriptor = _locked(folder)
+    try:
+        with suppress(OSError):  # on a full disk the lock holds without its note
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(_note(command)).encode(), 0)
+        yield
+    finally:
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+        os.close(descriptor)
+
+
+class NoLocksError(IndexerError):
+    """Two writers could not be told apart."""
+
+
+def _locked(folder: Path) -> int:
+    """Return the locked file; it is that of the folder that is there, not of one before."""
+    path = folder / LOCK_FILE
+    for _ in range(_MAX_ATTEMPTS):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise IndexerError(f"cannot write to {folder}: {error.strerror}") from error
+        try:
+            _acquire(descriptor, folder)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if is_at(path, descriptor):
+            return descriptor
+        os.close(descriptor)
+    raise IndexerError(f"{folder} is replaced faster than it can be changed: try again")
+
+
+def _acquire(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise IndexBusyError(
+            f"{folder} is being changed by {_holder(descriptor)}: wait until it is done"
+        ) from error
+    except OSError as error:
+        raise NoLocksError(
+            f"the file system of {folder} has no locks ({error.strerror}), so that two writers "
+            "could not be told apart: build the index on another one and copy it"
+        ) from error
+
+
+def _note(command: str) -> dict[str, str | int]:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"command": command, "host": socket.gethostname(), "pid": os.getpid(), "since": now}
+
+
+def _holder(descriptor: int) -> str:
+    """Say who holds the lock, from the note in its file."""
+    try:
+        who = json.loads(os.pread(descriptor, _MAX_NOTE_BYTES, 0))
+        return (
+            f"process {int(who['pid'])} on {who['host']} (`{who['command']}`, since {who['since']})"
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+
+
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
+
+
+def check_output(output: Path, *, overwrite: bool) -> None:
+    """Check that an index may be written at `output`.
+
+    Raises:
+        IndexExistsError: the path is taken by something that must stay.
+        IndexerError: what is at the path cannot be read.
+    """
+    try:
+        if not output.exists():
+            return
+        if not output.is_dir():
+            raise IndexExistsError(f"{output} is a file: name a folder for the index")
+        if any(output.iterdir()):
+            _check_replaceable(output, overwrite=overwrite)
+    except OSError as error:
+        raise IndexerError(f"cannot read {output}: {error.strerror}") from error
+
+
+def _check_replaceable(output: Path, *, overwrite: bool) -> None:
+    reason = why_not_index(output)
+    if reason is not None:
+        raise IndexExistsError(
+            f"{output} is not empty and not an index ({reason}): name another folder"
+        )
+    if not overwrite:
+        raise _exists(output)
+
+
+def _exists(output: Path) -> IndexExistsError:
+    return IndexExistsError(f"{output} holds an index already: pass --overwrite to replace it")
+
+
+@contextmanager
+def new_index_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Give a folder to build in, and put it at `output` when the block ends without an error.
+
+    The folder is a hidden sibling of `output`, so that the step is a rename: whenever a build is
+    killed, `output` holds what it held before, or the whole new index. What killed builds of the
+    same output left behind is removed. Nobody changes an index that is about to be replaced.
+
+    Raises:
+        IndexExistsError: the path is taken by something that must stay.
+        IndexBusyError: somebody changes the index that is to be replaced.
+        IndexerError: the disk refuses what was asked of it.
+    """
+    output = Path(os.path.realpath(output))
+    check_output(output, overwrite=overwrite)
+    with ExitStack() as stack:
+        is_locked = _lock_index(output, stack)
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            folder = stack.enter_context(workplace(output))
+        except OSError as error:
+            raise IndexerError(f"cannot write to {output.parent}: {error.strerror}") from error
+        yield folder
+        check_output(output, overwrite=overwrite)
+        if not is_locked:  # what is there now was not there then
+            _lock_index(output, stack)
+        _publish(folder, output, overwrite=overwrite)
+
+
+def _lock_index(output: Path, stack: ExitStack) -> bool:
+    """Lock the index that will be replaced, if there is one."""
+    if not output.is_dir() or not any(output.iterdir()):
+        return False
+    with suppress(NoLocksError):  # nor does anybody change it there
+        stack.enter_context(writer_lock(output, "build --overwrite"))
+    return True
+
+
+def write_file(path: Path, content: memoryview | bytes, *, durable: bool = True) -> None:
+    """Write a file, with the folders above it.
+
+    Args:
+        path: of the file.
+        content: all of it.
+        durable: wait until it is on disk.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise IndexerError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_array(path: Path, array: NDArray[Any], *, durable: bool = True) -> FileRecord:
+    """Write the elements of an array to a file as `write_file` does, and return its record."""
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    write_file(path, content, durable=durable)
+    return FileRecord.of(content)
+
+
+def move_folder(folder: Path, place: Path) -> None:
+    """Move a folder within a file system; what is at the place already is replaced.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+        folder.rename(place)
+    except OSError as error:
+        raise IndexerError(f"cannot write {place}: {error.strerror}") from error
+
+
+def _publish(folder: Path, output: Path, *, overwrite: bool) -> None:
+    try:
+        for path, _, _ in os.walk(folder):
+            sync_folder(path)
+        _put_in_place(folder, output, overwrite=overwrite)
+        sync_folder(output.parent)
+    except OSError as error:
+        raise IndexerError(f"cannot put the index at {output}: {error.strerror}") from error
+
+
+def _put_in_place(folder: Path, output: Path, *, overwrite: bool) -> None:
+    """Rename; where an index is there already and may be replaced, the two change places."""
+    try:
+        folder.rename(output)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not overwrite:  # another build was quicker by a moment
+            raise _exists(output) from error
+        if not _exchange(folder, output):
+            _move_aside(folder, output)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two folders in one step, where system and file system can."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    paths = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second))
+    return bool(rename(*paths, _RENAME_EXCHANGE) == 0)
+
+
+def _move_aside(folder: Path, output: Path) -> None:
+    """Swap in steps; a kill after the first one leaves the old index under a hidden name."""
+    old = output.parent / f".{output.name}.replaced-{secrets.token_hex(4)}"
+    output.rename(old)
+    try:
+        folder.rename(output)
+    except OSError as error:
+        _move_back(old, output, error)
+        raise
+    old.rename(folder)
+
+
+def _move_back(old: Path, output: Path, reason: OSError) -> None:
+    try:
+        old.rename(output)
+    except OSError:
+        raise IndexerError(
+            f"cannot put the index at {output}: {reason.strerror}; "
+            f"the one that was there is whole, but now at {old}"
+        ) from reason
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the content of a file is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path | str) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

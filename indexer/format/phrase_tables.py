@@ -1,0 +1,166 @@
+"""Phrase tables: which tokens followed the frequent short n-grams of a corpus, and how often.
+
+An n-gram trie of four levels in plain arrays, as docs/format.md specifies them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.format.names import COUNT_DTYPE, MAX_ORDER, PHRASE_FILES, POSITION_DTYPE, Tokens
+
+_EXACT: Final = 16
+_CODES_PER_DOUBLING: Final = 8
+
+
+def _scale() -> NDArray[np.int64]:
+    ratios = np.exp2(np.arange(1, 256 - _EXACT) / _CODES_PER_DOUBLING)
+    return np.concatenate([np.arange(_EXACT + 1), np.rint(_EXACT * ratios)]).astype(np.int64)
+
+
+COUNT_SCALE: Final = _scale()
+"""int64[256]: the count that each code stands for.
+
+Code c up to 16 stands for c, and above for 16 * 2**((c - 16) / 8), rounded to an integer; 255 for
+some 1.6e10. Neighbours differ by at most 12%, so a code is at most 6% off.
+"""
+
+COUNT_VALUES: Final = COUNT_SCALE.astype(np.float32)
+"""float32[256]: `COUNT_SCALE` for kernels."""
+
+COUNT_SCALE.flags.writeable = False
+COUNT_VALUES.flags.writeable = False
+_MIDDLES: Final = (COUNT_SCALE[:-1] + COUNT_SCALE[1:]) / 2
+
+
+def encode_counts(counts: NDArray[np.integer[Any]]) -> NDArray[np.uint8]:
+    """Return the codes nearest to counts; of two that are equally near, the smaller one.
+
+    Counts beyond the scale get its last code. A count of the scale gets its own code, and larger
+    counts never get smaller codes.
+
+    Args:
+        counts: integers from 0 on, any shape.
+    """
+    return np.searchsorted(_MIDDLES, counts, side="left").astype(COUNT_DTYPE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PhraseTables:
+    """The tables of an index, immutable; all arrays are read-only, those of an index mapped.
+
+    Level k, which stands at index k - 1 of each tuple, holds n-grams of k tokens. Those with the
+    same first k - 1 tokens stand together, most frequent first, at the place of that *parent* in
+    its own level. So the entry of an n-gram is the state of a reader that has seen it: what
+    followed entry e of level k are the entries `starts[k - 1][e]` to `starts[k - 1][e + 1]` of
+    level k + 1.
+
+    Only as much is checked when an index is opened as takes no time: the sizes of all arrays,
+    level 1's `starts` whole, and of the other ones both ends. So a kernel that reads the
+    `starts` of levels 2 and 3 must clamp them to the next level, and tokens may be none of the
+    vocabulary, on a damaged disk.
+
+    Attributes:
+        starts: uint32[entries + 1] for each of levels 1, 2 and 3.
+        tokens: uint16[entries] or uint32[entries], as in segments: the last token of each entry;
+            empty for level 1, where the entry's number is the token.
+        counts: uint8[entries], codes of `COUNT_VALUES`: how often the n-gram occurs, at the end
+            of a document as well. What an entry's successors lack to its own count was followed
+            by the end of a document or by n-grams that have no entry; where counts are rounded,
+            the successors' sum may exceed it.
+    """
+
+    starts: tuple[NDArray[np.uint32], ...]
+    tokens: tuple[Tokens, ...]
+    counts: tuple[NDArray[np.uint8], ...]
+
+    def __post_init__(self) -> None:
+        # Compiled code takes read-only arrays and others for two types.
+        for array in (*self.starts, *self.tokens, *self.counts):
+            array.flags.writeable = False
+
+    @classmethod
+    def empty(cls, vocabulary_size: int, dtype: np.dtype[Any]) -> Self:
+        """Return tables without any n-gram.
+
+        Args:
+            vocabulary_size: largest token id plus one.
+            dtype: of tokens, as `token_dtype` gives it.
+        """
+        sizes = (vocabulary_size, 0, 0, 0)
+        return cls(
+            tuple(np.zeros(size + 1, POSITION_DTYPE) for size in sizes[:-1]),
+            tuple(np.empty(0, dtype) for _ in sizes),
+            tuple(np.zeros(size, COUNT_DTYPE) for size in sizes),
+        )
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Largest token id plus one."""
+        return len(self.counts[0])
+
+    @property
+    def num_entries(self) -> tuple[int, ...]:
+        """Entries of levels 1 to 4; level 1 has one for every token of the vocabulary."""
+        return tuple(len(counts) for counts in self.counts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all arrays, in memory as on disk."""
+        return sum(array.nbytes for array in self.files().values())
+
+    def files(self) -> dict[str, NDArray[Any]]:
+        """Return the array of each of `PHRASE_FILES`, in their order."""
+        (starts1, starts2, starts3), (_, tokens2, tokens3, tokens4) = self.starts, self.tokens
+        counts1, counts2, counts3, counts4 = self.counts
+        arrays = (
+            *(counts1, starts1),
+            *(tokens2, counts2, starts2),
+            *(tokens3, counts3, starts3),
+            *(tokens4, counts4),
+        )
+        return dict(zip(PHRASE_FILES, arrays, strict=True))
+
+    @classmethod
+    def of_files(cls, arrays: dict[str, NDArray[Any]]) -> Self:
+        """Return the tables of which `files` gave these arrays."""
+        levels = range(1, MAX_ORDER + 1)
+        return cls(
+            tuple(arrays[f"starts{level}"] for level in levels[:-1]),
+            (arrays["tokens2"][:0], *(arrays[f"tokens{level}"] for level in levels[1:])),
+            tuple(arrays[f"counts{level}"] for level in levels),
+        )
+
+    def find(self, ngram: Sequence[int]) -> int | None:
+        """Return the entry of an n-gram in the level of its length, or None if it has none.
+
+        For tools and tests: it searches, where a drafter goes from state to state.
+        """
+        if not 1 <= len(ngram) <= MAX_ORDER or not 0 <= ngram[0] < self.vocabulary_size:
+            return None
+        entry = ngram[0]
+        for level, token in enumerate(ngram[1:], start=1):
+            begin, end = self.starts[level - 1][entry : entry + 2].tolist()
+            found = np.flatnonzero(self.tokens[level][begin:end] == token)
+            if len(found) == 0:
+                return None
+            entry = begin + int(found[0])
+        return entry
+
+    def count_of(self, ngram: Sequence[int]) -> int:
+        """Return how often an n-gram of 1 to 4 tokens occurs, rounded; 0 if it has no entry."""
+        entry = self.find(ngram)
+        return 0 if entry is None else int(COUNT_SCALE[self.counts[len(ngram) - 1][entry]])
+
+    def successors(self, context: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the tokens that followed 1 to 3 tokens, with counts, most frequent first."""
+        entry = self.find(context)
+        if entry is None or len(context) >= MAX_ORDER:
+            return []
+        level = len(context)
+        begin, end = self.starts[level - 1][entry : entry + 2].tolist()
+        counts = COUNT_SCALE[self.counts[level][begin:end]]
+        return list(zip(self.tokens[level][begin:end].tolist(), counts.tolist(), strict=True))

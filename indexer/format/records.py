@@ -1,0 +1,239 @@
+"""The records of the on-disk format: what a snapshot says of segments, phrase tables and files."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from indexer.errors import DamagedIndexError
+from indexer.format.names import (
+    OPTIONAL_SEGMENT_FILES,
+    PHRASE_FILES,
+    SEGMENT_FILES,
+    TEXTS_FILE,
+    is_ordinal_name,
+)
+from indexer.tokenizer import Vocabulary
+
+_CHECKSUM_BYTES: Final = 32
+_READ_BYTES: Final = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document as an index lists it.
+
+    Attributes:
+        name: where the text came from: a path, or a path and a line number.
+        licence: the licence of the text, empty where unknown.
+        start: position of its first token in its segment.
+    """
+
+    name: str
+    licence: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size in bytes and BLAKE2b-256 checksum, in hexadecimal, of one file."""
+
+    num_bytes: int
+    checksum: str
+
+    @classmethod
+    def of(cls, content: memoryview | bytes) -> Self:
+        """Return the record of a file with this content."""
+        return cls(memoryview(content).nbytes, checksum_of(content))
+
+    @classmethod
+    def of_file(cls, path: Path) -> Self:
+        """Return the record of a file on disk."""
+        digest = hashlib.blake2b(digest_size=_CHECKSUM_BYTES)
+        num_bytes = 0
+        with path.open("rb") as file:
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+                num_bytes += len(piece)
+        return cls(num_bytes, digest.hexdigest())
+
+    def encode(self) -> dict[str, Any]:
+        """Return what stands in the JSON of a record."""
+        return {"blake2b": self.checksum, "bytes": self.num_bytes}
+
+    @classmethod
+    def decode(cls, value: Any) -> Self:
+        """Read what `encode` made."""
+        return cls(int(value["bytes"]), str(value["blake2b"]))
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRecord:
+    """A segment as a snapshot lists it.
+
+    Attributes:
+        name: name of its folder.
+        num_documents: documents in it.
+        num_tokens: tokens in it, separators not counted.
+        licences: what the numbers in the documents' licences stand for.
+        files: size and checksum of each of `SEGMENT_FILES`, and of `TEXTS_FILE` if texts are kept.
+    """
+
+    name: str
+    num_documents: int
+    num_tokens: int
+    licences: tuple[str, ...]
+    files: dict[str, FileRecord]
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether the texts of its documents are stored."""
+        return TEXTS_FILE in self.files
+
+    def encode(self) -> dict[str, Any]:
+        """Return what stands in the JSON of the record."""
+        return {
+            "documents": self.num_documents,
+            "files": {name: record.encode() for name, record in self.files.items()},
+            "licences": list(self.licences),
+            "name": self.name,
+            "tokens": self.num_tokens,
+        }
+
+    @classmethod
+    def decode(cls, value: Any) -> Self:
+        """Read what `encode` made."""
+        files = {name: FileRecord.decode(value["files"][name]) for name in SEGMENT_FILES}
+        for name in OPTIONAL_SEGMENT_FILES:
+            if name in value["files"]:
+                files[name] = FileRecord.decode(value["files"][name])
+        licences = tuple(str(licence) for licence in value["licences"])
+        return cls(
+            checked_name(value), int(value["documents"]), int(value["tokens"]), licences, files
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PhrasesRecord:
+    """The phrase tables as a snapshot lists them.
+
+    Attributes:
+        name: name of their folder.
+        segments: names of the segments whose n-grams they count: those of the snapshot, except
+            what was added since they were made.
+        files: size and checksum of each of `PHRASE_FILES`.
+    """
+
+    name: str
+    segments: tuple[str, ...]
+    files: dict[str, FileRecord]
+
+    def encode(self) -> dict[str, Any]:
+        """Return what stands in the JSON of the record."""
+        files = {name: record.encode() for name, record in self.files.items()}
+        return {"files": files, "name": self.name, "segments": list(self.segments)}
+
+    @classmethod
+    def decode(cls, value: Any) -> Self:
+        """Read what `encode` made."""
+        files = {name: FileRecord.decode(value["files"][name]) for name in PHRASE_FILES}
+        return cls(checked_name(value), tuple(map(str, value["segments"])), files)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What one snapshot publishes.
+
+    Attributes:
+        vocabulary: of the tokenizer.
+        segments: those that are live, in order.
+        phrases: their phrase tables.
+        next_segment: number of the next segment to be written: names are never used twice.
+        tokenizer: the stored tokenizer; None for an index that was built of token ids.
+    """
+
+    vocabulary: Vocabulary
+    segments: tuple[SegmentRecord, ...]
+    phrases: PhrasesRecord
+    next_segment: int
+    tokenizer: FileRecord | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all segments, separators not counted."""
+        return sum(record.num_tokens for record in self.segments)
+
+    @property
+    def num_uncounted_tokens(self) -> int:
+        """Tokens of segments that the phrase tables do not count."""
+        counted = set(self.phrases.segments)
+        return sum(each.num_tokens for each in self.segments if each.name not in counted)
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Whether the texts of all documents are stored."""
+        return all(record.keeps_texts for record in self.segments)
+
+    def encode(self) -> dict[str, Any]:
+        """Return what stands in the JSON of a snapshot, the format's version apart."""
+        return {
+            "next_segment": self.next_segment,
+            "phrases": self.phrases.encode(),
+            "segments": [record.encode() for record in self.segments],
+            "tokenizer": self.tokenizer.encode() if self.tokenizer else None,
+            "vocabulary": {
+                "fingerprint": self.vocabulary.fingerprint,
+                "size": self.vocabulary.size,
+            },
+        }
+
+    @classmethod
+    def decode(cls, value: Any) -> Self:
+        """Read what `encode` made.
+
+        Raises:
+            KeyError, TypeError, ValueError, OverflowError: nobody wrote that with `encode`.
+        """
+        vocabulary, tokenizer = value["vocabulary"], value["tokenizer"]
+        return cls(
+            Vocabulary(int(vocabulary["size"]), str(vocabulary["fingerprint"])),
+            tuple(SegmentRecord.decode(segment) for segment in value["segments"]),
+            PhrasesRecord.decode(value["phrases"]),
+            int(value["next_segment"]),
+            FileRecord.decode(tokenizer) if tokenizer else None,
+        )
+
+
+def checked_name(value: Any) -> str:
+    """Return the name in a record: a number, so that it leads nowhere else.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    name = str(value["name"])
+    if not is_ordinal_name(name):
+        raise ValueError(name)
+    return name
+
+
+def checksum_of(content: memoryview | bytes) -> str:
+    """Return the BLAKE2b-256 checksum of bytes, in hexadecimal."""
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).hexdigest()
+
+
+def encode_json(value: Any) -> bytes:
+    """Return compact ASCII JSON with sorted keys: equal values give equal bytes."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode("ascii")
+
+
+def decode_json(value: bytes) -> Any:
+    """Read a record.
+
+    Raises:
+        DamagedIndexError: it is not JSON.
+    """
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise DamagedIndexError(f"a record is not JSON: {value[:80]!r}") from error

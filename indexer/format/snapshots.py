@@ -1,0 +1,262 @@
+"""Snapshots: which segments an index consists of, published one after the other.
+
+A snapshot is a small file that is written whole and then given the next number; the highest
+number is what the index is now. Who reads holds a shared lock on the file of the snapshot that it
+reads; a writer removes an old one only if nobody does.
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from indexer.errors import (
+    DamagedIndexError,
+    FormatVersionError,
+    IndexerError,
+    IndexNotFoundError,
+    TokenizerError,
+)
+from indexer.format.names import (
+    CATALOG_FOLDER,
+    FORMAT_VERSION,
+    SEGMENTS_FOLDER,
+    is_ordinal_name,
+    ordinal_name,
+)
+from indexer.format.output import sync_folder, write_file
+from indexer.format.records import Contents, checksum_of, decode_json, encode_json
+
+_OLDER_CATALOG_FILE: Final = "data.mdb"
+_MAX_ATTEMPTS: Final = 100
+_PATIENT_ATTEMPTS: Final = 10
+_PAUSE_S: Final = 0.01
+_GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
+_MALFORMED: Final = (KeyError, OverflowError, TypeError, ValueError, AttributeError, TokenizerError)
+
+
+class HeldSnapshot:
+    """A published snapshot that no writer removes while this is open, or referred to.
+
+    Attributes:
+        number: of the snapshot.
+        contents: what it publishes.
+        num_bytes: size of its file.
+        published_s: when it was published, in seconds since 1970.
+    """
+
+    def __init__(self, index: Path, number: int, descriptor: int) -> None:
+        self.number = number
+        self._index = index
+        self._descriptor: int | None = descriptor
+        self._close = weakref.finalize(self, os.close, descriptor)
+        try:
+            content = _read_all(index, number, descriptor)
+            self.num_bytes = len(content)
+            self.published_s = os.fstat(descriptor).st_mtime
+            self.contents = _decoded(index, number, content)
+        except BaseException:
+            self.close()
+            raise
+
+    def is_latest(self) -> bool:
+        """Tell whether this very file is the latest snapshot of what is at the index's path.
+
+        Raises:
+            IndexerError: there is no index.
+            OSError: it changes at this moment.
+        """
+        number = published_numbers(self._index)[-1]
+        if number != self.number or self._descriptor is None:
+            return False
+        there = (self._index / CATALOG_FOLDER / ordinal_name(number)).stat()
+        return os.path.samestat(there, os.fstat(self._descriptor))
+
+    def close(self) -> None:
+        """Let go of the snapshot."""
+        self._descriptor = None
+        self._close()
+
+
+def published_numbers(index: Path) -> list[int]:
+    """Return the numbers of all snapshots that are still there, in rising order.
+
+    Raises:
+        IndexNotFoundError: the folder holds nothing of an index.
+        DamagedIndexError: it holds parts of one, but no snapshot.
+        FormatVersionError: it is an index of a format before snapshots.
+    """
+    numbers: list[int] = []
+    for _ in range(_PATIENT_ATTEMPTS):
+        names = _names(index)
+        numbers = sorted(int(name) for name in names if is_ordinal_name(name))
+        if numbers:  # else names may have changed under a list that is not made in one step
+            break
+    if not numbers and _OLDER_CATALOG_FILE in names:
+        raise _other_format(index, 2)
+    if not numbers:
+        raise DamagedIndexError(
+            f"{index / CATALOG_FOLDER} holds no snapshot, one is missing: "
+            "copy or build the index again"
+        )
+    return numbers
+
+
+def _names(index: Path) -> list[str]:
+    try:
+        return [entry.name for entry in (index / CATALOG_FOLDER).iterdir()]
+    except OSError as error:
+        if (index / SEGMENTS_FOLDER).exists():
+            raise DamagedIndexError(
+                f"{index / CATALOG_FOLDER} is missing: copy or build the index again"
+            ) from error
+        raise IndexNotFoundError(f"{index} is a folder but not an index") from error
+
+
+def hold_latest(index: Path) -> HeldSnapshot:
+    """Return the latest snapshot, held.
+
+    Raises:
+        IndexNotFoundError: there is no index.
+        DamagedIndexError: the snapshot is unreadable or not what a writer writes.
+        FormatVersionError: it was written in another format.
+    """
+    for attempt in range(_MAX_ATTEMPTS):
+        number = published_numbers(index)[-1]
+        descriptor = _hold(index / CATALOG_FOLDER / ordinal_name(number))
+        if descriptor is not None:
+            return HeldSnapshot(index, number, descriptor)
+        if attempt >= _PATIENT_ATTEMPTS:  # a list of names from a cache, on a network file system
+            time.sleep(_PAUSE_S)
+    raise IndexerError(f"{index} changes faster than it can be opened: try again")
+
+
+def read_snapshot(index: Path, number: int) -> Contents:
+    """Return the contents of a snapshot without holding it: for who holds the writers' lock.
+
+    Raises:
+        DamagedIndexError: the snapshot is unreadable or not what a writer writes.
+        FormatVersionError: it was written in another format.
+    """
+    path = index / CATALOG_FOLDER / ordinal_name(number)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return _decoded(index, number, content)
+
+
+def publish(index: Path, number: int, contents: Contents) -> None:
+    """Make a snapshot the latest one, in one step; what it lists must be on disk.
+
+    Args:
+        index: the index's directory; nobody else writes there.
+        number: one more than the latest one's, or 0.
+        contents: what to publish.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    body = encode_json({"format": FORMAT_VERSION, **contents.encode()})
+    folder = index / CATALOG_FOLDER
+    partial = folder / f".partial-{secrets.token_hex(4)}"
+    try:
+        write_file(partial, checksum_of(body).encode("ascii") + b"\n" + body)
+        partial.rename(folder / ordinal_name(number))
+    except OSError as error:
+        raise IndexerError(f"cannot publish in {folder}: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+    with suppress(OSError):  # it is published, if not yet safe from a failure of power
+        sync_folder(folder)
+
+
+@contextmanager
+def unheld(index: Path, number: int) -> Iterator[bool]:
+    """Tell whether nobody reads a snapshot; while the block lasts, nobody begins to."""
+    path = index / CATALOG_FOLDER / ordinal_name(number)
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        yield _lock(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def _hold(path: Path) -> int | None:
+    """Open and lock the file of a snapshot; None if a writer is about to remove it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _GONE:
+            return None
+        raise _unreadable(path, error) from error
+    if _lock(descriptor, fcntl.LOCK_SH) and os.fstat(descriptor).st_nlink > 0:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock a file without waiting; on a file system without locks nothing is ever removed."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return kind == fcntl.LOCK_SH
+    return True
+
+
+def _read_all(index: Path, number: int, descriptor: int) -> bytes:
+    try:
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    except OSError as error:
+        raise _unreadable(index / CATALOG_FOLDER / ordinal_name(number), error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> DamagedIndexError:
+    return DamagedIndexError(f"{path} is unreadable: {error.strerror}")
+
+
+def _decoded(index: Path, number: int, content: bytes) -> Contents:
+    path = index / CATALOG_FOLDER / ordinal_name(number)
+    checksum, _, body = content.partition(b"\n")
+    if checksum != checksum_of(body).encode("ascii"):
+        raise DamagedIndexError(
+            f"{path} is damaged, its checksum is not the one it was written with: "
+            "copy or build the index again"
+        )
+    value = decode_json(body)
+    version = value.get("format") if isinstance(value, dict) else None
+    if version != FORMAT_VERSION:
+        raise _other_format(index, version)
+    try:
+        return Contents.decode(value)
+    except (
+        KeyError,
+        OverflowError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        TokenizerError,
+    ) as error:
+        raise DamagedIndexError(
+            f"{path} holds a record that no builder writes: {error!r}"
+        ) from error
+
+
+def _other_format(index: Path, version: Any) -> FormatVersionError:
+    is_older = isinstance(version, int) and version < FORMAT_VERSION
+    return FormatVersionError(
+        f"{index} has format version {version!r}, and this is a reader of version "
+        f"{FORMAT_VERSION}: "
+        + ("build it again" if is_older else "upgrade foredraft, or build the index again")
+    )

@@ -1,0 +1,127 @@
+"""How sources are found and read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from pathspec import GitIgnoreSpec
+
+from indexer.errors import SourceError
+
+EXCLUDED: Final = "excluded by a pattern"
+NOT_INCLUDED: Final = "not included by a pattern"
+
+
+class Patterns:
+    """What to include and to exclude, in the patterns of `.gitignore`.
+
+    Raises:
+        SourceError: a pattern is none.
+    """
+
+    def __init__(self, include: Sequence[str], exclude: Sequence[str]) -> None:
+        self._include = _compiled("--include", include) if include else None
+        self._exclude = _compiled("--exclude", exclude)
+
+    @property
+    def choose(self) -> bool:
+        """Whether files are taken because a pattern says so, not because of their suffix."""
+        return self._include is not None
+
+    def excludes_folder(self, path: str) -> bool:
+        """Return whether nothing below a folder is wanted.
+
+        Args:
+            path: below the source, with slashes.
+        """
+        return self._exclude.match_file(f"{path}/")
+
+    def objection(self, path: str) -> str | None:
+        """Return why a file is not wanted, or None if it is."""
+        if self._exclude.match_file(path):
+            return EXCLUDED
+        if self._include is not None and not self._include.match_file(path):
+            return NOT_INCLUDED
+        return None
+
+
+def _compiled(option: str, patterns: Sequence[str]) -> GitIgnoreSpec:
+    try:
+        return GitIgnoreSpec.from_lines(patterns)
+    except ValueError as error:
+        raise SourceError(
+            f"{option}: {error}: give patterns like those in .gitignore, such as '*.md' or 'docs/'"
+        ) from error
+
+
+DEFAULT_FIELD: Final = "text"
+DEFAULT_MAX_DOCUMENT_BYTES: Final = 10 << 20
+DEFAULT_BLOCK_BYTES: Final = 16 << 20
+
+STANDARD_INPUT: Final = "-"
+"""The source that stands for standard input."""
+
+TOO_LARGE: Final = "too large"
+NOT_TEXT: Final = "not text"
+
+
+class Git(StrEnum):
+    """Whether git is asked which files of a repository are tracked."""
+
+    AUTO = "auto"
+    NEVER = "never"
+
+
+class StdinFormat(StrEnum):
+    """What standard input holds: documents in JSON lines, or one document of plain text."""
+
+    JSONL = "jsonl"
+    TEXT = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """How sources are found and read; every value has a default that fits most corpora.
+
+    Attributes:
+        field: key of the text in a line of JSON, or name of the column in a table.
+        include: of the files in folders, only those that match one of these patterns, whatever
+            their suffix. Patterns are those of `.gitignore`, matched against the path below the
+            source.
+        exclude: not the files in folders that match one of these patterns; outweighs `include`.
+        git: whether of a repository only the tracked files are taken.
+        licence: of every document; empty if it is to be found out.
+        licence_field: key or column that holds a document's licence; empty if there is none.
+        encoding: of text that does not begin with a byte order mark.
+        stdin_format: what standard input holds.
+        max_document_bytes: of longer documents no more than this is read, and they are skipped.
+        block_bytes: how much on disk a block is to hold, about.
+
+    Raises:
+        SourceError: a pattern or the encoding is unknown, or a limit is below 1.
+    """
+
+    field: str = DEFAULT_FIELD
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    git: Git = Git.AUTO
+    licence: str = ""
+    licence_field: str = ""
+    encoding: str = "utf-8"
+    stdin_format: StdinFormat = StdinFormat.JSONL
+    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
+    block_bytes: int = DEFAULT_BLOCK_BYTES
+
+    def __post_init__(self) -> None:
+        Patterns(self.include, self.exclude)
+        for name in ("max_document_bytes", "block_bytes"):
+            if getattr(self, name) < 1:
+                raise SourceError(f"{name} is {getattr(self, name)}: give 1 or more")
+        try:
+            "\n".encode(self.encoding)
+        except (LookupError, ValueError) as error:
+            raise SourceError(
+                f"there is no encoding {self.encoding!r}: give one that Python knows, "
+                "such as utf-8 or latin-1"
+            ) from error

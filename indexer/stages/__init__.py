@@ -1,0 +1,1 @@
+"""The stages of a build, each a function of values that travel between processes."""

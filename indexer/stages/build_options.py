@@ -1,0 +1,125 @@
+"""How an index is built or added to."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from logging import getLogger
+from typing import Final
+
+from indexer.engines import Engine, Serial
+from indexer.engines.memory import default_limit, describe_size
+from indexer.engines.processes import ProcessPool
+from indexer.engines.ray import RayCluster
+from indexer.errors import IndexerError
+from indexer.format.names import MAX_POSITIONS
+from indexer.screening.screen import NO_SCREENING, ScreenOptions
+from indexer.sources import SourceOptions
+from indexer.stages.segments import MAX_SEGMENT_TOKENS, sorting_bytes
+
+ENGINES: Final = ("processes", "ray", "serial")
+
+_PROCESS_BYTES: Final = 512 << 20
+"""Of a build's own process and a worker, beside what is sorted; an estimate."""
+
+_LEAST_SEGMENT_TOKENS: Final = 1 << 20
+
+_log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How an index is built; every value has a default that fits most corpora.
+
+    Attributes:
+        sources: how sources are found and read; documents that are longer than its limit are
+            skipped wherever they come from.
+        max_segment_tokens: a segment with more tokens holds a single document; from 1 to
+            `MAX_POSITIONS`, beyond which positions do not fit the format.
+        overwrite: replace an index that is at the output path already.
+        deduplicate: leave out documents that are equal to one before.
+        keep_texts: store the texts as well, so that the index can be built for another tokenizer.
+        screen: what must not get into the index; texts are screened, not tokens.
+        engine: where the stages run. Segments are smaller if sorting one would take more than the
+            engine's memory; how the index is divided depends on nothing else of it.
+
+    Raises:
+        IndexerError: `max_segment_tokens` is out of its range.
+    """
+
+    sources: SourceOptions = SourceOptions()  # noqa: RUF009  (it never changes)
+    max_segment_tokens: int = MAX_SEGMENT_TOKENS
+    overwrite: bool = False
+    deduplicate: bool = True
+    keep_texts: bool = False
+    screen: ScreenOptions = NO_SCREENING
+    engine: Engine = Serial()  # noqa: RUF009  (it has no state)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_segment_tokens <= MAX_POSITIONS:
+            raise IndexerError(
+                f"a segment cannot be limited to {self.max_segment_tokens} tokens: "
+                f"choose from 1 to {MAX_POSITIONS}"
+            )
+
+    def for_blocks(self, num_blocks: int) -> "BuildOptions":
+        """Return the same for so many blocks of sources: one is read sooner than a pool starts."""
+        if num_blocks > 1 or not isinstance(self.engine, ProcessPool):
+            return self
+        return replace(self, engine=Serial(self.engine.memory_bytes))
+
+    def segment_tokens(self, vocabulary_size: int) -> int:
+        """Return the most tokens of a segment: halved until sorting one fits into the memory.
+
+        Args:
+            vocabulary_size: largest token id plus one.
+
+        Raises:
+            IndexerError: there is too little memory for any.
+        """
+        most, memory_bytes = self.max_segment_tokens, self.engine.memory_bytes
+        if memory_bytes is None:
+            return most
+        free = memory_bytes - _PROCESS_BYTES
+        while sorting_bytes(most, vocabulary_size) > free and most > 1:
+            most //= 2
+        if most < min(self.max_segment_tokens, _LEAST_SEGMENT_TOKENS):
+            least = _PROCESS_BYTES + sorting_bytes(_LEAST_SEGMENT_TOKENS, vocabulary_size)
+            raise IndexerError(
+                f"{describe_size(memory_bytes)} of memory is too little for a build: "
+                f"allow {describe_size(least)} at least with --memory"
+            )
+        if most < self.max_segment_tokens:
+            _log.info(
+                "segments of at most %s tokens, so that sorting one stays within %s of memory",
+                f"{most:,}",
+                describe_size(memory_bytes),
+            )
+        return most
+
+
+DEFAULTS: Final = BuildOptions()
+
+
+def engine_of(kind: str, workers: int | None = None, memory_bytes: int | None = None) -> Engine:
+    """Return where to run.
+
+    Args:
+        kind: one of `ENGINES`.
+        workers: processes at once, at most; by default as many as this process has processors.
+        memory_bytes: for this process and the workers together; by default half of what is
+            available.
+
+    Raises:
+        IndexerError: there is no such engine, or it cannot have so few workers.
+    """
+    limit = default_limit() if memory_bytes is None else memory_bytes
+    number = len(os.sched_getaffinity(0)) if workers is None else workers
+    engines: dict[str, Callable[[], Engine]] = {
+        "processes": partial(ProcessPool, number, limit),
+        "ray": partial(RayCluster, number, limit),
+        "serial": partial(Serial, limit),
+    }
+    if kind not in engines:
+        raise IndexerError(f"there is no engine {kind!r}: choose from {', '.join(ENGINES)}")
+    return engines[kind]()

@@ -1,0 +1,320 @@
+"""The stages of a build, from sources to the contents of a snapshot; each maps over tasks."""
+
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.build_report import Tally
+from indexer.engines import Engine
+from indexer.errors import IndexerError, SourceError
+from indexer.format.names import (
+    DIGEST_BYTES,
+    PHRASES_FOLDER,
+    SCRATCH_FOLDER,
+    SEGMENTS_FOLDER,
+    ordinal_name,
+    token_dtype,
+)
+from indexer.format.output import move_folder
+from indexer.format.records import Contents, PhrasesRecord, SegmentRecord
+from indexer.screening.screen import ScreenOptions
+from indexer.sources import SourceBlock, SourceOptions, plan, read
+from indexer.stages.build_options import BuildOptions
+from indexer.stages.parts import Part, PartWriter, TokenisedDocument, kept_runs
+from indexer.stages.phrase_writer import write_phrases
+from indexer.stages.segments import Piece, SegmentTask, sorting_bytes, write_segment
+from indexer.stages.tokenise import EMPTY, stored_encoder, tokenise, tokenising_bytes, usable_texts
+from indexer.tokenizer import Vocabulary
+
+DUPLICATE: Final = "exact duplicate"
+
+_UNCOUNTED_SHARE: Final = 8
+"""Phrase tables are made anew once more than one in so many tokens is not counted in them."""
+
+_SCRATCH_NAME_BYTES: Final = 4
+_BYTES_PER_VOCABULARY_ENTRY: Final = 16
+
+_BYTES_PER_DOCUMENT: Final = 512
+"""Of memory while a segment is written: of its place in the tables, and its name twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartTask:
+    """All that `write_part` needs to know.
+
+    Attributes:
+        folder: of the part, to be made.
+        block: of the sources.
+        tokenizer: the stored tokenizer.
+        vocabulary_size: largest token id plus one.
+        sources: how they are read.
+        screening: what is taken out of them.
+        keep_texts: whether texts are stored.
+    """
+
+    folder: Path
+    block: SourceBlock
+    tokenizer: Path
+    vocabulary_size: int
+    sources: SourceOptions
+    screening: ScreenOptions
+    keep_texts: bool
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory `write_part` takes at most."""
+        return tokenising_bytes(self.sources.max_document_bytes)
+
+
+def write_part(task: PartTask) -> tuple[Part, Tally]:
+    """Read and tokenise sources; return where the result is and what was counted."""
+    tally = Tally()
+    documents = read(task.block, task.sources, tally)
+    usable = usable_texts(documents, task.sources.max_document_bytes, tally, task.screening)
+    dtype = token_dtype(task.vocabulary_size)
+    tokenised = tokenise(usable, stored_encoder(task.tokenizer), dtype, tally)
+    part = gather_part(tokenised, task.folder, task.vocabulary_size, keep_texts=task.keep_texts)
+    return part, tally
+
+
+def gather_part(
+    documents: Iterable[TokenisedDocument], folder: Path, vocabulary_size: int, *, keep_texts: bool
+) -> Part:
+    """Write documents as a part."""
+    writer = PartWriter(folder, token_dtype(vocabulary_size), keeps_texts=keep_texts)
+    try:
+        for document in documents:
+            writer.add(document)
+    except BaseException:
+        writer.discard()
+        raise
+    return writer.close()
+
+
+def without_duplicates(
+    parts: Sequence[Part], known: Sequence[NDArray[np.uint8]], tally: Tally
+) -> list[Piece]:
+    """Return the documents of parts that no part before has, nor what is known; count the rest.
+
+    Args:
+        parts: in order.
+        known: uint8[n, DIGEST_BYTES] each, digests of documents that are there already.
+        tally: counts the duplicates.
+    """
+    digests = np.concatenate([*known, *(part.documents().digests for part in parts)])
+    is_first = np.zeros(len(digests), np.bool_)
+    keys = np.ascontiguousarray(digests).view(f"V{DIGEST_BYTES}").reshape(-1)
+    is_first[np.unique(keys, return_index=True)[1]] = True
+    begin = sum(len(each) for each in known)
+    pieces = []
+    for part in parts:
+        kept = is_first[begin : begin + part.num_documents]
+        begin += part.num_documents
+        if not kept.all():
+            table = part.documents()
+            for number in np.flatnonzero(~kept).tolist():
+                tally.skip(DUPLICATE, table.name(number))
+        if kept.any():
+            pieces.append(Piece(part, tuple(kept_runs(kept))))
+    return pieces
+
+
+@contextmanager
+def scratch_folder(folder: Path) -> Iterator[Path]:
+    """Give an empty folder in an index that nobody else has a name for.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    scratch = folder / SCRATCH_FOLDER / secrets.token_hex(_SCRATCH_NAME_BYTES)
+    try:
+        scratch.mkdir(parents=True)
+    except OSError as error:
+        raise IndexerError(f"cannot write {scratch}: {error.strerror}") from error
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # somebody else's is there still, or there never was any
+            scratch.parent.rmdir()
+
+
+def write_segments(
+    engine: Engine,
+    folder: Path,
+    groups: Iterable[Sequence[Piece]],
+    first: int,
+    vocabulary_size: int,
+) -> list[SegmentRecord]:
+    """Write a segment for each group of pieces, numbered from `first` on.
+
+    They are moved to their places when all are whole: processes that outlive whoever started them
+    write where nobody looks.
+    """
+    with scratch_folder(folder) as scratch:
+        tasks = [
+            SegmentTask(scratch, ordinal_name(number), tuple(group), vocabulary_size)
+            for number, group in enumerate(groups, first)
+        ]
+        need = max((_segment_bytes(task) for task in tasks), default=0)
+        records = list(engine.map(write_segment, tasks, need))
+        for record in records:
+            move_folder(scratch / record.name, folder / SEGMENTS_FOLDER / record.name)
+    return records
+
+
+def renewed_phrases(
+    engine: Engine, folder: Path, number: int, contents: Contents, *, always: bool = False
+) -> PhrasesRecord:
+    """Return phrase tables for the segments of contents: those that they have, if these will do.
+
+    They will where they count nothing that is gone, and lack no more than an eighth of the tokens:
+    what was just added is still found in the suffixes, and counting all anew takes as long as all
+    is large.
+
+    Args:
+        engine: where to run.
+        folder: the index's directory.
+        number: of the snapshot that will be published.
+        contents: with the phrase tables of the snapshot before.
+        always: make them anew unless they are exactly those of the segments.
+    """
+    live = {record.name for record in contents.segments}
+    counts_live = bool(contents.phrases.files) and live.issuperset(contents.phrases.segments)
+    most = 0 if always else contents.num_tokens // _UNCOUNTED_SHARE
+    if counts_live and contents.num_uncounted_tokens <= most:
+        return contents.phrases
+    return _write_phrases(engine, folder, ordinal_name(number), contents)
+
+
+def _write_phrases(engine: Engine, folder: Path, name: str, contents: Contents) -> PhrasesRecord:
+    scratch, place = folder / SCRATCH_FOLDER / "phrases", folder / PHRASES_FOLDER / name
+    size = contents.vocabulary.size
+    try:
+        files = write_phrases(engine, folder, contents.segments, size, scratch, place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return PhrasesRecord(name, tuple(record.name for record in contents.segments), files)
+
+
+def _segment_bytes(task: SegmentTask) -> int:
+    """Return how much memory `write_segment` takes at most."""
+    num_documents = sum(end - begin for piece in task.pieces for begin, end in piece.runs)
+    num_tokens = sum(_num_tokens(piece) for piece in task.pieces)
+    return (
+        sorting_bytes(num_tokens, task.vocabulary_size)
+        + _BYTES_PER_DOCUMENT * num_documents
+        + _BYTES_PER_VOCABULARY_ENTRY * task.vocabulary_size
+    )
+
+
+def _num_tokens(piece: Piece) -> int:
+    """Return the length of a piece, separators included."""
+    starts = piece.part.documents().starts
+    length = piece.part.num_tokens + piece.part.num_documents
+    return sum(
+        (int(starts[end]) if end < len(starts) else length) - int(starts[begin])
+        for begin, end in piece.runs
+    )
+
+
+OnProgress = Callable[[Tally], None]
+
+
+class ReadingTask(Protocol):
+    """A task that writes a part."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory it takes at most."""
+        ...
+
+
+_Task = TypeVar("_Task", bound=ReadingTask)
+
+
+def planned(
+    sources: Sequence[Path | str], options: BuildOptions, tally: Tally, scratch: Path
+) -> list[SourceBlock]:
+    """Return what there is to read, in blocks.
+
+    Raises:
+        SourceError: a source does not exist, or all of them are empty.
+    """
+    blocks = plan(sources, options.sources, tally, scratch)
+    if tally.num_bytes_found == 0:
+        num_files = sum(len(block.pieces) for block in blocks)
+        tally.skipped.update({EMPTY: num_files} if num_files else {})
+        raise no_document(tally)
+    return blocks
+
+
+def part_tasks(
+    blocks: Sequence[SourceBlock],
+    scratch: Path,
+    tokenizer: Path,
+    vocabulary: Vocabulary,
+    options: BuildOptions,
+) -> list[PartTask]:
+    """Return what is to be read, in pieces."""
+    return [
+        PartTask(
+            scratch / f"{number:08d}",
+            block,
+            tokenizer,
+            vocabulary.size,
+            options.sources,
+            options.screen,
+            options.keep_texts,
+        )
+        for number, block in enumerate(blocks)
+    ]
+
+
+def read_parts(
+    engine: Engine,
+    tasks: Sequence[_Task],
+    tally: Tally,
+    on_progress: OnProgress | None,
+    write: Callable[[_Task], tuple[Part, Tally]],
+) -> list[Part]:
+    """Read and tokenise all sources, each task as `write` does; count."""
+    if on_progress is not None:
+        on_progress(tally)
+    parts = []
+    need = max((task.memory_bytes for task in tasks), default=0)
+    with tally.stage("reading"):
+        for part, counted in engine.map(write, tasks, need):
+            tally.merge(counted)
+            tally.num_documents += part.num_documents
+            tally.num_tokens += part.num_tokens
+            parts.append(part)
+            if on_progress is not None:
+                on_progress(tally)
+    return parts
+
+
+def chosen_pieces(
+    parts: Sequence[Part],
+    known: Sequence[NDArray[np.uint8]],
+    options: BuildOptions,
+    tally: Tally,
+) -> list[Piece]:
+    """Return the documents of parts that are to be indexed."""
+    filled = [part for part in parts if part.num_documents]
+    if options.deduplicate and filled:
+        return without_duplicates(filled, known, tally)
+    return [Piece(part, ((0, part.num_documents),)) for part in filled]
+
+
+def no_document(tally: Tally) -> SourceError:
+    """Return the error for sources that hold nothing to be indexed."""
+    reasons = tally.describe_skipped()
+    return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))

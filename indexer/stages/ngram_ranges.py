@@ -1,0 +1,339 @@
+"""The n-grams of one range, counted and in order, on disk until all ranges are counted."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.format.names import COUNT_DTYPE, MAX_ORDER, POSITION_DTYPE, Tokens, token_dtype
+from indexer.format.opening import Segment, map_array
+from indexer.format.output import write_file
+from indexer.format.table_sums import (
+    MIN_COUNTS,
+    NUM_CODES,
+    Level,
+    count_ngrams,
+    in_order,
+    merge_levels,
+    prune,
+)
+
+_STRIDE: Final = 1 << 20
+"""Occurrences that are looked at together."""
+
+COUNTING_BYTES: Final = 256 << 20
+"""What `count_range` takes at most, mapped files not counted: measured are 180 MB."""
+
+_MAX_PREFIX: Final = MAX_ORDER - 2
+
+
+@dataclass(frozen=True, slots=True)
+class NgramRange:
+    """N-grams that begin with the same tokens and whose next token is in a range.
+
+    Attributes:
+        prefix: up to two tokens.
+        begin: the least next token.
+        end: the largest one, plus one.
+        prefix_count: occurrences of the prefix, over all segments.
+    """
+
+    prefix: tuple[int, ...]
+    begin: int
+    end: int
+    prefix_count: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no range before has the prefix; there always is a first one."""
+        return self.begin == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbours in the suffix array of a segment that begin with the same tokens."""
+
+    tokens: Tokens
+    suffixes: NDArray[np.uint32]
+    starts: NDArray[np.uint32]
+    begin: int
+    end: int
+
+    @classmethod
+    def whole(cls, segment: Segment) -> "_Run":
+        return cls(segment.tokens, segment.suffixes, segment.starts, 0, len(segment.suffixes))
+
+    def within(self, begin: int, end: int) -> "_Run":
+        return _Run(self.tokens, self.suffixes, self.starts, begin, end)
+
+    def next_tokens(self, places: NDArray[np.int64], depth: int) -> Tokens:
+        """Return the tokens that stand `depth` behind the beginnings of suffixes."""
+        positions = self.suffixes.take(places, mode="clip").astype(np.int64)
+        return self.tokens.take(positions + depth, mode="clip")
+
+    def places_of(self, values: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
+        """Return for each token the first suffix whose token at `depth` is not smaller."""
+        if depth == 0:
+            return self.starts[values].astype(np.int64)
+        low, high = np.full(len(values), self.begin), np.full(len(values), self.end)
+        while (is_open := low < high).any():
+            middle = (low + high) // 2
+            is_smaller = self.next_tokens(middle, depth) < values
+            low = np.where(is_open & is_smaller, middle + 1, low)
+            high = np.where(is_open & ~is_smaller, middle, high)
+        return low
+
+
+def plan_ranges(segments: Sequence[Segment], vocabulary_size: int) -> Iterator[NgramRange]:
+    """Yield ranges that hold all n-grams of two tokens and more, in rising order.
+
+    Each has few occurrences, or is of n-grams that have their first three tokens in common, which
+    are few. The n-grams of a token that is very frequent are divided by their second token, those
+    of a very frequent pair by the third.
+
+    Args:
+        segments: whose arrays are sound.
+        vocabulary_size: largest token id plus one.
+    """
+    yield from _divided([_Run.whole(segment) for segment in segments], (), vocabulary_size)
+
+
+def _divided(
+    runs: Sequence[_Run], prefix: tuple[int, ...], vocabulary_size: int
+) -> Iterator[NgramRange]:
+    depth = len(prefix)
+    bounds = _bounds(runs, depth, vocabulary_size)
+    places = np.array([run.places_of(bounds, depth) for run in runs])
+    occurrences = places.sum(axis=0)
+    prefix_count = sum(run.end - run.begin for run in runs)
+    first, last = 0, len(bounds) - 1
+    while first < last:
+        most = occurrences[first] + _STRIDE
+        end = max(int(np.searchsorted(occurrences, most, side="right")) - 1, first + 1)
+        if occurrences[end] > most and depth < _MAX_PREFIX:
+            ends = places[:, [first, end]].tolist()
+            parts = [run.within(*each) for run, each in zip(runs, ends, strict=True)]
+            yield from _divided(parts, (*prefix, int(bounds[first])), vocabulary_size)
+        elif occurrences[end] > occurrences[first] or (depth == _MAX_PREFIX and first == 0):
+            yield NgramRange(prefix, int(bounds[first]), int(bounds[end]), prefix_count)
+        first = end
+
+
+def _bounds(runs: Sequence[_Run], depth: int, vocabulary_size: int) -> NDArray[np.int64]:
+    """Return tokens between which a range may end: between two there are few occurrences.
+
+    Or there is a single token between them.
+    """
+    if depth == 0:
+        return np.arange(vocabulary_size + 1)
+    step = max(_STRIDE // (2 * len(runs)), 1)
+    samples = [
+        run.next_tokens(np.arange(run.begin, run.end, step), depth).astype(np.int64) for run in runs
+    ]
+    seen = np.concatenate(samples)
+    seen = seen[seen < vocabulary_size]
+    return np.unique(np.concatenate([[0, vocabulary_size], seen, seen + 1]))
+
+
+def count_range(segments: Sequence[Segment], each: NgramRange, vocabulary_size: int) -> list[Level]:
+    """Return levels 2 to 4 of the n-grams of a range, each sorted by parent and token.
+
+    Their counts are exact, over all segments. A pair that several ranges have for a prefix is in
+    all of these, with its own count.
+
+    Args:
+        segments: as for `plan_ranges`.
+        each: of the ranges that it yielded.
+        vocabulary_size: largest token id plus one.
+    """
+    dtype = token_dtype(vocabulary_size)
+    parts = [_nothing(dtype)]
+    for segment in segments:
+        for suffixes in _pieces(_run_of(segment, each)):
+            parts.append(count_ngrams(segment.tokens, suffixes))
+            if sum(len(part[-1]) for part in parts) > _STRIDE:
+                parts = [merge_levels(parts)]
+    pairs, *longer = merge_levels(parts)
+    if len(each.prefix) == _MAX_PREFIX:
+        first, second = each.prefix
+        pairs = Level(np.array([first]), np.array([second], dtype), np.array([each.prefix_count]))
+    return [pairs, *longer]
+
+
+def _nothing(dtype: np.dtype[np.unsignedinteger]) -> list[Level]:
+    empty = Level(np.empty(0, np.int64), np.empty(0, dtype), np.empty(0, np.int64))
+    return [empty] * (MAX_ORDER - 1)
+
+
+def _run_of(segment: Segment, each: NgramRange) -> _Run:
+    run = _Run.whole(segment)
+    ranges = [*((token, token + 1) for token in each.prefix), (each.begin, each.end)]
+    for depth, bounds in enumerate(ranges):
+        run = run.within(*run.places_of(np.array(bounds), depth).tolist())
+    return run
+
+
+def _pieces(run: _Run) -> Iterator[NDArray[np.uint32]]:
+    for begin in range(run.begin, run.end, _STRIDE):
+        yield run.suffixes[begin : min(begin + _STRIDE, run.end)]
+
+
+_PAIRS: Final = 0
+_TRIPLES: Final = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branches:
+    """Counted n-grams of a range: the part of the trie that begins with it, in a file.
+
+    Attributes:
+        counted: the range.
+        path: of the file: parents, tokens and codes of levels 2 to 4.
+        sizes: entries of each level.
+        histograms: int64[3, 256], entries of each level by code; a pair that several ranges have
+            for a prefix stands in that of the first.
+        dtype: of tokens.
+    """
+
+    counted: NgramRange
+    path: Path
+    sizes: tuple[int, ...]
+    histograms: NDArray[np.int64]
+    dtype: np.dtype[Any]
+
+    def levels(self) -> list[Level]:
+        """Return levels 2 to 4 with codes for counts, mapped."""
+        content = map_array(self.path, np.dtype(np.uint8))
+        columns, begin = [], 0
+        for dtype in (POSITION_DTYPE, self.dtype, COUNT_DTYPE):
+            for size in self.sizes:
+                end = begin + size * dtype.itemsize
+                columns.append(content[begin:end].view(dtype))
+                begin = end
+        num_levels = len(self.sizes)
+        return [Level(*columns[number::num_levels]) for number in range(num_levels)]
+
+
+def write_branches(
+    segments: Sequence[Segment], counted: NgramRange, vocabulary_size: int, path: Path
+) -> Branches:
+    """Count the n-grams of a range, drop those that have no entry in any table, and write them.
+
+    Args:
+        segments: whose arrays are sound.
+        counted: the range.
+        vocabulary_size: largest token id plus one.
+        path: of the file.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    levels = in_order(prune(count_range(segments, counted, vocabulary_size), MIN_COUNTS))
+    histograms = np.array([np.bincount(each.counts, minlength=NUM_CODES) for each in levels])
+    if len(counted.prefix) > 1 and not counted.is_first:
+        histograms[_PAIRS] = 0
+    columns = [
+        *(level.parents.astype(POSITION_DTYPE) for level in levels),
+        *(level.tokens for level in levels),
+        *(level.counts for level in levels),
+    ]
+    write_file(path, b"".join(column.data for column in columns), durable=False)
+    sizes = tuple(len(level) for level in levels)
+    return Branches(counted, path, sizes, histograms, token_dtype(vocabulary_size))
+
+
+def joined(branches: Iterable[Branches]) -> Iterator[list[Level]]:
+    """Yield the entries of all branches in the order of the format, in pieces of levels 2 to 4.
+
+    In each piece, parents are numbered from its own first entry on. A piece may go on with
+    children of the last entry of a level that it has no entry of.
+
+    Args:
+        branches: in the order of their ranges; those with a prefix, of all that have its token.
+    """
+    for is_divided, group in groupby(branches, lambda each: each.counted.prefix[:1]):
+        if is_divided:
+            yield from _by_code([_member(list(each)) for _, each in _by_pair(group)])
+        else:
+            for each in group:
+                yield each.levels()
+
+
+def _by_pair(group: Iterable[Branches]) -> Iterator[tuple[Any, Iterator[Branches]]]:
+    """Divide the branches of one first token into those of one pair, and others by themselves."""
+    return groupby(
+        group, lambda each: each.counted.prefix[1:] or (each.counted.begin, each.counted.end)
+    )
+
+
+class _Range:
+    """Branches whose entries of one level may have to be mixed with those of others."""
+
+    def __init__(self, branches: Branches, level: int) -> None:
+        self._levels, self._level = branches.levels(), level
+        codes = self._levels[level].counts
+        self.codes = np.unique(codes).tolist()
+        rising = codes[::-1]  # entries stand by falling code: all of one parent
+        self._ends = {
+            code: len(codes) - int(np.searchsorted(rising, code, side="left"))
+            for code in self.codes
+        }
+
+    def with_code(self, code: int) -> Iterator[list[Level]]:
+        """Yield the entries that have this code, and all that begins with them."""
+        if end := self._ends.get(code):
+            above = [each for each in self._ends.values() if each < end]
+            yield _subtrees(self._levels, self._level, max(above, default=0), end)
+
+
+class _Pair:
+    """Branches of one pair, divided by the third token."""
+
+    def __init__(self, branches: Sequence[Branches]) -> None:
+        self._pair = branches[0].levels()[_PAIRS]
+        self._ranges = [_Range(each, _TRIPLES) for each in branches]
+        self.codes = self._pair.counts.tolist()
+
+    def with_code(self, code: int) -> Iterator[list[Level]]:
+        """Yield the pair, if it has this code, and then all that begins with it."""
+        if code in self.codes:
+            nothing = Level(*(column[:0] for column in _columns(self._pair)))
+            yield [self._pair, *[nothing] * (MAX_ORDER - 2)]
+            yield from _by_code(self._ranges)
+
+
+def _member(branches: Sequence[Branches]) -> _Range | _Pair:
+    is_pair = len(branches[0].counted.prefix) > 1
+    return _Pair(branches) if is_pair else _Range(branches[0], _PAIRS)
+
+
+def _by_code(members: Sequence[_Range | _Pair]) -> Iterator[list[Level]]:
+    """Yield entries of one parent by falling code, and those of one code in order of tokens."""
+    for code in sorted({code for each in members for code in each.codes}, reverse=True):
+        for each in members:
+            yield from each.with_code(code)
+
+
+def _subtrees(levels: Sequence[Level], level: int, begin: int, end: int) -> list[Level]:
+    """Return the entries of a level from `begin` up to `end`, and all that begins with them.
+
+    Of the levels below nothing, so that their parents mean nothing.
+    """
+    found = [Level(*(column[:0] for column in _columns(each))) for each in levels[:level]]
+    offset = 0
+    for each in levels[level:]:
+        parents = each.parents[begin:end].astype(np.int64) - offset
+        found.append(Level(parents, each.tokens[begin:end], each.counts[begin:end]))
+        offset = begin
+        if len(found) < len(levels):
+            above = levels[len(found)].parents
+            begin, end = np.searchsorted(above, np.array([begin, end], above.dtype)).tolist()
+    return found
+
+
+def _columns(level: Level) -> tuple[NDArray[Any], ...]:
+    return level.parents, level.tokens, level.counts

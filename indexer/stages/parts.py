@@ -1,0 +1,220 @@
+"""Parts: tokenised documents that are not sorted yet, on disk between the stages of a build."""
+
+import errno
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.errors import DamagedIndexError, IndexerError, SourceError
+from indexer.format.compression import zstd
+from indexer.format.documents import DocumentTable, DocumentTableBuilder, digest_of
+from indexer.format.names import MAX_POSITIONS, TEXTS_FILE, TOKENS_FILE, Tokens, separator_of
+from indexer.format.opening import map_array, open_documents
+from indexer.format.output import write_array
+from indexer.format.records import Document, SegmentRecord
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenisedDocument:
+    """A document on its way into a part.
+
+    Attributes:
+        name: where it came from.
+        licence: empty where unknown.
+        tokens: uint16[n] or uint32[n], n ≥ 1, separator not included.
+        text: None where the document came as tokens.
+    """
+
+    name: str
+    licence: str
+    tokens: Tokens
+    text: str | None = None
+
+    def digest(self) -> bytes:
+        """Return bytes that are equal for equal documents."""
+        return digest_of(self.tokens.data if self.text is None else self.text.encode("utf-8"))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A folder of documents with their tokens: one that a build wrote, or a segment.
+
+    Attributes:
+        folder: which holds `TOKENS_FILE`, `DOCUMENT_FILES` and, if texts are kept, `TEXTS_FILE`.
+        num_documents: documents in it.
+        num_tokens: tokens in it, separators not counted.
+        licences: what the numbers in the documents' licences stand for.
+        keeps_texts: whether the texts are there.
+    """
+
+    folder: Path
+    num_documents: int
+    num_tokens: int
+    licences: tuple[str, ...]
+    keeps_texts: bool
+
+    @classmethod
+    def of_segment(cls, folder: Path, record: SegmentRecord) -> Self:
+        """Return a segment as a part: what it was made of is still there."""
+        return cls(
+            folder, record.num_documents, record.num_tokens, record.licences, record.keeps_texts
+        )
+
+    def tokens(self, dtype: np.dtype[Any]) -> Tokens:
+        """Return the tokens, mapped: documents one after the other, a separator after each."""
+        tokens: Tokens = map_array(self.folder / TOKENS_FILE, dtype)
+        if len(tokens) != self.num_tokens + self.num_documents:
+            raise DamagedIndexError(f"{self.folder / TOKENS_FILE} has another size than was built")
+        return tokens
+
+    def documents(self) -> DocumentTable:
+        """Return the documents, mapped."""
+        return open_documents(self.folder, self.num_documents, self.licences)
+
+    def texts(self) -> Iterator[tuple[str, str, str]]:
+        """Yield name, licence and text of each document, if texts are kept.
+
+        Raises:
+            DamagedIndexError: the file of texts is not what was written.
+        """
+        for line in self.text_lines(((0, self.num_documents),)):
+            try:
+                fields = json.loads(line)
+                yield str(fields["name"]), str(fields["licence"]), str(fields["text"])
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise _damaged_texts(self.folder) from error
+
+    def text_lines(self, runs: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+        """Yield the lines of the file of texts for some documents.
+
+        Args:
+            runs: begins and ends of ranges of their numbers, rising and not empty.
+
+        Raises:
+            DamagedIndexError: the file of texts is not what was written.
+        """
+        lines = enumerate(self._all_text_lines())
+        for begin, end in runs:
+            for number, line in lines:
+                if number >= begin:
+                    yield line
+                if number + 1 == end:
+                    break
+            else:
+                raise _damaged_texts(self.folder)
+
+    def _all_text_lines(self) -> Iterator[bytes]:
+        try:
+            with zstd.open(self.folder / TEXTS_FILE, "rb") as lines:
+                for line in lines:
+                    yield line.removesuffix(b"\n")
+        except (OSError, EOFError, zstd.ZstdError) as error:
+            raise _damaged_texts(self.folder) from error
+
+
+class PartWriter:
+    """Writes a part, document by document; memory holds the names and no more.
+
+    Args:
+        folder: to be made; a part that was left unfinished there is written over.
+        dtype: of tokens.
+        keeps_texts: whether to store the texts of the documents, which must have one.
+
+    Raises:
+        IndexerError: the disk is full or refuses; from every method.
+    """
+
+    def __init__(self, folder: Path, dtype: np.dtype[Any], *, keeps_texts: bool = False) -> None:
+        self.folder = folder
+        self._separator = np.array([separator_of(dtype)], dtype)
+        self._documents = DocumentTableBuilder()
+        self._keeps_texts = keeps_texts
+        self.length = 0
+        self._stack = ExitStack()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._tokens = self._stack.enter_context((folder / TOKENS_FILE).open("wb"))
+            if keeps_texts:
+                self._texts = self._stack.enter_context(text_stream(folder / TEXTS_FILE))
+        except OSError as error:
+            raise _cannot_write(folder, error) from error
+
+    def add(self, document: TokenisedDocument) -> None:
+        """Append a document.
+
+        Raises:
+            SourceError: the part has more tokens than can be addressed.
+        """
+        if self.length + len(document.tokens) >= MAX_POSITIONS:
+            raise SourceError(
+                f"too many tokens come from one source, up to {document.name}: cut it"
+            )
+        self._documents.add(
+            Document(document.name, document.licence, self.length), document.digest()
+        )
+        self.length += len(document.tokens) + 1
+        try:
+            self._tokens.write(np.ascontiguousarray(document.tokens).data)
+            self._tokens.write(self._separator.data)
+            if self._keeps_texts:
+                self._texts.write(text_line(document) + b"\n")
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+
+    def close(self) -> Part:
+        """Write the documents' table and return the part."""
+        table = self._documents.table()
+        try:
+            self._stack.close()
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from error
+        for name, array in table.files().items():
+            write_array(self.folder / name, array, durable=False)
+        num_documents = len(table)
+        return Part(
+            self.folder,
+            num_documents,
+            self.length - num_documents,
+            table.licences,
+            self._keeps_texts,
+        )
+
+    def discard(self) -> None:
+        """Close the files of a part that is not finished."""
+        with suppress(OSError):  # a full disk refuses what is still to be written
+            self._stack.close()
+
+
+def text_stream(path: Path) -> Any:
+    """Return a stream that compresses lines into a file of texts."""
+    return zstd.open(path, "wb", level=6)
+
+
+def text_line(document: TokenisedDocument) -> bytes:
+    """Return the JSON of a document in a file of texts."""
+    fields = {"licence": document.licence, "name": document.name, "text": document.text}
+    return json.dumps(fields, separators=(",", ":"), sort_keys=True).encode("ascii")
+
+
+def kept_runs(kept: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return where runs of true begin and end."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _cannot_write(folder: Path, error: OSError) -> IndexerError:
+    advice = ": free space on the disk" if error.errno == errno.ENOSPC else ""
+    return IndexerError(f"cannot write {folder}: {error.strerror}{advice}")
+
+
+def _damaged_texts(folder: Path) -> DamagedIndexError:
+    return DamagedIndexError(
+        f"{folder / TEXTS_FILE} is damaged, it does not hold the texts of the documents: "
+        "copy or build the index again"
+    )

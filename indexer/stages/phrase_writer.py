@@ -1,0 +1,231 @@
+"""Making the phrase tables of an index: its n-grams are counted by ranges, then joined."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, BinaryIO, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.engines import Engine
+from indexer.errors import IndexerError
+from indexer.format.names import COUNT_DTYPE, MAX_ORDER, PHRASE_FILES, POSITION_DTYPE, token_dtype
+from indexer.format.opening import Segment, open_segment
+from indexer.format.output import sync_file, sync_folder, write_array
+from indexer.format.phrase_tables import PhraseTables, encode_counts
+from indexer.format.records import FileRecord, SegmentRecord
+from indexer.format.table_sums import NUM_CODES, Level, least_codes, prune, size_limit
+from indexer.stages.ngram_ranges import (
+    COUNTING_BYTES,
+    Branches,
+    NgramRange,
+    joined,
+    plan_ranges,
+    write_branches,
+)
+
+_TOP: Final = MAX_ORDER - 2
+
+
+@dataclass(frozen=True, slots=True)
+class CountTask:
+    """All that `count_branches` needs to know.
+
+    Attributes:
+        index_folder: the index's directory.
+        segments: those whose n-grams are counted.
+        vocabulary_size: largest token id plus one.
+        counted: the range of n-grams.
+        path: of the file to be written.
+    """
+
+    index_folder: Path
+    segments: tuple[SegmentRecord, ...]
+    vocabulary_size: int
+    counted: NgramRange
+    path: Path
+
+
+def count_branches(task: CountTask) -> Branches:
+    """Count the n-grams of a range; may run in any process that sees the index, and again.
+
+    Raises:
+        DamagedIndexError: a segment is not what was written.
+        IndexerError: the disk is full or refuses.
+    """
+    segments = _opened(task.index_folder, task.segments, task.vocabulary_size)
+    return write_branches(segments, task.counted, task.vocabulary_size, task.path)
+
+
+def write_phrases(  # noqa: PLR0913, PLR0917
+    engine: Engine,
+    index_folder: Path,
+    records: Sequence[SegmentRecord],
+    vocabulary_size: int,
+    scratch: Path,
+    place: Path,
+) -> dict[str, FileRecord]:
+    """Write the phrase tables of all documents in segments; docs/format.md says which.
+
+    Memory holds one range of n-grams for each process, whatever the corpus. The scratch folder
+    needs two to three bytes for each token of it.
+
+    Args:
+        engine: where to count.
+        index_folder: the index's directory.
+        records: of its segments.
+        vocabulary_size: largest token id plus one.
+        scratch: a folder for what is needed meanwhile.
+        place: the folder of the tables.
+
+    Returns:
+        The records of `PHRASE_FILES`.
+
+    Raises:
+        DamagedIndexError: a segment is not what was written.
+        IndexerError: the disk is full or refuses.
+    """
+    segments = _opened(index_folder, records, vocabulary_size)
+    tasks = [
+        CountTask(index_folder, tuple(records), vocabulary_size, each, scratch / f"{number:08d}")
+        for number, each in enumerate(plan_ranges(segments, vocabulary_size))
+    ]
+    branches = list(engine.map(count_branches, tasks, COUNTING_BYTES))
+    return join_branches(branches, token_counts(segments, vocabulary_size), place)
+
+
+def join_branches(
+    branches: Sequence[Branches], counts: NDArray[np.int64], place: Path
+) -> dict[str, FileRecord]:
+    """Write the tables that hold of all branches what fits, and return the files' records.
+
+    Args:
+        branches: of all ranges, in order.
+        counts: int64[vocabulary size], occurrences of each token.
+        place: the folder of the tables.
+
+    Raises:
+        IndexerError: the disk is full or refuses.
+    """
+    histograms = np.zeros((MAX_ORDER - 1, NUM_CODES), np.int64)
+    for each in branches:
+        histograms += each.histograms
+    token_bytes = token_dtype(len(counts)).itemsize
+    least = least_codes(histograms, token_bytes, size_limit(int(counts.sum())))
+    with _TableFiles(place, len(counts)) as files:
+        for levels in joined(branches):
+            files.add(prune(levels, least))
+    return files.records(counts)
+
+
+def token_counts(segments: Iterable[Segment], vocabulary_size: int) -> NDArray[np.int64]:
+    """Return int64[vocabulary size], how often each token occurs."""
+    counts = np.zeros(vocabulary_size, np.int64)
+    for segment in segments:
+        counts += np.diff(segment.starts)
+    return counts
+
+
+def build_tables(segments: Sequence[Segment], vocabulary_size: int) -> PhraseTables:
+    """Return the phrase tables of all documents in segments, as `write_phrases` writes them.
+
+    Args:
+        segments: whose arrays are sound.
+        vocabulary_size: largest token id plus one.
+    """
+    dtypes = {"tokens": token_dtype(vocabulary_size), "counts": COUNT_DTYPE}
+    with TemporaryDirectory() as name:
+        branches = [
+            write_branches(segments, each, vocabulary_size, Path(name, f"{number:08d}"))
+            for number, each in enumerate(plan_ranges(segments, vocabulary_size))
+        ]
+        join_branches(branches, token_counts(segments, vocabulary_size), Path(name))
+        arrays = {
+            file: np.fromfile(Path(name, file), dtypes.get(file[:-1], POSITION_DTYPE))
+            for file in PHRASE_FILES
+        }
+    return PhraseTables.of_files(arrays)
+
+
+class _TableFiles:
+    """Writes the files of levels 2 to 4, piece by piece.
+
+    Where the successors of an entry begin is known once all before are written, so that `starts`
+    are written with their entries.
+    """
+
+    def __init__(self, place: Path, vocabulary_size: int) -> None:
+        self._place = place
+        self._stack = ExitStack()
+        self._num_successors = np.zeros(vocabulary_size, np.int64)
+        self._num_entries = [0] * (MAX_ORDER - 1)
+        self._files: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self._place.mkdir(parents=True, exist_ok=True)
+            for name in PHRASE_FILES[2:]:
+                file = (self._place / name).open("wb")
+                self._files[name] = self._stack.enter_context(file)
+        except OSError as error:
+            raise self._refused(error) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            with self._stack:
+                for number in range(_TOP):
+                    end = np.array([self._num_entries[number + 1]], POSITION_DTYPE)
+                    self._files[f"starts{number + 2}"].write(end.data)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def add(self, levels: Sequence[Level]) -> None:
+        """Append entries, as `joined` yields them."""
+        pairs = levels[0].parents
+        if len(pairs):
+            first = int(pairs[0])
+            own = np.bincount(pairs - first)
+            self._num_successors[first : first + len(own)] += own
+        for number, level in enumerate(levels):
+            self._write(f"tokens{number + 2}", level.tokens)
+            self._write(f"counts{number + 2}", level.counts)
+            if number < _TOP:
+                begins = np.searchsorted(levels[number + 1].parents, np.arange(len(level)))
+                begins += self._num_entries[number + 1]
+                self._write(f"starts{number + 2}", begins.astype(POSITION_DTYPE))
+        for number, level in enumerate(levels):
+            self._num_entries[number] += len(level)
+
+    def records(self, counts: NDArray[np.int64]) -> dict[str, FileRecord]:
+        """Write what remains, wait until all is on disk, and return the files' records."""
+        starts = np.concatenate([[0], np.cumsum(self._num_successors)]).astype(POSITION_DTYPE)
+        records = {
+            "counts1": write_array(self._place / "counts1", encode_counts(counts)),
+            "starts1": write_array(self._place / "starts1", starts),
+        }
+        try:
+            for name in self._files:
+                path = self._place / name
+                sync_file(path)
+                records[name] = FileRecord.of_file(path)
+            sync_folder(self._place)
+        except OSError as error:
+            raise self._refused(error) from error
+        return records
+
+    def _write(self, name: str, array: NDArray[Any]) -> None:
+        try:
+            self._files[name].write(np.ascontiguousarray(array).data)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> IndexerError:
+        return IndexerError(f"cannot write {self._place}: {error.strerror}: free space on the disk")
+
+
+def _opened(folder: Path, records: Iterable[SegmentRecord], vocabulary_size: int) -> list[Segment]:
+    return [open_segment(folder, record, vocabulary_size) for record in records]

@@ -1,0 +1,258 @@
+"""Writing segments: documents of parts or of older segments, joined, sorted and stored."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.errors import DamagedIndexError, IndexerError
+from indexer.format.documents import DocumentTable, join_tables
+from indexer.format.names import (
+    MAX_POSITIONS,
+    POSITION_DTYPE,
+    STARTS_FILE,
+    SUFFIXES_FILE,
+    TEXTS_FILE,
+    TOKENS_FILE,
+    Tokens,
+    separator_of,
+    token_dtype,
+)
+from indexer.format.output import sync_file, sync_folder, write_array
+from indexer.format.records import FileRecord, SegmentRecord
+from indexer.stages.parts import Part, text_stream
+
+_STRIDE: Final = 1 << 20
+_FIXED_BYTES: Final = 64 << 20
+"""For what is looked at in strides, and the library."""
+
+
+def sort_suffixes(tokens: Tokens) -> NDArray[np.uint32]:
+    """Return the positions that hold no separator, in the order of the tokens that follow.
+
+    The order is lexicographic, of unsigned integers, over the tokens from the position to the end
+    of the array; a suffix that is a prefix of another comes first. The big-endian bytes of
+    integers compare as the integers do, so libdivsufsort sorts the bytes, and what it says of the
+    positions between two tokens is dropped. It needs, per byte that it sorts, four bytes of memory
+    (eight from 2**31 bytes on).
+
+    Args:
+        tokens: uint16[n] or uint32[n], n < 2**32, little-endian; the largest value of the dtype is
+            the separator.
+
+    Returns:
+        uint32[m], m being the number of tokens that are not separators.
+    """
+    from pydivsufsort import divsufsort  # noqa: PLC0415  (readers of an index do not need it)
+
+    separator = separator_of(tokens.dtype)
+    num_suffixes = len(tokens) - int(np.count_nonzero(tokens == separator))
+    if num_suffixes == 0:
+        return np.empty(0, POSITION_DTYPE)
+    keys, width = _sort_keys(tokens, separator)
+    return _aligned(divsufsort(keys), width, num_suffixes)
+
+
+def sorting_bytes(num_tokens: int, vocabulary_size: int) -> int:
+    """Return how much memory `sort_suffixes` takes at most, its argument and its result included.
+
+    Args:
+        num_tokens: of the argument, separators included.
+        vocabulary_size: largest token id plus one.
+    """
+    width = (vocabulary_size.bit_length() + 7) // 8
+    order_bytes = 4 if num_tokens * width < 2**31 else 8
+    own = token_dtype(vocabulary_size).itemsize + POSITION_DTYPE.itemsize
+    return _FIXED_BYTES + num_tokens * (width * (1 + order_bytes) + own)
+
+
+def first_token_starts(tokens: Tokens, vocabulary_size: int) -> NDArray[np.uint32]:
+    """Return where in the suffix array the suffixes begin that start with each token.
+
+    Args:
+        tokens: uint16[n] or uint32[n], as `sort_suffixes` takes it.
+        vocabulary_size: largest token id plus one.
+
+    Returns:
+        uint32[vocabulary_size + 1], the last being the number of suffixes.
+    """
+    counts = np.zeros(vocabulary_size + 1, np.int64)
+    separator = separator_of(tokens.dtype)
+    for begin in range(0, len(tokens), _STRIDE):
+        piece = tokens[begin : begin + _STRIDE]
+        counts[1:] += np.bincount(piece[piece != separator], minlength=vocabulary_size)
+    return np.cumsum(counts).astype(POSITION_DTYPE)
+
+
+def _sort_keys(tokens: Tokens, separator: int) -> tuple[NDArray[np.uint8], int]:
+    """Return big-endian keys of the fewest bytes that hold all ids, and their width.
+
+    Fewer bytes are faster to sort. The separator becomes the largest key, and the largest id must
+    stay below it.
+    """
+    is_separator = tokens == separator
+    largest = int(tokens.max(where=~is_separator, initial=0))
+    width = (int(largest + 1).bit_length() + 7) // 8
+    keys = np.empty((len(tokens), width), np.uint8)
+    for byte in range(width):
+        keys[:, byte] = tokens >> 8 * (width - 1 - byte)
+    keys[is_separator] = 0xFF
+    return keys.reshape(-1), width
+
+
+def _aligned(order: NDArray[Any], width: int, num_suffixes: int) -> NDArray[np.uint32]:
+    """Keep the byte positions at which a token begins, as token positions, separators dropped.
+
+    Separators are the largest keys, so the suffixes that start with one stand last.
+    """
+    positions = np.empty(num_suffixes, POSITION_DTYPE)
+    filled = 0
+    for begin in range(0, len(order), _STRIDE):
+        piece = order[begin : begin + _STRIDE]
+        token, between = np.divmod(piece, width)
+        kept = token[between == 0][: num_suffixes - filled]
+        positions[filled : filled + len(kept)] = kept
+        filled += len(kept)
+    return positions
+
+
+MAX_SEGMENT_TOKENS: Final = 64_000_000
+"""Sorting a segment of this size takes 1.1 to 1.5 GB of memory, by the size of the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Documents of a part that go into one segment.
+
+    Attributes:
+        part: where they are.
+        runs: begins and ends of ranges of their numbers, rising and not empty.
+    """
+
+    part: Part
+    runs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentTask:
+    """All that `write_segment` needs to know.
+
+    Attributes:
+        folder: where the segment's folder is made; nothing in it is published.
+        name: of the segment's folder.
+        pieces: the documents, in order; one at least.
+        vocabulary_size: largest token id plus one.
+    """
+
+    folder: Path
+    name: str
+    pieces: tuple[Piece, ...]
+    vocabulary_size: int
+
+
+def write_segment(task: SegmentTask) -> SegmentRecord:
+    """Join, sort and write a segment; what is at its place already is written over.
+
+    Depends on nothing but its argument and the files of the parts: may run in any process that
+    sees them, and again.
+
+    Raises:
+        DamagedIndexError: a part is not what was written.
+        IndexerError: the disk is full or refuses.
+    """
+    folder = task.folder / task.name
+    dtype = token_dtype(task.vocabulary_size)
+    tokens, documents = _joined(task.pieces, dtype)
+    files = {name: write_array(folder / name, array) for name, array in documents.files().items()}
+    files[TOKENS_FILE] = write_array(folder / TOKENS_FILE, tokens)
+    starts = first_token_starts(tokens, task.vocabulary_size)
+    files[STARTS_FILE] = write_array(folder / STARTS_FILE, starts)
+    if all(piece.part.keeps_texts for piece in task.pieces):
+        files[TEXTS_FILE] = _write_texts(folder / TEXTS_FILE, task.pieces)
+    files[SUFFIXES_FILE] = write_array(folder / SUFFIXES_FILE, sort_suffixes(tokens))
+    sync_folder(folder)
+    num_documents = len(documents)
+    num_tokens = len(tokens) - num_documents
+    return SegmentRecord(task.name, num_documents, num_tokens, documents.licences, files)
+
+
+def gather(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
+    """Yield the pieces of one segment after the other, divided between documents.
+
+    Args:
+        pieces: in order.
+        most: tokens and separators of a segment, unless it is a single document.
+
+    Raises:
+        IndexerError: a document has more tokens than a segment can address.
+    """
+    gathered: list[tuple[Part, list[tuple[int, int]]]] = []
+    length = 0
+    for piece in pieces:
+        table, end = piece.part.documents(), _length(piece.part)
+        starts = table.starts.astype(np.int64)
+        ends = np.append(starts[1:], end)
+        gathered.append((piece.part, []))
+        for begin, last in piece.runs:
+            first = begin
+            while first < last:
+                fitting = starts[first] + most - length
+                stop = int(np.searchsorted(ends[first:last], fitting, side="right")) + first
+                if stop == first and length == 0:
+                    stop = first + 1  # a document is never divided
+                    _check_length(table, first, int(ends[first] - starts[first]))
+                if stop > first:
+                    gathered[-1][1].append((first, stop))
+                    length += int(ends[stop - 1] - starts[first])
+                    first = stop
+                if first < last:
+                    yield _pieces(gathered)
+                    gathered, length = [(piece.part, [])], 0
+    if length:
+        yield _pieces(gathered)
+
+
+def _check_length(documents: DocumentTable, number: int, length: int) -> None:
+    if length > MAX_POSITIONS:
+        raise IndexerError(f"{documents.name(number)} has too many tokens: split it")
+
+
+def _pieces(gathered: Iterable[tuple[Part, list[tuple[int, int]]]]) -> list[Piece]:
+    return [Piece(part, tuple(runs)) for part, runs in gathered if runs]
+
+
+def _length(part: Part) -> int:
+    return part.num_tokens + part.num_documents
+
+
+def _joined(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> tuple[NDArray[Any], DocumentTable]:
+    """Return the tokens of all pieces, and their documents."""
+    tables, columns, offsets, length = [], [], [], 0
+    for piece in pieces:
+        documents, tokens = piece.part.documents(), piece.part.tokens(dtype)
+        bounds = np.append(documents.starts, len(tokens)).astype(np.int64)
+        if np.any(np.diff(bounds) <= 0):
+            raise DamagedIndexError(
+                f"the documents of {piece.part.folder} lie outside of its tokens"
+            )
+        offsets.append(length)
+        tables.append(documents.rows(piece.runs, len(tokens)))
+        for begin, end in piece.runs:
+            columns.append(tokens[bounds[begin] : bounds[end]])
+            length += len(columns[-1])
+    return np.concatenate(columns), join_tables(tables, offsets)
+
+
+def _write_texts(path: Path, pieces: Iterable[Piece]) -> FileRecord:
+    try:
+        with text_stream(path) as stream:
+            for piece in pieces:
+                for line in piece.part.text_lines(piece.runs):
+                    stream.write(line + b"\n")
+        sync_file(path)
+        return FileRecord.of_file(path)
+    except OSError as error:
+        raise IndexerError(f"cannot write {path}: {error.strerror}") from error

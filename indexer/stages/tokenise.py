@@ -1,0 +1,214 @@
+"""Texts to tokens, in batches that the tokenizer spreads over its threads."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from indexer.build_report import Tally
+from indexer.errors import TokenizerError, reason_of
+from indexer.format.compression import zstd
+from indexer.format.names import Tokens
+from indexer.screening.screen import EXCLUDED, NO_SCREENING, Screen, ScreenOptions
+from indexer.sources import NOT_TEXT, TOO_LARGE, SourceDocument
+from indexer.stages.parts import TokenisedDocument
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EMPTY: Final = "empty"
+
+_BATCH_BYTES: Final = 1 << 20
+"""Of texts that are tokenised together: enough to keep many cores busy."""
+
+_PIECE_CHARACTERS: Final = 1 << 18
+"""Of a long text that are tokenised at once: a batch, where they have four bytes each."""
+
+_BYTES_PER_BYTE: Final = 200
+"""Of memory for a byte of text that is tokenised: measured are up to 191, for texts of a token a
+byte."""
+
+_COPIES: Final = 12
+"""Of memory for a byte of the longest document: its text, read, decoded and cut, and its tokens."""
+
+_FIXED_BYTES: Final = 96 << 20
+"""For the tokenizer itself: measured are 45 MB for a vocabulary of 49,152."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsableText:
+    """A document that can be tokenised: its name, licence and text, and its size in UTF-8."""
+
+    name: str
+    licence: str
+    text: str
+    num_bytes: int
+
+
+def usable_texts(
+    documents: Iterable[SourceDocument],
+    max_document_bytes: int,
+    tally: Tally,
+    screening: ScreenOptions = NO_SCREENING,
+) -> Iterator[UsableText]:
+    """Yield the documents that hold text and are not too long, screened; count the others.
+
+    Args:
+        documents: as they were read.
+        max_document_bytes: longer ones are left out.
+        tally: counts them.
+        screening: what must not get into the index.
+    """
+    screen = _screen(screening) if screening.is_active else None
+    for document in documents:
+        name, text = document.name, document.text
+        try:
+            num_bytes = len(text.encode("utf-8"))
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+            tally.skip(NOT_TEXT, name)
+            continue
+        if num_bytes > max_document_bytes:
+            tally.skip(TOO_LARGE, name)
+        elif "\0" in text:
+            tally.skip(NOT_TEXT, name)
+        elif not text or text.isspace():
+            tally.skip(EMPTY, name)
+        elif screen is None:
+            yield UsableText(name, document.licence, text, num_bytes)
+        else:
+            yield from _screened(document, screen, tally)
+    if screen is not None:
+        tally.screened = screen.take_tally()
+
+
+def _screened(document: SourceDocument, screen: Screen, tally: Tally) -> Iterator[UsableText]:
+    """Yield the document if anything of it may be indexed; count it otherwise."""
+    screened = screen.screen(document.name, document.text, document.licence)
+    if screened is None:
+        tally.skipped[EXCLUDED] += 1
+    elif not screened.text or screened.text.isspace():
+        tally.skip(EMPTY, screened.name)
+    else:
+        num_bytes = len(screened.text.encode("utf-8"))
+        yield UsableText(screened.name, screened.licence, screened.text, num_bytes)
+
+
+@lru_cache(maxsize=1)
+def _screen(options: ScreenOptions) -> Screen:
+    """Return what screens in this process: making it takes seconds."""
+    return Screen(options)
+
+
+def tokenising_bytes(largest_document_bytes: int) -> int:
+    """Return how much memory reading and `tokenise` take at most.
+
+    Args:
+        largest_document_bytes: size of the longest text in UTF-8.
+    """
+    return _FIXED_BYTES + _BYTES_PER_BYTE * _BATCH_BYTES + _COPIES * largest_document_bytes
+
+
+def tokenise(
+    documents: Iterable[UsableText], encoder: Any, dtype: np.dtype[Any], tally: Tally
+) -> Iterator[TokenisedDocument]:
+    """Yield the tokens of every document that has any, in order; count them and the others.
+
+    Args:
+        documents: to be tokenised.
+        encoder: of `stored_encoder`.
+        dtype: of tokens.
+        tally: counts.
+    """
+    for batch in _batches(documents):
+        for document, tokens in zip(batch, _tokens(batch, encoder, dtype), strict=True):
+            if len(tokens) == 0:
+                tally.skip(EMPTY, document.name)
+                continue
+            tally.num_bytes += document.num_bytes
+            yield TokenisedDocument(document.name, document.licence, tokens, document.text)
+
+
+def _tokens(batch: Sequence[UsableText], encoder: Any, dtype: np.dtype[Any]) -> Iterator[Tokens]:
+    """Yield the tokens of each text; a long one, alone in its batch, is tokenised in pieces."""
+    if batch[0].num_bytes > _BATCH_BYTES:
+        pieces = [_encoded([piece], encoder, dtype)[0] for piece in _pieces(batch[0].text)]
+        yield np.concatenate(pieces).astype(dtype, copy=False)
+    else:
+        yield from _encoded([document.text for document in batch], encoder, dtype)
+
+
+def _encoded(texts: list[str], encoder: Any, dtype: np.dtype[Any]) -> list[Tokens]:
+    encodings = encoder.encode_batch_fast(texts, add_special_tokens=False)
+    return [np.array(encoding.ids, dtype) for encoding in encodings]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a long text behind line ends, where there are none behind spaces, else anywhere.
+
+    A tokenizer takes some two hundred times the memory of a text. At a cut the tokens may be other
+    ones than without it, which costs a draft there a token or two.
+    """
+    begin = 0
+    while begin < len(text):
+        end = begin + _PIECE_CHARACTERS
+        if end < len(text):
+            end = text.rfind("\n", begin, end) + 1 or text.rfind(" ", begin, end) + 1 or end
+        yield text[begin:end]
+        begin = end
+
+
+def stored_form(tokenizer: "PreTrainedTokenizerBase") -> bytes:
+    """Return a tokenizer's core as an index stores it: its JSON, compressed.
+
+    Raises:
+        TokenizerError: the tokenizer is of a kind that cannot tokenise in parallel.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise TokenizerError(
+            f"{type(tokenizer).__name__} is not backed by the tokenizers library: "
+            "name a model that has a tokenizer.json"
+        )
+    return zstd.compress(backend.to_str().encode("utf-8"), level=6)
+
+
+def stored_encoder(path: Path) -> Any:
+    """Return the stored tokenizer's core, which neither cuts nor pads.
+
+    Raises:
+        TokenizerError: the file is not what `stored_form` made.
+    """
+    try:
+        return _encoder_of(path.read_bytes())
+    # The library raises bare exceptions.
+    except Exception as error:
+        raise TokenizerError(
+            f"the stored tokenizer {path} cannot be read: {reason_of(error)}"
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _encoder_of(stored: bytes) -> Any:
+    from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
+
+    content = zstd.decompress(stored)
+    encoder = Tokenizer.from_str(content.decode("utf-8"))
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder
+
+
+def _batches(documents: Iterable[UsableText]) -> Iterator[list[UsableText]]:
+    batch: list[UsableText] = []
+    size = 0
+    for document in documents:
+        if batch and size + document.num_bytes > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(document)
+        size += document.num_bytes
+    if batch:
+        yield batch

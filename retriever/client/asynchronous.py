@@ -1,0 +1,283 @@
+"""The asynchronous client that never fails a decode; on the event loop that first calls it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from logging import getLogger
+from typing import Any, Self
+
+import grpc
+from grpc import aio
+from numpy.typing import ArrayLike
+
+from retriever.client.backoff import Backoff
+from retriever.client.conversation import FailOpens
+from retriever.client.credentials import Credentials
+from retriever.client.local import LocalDrafter
+from retriever.client.planner import Planner
+from retriever.client.resilient import CONNECT_TIMEOUT_S, LOST_AFTER_S, Pace, Switchboard
+from retriever.drafter import Drafter, DraftRequest
+from retriever.errors import CredentialsError
+from retriever.tree import DraftTree
+from retriever.v1 import retriever_pb2 as pb
+from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from retriever.wire.messages import CLIENT_OPTIONS
+
+OpenAsyncChannel = Callable[[str], aio.Channel]
+"""Opens a channel to an address: with its credentials, if there are any."""
+
+_log = getLogger(__name__)
+
+
+def remote_async_channel(address: str, credentials: Credentials | None) -> aio.Channel:
+    """Open a channel to a service.
+
+    Raises:
+        CredentialsError: a file of the credentials cannot be used.
+    """
+    if credentials is None:
+        return aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    return credentials.aio_channel(address, CLIENT_OPTIONS)
+
+
+class AsyncLinkStream:
+    """One stream: sending never waits."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        self._outbox: asyncio.Queue[pb.DraftStreamRequest | None] = asyncio.Queue()
+        stub: Any = RetrieverServiceStub(channel)
+        self.call: Any = stub.DraftStream(self._messages())
+
+    def send(self, message: pb.DraftStreamRequest) -> None:
+        """Send a message, at once or never."""
+        self._outbox.put_nowait(message)
+
+    def end(self) -> None:
+        """End the stream."""
+        self._outbox.put_nowait(None)
+        self.call.cancel()
+
+    async def _messages(self) -> AsyncIterator[pb.DraftStreamRequest]:
+        while (message := await self._outbox.get()) is not None:
+            yield message
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncLinkEvent:
+    """What a link reports; see `LinkEvent`."""
+
+    address: str
+    stream: AsyncLinkStream | None = None
+    response: pb.DraftStreamResponse | None = None
+
+
+class AsyncLink:
+    """Keeps a stream to one server, in a task of its own; see `Link`.
+
+    Args:
+        address: of the server.
+        open_channel: makes its channel.
+        report: called with all that happens, in order.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        open_channel: OpenAsyncChannel,
+        report: Callable[[AsyncLinkEvent], None],
+    ) -> None:
+        self._address = address
+        self._open_channel = open_channel
+        self._report = report
+        self._task = asyncio.create_task(self._run(), name="foredraft-link")
+
+    async def shut_down(self) -> None:
+        """End the stream and the task."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        backoff = Backoff()
+        while True:
+            try:
+                async with self._open_channel(self._address) as channel:
+                    stub: Any = RetrieverServiceStub(channel)
+                    await stub.ListIndexes(pb.ListIndexesRequest(), timeout=CONNECT_TIMEOUT_S)
+                    backoff.reset()
+                    await self._converse(channel)
+            except (grpc.RpcError, CredentialsError) as error:
+                _log.info("no draft service at %s: %s", self._address, error)
+            except asyncio.CancelledError:
+                # A call that was cancelled says so with the very error of a task that is.
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+            await asyncio.sleep(backoff.next_pause_s())
+
+    async def _converse(self, channel: aio.Channel) -> None:
+        stream = AsyncLinkStream(channel)
+        self._report(AsyncLinkEvent(self._address, stream))
+        try:
+            async for response in stream.call:
+                self._report(AsyncLinkEvent(self._address, response=response))
+        finally:
+            stream.end()
+            self._report(AsyncLinkEvent(self._address))
+
+
+class AsyncResilientDrafter:
+    """`ResilientDrafter`, awaited: drafts from services and never fails because of them.
+
+    Several coroutines may draft at the same time, each for sequences of its own. What `local` does
+    is done on the event loop.
+
+    Args:
+        addresses: one address, or several; `host:port` or `unix:/path`.
+        deadline_s: longest wait of a step, in seconds; None to take a quarter of what the engine
+            itself takes for a step, as measured, from 5 to 20 ms.
+        local: what drafts while a server does not; True for a `LocalDrafter`, False for nothing.
+        lost_after_s: a stream without an answer for so long is given up, in seconds.
+        vocabulary_fingerprint: of the tokenizer at hand; a service for another one is not used.
+        credentials: what to show, and whom to trust; None for services that ask for nothing.
+        pad_requests: pad messages, so that their size tells little of the sequences; see
+            `docs/security.md`.
+        open_channel: opens a channel to an address, in the place of one with the credentials.
+
+    Raises:
+        CredentialsError: a file of the credentials cannot be used.
+        InvalidRequestError: there is no address, or one twice.
+    """
+
+    def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
+        self,
+        addresses: str | Sequence[str],
+        *,
+        deadline_s: float | None = None,
+        local: Drafter | bool = True,
+        lost_after_s: float = LOST_AFTER_S,
+        vocabulary_fingerprint: str = "",
+        credentials: Credentials | None = None,
+        pad_requests: bool = False,
+        open_channel: OpenAsyncChannel | None = None,
+    ) -> None:
+        listed = [addresses] if isinstance(addresses, str) else addresses
+        beside = local if not isinstance(local, bool) else LocalDrafter() if local else None
+        self._planner = Planner(listed, vocabulary_fingerprint, beside, pads=pad_requests)
+        self._pace = Pace(deadline_s)
+        self._switchboard: Switchboard[AsyncLinkStream] = Switchboard(self._planner, lost_after_s)
+        if credentials is not None:
+            credentials.check(listed)
+        self._open_channel = open_channel or partial(remote_async_channel, credentials=credentials)
+        self._links: list[AsyncLink] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def fail_opens(self) -> FailOpens:
+        """How many steps of sequences went on without a server's draft, by reason."""
+        return self._planner.fail_opens
+
+    @property
+    def deadline_s(self) -> float:
+        """How long a step may wait now, in seconds."""
+        return self._pace.deadline_s
+
+    def is_up(self, address: str) -> bool:
+        """Tell whether a server can be asked, as far as is known."""
+        return self._planner.conversations[address].is_up
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait until every server can be asked; tell whether that is so."""
+        self._start()
+        conversations = self._planner.conversations.values()
+        await self._wait(
+            lambda: all(each.is_up for each in conversations), time.monotonic() + timeout_s
+        )
+        return all(each.is_up for each in conversations)
+
+    async def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
+        """Begin a sequence; see `Drafter.open`. Servers are told with its first step."""
+        self._start()
+        self._planner.open(session, prompt, remember=remember)
+
+    async def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Commit new tokens and draft for each sequence; see `Drafter.draft`.
+
+        Raises only what is the caller's fault; it is never an error that a server is away.
+        """
+        self._start()
+        deadline_s = self._pace.begin(time.monotonic())
+        self._switchboard.give_up_lost()
+        plan = self._planner.plan(requests, time.monotonic(), deadline_s)
+        try:
+            self._switchboard.ask(plan)
+            await self._wait(lambda: plan.is_done, deadline_s)
+        finally:  # even if whoever waits is cancelled
+            trees = self._planner.finish(plan)
+        self._switchboard.tell_rest()
+        self._pace.end(time.monotonic())
+        return trees
+
+    async def close(
+        self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
+    ) -> None:
+        """End a sequence; see `Drafter.close`. Its server learns of it soon.
+
+        Args:
+            session: the name that it was opened with.
+            new_tokens: integers[n], tokens committed since its last request.
+            remember: false to keep nothing of it, whatever it was opened with.
+        """
+        self._start()
+        self._planner.close(session, new_tokens, remember=remember)
+        self._switchboard.tell_rest()
+
+    async def shut_down(self, timeout_s: float = 1.0) -> None:
+        """Tell servers what they are still to be told, and disconnect.
+
+        Args:
+            timeout_s: longest wait for them, in seconds.
+        """
+        self._switchboard.tell_rest()
+        conversations = self._planner.conversations.values()
+        await self._wait(
+            lambda: not any(each.oldest_unanswered_s() for each in conversations),
+            time.monotonic() + timeout_s,
+        )
+        for link in self._links:
+            await link.shut_down()
+        self._links.clear()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shut_down()
+
+    def _start(self) -> None:
+        """Connect at the first call."""
+        self._links = self._links or [
+            AsyncLink(address, self._open_channel, self._take)
+            for address in self._planner.conversations
+        ]
+
+    async def _wait(self, is_done: Callable[[], bool], until_s: float) -> None:
+        """Take in what links report until it is done, or time is up."""
+        while not is_done() and (left_s := until_s - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return
+
+    def _take(self, event: AsyncLinkEvent) -> None:
+        """Take in what a link reports; everybody who waits looks whether it was for them."""
+        if event.stream is not None:
+            self._switchboard.connect(event.address, event.stream)
+            self._switchboard.tell_rest()
+        elif event.response is None:
+            self._switchboard.lose(event.address)
+        else:
+            self._switchboard.take(event.address, event.response)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

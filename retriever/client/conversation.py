@@ -1,0 +1,425 @@
+"""What is said on one stream: messages out, answers in, and what the server knows by them."""
+
+import secrets
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count, islice
+from logging import getLogger
+from typing import Final, NamedTuple
+
+import grpc
+
+from retriever.client.backoff import Backoff
+from retriever.client.tracking import TrackedSequence, TrackedStep
+from retriever.drafter import DraftRequest
+from retriever.errors import InvalidTreeError
+from retriever.tree import DraftTree
+from retriever.v1 import retriever_pb2 as pb
+from retriever.wire.messages import trees_from_messages
+from retriever.wire.padding import pad_request
+
+
+class FailOpen(StrEnum):
+    """Why a sequence's step was not drafted by its server.
+
+    `DOWN`: it cannot be reached. `BUSY`: it has not answered an earlier step yet. `TIMEOUT`: it did
+    not answer this one in time. `LOST`: it did not know the session, which is opened anew. `LIMIT`:
+    it has no room. `VOCABULARY`: it is for another tokenizer. `REFUSED`: it refuses for another
+    reason. `INVALID`: what it sent is no tree.
+    """
+
+    DOWN = "down"
+    BUSY = "busy"
+    TIMEOUT = "timeout"
+    LOST = "lost"
+    LIMIT = "limit"
+    VOCABULARY = "vocabulary"
+    REFUSED = "refused"
+    INVALID = "invalid"
+
+
+FailOpens = Counter[FailOpen]
+"""How many steps of sequences went on without a server's draft, by reason."""
+
+_OF_CODE: Final = {
+    grpc.StatusCode.ABORTED.value[0]: FailOpen.LOST,
+    grpc.StatusCode.ALREADY_EXISTS.value[0]: FailOpen.LOST,
+    grpc.StatusCode.DEADLINE_EXCEEDED.value[0]: FailOpen.TIMEOUT,
+    grpc.StatusCode.FAILED_PRECONDITION.value[0]: FailOpen.VOCABULARY,
+    grpc.StatusCode.NOT_FOUND.value[0]: FailOpen.LOST,
+    grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: FailOpen.LIMIT,
+}
+
+
+_ON_THE_WIRE: Final = {
+    reason: pb.FailOpenReason.Value(f"FAIL_OPEN_REASON_{reason.name}") for reason in FailOpen
+}
+_MOST: Final = (1 << 32) - 1
+
+
+def add_fail_opens(message: pb.DraftStreamRequest, counts: FailOpens) -> None:
+    """Tell a service how often it was gone without."""
+    for reason, times in counts.items():
+        message.fail_opens.add(reason=_ON_THE_WIRE[reason], count=min(times, _MOST))
+
+
+def reason_of(code: int) -> FailOpen:
+    """Return the reason that a gRPC status code stands for."""
+    return _OF_CODE.get(code, FailOpen.REFUSED)
+
+
+MAX_BACKLOG_TOKENS: Final = 1 << 20
+"""Outputs that wait for a server, in tokens; the oldest are given up for newer ones."""
+
+EACH_TOKENS: Final = 64
+"""An output counts for so many tokens more: what it takes in memory beside its own."""
+
+_MAX_AT_ONCE: Final = 256
+_MAX_TOKENS_AT_ONCE: Final = 1 << 14  # a step that brings them is not a millisecond longer
+
+
+class Endings:
+    """Sessions to close, and outputs that a server has not been told of, oldest first."""
+
+    def __init__(self) -> None:
+        self._closings: deque[tuple[pb.CloseSessionRequest, TrackedSequence | None]] = deque()
+        self._outputs: deque[TrackedSequence] = deque()
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._closings) + len(self._outputs)
+
+    def close(
+        self, wire_name: str, new_tokens: Iterable[int] = (), told: TrackedSequence | None = None
+    ) -> None:
+        """Close a session.
+
+        Args:
+            wire_name: its name.
+            new_tokens: tokens that the server has not been told of.
+            told: the sequence whose output is kept with that; None to keep nothing.
+        """
+        closing = pb.CloseSessionRequest(
+            session_id=wire_name, new_token_ids=new_tokens, forget=told is None
+        )
+        self._closings.append((closing, told))
+
+    def tell(self, sequence: TrackedSequence) -> None:
+        """Tell the whole output of a sequence, if it may be remembered and is not empty."""
+        if not sequence.remember or len(sequence) == len(sequence.prompt):
+            return
+        self._outputs.append(sequence.without_prompt())
+        self._num_tokens += _size(sequence)
+        while self._num_tokens > MAX_BACKLOG_TOKENS:
+            self._num_tokens -= _size(self._outputs.popleft())
+
+    def lose(self) -> None:
+        """The sessions are gone: what they would have kept is told as outputs."""
+        closings, self._closings = self._closings, deque()
+        for _, told in closings:
+            if told is not None:
+                self.tell(told)
+
+    def add_closings(self, message: pb.DraftStreamRequest) -> list[TrackedSequence]:
+        """Move closings to a message; return the outputs that are lost if it is."""
+        told = []
+        for _ in range(min(len(self._closings), _MAX_AT_ONCE)):
+            closing, sequence = self._closings.popleft()
+            message.closings.append(closing)
+            if sequence is not None:
+                told.append(sequence)
+        return told
+
+    def add_outputs(
+        self, message: pb.DraftStreamRequest, wire_names: Iterable[str], fingerprint: str
+    ) -> list[TrackedSequence]:
+        """Move outputs to a message, each as a session that begins and ends; return them."""
+        told: list[TrackedSequence] = []
+        num_tokens = 0
+        for name in islice(wire_names, min(len(self._outputs), _MAX_AT_ONCE)):
+            num_tokens += _size(self._outputs[0])
+            if told and num_tokens > _MAX_TOKENS_AT_ONCE:
+                break
+            sequence = self._outputs.popleft()
+            self._num_tokens -= _size(sequence)
+            message.openings.add(session_id=name, vocabulary_fingerprint=fingerprint)
+            tokens = sequence.output_ids(len(sequence.prompt), len(sequence))
+            message.closings.add(session_id=name, new_token_ids=tokens)
+            told.append(sequence)
+        return told
+
+
+def _size(sequence: TrackedSequence) -> int:
+    """Return what an output counts for, in tokens."""
+    return len(sequence) - len(sequence.prompt) + EACH_TOKENS
+
+
+_log = getLogger(__name__)
+
+
+class Answer(NamedTuple):
+    """What a response brings.
+
+    Attributes:
+        trees: by session.
+        reasons: why others got none, by session.
+        is_broken: whether the stream cannot go on.
+    """
+
+    trees: dict[str, DraftTree]
+    reasons: dict[str, FailOpen]
+    is_broken: bool = False
+
+
+def answer_with_trees(
+    response: pb.DraftStreamResponse,
+    requests: Sequence[DraftRequest],
+    reasons: dict[str, FailOpen],
+    address: str,
+) -> Answer:
+    """Return what a response brings that has a tree for each request.
+
+    Args:
+        response: to be checked.
+        requests: what it answers, in order.
+        reasons: why some of them are refused, by session.
+        address: of the server, for the log.
+    """
+    try:
+        trees = trees_from_messages(response.trees, len(requests))
+    except InvalidTreeError as error:
+        _log.warning("draft service %s sent no trees: %s", address, error)
+        invalid = {request.session: FailOpen.INVALID for request in requests}
+        return Answer({}, invalid | reasons)
+    got = {
+        request.session: tree.prefix(request.budget_nodes)
+        for request, tree in zip(requests, trees, strict=True)
+        if request.session not in reasons
+    }
+    return Answer(got, reasons)
+
+
+_MAX_UNANSWERED: Final = 256
+_FIRST_REFUSAL_S: Final = 1.0
+_LAST_REFUSAL_S: Final = 30.0
+_OPENED_PER_S: Final = 5e6  # prompts' tokens; to write them takes a quarter of that time
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the server knows of a session once all that was sent is done."""
+
+    wire_name: str
+    length: int
+    is_asked: bool = False
+
+
+class _Sent(NamedTuple):
+    """A message that has not been answered; its requests are by the names that they travel by."""
+
+    sent_s: float
+    deadline_s: float
+    requests: dict[str, DraftRequest]
+    told: Sequence[TrackedSequence]
+    missed: FailOpens
+
+
+class Conversation:
+    """One server's side of all sequences.
+
+    Messages are numbered, and a session is asked for again once its last step was answered; what
+    it has missed travels then. After a new beginning every session is opened anew, under a name
+    that nobody can guess, with all its tokens.
+
+    Args:
+        address: of the server, for the log.
+        fingerprint: of the tokenizer at hand; empty if it is not known.
+        pads: whether messages are padded, so that their size tells little.
+
+    Attributes:
+        is_up: whether there is a stream.
+        fail_opens: what was refused besides the steps that somebody waits for.
+        missed: drafts that were gone without and that the server has not been told of.
+    """
+
+    def __init__(self, address: str, fingerprint: str, *, pads: bool = False) -> None:
+        self.is_up = False
+        self.fail_opens: FailOpens = Counter()
+        self.missed: FailOpens = Counter()
+        self._pads = pads
+        self._address = address
+        self._fingerprint = fingerprint
+        self._number = 0
+        self._names = count()
+        self._prefix = ""
+        self._known: dict[str, _Known] = {}
+        self._sent: dict[int, _Sent] = {}
+        self._endings = Endings()
+        self._refused: dict[str, tuple[Backoff, float]] = {}
+
+    def begin(self) -> None:
+        """Begin anew, on a new stream."""
+        self.lose()
+        self.is_up, self._number = True, 0
+        self._prefix = secrets.token_urlsafe(12)
+
+    def lose(self) -> None:
+        """The stream is gone, and with it all that the server knew."""
+        self.is_up = False
+        self._endings.lose()
+        for sent in self._sent.values():
+            self.missed += sent.missed
+            for sequence in sent.told:
+                self._endings.tell(sequence)
+        self._sent.clear()
+        self._known.clear()
+
+    def oldest_unanswered_s(self) -> float | None:
+        """Return when the oldest message without an answer was sent; None if there is none."""
+        return next((sent.sent_s for sent in self._sent.values()), None)
+
+    def why_not(self, now_s: float) -> FailOpen | None:
+        """Tell why nothing is to be asked now; None if something may be."""
+        if not self.is_up:
+            return FailOpen.DOWN
+        if not self._sent:
+            return None
+        is_late = any(sent.requests and sent.deadline_s < now_s for sent in self._sent.values())
+        return FailOpen.BUSY if is_late or len(self._sent) >= _MAX_UNANSWERED else None
+
+    def ask(
+        self, steps: Sequence[TrackedStep], now_s: float, deadline_s: float
+    ) -> tuple[pb.DraftStreamRequest, dict[str, FailOpen]]:
+        """Return a message for steps, and the sessions that are left out of it, with the reason."""
+        message = self._message()
+        message.timeout_us = max(1, int((deadline_s - now_s) * 1e6))
+        left_out: dict[str, FailOpen] = {}
+        requests: dict[str, DraftRequest] = {}
+        room = (deadline_s - now_s) * _OPENED_PER_S
+        for request, sequence in steps:
+            name = request.session
+            known = self._known.get(name)
+            if known is None and (not message.openings or len(sequence) <= room):
+                room -= len(sequence)
+                known = self._open(name, sequence, message, now_s)
+            if known is None or known.is_asked:
+                is_refused = known is None and name in self._refused
+                left_out[name] = FailOpen.LIMIT if is_refused else FailOpen.BUSY
+                continue
+            message.steps.add(
+                session_id=known.wire_name,
+                new_token_ids=sequence.output_ids(known.length, request.length),
+                length=request.length,
+                budget_nodes=request.budget_nodes,
+                min_probability=request.min_probability,
+            )
+            known.length, known.is_asked = request.length, True
+            requests[known.wire_name] = request
+        told = self._endings.add_closings(message)
+        self._note(message, now_s, deadline_s, requests, told)
+        return message, left_out
+
+    def close(self, session: str, sequence: TrackedSequence) -> None:
+        """End a session; the server is told with the next message."""
+        self._refused.pop(session, None)
+        known = self._known.pop(session, None)
+        if known is None:
+            self._endings.tell(sequence)
+        elif known.is_asked or not sequence.remember:
+            # Whether the server noted the last step is not known, so the output is told anew.
+            self._endings.close(known.wire_name)
+            self._endings.tell(sequence)
+        else:
+            missed = sequence.output_ids(known.length, len(sequence))
+            self._endings.close(known.wire_name, missed, sequence)
+
+    def rest(self, now_s: float) -> pb.DraftStreamRequest | None:
+        """Return a message with what is left to tell; None if it is nothing, or must wait."""
+        if not len(self._endings) or self.why_not(now_s):
+            return None
+        message = self._message()
+        told = self._endings.add_closings(message)
+        if not message.closings:
+            names = (self._wire_name() for _ in count())
+            told = self._endings.add_outputs(message, names, self._fingerprint)
+        self._note(message, now_s, now_s, {}, told)
+        return message
+
+    def settle(self, response: pb.DraftStreamResponse, now_s: float) -> Answer:
+        """Take an answer in."""
+        sent = self._sent.pop(response.sequence_number, None)
+        if sent is None:
+            return Answer({}, {})
+        requests = list(sent.requests.values())
+        for request in requests:
+            if known := self._known.get(request.session):
+                known.is_asked = False
+        reasons: dict[str, FailOpen] = {}
+        for status in response.statuses:
+            reason = reason_of(status.code)
+            if status.session_id:
+                refused = sent.requests.get(status.session_id)
+                names = [] if refused is None else [refused.session]
+                self._refuse(names, reason, status.message, now_s)
+                reasons |= dict.fromkeys(names, reason)
+            elif reason is FailOpen.LOST:
+                return Answer({}, {}, is_broken=True)
+            elif reason is not FailOpen.TIMEOUT:
+                asked = [request.session for request in requests]
+                self._refuse(asked, reason, status.message, now_s)
+                return Answer({}, dict.fromkeys(asked, reason))
+        return answer_with_trees(response, requests, reasons, self._address)
+
+    def _refuse(self, names: list[str], reason: FailOpen, text: str, now_s: float) -> None:
+        """Let go of sessions that were refused; they are opened anew, if need be after a pause."""
+        if reason is not FailOpen.LOST:
+            _log.warning("draft service %s refuses: %.300r", self._address, text)
+            self.fail_opens[reason] += not names
+        for name in names:
+            known = self._known.pop(name, None)
+            if known is not None:
+                self._endings.close(known.wire_name)
+            if reason is not FailOpen.LOST:
+                before = self._refused.get(name)
+                backoff = before[0] if before else Backoff(_FIRST_REFUSAL_S, _LAST_REFUSAL_S)
+                self._refused[name] = backoff, now_s + backoff.next_pause_s()
+
+    def _open(
+        self, name: str, sequence: TrackedSequence, message: pb.DraftStreamRequest, now_s: float
+    ) -> _Known | None:
+        if name in self._refused and now_s < self._refused[name][1]:
+            return None
+        known = self._known[name] = _Known(self._wire_name(), len(sequence.prompt))
+        message.openings.add(
+            session_id=known.wire_name,
+            prompt=sequence.prompt.tolist(),
+            forget=not sequence.remember,
+            vocabulary_fingerprint=self._fingerprint,
+        )
+        return known
+
+    def _note(
+        self,
+        message: pb.DraftStreamRequest,
+        now_s: float,
+        deadline_s: float,
+        requests: dict[str, DraftRequest],
+        told: Sequence[TrackedSequence],
+    ) -> None:
+        """Complete a message that is about to be sent, and remember what went with it."""
+        missed = self.missed
+        if missed:
+            self.missed = Counter()
+            add_fail_opens(message, missed)
+        if self._pads:
+            pad_request(message)
+        self._sent[self._number] = _Sent(now_s, deadline_s, requests, told, missed)
+
+    def _message(self) -> pb.DraftStreamRequest:
+        self._number += 1
+        return pb.DraftStreamRequest(sequence_number=self._number)
+
+    def _wire_name(self) -> str:
+        return f"{self._prefix}/{next(self._names)}"

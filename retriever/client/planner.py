@@ -1,0 +1,303 @@
+"""What goes to which server at each step, and what comes of it: the client without its sockets."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from retriever.client.conversation import Conversation, FailOpen, FailOpens
+from retriever.client.tracking import TrackedSequence, TrackedStep
+from retriever.drafter import Drafter, DraftRequest
+from retriever.errors import (
+    InvalidRequestError,
+    OutOfSequenceError,
+    RetrieverError,
+    SessionExistsError,
+    UnknownSessionError,
+)
+from retriever.limits import check_session_name, check_wire, checked_ids, checked_tokens
+from retriever.tree import DraftTree
+from retriever.v1 import retriever_pb2 as pb
+
+
+def ranked(session: str, addresses: Iterable[str]) -> list[str]:
+    """Return the servers in the order in which a session prefers them.
+
+    Rendezvous hashing: every client finds the same order by itself, a server that is added or
+    lost moves only the sessions that prefer it, and the others share them evenly.
+
+    Source: Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates", IEEE/ACM
+    Transactions on Networking, 1998.
+    """
+    return sorted(addresses, key=lambda address: _score(session, address), reverse=True)
+
+
+def _score(session: str, address: str) -> bytes:
+    key = blake2b(address.encode(), digest_size=16).digest()
+    return blake2b(session.encode(errors="surrogatepass"), digest_size=8, key=key).digest()
+
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class LocalSide:
+    """Drafts locally for sequences that have been tracked; nothing that goes wrong is an error.
+
+    A session is opened there when it is first needed, and catches up with all it has missed.
+
+    Args:
+        drafter: what drafts; None for nothing.
+    """
+
+    def __init__(self, drafter: Drafter | None) -> None:
+        self._drafter = drafter
+        self._known: dict[str, int] = {}
+
+    def draft(self, steps: Sequence[TrackedStep], until_s: float) -> dict[str, DraftTree]:
+        """Return trees by session, for those that there are any for.
+
+        The first is drafted for whenever it is, others until then, by `time.monotonic`.
+        """
+        if self._drafter is None:
+            return {}
+        trees: dict[str, DraftTree] = {}
+        for step in steps:  # one by one: what is wrong with one is wrong with it alone
+            if trees and time.monotonic() > until_s:
+                break
+            name = step.request.session
+            with suppress(RetrieverError):
+                (trees[name],) = self._ask(name, step)
+        return trees
+
+    def close(self, session: str, sequence: TrackedSequence) -> None:
+        """End a session; what it generated joins the recent outputs."""
+        if self._drafter is None:
+            return
+        known = self._known.pop(session, None)
+        with suppress(RetrieverError):
+            if known is not None:
+                self._drafter.close(session, sequence.output(known, len(sequence)))
+            elif sequence.remember:
+                self._drafter.open(session, _NO_TOKENS)
+                output = sequence.output(len(sequence.prompt), len(sequence))
+                self._drafter.close(session, output)
+
+    def _ask(self, name: str, step: TrackedStep) -> list[DraftTree]:
+        if self._drafter is None:
+            return []
+        if name not in self._known:
+            sequence = step.sequence
+            self._drafter.open(name, sequence.prompt, remember=sequence.remember)
+            self._known[name] = len(sequence.prompt)
+        trees = self._drafter.draft([step.since(self._known[name])])
+        self._known[name] = step.request.length
+        return trees
+
+
+_LOCAL_SHARE: Final = 0.1
+"""Local drafts for many sequences may take so much of a step's time after its deadline."""
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """One step under way.
+
+    Attributes:
+        steps: of all its sequences, in order.
+        local_until_s: no local draft begins after that.
+        messages: what to send, by address.
+        trees: what has come, by session.
+        reasons: why there is none from a server, by session.
+    """
+
+    steps: list[TrackedStep]
+    local_until_s: float = math.inf
+    messages: dict[str, pb.DraftStreamRequest] = field(default_factory=dict)
+    trees: dict[str, DraftTree] = field(default_factory=dict)
+    reasons: dict[str, FailOpen] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is to come."""
+        return len(self.trees) + len(self.reasons) >= len(self.steps)
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A sequence, and the server that drafts for it."""
+
+    sequence: TrackedSequence
+    address: str
+
+
+class Planner:
+    """Keeps all sequences, sends each to its server, and fills in for servers that are away.
+
+    Args:
+        addresses: of the servers; at least one, each once.
+        fingerprint: of the tokenizer at hand; empty if it is not known.
+        local: what drafts while a server does not; None for nothing.
+        pads: whether messages are padded, so that their size tells little.
+
+    Attributes:
+        conversations: by address.
+        fail_opens: steps of sequences that went on without a server's draft, by reason.
+
+    Raises:
+        InvalidRequestError: there is no address, or one twice.
+    """
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        fingerprint: str,
+        local: Drafter | None,
+        *,
+        pads: bool = False,
+    ) -> None:
+        listed = list(addresses)
+        if not listed or len(set(listed)) != len(listed):
+            raise InvalidRequestError("name at least one draft service, and each of them once")
+        self.conversations = {each: Conversation(each, fingerprint, pads=pads) for each in listed}
+        self._fail_opens: FailOpens = Counter()
+        self._placed: dict[str, _Placed] = {}
+        self._under_way: set[Plan] = set()
+        self._local = LocalSide(local)
+
+    @property
+    def fail_opens(self) -> FailOpens:
+        """A copy of the counts."""
+        return sum((each.fail_opens for each in self.conversations.values()), self._fail_opens)
+
+    def open(self, session: str, prompt: ArrayLike, *, remember: bool) -> None:
+        """Begin a sequence; servers are told with its first step."""
+        check_session_name(session)
+        if session in self._placed:
+            raise SessionExistsError(f"session {session!r} is open already")
+        sequence = TrackedSequence(checked_tokens(prompt, None), remember=remember)
+        self._placed[session] = _Placed(sequence, ranked(session, self.conversations)[0])
+
+    def plan(self, requests: Sequence[DraftRequest], now_s: float, deadline_s: float) -> Plan:
+        """Note the new tokens of a step; return what is to be sent.
+
+        Raises:
+            UnknownSessionError: a session is not open.
+            InvalidRequestError: a request is at fault; nothing of the step is kept.
+        """
+        if len({request.session for request in requests}) != len(requests):
+            raise InvalidRequestError("a step names one session twice")
+        checked = [self._checked(request) for request in requests]
+        plan = Plan([], deadline_s + _LOCAL_SHARE * max(0.0, deadline_s - now_s))
+        by_server: dict[str, list[TrackedStep]] = {}
+        for request, (placed, ids) in zip(requests, checked, strict=True):
+            placed.sequence.extend(ids)
+            step = TrackedStep(request, placed.sequence)
+            plan.steps.append(step)
+            by_server.setdefault(self._server_of(request.session, placed), []).append(step)
+        for address, steps in by_server.items():
+            self._ask(plan, address, steps, now_s, deadline_s)
+        self._under_way.add(plan)
+        return plan
+
+    def take(self, address: str, response: pb.DraftStreamResponse, now_s: float) -> bool:
+        """Take in what a server answered; return whether its stream is broken."""
+        answer = self.conversations[address].settle(response, now_s)
+        for plan in self._under_way:
+            awaited = plan.messages.get(address)
+            if awaited is not None and awaited.sequence_number == response.sequence_number:
+                plan.trees |= answer.trees
+                plan.reasons |= answer.reasons
+        return answer.is_broken
+
+    def lose(self, address: str) -> None:
+        """Note that a server's stream is gone."""
+        self.conversations[address].lose()
+        for plan in self._under_way:
+            if plan.messages.pop(address, None) is not None:
+                for step in plan.steps:
+                    name = step.request.session
+                    if name not in plan.trees and self._address_of(name) == address:
+                        plan.reasons.setdefault(name, FailOpen.DOWN)
+
+    def finish(self, plan: Plan) -> list[DraftTree]:
+        """Return the trees of a step, in order, locally made where no server's has come."""
+        self._under_way.discard(plan)
+        missing = [step for step in plan.steps if step.request.session not in plan.trees]
+        local = self._local.draft(missing, plan.local_until_s)
+        for step in missing:
+            name = step.request.session
+            self._miss(name, plan.reasons.get(name, FailOpen.TIMEOUT))
+            plan.trees[name] = local[name] if name in local else DraftTree.empty()
+        return [plan.trees[step.request.session] for step in plan.steps]
+
+    def close(self, session: str, new_tokens: ArrayLike | None, *, remember: bool) -> None:
+        """End a sequence; its server is told with the next message.
+
+        Raises:
+            UnknownSessionError: the session is not open.
+        """
+        ids = checked_ids([] if new_tokens is None else new_tokens, None)
+        placed = self._find(session)
+        del self._placed[session]
+        placed.sequence.extend(ids)
+        placed.sequence.remember = placed.sequence.remember and remember
+        self.conversations[placed.address].close(session, placed.sequence)
+        self._local.close(session, placed.sequence)
+
+    def _ask(
+        self, plan: Plan, address: str, steps: list[TrackedStep], now_s: float, deadline_s: float
+    ) -> None:
+        conversation = self.conversations[address]
+        why_not = conversation.why_not(now_s)
+        if why_not is None and now_s >= deadline_s:
+            why_not = FailOpen.TIMEOUT
+        if why_not is not None:
+            plan.reasons |= {step.request.session: why_not for step in steps}
+            return
+        plan.messages[address], left_out = conversation.ask(steps, now_s, deadline_s)
+        plan.reasons |= left_out
+
+    def _server_of(self, session: str, placed: _Placed) -> str:
+        """Return the server of a session; it moves if its own is away and another is not."""
+        if not self.conversations[placed.address].is_up:
+            for address in ranked(session, self.conversations):
+                if self.conversations[address].is_up:
+                    placed.address = address
+                    break
+        return placed.address
+
+    def _miss(self, session: str, reason: FailOpen) -> None:
+        """Count a draft that was gone without; its server is told of it, too."""
+        self._fail_opens[reason] += 1
+        address = self._address_of(session)
+        if address is not None:
+            self.conversations[address].missed[reason] += 1
+
+    def _address_of(self, session: str) -> str | None:
+        placed = self._placed.get(session)
+        return placed.address if placed is not None else None
+
+    def _find(self, session: str) -> _Placed:
+        if session not in self._placed:
+            raise UnknownSessionError(f"no session {session!r} is open: open it first")
+        return self._placed[session]
+
+    def _checked(self, request: DraftRequest) -> tuple[_Placed, list[int]]:
+        """Return whose request it is, and its new tokens."""
+        placed = self._find(request.session)
+        ids, known = checked_ids(request.new_tokens, None), len(placed.sequence)
+        check_wire(request)
+        if known + len(ids) != request.length:
+            raise OutOfSequenceError(
+                f"session {request.session!r} has {known} tokens and the request brings "
+                f"{len(ids)}, but states a length of {request.length}: a step was lost or "
+                "repeated; close the session and open it again"
+            )
+        return placed, ids

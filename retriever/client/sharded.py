@@ -1,0 +1,492 @@
+"""A corpus whose segments are spread over several servers, as one drafter."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from logging import getLogger
+from threading import Lock
+from typing import Any, Final, Self
+
+from numpy.typing import ArrayLike
+
+from retriever.client.credentials import Credentials
+from retriever.client.merging import merge_trees
+from retriever.client.strict import DEFAULT_TIMEOUT_S, RemoteDrafter
+from retriever.client.tracking import TrackedSequence, TrackedStep
+from retriever.drafter import DraftRequest
+from retriever.errors import (
+    DrafterUnavailableError,
+    InvalidRequestError,
+    LimitExceededError,
+    OutOfSequenceError,
+    RetrieverError,
+    SessionExistsError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
+from retriever.limits import check_session_name, checked_tokens
+from retriever.tree import DraftTree
+
+
+class Agreement:
+    """The vocabulary that all shards are of: the one stated, or that of the first to answer.
+
+    Args:
+        fingerprint: of the tokenizer at hand; empty if it is not known.
+    """
+
+    def __init__(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self._whose = "the tokenizer at hand"
+        self._lock = Lock()
+
+    def check(self, address: str, fingerprint: str) -> None:
+        """Compare the vocabulary of a shard.
+
+        Raises:
+            VocabularyMismatchError: it is another one.
+        """
+        with self._lock:
+            if not self.fingerprint:
+                self.fingerprint, self._whose = fingerprint, f"shard {address}"
+        if fingerprint != self.fingerprint:
+            raise VocabularyMismatchError(
+                f"shard {address} is of another vocabulary (fingerprint {fingerprint[:12]}\u2026) "
+                f"than {self._whose} ({self.fingerprint[:12]}\u2026): "
+                "build all shards with the model's own --tokenizer"
+            )
+
+
+_log = getLogger(__name__)
+
+FIRST_PAUSE_S: Final = 0.1
+"""A server that failed is left alone for so long, and twice as long after each further failure."""
+
+LAST_PAUSE_S: Final = 5.0
+"""But no longer than this."""
+
+Trees = list[DraftTree | None]
+"""One for each sequence of a step; None where the server cannot keep the sequence."""
+
+Connect = Callable[[str, str], RemoteDrafter]
+"""Makes a client of a server, given its address and the fingerprint that it must agree with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardState:
+    """How a shard does.
+
+    Attributes:
+        address: of its server.
+        is_up: whether it could be reached when it was last asked.
+        missed: steps that were drafted for without it, because it was late or down.
+        failures: times that it failed at what it was asked, or could not be reached.
+    """
+
+    address: str
+    is_up: bool
+    missed: int
+    failures: int
+
+
+class Shard:
+    """A server, what it knows of each sequence, and the thread that talks to it.
+
+    What is asked is done in order. A server that fails loses its sessions and is left alone for
+    a while; the next thing asked then connects anew, and opens with all its tokens what it needs.
+
+    Args:
+        address: of the server.
+        connect: makes a client.
+        agreement: what its vocabulary is held against.
+
+    Attributes:
+        missed: steps that were drafted for without it; counted by who asks.
+        refusal: why its vocabulary cannot be used; None where it can.
+    """
+
+    def __init__(self, address: str, connect: Connect, agreement: Agreement) -> None:
+        self._address = address
+        self._connect = connect
+        self._agreement = agreement
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="foredraft-shard")
+        self._remote: RemoteDrafter | None = None
+        self._old: RemoteDrafter | None = None  # an earlier connection, with its sessions
+        self._stale: list[str] = []
+        self._known: dict[str, int] = {}  # how many tokens the server has of each session
+        self._step: Future[Trees] | None = None
+        self._is_up = True
+        self._retry_at_s = -math.inf
+        self._pause_s = FIRST_PAUSE_S
+        self._failures = 0
+        self.missed = 0
+        self.refusal: VocabularyMismatchError | None = None
+
+    @property
+    def state(self) -> ShardState:
+        """How it does."""
+        return ShardState(self._address, self._is_up, self.missed, self._failures)
+
+    def open(self, session: str, sequence: TrackedSequence) -> Future[bool] | None:
+        """Open a session; None where the answer is not worth waiting for."""
+        is_awaited = self._is_up and not self._is_late()
+        job = self._submit(self._open, session, sequence)
+        return job if is_awaited else None
+
+    def draft(self, steps: Sequence[TrackedStep]) -> Future[Trees] | None:
+        """Draft for a step; None where the answer is not worth waiting for.
+
+        While an earlier step has no answer, this one is left out; its tokens travel with the next.
+        """
+        if self._is_late():
+            return None
+        is_awaited = self._is_up
+        self._step = self._submit(self._draft, steps)
+        return self._step if is_awaited else None
+
+    def close(self, session: str, sequence: TrackedSequence) -> Future[bool] | None:
+        """Close a session; None where the answer is not worth waiting for."""
+        is_awaited = self._is_up and not self._is_late()
+        job = self._submit(self._close, session, sequence)
+        return job if is_awaited else None
+
+    def restart(self) -> None:
+        """Begin anew: all sessions are opened again when they are next drafted for."""
+        self._thread.submit(self._disconnect)
+
+    def shut_down(self) -> None:
+        """Disconnect once all that was asked is done."""
+        self._thread.submit(self._disconnect)
+        self._thread.submit(self._drop_old)
+        self._thread.shutdown()
+
+    def _is_late(self) -> bool:
+        return self._step is not None and not self._step.done()
+
+    def _is_paused(self) -> bool:
+        return not self._is_up and time.monotonic() < self._retry_at_s
+
+    def _submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any] | None:
+        return None if self._is_paused() else self._thread.submit(self._attempt, job, *arguments)
+
+    # What follows runs in the shard's thread.
+
+    def _attempt(self, job: Callable[..., Any], *arguments: Any) -> Any:
+        """Do what was asked; a server that fails at it is left alone for a while."""
+        if self._is_paused():
+            raise DrafterUnavailableError(f"shard {self._address} is down")
+        try:
+            result = job(*arguments)
+        except VocabularyMismatchError as error:
+            self.refusal = error
+            self._fail(error)
+            raise
+        except RetrieverError as error:
+            if isinstance(error, InvalidRequestError) and not isinstance(error, OutOfSequenceError):
+                raise type(error)(f"shard {self._address}: {error}") from error
+            self._fail(error)
+            raise DrafterUnavailableError(f"shard {self._address}: {error}") from error
+        self._pause_s = FIRST_PAUSE_S
+        return result
+
+    def _fail(self, error: RetrieverError) -> None:
+        if self._is_up:
+            _log.warning("drafts go on without shard %s: %s", self._address, error)
+        self._failures += 1
+        self._disconnect()
+        self._retry_at_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
+        self._is_up = False
+
+    def _disconnect(self) -> None:
+        """Let go of the connection; once there is another, its sessions are ended over it."""
+        self._drop_old()
+        self._old, self._remote = self._remote, None
+        self._stale = list(self._known)
+        self._known.clear()
+
+    def _drop_old(self) -> None:
+        old, self._old = self._old, None
+        if old is not None:
+            old.shut_down()
+
+    def _end_stale(self) -> None:
+        """End sessions that a server which was slow still has; they will have been opened anew."""
+        if self._old is None:
+            return
+        with suppress(RetrieverError):  # what cannot be ended ends when it has been idle
+            for session in self._stale:
+                with suppress(UnknownSessionError):
+                    self._old.close(session, remember=False)
+        self._drop_old()
+
+    def _connected(self) -> RemoteDrafter:
+        if self._remote is None:
+            self._remote = self._connect(self._address, self._agreement.fingerprint)
+            for index in self._remote.list_indexes():
+                self._agreement.check(self._address, index.vocabulary_fingerprint)
+            self._is_up, self.refusal = True, None
+            self._end_stale()
+        return self._remote
+
+    def _open(self, session: str, sequence: TrackedSequence) -> bool:
+        self._connected().open(session, sequence.prompt, remember=sequence.remember)
+        self._known[session] = len(sequence.prompt)
+        return True
+
+    def _draft(self, steps: Sequence[TrackedStep]) -> Trees:
+        remote = self._connected()
+        places = [at for at, step in enumerate(steps) if self._is_open(step)]
+        asked = [steps[at].since(self._known[steps[at].request.session]) for at in places]
+        trees: Trees = [None] * len(steps)
+        for at, request, tree in zip(places, asked, remote.draft(asked), strict=True):
+            self._known[request.session] = request.length
+            trees[at] = tree
+        return trees
+
+    def _is_open(self, step: TrackedStep) -> bool:
+        """Open a session that the server does not know; False where it has no room for it."""
+        session = step.request.session
+        if session not in self._known:
+            try:
+                self._open(session, step.sequence)
+            except LimitExceededError:
+                self._failures += 1
+        return session in self._known
+
+    def _close(self, session: str, sequence: TrackedSequence) -> bool:
+        if session not in self._known:
+            if not sequence.remember or len(sequence) == len(sequence.prompt):
+                return True
+            self._open(session, sequence)  # so that it learns what it has missed
+        known = self._known.pop(session)
+        self._connected().close(session, sequence.output(known, len(sequence)))
+        return True
+
+
+DEFAULT_DEADLINE_S: Final = 0.02
+"""How long a step waits for shards, in seconds."""
+
+_Job = Future[Any] | None
+
+
+class ShardedDrafter:
+    """Drafts from several servers that each hold a part of a corpus; a `Drafter`.
+
+    Every step goes to all servers at the same time, and what they answer within the deadline is
+    merged. A server that is late, down or gone costs its evidence and never the step: what it has
+    missed is sent with the next step that reaches it, and one that was lost is tried again, at
+    growing intervals, and told the whole sequence. Where none answers, trees are empty.
+
+    All servers learn from all sequences, so that each drafts as well as alone, and recent outputs
+    survive the loss of any. Safe to call from any thread.
+
+    Args:
+        addresses: of the servers, `host:port` or `unix:/path`; at least one, each once.
+        deadline_s: longest wait of a step or of a close, in seconds.
+        timeout_s: longest wait of `open`, and what a server may take for any answer before it
+            counts as lost, in seconds.
+        vocabulary_fingerprint: of the tokenizer at hand. If not given, servers must agree among
+            themselves.
+        credentials: what to show to all of them, and whom to trust.
+
+    Raises:
+        CredentialsError: a file of the credentials cannot be used.
+        InvalidRequestError: there is no address, or one twice.
+    """
+
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        vocabulary_fingerprint: str = "",
+        credentials: Credentials | None = None,
+    ) -> None:
+        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
+        self._sequences: dict[str, TrackedSequence] = {}
+        self._lock = Lock()
+        agreement = Agreement(vocabulary_fingerprint)
+        client = partial(_client, timeout_s=timeout_s, credentials=credentials)
+        self._shards = [Shard(address, client, agreement) for address in _checked(addresses)]
+
+    @property
+    def shards(self) -> tuple[ShardState, ...]:
+        """How each shard does, in the order of their addresses."""
+        return tuple(shard.state for shard in self._shards)
+
+    def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
+        """Begin a sequence; see `Drafter.open`. Servers that cannot be reached are no error.
+
+        Raises:
+            VocabularyMismatchError: a shard, which is named, is of another vocabulary.
+        """
+        check_session_name(session)
+        sequence = TrackedSequence(checked_tokens(prompt, None), remember=remember)
+        with self._lock:
+            if session in self._sequences:
+                raise SessionExistsError(f"session {session!r} is open already")
+            self._sequences[session] = sequence
+        try:
+            _await([shard.open(session, sequence) for shard in self._shards], self._timeout_s)
+            for shard in self._shards:
+                if shard.refusal is not None:
+                    raise shard.refusal
+        except InvalidRequestError:
+            self.close(session)
+            raise
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+        """Commit new tokens and draft for each sequence; see `Drafter.draft`.
+
+        It is never an error that servers cannot be reached.
+        """
+        with self._lock:
+            steps = self._checked_steps(requests)
+            for step in steps:
+                step.sequence.extend(step.request.new_tokens.tolist())
+            jobs = [shard.draft(steps) for shard in self._shards]
+            try:
+                answers: list[Trees | None] = _await(jobs, self._deadline_s)
+            except InvalidRequestError:
+                self._take_back(steps, jobs)
+                raise
+        for shard, answer in zip(self._shards, answers, strict=True):
+            shard.missed += answer is None
+        return [
+            merge_trees(
+                [tree for trees in answers if trees and (tree := trees[at]) is not None],
+                request.budget_nodes,
+                request.min_probability,
+            )
+            for at, request in enumerate(requests)
+        ]
+
+    def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
+        """End a sequence; see `Drafter.close`. Servers that are late end it on their own."""
+        tokens = checked_tokens([] if new_tokens is None else new_tokens, None)
+        with self._lock:
+            sequence = self._sequence(session)
+            del self._sequences[session]
+            sequence.extend(tokens.tolist())
+        _await([shard.close(session, sequence) for shard in self._shards], self._deadline_s)
+
+    def shut_down(self) -> None:
+        """Close the connections, once servers know what was closed."""
+        for shard in self._shards:
+            shard.shut_down()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shut_down()
+
+    def _sequence(self, session: str) -> TrackedSequence:
+        if session not in self._sequences:
+            raise UnknownSessionError(f"no session {session!r} is open: open it first")
+        return self._sequences[session]
+
+    def _checked_steps(self, requests: Sequence[DraftRequest]) -> list[TrackedStep]:
+        if len({request.session for request in requests}) != len(requests):
+            raise InvalidRequestError("a step names one session twice")
+        return [self._checked_step(request) for request in requests]
+
+    def _checked_step(self, request: DraftRequest) -> TrackedStep:
+        sequence = self._sequence(request.session)
+        tokens = checked_tokens(request.new_tokens, None)
+        if len(sequence) + len(tokens) != request.length:
+            raise OutOfSequenceError(
+                f"session {request.session!r} has {len(sequence)} tokens and the request brings "
+                f"{len(tokens)}, but states a length of {request.length}: a step was lost or "
+                "repeated; close the session and open it again"
+            )
+        return TrackedStep(replace(request, new_tokens=tokens), sequence)
+
+    def _take_back(self, steps: list[TrackedStep], jobs: Sequence[_Job]) -> None:
+        """Keep nothing of a step that is at fault, nor let a shard that took it in."""
+        for step in steps:
+            step.sequence.shorten(step.request.length - len(step.request.new_tokens))
+        for shard, job in zip(self._shards, jobs, strict=True):
+            if job is None or not job.done() or job.exception() is None:
+                shard.restart()
+
+
+def connect(
+    addresses: Sequence[str],
+    *,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+    vocabulary_fingerprint: str = "",
+    credentials: Credentials | None = None,
+) -> "RemoteDrafter | ShardedDrafter":
+    """Return a client of one service, or of several that each hold a part of a corpus.
+
+    Args:
+        addresses: of the services.
+        deadline_s: longest wait of a step for one of several, in seconds.
+        vocabulary_fingerprint: of the tokenizer at hand; empty if it is not known.
+        credentials: what to show, and whom to trust; None for services that ask for nothing.
+
+    Raises:
+        CredentialsError: a file of the credentials cannot be used.
+        InvalidRequestError: there is no address, or one twice.
+    """
+    if len(addresses) == 1:
+        return RemoteDrafter(
+            addresses[0], vocabulary_fingerprint=vocabulary_fingerprint, credentials=credentials
+        )
+    return ShardedDrafter(
+        addresses,
+        deadline_s=deadline_s,
+        vocabulary_fingerprint=vocabulary_fingerprint,
+        credentials=credentials,
+    )
+
+
+def _await(jobs: Sequence[_Job], timeout_s: float) -> list[Any]:
+    """Return what was answered in time, None for each shard that did not answer.
+
+    Raises:
+        InvalidRequestError: a shard finds what was asked at fault.
+        LimitExceededError: it is beyond the limits of all that answered.
+    """
+    wait([job for job in jobs if job is not None], timeout_s)
+    answers: list[Any] = []
+    beyond: list[LimitExceededError] = []
+    for job in jobs:
+        try:
+            answers.append(job.result() if job is not None and job.done() else None)
+        except (DrafterUnavailableError, VocabularyMismatchError):
+            answers.append(None)
+        except LimitExceededError as error:
+            answers.append(None)
+            beyond.append(error)
+    if beyond and not any(answers):
+        raise beyond[0]
+    return answers
+
+
+def _client(
+    address: str, fingerprint: str, *, timeout_s: float, credentials: Credentials | None
+) -> RemoteDrafter:
+    return RemoteDrafter(
+        address,
+        timeout_s=timeout_s,
+        vocabulary_fingerprint=fingerprint,
+        credentials=credentials,
+    )
+
+
+def _checked(addresses: Iterable[str]) -> list[str]:
+    listed = list(addresses)
+    if not listed:
+        raise InvalidRequestError("no address is given: name at least one draft service")
+    if len(set(listed)) != len(listed):
+        raise InvalidRequestError("an address is given twice: its evidence would count twice")
+    return listed

@@ -1,0 +1,149 @@
+"""The commands that serve drafts, and that show with which settings it would be done."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Annotated
+
+import typer
+
+from retriever.commands.options import clear_errors, listed_phrases
+from retriever.operations import resolving as printing
+from retriever.operations.flags import ConfigFile, with_settings
+from retriever.operations.logs import log_event, log_to_standard_error
+from retriever.operations.metrics import Service
+from retriever.operations.observer import Operator
+from retriever.operations.resolving import resolve
+from retriever.operations.settings import Settings
+from retriever.operations.tracing import tracing_of
+from retriever.operations.web import Web, WebAddress
+from retriever.replay.traces import ChatEncoder
+from retriever.replication.options import WarmthOptions
+from retriever.security.protection import Protection, ProtectionFiles
+from retriever.service.listening import check_address
+from retriever.service.serving import serve as serve_forever
+from retriever.sessions.bindings import BoundPaths, parsed_bindings
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.options import check_files
+
+_logger = logging.getLogger(__name__)
+
+
+@with_settings
+def serve(config: ConfigFile = None, **flags: object) -> None:
+    """Serve drafts over gRPC until interrupted.
+
+    Prints `serving on ADDRESS` once it is ready. Where other machines reach the address, it takes
+    --certificate and --key, and --access or --client-ca. Each flag can be set in the file of
+    --config, too, and in the environment (FOREDRAFT_ADDRESS for --address); `config` shows what is
+    in force.
+    """
+    with clear_errors():
+        settings = resolve(Settings, flags, os.environ, config).settings
+        log_to_standard_error(settings.log_format, settings.log_level)
+        tracing = tracing_of(settings.trace_ratio, settings.trace_endpoint)
+        operator = Operator(reflection=settings.reflection, tracing=tracing)
+        protection = _protection(settings)
+        service = Service(None, operator, time.time())
+        try:
+            with _shown(settings, service):
+                asyncio.run(
+                    serve_forever(
+                        partial(_open_for, service, settings),
+                        settings.limits,
+                        settings.address,
+                        operator,
+                        protection,
+                        pad_replies=settings.pad_replies,
+                        drain_s=settings.drain_s,
+                    )
+                )
+        finally:
+            if service.drafter is not None:
+                service.drafter.shut_down()
+            operator.shut_down()
+
+
+@with_settings
+def show_settings(
+    config: ConfigFile = None,
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, on standard output.")
+    ] = False,
+    **flags: object,
+) -> None:
+    """Show the settings that `serve` would have, and where each comes from.
+
+    What is printed is TOML for `serve --config`. Nothing is opened.
+    """
+    with clear_errors():
+        resolved = resolve(Settings, flags, os.environ, config)
+        print(printing.as_json(resolved) if as_json else printing.as_toml(resolved))
+
+
+@contextmanager
+def _shown(settings: Settings, service: Service) -> Iterator[None]:
+    """Serve metrics and the status page during the block, where that is wanted."""
+    if settings.metrics_address is None:
+        yield
+        return
+    address = WebAddress.parsed(settings.metrics_address)
+    web = Web(service, address, status_page=settings.status_page)
+    log_event(_logger, logging.INFO, "metrics", "metrics are served", address=str(web.address))
+    try:
+        yield
+    finally:
+        web.close()
+
+
+def _protection(settings: Settings) -> Protection:
+    """Return what protects the service, having checked that it may listen where it is to."""
+    protection = Protection.of(
+        ProtectionFiles(
+            settings.certificate,
+            settings.key,
+            settings.client_ca,
+            settings.access,
+            settings.insecure,
+        )
+    )
+    check_address(settings.address)
+    protection.check(settings.address)
+    return protection
+
+
+def _open_for(service: Service, settings: Settings) -> EmbeddedDrafter:
+    """Open what a service drafts with, and show it in its reports from then on."""
+    service.drafter = _open(settings)
+    return service.drafter
+
+
+def _open(settings: Settings) -> EmbeddedDrafter:
+    indexes = parsed_bindings(settings.tenant_index, "--tenant-index")
+    lists = parsed_bindings(settings.tenant_phrases, "--tenant-phrases")
+    check_files(
+        [*settings.index, *chain.from_iterable(indexes.values())],
+        [*settings.phrases, *chain.from_iterable(lists.values())],
+    )
+    encoder = ChatEncoder(settings.tokenizer)
+    listed = {
+        tenant: listed_phrases([*settings.phrases, *own], encoder, settings.index)
+        for tenant, own in lists.items()
+    }
+    return EmbeddedDrafter.open_indexes(
+        settings.index,
+        vocabulary=encoder.vocabulary,
+        limits=settings.limits,
+        state=settings.state,
+        durability=settings.durability,
+        phrases=listed_phrases(settings.phrases, encoder, settings.index),
+        refresh_s=settings.refresh,
+        bound=BoundPaths(indexes, {tenant: own for tenant, own in listed.items() if own}),
+        warmth=WarmthOptions(settings.redis.get_secret_value()) if settings.redis else None,
+    )

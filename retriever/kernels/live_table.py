@@ -1,0 +1,142 @@
+"""A live table of successors: what followed the last two and three tokens, and how often.
+
+Sets of eight entries, one set to a cache line. A context's hash chooses its set; an entry packs a
+check of the context (15 bits), a count (15 bits) and the token that followed (32 bits); 0 is free.
+Where a set is full, a newcomer costs its least entry one count and takes its place at zero: the
+rule of Misra and Gries, so counts are never too high, and what is no longer seen fades.
+"""
+
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retriever.kernels.compiling import kernel, prefetch
+
+WAYS: Final = 8
+"""Entries in a set."""
+
+SHORTEST, LONGEST = 2, 3
+"""Lengths of the contexts that are kept."""
+
+_ORDERS: Final = LONGEST - SHORTEST + 1
+_BLOCK: Final = 64
+_SEPARATOR: Final = -1
+_MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
+_COUNT_SHIFT: Final = 32
+_CHECK_SHIFT: Final = 48
+_MAX_COUNT: Final = 0x7FFF
+_MAX_CHECK: Final = 0x7FFF
+
+
+@kernel()
+def hash_context(tail: NDArray[np.int32], order: int) -> int:
+    """Return 63 bits for the last `order` tokens of int32[3]."""
+    key = np.uint64(order)
+    for index in range(LONGEST - order, LONGEST):
+        key = (key ^ np.uint64(tail[index])) * _MULTIPLIER
+        key ^= key >> np.uint64(31)
+    return np.int64(key >> np.uint64(1))
+
+
+@kernel(allocates=True)
+def count_tokens(
+    table: NDArray[np.int64], tokens: NDArray[np.int32], begin: int, end: int, step: int
+) -> None:
+    """Count the successors of a stretch of tokens, or take back what was counted.
+
+    Args:
+        table: int64[sets, WAYS], sets a power of two; updated.
+        tokens: int32[capacity], a ring with a separator (-1) after each document; capacity a power
+            of two.
+        begin: position of the first successor. What precedes it in its document is its context.
+        end: position after the last one.
+        step: 1 to count, -1 to take back.
+    """
+    keys = np.empty((_BLOCK, _ORDERS), np.int64)
+    tail = np.empty(LONGEST, np.int32)
+    for first in range(begin, end, _BLOCK):
+        last = min(first + _BLOCK, end)
+        _ask(table, tokens, first, last, tail, keys)
+        for position in range(first, last):
+            token = tokens[position & (tokens.shape[0] - 1)]
+            for index in range(_ORDERS):
+                if keys[position - first, index] >= 0:
+                    _count(table, keys[position - first, index], token, step)
+
+
+@kernel(inline="always")
+def _ask(
+    table: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    begin: int,
+    end: int,
+    tail: NDArray[np.int32],
+    keys: NDArray[np.int64],
+) -> None:
+    """Write the hashes of the contexts before each successor, -1 for none, and ask for their sets.
+
+    So a large table waits for memory once a block.
+    """
+    mask = tokens.shape[0] - 1
+    for position in range(begin, end):
+        keys[position - begin] = -1
+        if tokens[position & mask] == _SEPARATOR:
+            continue
+        for back in range(1, LONGEST + 1):
+            if back > position or back > mask:
+                break
+            tail[LONGEST - back] = tokens[(position - back) & mask]
+            if tail[LONGEST - back] == _SEPARATOR:
+                break
+            if back >= SHORTEST:
+                key = hash_context(tail, back)
+                keys[position - begin, back - SHORTEST] = key
+                prefetch(table, (key & (table.shape[0] - 1)) * WAYS)
+
+
+@kernel()
+def _count(table: NDArray[np.int64], key: int, token: int, step: int) -> None:
+    ways = table[key & (table.shape[0] - 1)]
+    check = check_of(key)
+    least, least_count = 0, _MAX_COUNT + 1
+    for way in range(WAYS):
+        entry = ways[way]
+        count = (entry >> _COUNT_SHIFT) & _MAX_COUNT
+        if entry != 0 and entry >> _CHECK_SHIFT == check and entry & 0xFFFFFFFF == token:
+            count = min(count + step, _MAX_COUNT)
+            ways[way] = _entry(check, count, token) if count > 0 else 0
+            return
+        if count < least_count:
+            least, least_count = way, count
+    if step < 0:
+        return
+    if least_count <= 1:
+        ways[least] = _entry(check, 1, token)
+    else:
+        ways[least] -= np.int64(1) << _COUNT_SHIFT
+
+
+@kernel()
+def check_of(key: int) -> int:
+    """Return the 15 bits by which contexts of one set are told apart."""
+    return (key >> 40) & _MAX_CHECK
+
+
+@kernel()
+def _entry(check: int, count: int, token: int) -> int:
+    return (check << _CHECK_SHIFT) | (count << _COUNT_SHIFT) | token
+
+
+@kernel()
+def entry_count(entry: int, check: int) -> int:
+    """Return the count of an entry, or 0 if it is free or of another context."""
+    if entry == 0 or entry >> _CHECK_SHIFT != check:
+        return 0
+    return (entry >> _COUNT_SHIFT) & _MAX_COUNT
+
+
+@kernel()
+def entry_token(entry: int) -> int:
+    """Return the token of an entry."""
+    return entry & 0xFFFFFFFF

@@ -1,0 +1,421 @@
+"""What a log of generations holds, in an LMDB environment: outputs and statistics by tenant."""
+
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import lmdb
+import numpy as np
+
+from retriever.predict.generations import Output
+from retriever.predict.stores import ring_capacity
+
+FORMAT_VERSION: Final = 1
+FORMAT_KEY: Final = b"format"
+FINGERPRINT_KEY: Final = b"fingerprint"
+NOTE_KEY: Final = b"note"
+
+OUTPUTS: Final = b"o"
+"""What the keys of all outputs begin with."""
+
+_STATISTICS: Final = b"s"
+_CHECKSUM: Final = struct.Struct("<I")
+_NAME_LENGTH: Final = struct.Struct(">H")
+_NUMBER: Final = struct.Struct(">Q")
+_OUTPUT_HEAD: Final = struct.Struct("<dB")
+_WIDTHS: Final = (2, 4)
+_HAS_ORIGIN: Final = 0x80
+_ORIGIN_BYTES: Final = 16
+_MAX_U16: Final = 0xFFFF
+
+
+def output_prefix(tenant: str) -> bytes:
+    """Return what the keys of a tenant's outputs begin with, and no other tenant's."""
+    return OUTPUTS + _named(tenant)
+
+
+def output_key(prefix: bytes, number: int) -> bytes:
+    """Return the key of a tenant's output."""
+    return prefix + _NUMBER.pack(number)
+
+
+def number_of(key: bytes) -> int:
+    """Return the number of an output from its key."""
+    number: int = _NUMBER.unpack_from(key, len(key) - _NUMBER.size)[0]
+    return number
+
+
+def tenant_prefix_of(key: bytes) -> bytes:
+    """Return the part of an output's key that names its tenant."""
+    return key[: -_NUMBER.size]
+
+
+def statistics_key(tenant: str) -> bytes:
+    """Return the key of a tenant's statistics."""
+    return _STATISTICS + _named(tenant)
+
+
+def seal(key: bytes, content: bytes) -> bytes:
+    """Return a value with its checksum."""
+    return _CHECKSUM.pack(zlib.crc32(content, zlib.crc32(key))) + content
+
+
+def unseal(key: bytes, value: bytes) -> bytes | None:
+    """Return what was sealed, or None where key or value are not as they were written."""
+    content = value[_CHECKSUM.size :]
+    if len(value) < _CHECKSUM.size:
+        return None
+    (checksum,) = _CHECKSUM.unpack_from(value)
+    return content if checksum == zlib.crc32(content, zlib.crc32(key)) else None
+
+
+def encode_output(output: Output) -> bytes:
+    """Return the content of an output."""
+    width = _WIDTHS[0] if int(output.tokens.max(initial=0)) <= _MAX_U16 else _WIDTHS[1]
+    head = _OUTPUT_HEAD.pack(output.time_s, width | (_HAS_ORIGIN if output.origin else 0))
+    return head + output.origin + output.tokens.astype(f"<u{width}").tobytes()
+
+
+def decode_output(content: bytes) -> Output | None:
+    """Return an output from its content; None where this version writes no such thing."""
+    head = _head(content)
+    if head is None:
+        return None
+    time_s, width, begin = head
+    if width not in _WIDTHS or len(content) < begin or (len(content) - begin) % width:
+        return None
+    tokens = np.frombuffer(content, f"<u{width}", offset=begin)
+    return Output(tokens.astype(np.int32), time_s, content[_OUTPUT_HEAD.size : begin])
+
+
+def measure_output(value: bytes) -> tuple[float, int]:
+    """Return an output's time and number of tokens from a sealed value, which may be damaged."""
+    head = _head(value[_CHECKSUM.size :])
+    if head is None:
+        return 0.0, 0
+    time_s, width, begin = head
+    return time_s, max(0, len(value) - _CHECKSUM.size - begin) // max(1, width)
+
+
+def origin_of(value: bytes) -> bytes:
+    """Return an output's origin from a sealed value; empty where it has none."""
+    content = value[_CHECKSUM.size :]
+    head = _head(content)
+    return b"" if head is None else content[_OUTPUT_HEAD.size : head[2]]
+
+
+def _head(content: bytes) -> tuple[float, int, int] | None:
+    """Return an output's time, the bytes of its tokens, and where these begin."""
+    if len(content) < _OUTPUT_HEAD.size:
+        return None
+    time_s, width = _OUTPUT_HEAD.unpack_from(content)
+    has_origin = bool(width & _HAS_ORIGIN)
+    return time_s, width & ~_HAS_ORIGIN, _OUTPUT_HEAD.size + _ORIGIN_BYTES * has_origin
+
+
+def _named(tenant: str) -> bytes:
+    name = tenant.encode()
+    return _NAME_LENGTH.pack(len(name)) + name
+
+
+Durability = Literal["process", "disk"]
+"""What an acknowledged output survives: the end of the process, or that of the machine too."""
+
+_INITIAL_MAP_BYTES: Final = 1 << 24
+_MAX_EXTENTS: Final = 1 << 12
+_MODE: Final = 0o600  # what users were told is nobody else's
+_AFTER_NUMBERS: Final = b"\xff" * 9
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """How a log is kept.
+
+    Attributes:
+        capacity: tokens to keep of each tenant, as `Generations` counts them.
+        max_age_s: outputs older than this are removed, in seconds.
+        durability: what an acknowledged output survives.
+        max_bytes: what the file may grow to.
+    """
+
+    capacity: int = 1 << 20
+    max_age_s: float = math.inf
+    durability: Durability = "process"
+    max_bytes: int = 16 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An output to be written, and the statistics and the note to be written with it."""
+
+    tenant: str
+    output: Output
+    statistics: bytes | None = None
+    note: bytes | None = None
+
+
+@dataclass(slots=True)
+class Remembered:
+    """What the log holds of a tenant.
+
+    Attributes:
+        outputs: oldest first.
+        statistics: as they were put last.
+        num_damaged: records that are not as they were written.
+    """
+
+    outputs: list[Output] = field(default_factory=list)
+    statistics: bytes | None = None
+    num_damaged: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """Tokens of a tenant's outputs, with one for the end of each, and the next output's number."""
+
+    num_tokens: int = 0
+    next_number: int = 0
+
+
+class LogStore:
+    """Reads and writes the records; callers hold a lock. All methods may raise lmdb.Error.
+
+    Args:
+        path: the LMDB file.
+        options: how the log is kept.
+        writable: whether to make it and write to it.
+    """
+
+    def __init__(self, path: Path, options: LogOptions, *, writable: bool = True) -> None:
+        self._options = options
+        self._capacity = ring_capacity(options.capacity)
+        self._extents: dict[str, _Extent] = {}
+        # Whoever opens it holds the directory's lock, so LMDB needs none of its own.
+        self._environment = lmdb.open(
+            str(path),
+            subdir=False,
+            lock=False,
+            readonly=not writable,
+            create=writable,
+            sync=options.durability == "disk",
+            map_size=min(_INITIAL_MAP_BYTES, options.max_bytes),
+            mode=_MODE,
+        )
+
+    def record(self, key: bytes) -> bytes | None:
+        """Return what was put under a key; None where nothing was, or it is damaged."""
+        with self._environment.begin() as transaction:
+            return _content(transaction, key)
+
+    def put(self, contents: dict[bytes, bytes]) -> None:
+        """Write records in one transaction."""
+
+        def put_all(transaction: Any) -> None:
+            for key, content in contents.items():
+                transaction.put(key, seal(key, content))
+
+        self._write(put_all)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no record at all."""
+        return int(self._environment.stat()["entries"]) == 0
+
+    def has_outputs(self) -> bool:
+        """Whether there is an output of any tenant."""
+        with self._environment.begin() as transaction, transaction.cursor() as cursor:
+            return next(_keys(cursor, OUTPUTS), None) is not None
+
+    def read(self, tenant: str, now_s: float) -> Remembered:
+        """Return what there is of a tenant."""
+        found = Remembered()
+        prefix = output_prefix(tenant)
+        with self._environment.begin() as transaction, transaction.cursor() as cursor:
+            for key in _keys(cursor, prefix):
+                content = unseal(key, cursor.value())
+                output = None if content is None else decode_output(content)
+                if output is None:
+                    found.num_damaged += 1
+                elif now_s - output.time_s <= self._options.max_age_s:
+                    found.outputs.append(self._aging(output, now_s))
+            self._extents[tenant] = _extent(cursor, prefix)
+            found.statistics = _content(transaction, statistics_key(tenant))
+        return found
+
+    def append(self, entries: Sequence[Entry], now_s: float) -> None:
+        """Write outputs and what goes with them, and remove what is over, in one transaction."""
+        extents: dict[str, _Extent] = {}
+
+        def append_all(transaction: Any) -> None:
+            extents.clear()
+            for entry in entries:
+                known = extents.get(entry.tenant) or self._extents.get(entry.tenant)
+                extents[entry.tenant] = self._append(transaction, entry, known, now_s)
+
+        self._write(append_all)
+        if len(self._extents) > _MAX_EXTENTS:  # of tenants that were let go while sessions last
+            self._extents.clear()
+        self._extents.update(extents)
+
+    def delete(self, tenant: str) -> None:
+        """Remove all that there is of a tenant."""
+
+        def delete_all(transaction: Any) -> None:
+            with transaction.cursor() as cursor:
+                for _ in _keys(cursor, output_prefix(tenant), delete=True):
+                    pass
+            transaction.delete(statistics_key(tenant))
+
+        # To remove something takes some pages too, even where no more may be added.
+        self._write(delete_all, 2 * self._options.max_bytes)
+        self.let_go(tenant)
+
+    def delete_origin(self, tenant: str, origin: bytes) -> int:
+        """Remove the outputs of an origin; return how many these were."""
+        num_removed = 0
+
+        def delete_all(transaction: Any) -> None:
+            nonlocal num_removed
+            num_removed = 0
+            with transaction.cursor() as cursor:
+                prefix = output_prefix(tenant)
+                found = cursor.set_range(prefix)
+                while found and cursor.key().startswith(prefix):
+                    is_meant = origin_of(cursor.value()) == origin
+                    num_removed += is_meant
+                    found = cursor.delete() and bool(cursor.key()) if is_meant else cursor.next()
+
+        self._write(delete_all, 2 * self._options.max_bytes)
+        self.let_go(tenant)
+        return num_removed
+
+    def let_go(self, tenant: str) -> None:
+        """Keep nothing of a tenant in memory."""
+        self._extents.pop(tenant, None)
+
+    def remove_expired(self, now_s: float) -> int:
+        """Remove the outputs of all tenants that are too old; return how many these were."""
+        if self._options.max_age_s == math.inf:
+            return 0
+
+        def remove(transaction: Any) -> None:
+            with transaction.cursor() as cursor:
+                found = cursor.set_range(OUTPUTS)
+                while found and cursor.key().startswith(OUTPUTS):
+                    prefix = tenant_prefix_of(cursor.key())
+                    self._trim(cursor, prefix, 0, now_s)
+                    found = cursor.set_range(prefix + _AFTER_NUMBERS)
+
+        before = int(self._environment.stat()["entries"])
+        self._write(remove, 2 * self._options.max_bytes)
+        self._extents.clear()
+        return before - int(self._environment.stat()["entries"])
+
+    def copy(self, path: Path) -> None:
+        """Write all records, and nothing that was removed, to a new file and sync it."""
+        self._environment.copy(str(path), compact=True)
+        with path.open("rb+") as file:
+            os.fchmod(file.fileno(), _MODE)
+            os.fsync(file.fileno())
+
+    def sync(self) -> None:
+        """Wait until all that was written is on disk."""
+        self._environment.sync(True)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._environment.close()
+
+    def _append(
+        self, transaction: Any, entry: Entry, known: _Extent | None, now_s: float
+    ) -> _Extent:
+        prefix = output_prefix(entry.tenant)
+        with transaction.cursor() as cursor:
+            extent = known or _extent(cursor, prefix)
+            key = output_key(prefix, extent.next_number)
+            output = replace(entry.output, tokens=entry.output.tokens[1 - self._capacity :])
+            cursor.put(key, seal(key, encode_output(output)))
+            held = extent.num_tokens + len(output.tokens) + 1
+            held = self._trim(cursor, prefix, held, now_s)
+        if entry.statistics is not None:
+            key = statistics_key(entry.tenant)
+            transaction.put(key, seal(key, entry.statistics))
+        if entry.note is not None:
+            transaction.put(NOTE_KEY, seal(NOTE_KEY, entry.note))
+        return _Extent(held, extent.next_number + 1)
+
+    def _aging(self, output: Output, now_s: float) -> Output:
+        """Return an output that ages from now on, should a clock that was ahead have dated it."""
+        if output.time_s <= now_s or self._options.max_age_s == math.inf:
+            return output
+        return replace(output, time_s=now_s)
+
+    def _trim(self, cursor: Any, prefix: bytes, num_tokens: int, now_s: float) -> int:
+        """Remove the oldest outputs that no ring holds any more; return what tokens are left."""
+        found = cursor.set_range(prefix)
+        while found and cursor.key().startswith(prefix):
+            time_s, length = measure_output(cursor.value())
+            if time_s > now_s and self._options.max_age_s < math.inf:
+                _date_back(cursor, prefix, now_s)
+                cursor.set_range(prefix)
+                time_s, length = measure_output(cursor.value())
+                time_s = time_s if time_s <= now_s else -math.inf  # damaged: nobody can read it
+            expired = now_s - time_s > self._options.max_age_s
+            if not expired and num_tokens - length - 1 < self._capacity:
+                break
+            num_tokens -= length + 1
+            cursor.delete()
+            found = bool(cursor.key())
+        return num_tokens
+
+    def _write(self, action: Callable[[Any], None], max_bytes: int | None = None) -> None:
+        """Do something in one transaction, in a larger map where this one is full."""
+        max_bytes = max_bytes or self._options.max_bytes
+        while True:
+            try:
+                with self._environment.begin(write=True) as transaction:
+                    action(transaction)
+            except lmdb.MapFullError:
+                size = int(self._environment.info()["map_size"])
+                if size >= max_bytes:
+                    raise
+                self._environment.set_mapsize(min(2 * size, max_bytes))
+            else:
+                return
+
+
+def _keys(cursor: Any, prefix: bytes, *, delete: bool = False) -> Iterator[bytes]:
+    """Move through the keys that begin with a prefix, and remove them if wanted."""
+    found = cursor.set_range(prefix)
+    while found and cursor.key().startswith(prefix):
+        yield cursor.key()
+        found = (cursor.delete() and bool(cursor.key())) if delete else cursor.next()
+
+
+def _date_back(cursor: Any, prefix: bytes, now_s: float) -> None:
+    """Date the outputs of a tenant now that are of the future: they age from now on."""
+    for key in _keys(cursor, prefix):
+        content = unseal(key, cursor.value())
+        output = None if content is None else decode_output(content)
+        if output is not None and output.time_s > now_s:
+            dated = encode_output(replace(output, time_s=now_s))
+            cursor.put(key, seal(key, dated))
+
+
+def _content(transaction: Any, key: bytes) -> bytes | None:
+    value = transaction.get(key)
+    return None if value is None else unseal(key, value)
+
+
+def _extent(cursor: Any, prefix: bytes) -> _Extent:
+    """Count a tenant's outputs."""
+    num_tokens, next_number = 0, 0
+    for key in _keys(cursor, prefix):
+        num_tokens += measure_output(cursor.value())[1] + 1
+        next_number = number_of(key) + 1
+    return _Extent(num_tokens, next_number)

@@ -1,0 +1,278 @@
+"""What observes a service: around every call, whether it may begin and how it ends."""
+
+import asyncio
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health
+
+from retriever.errors import SettingsError
+from retriever.limits import Limits
+from retriever.operations.lifecycle import SERVICE, Lifecycle
+from retriever.operations.logs import log_event
+from retriever.operations.tracing import Tracing
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.v1 import retriever_pb2 as pb
+
+_logger = logging.getLogger(__name__)
+_NAMED: Final = re.compile(r"\((\w+)\)$")
+_LIMITS: Final = frozenset(field.name for field in fields(Limits))
+_STATUS_OF_CODE: Final = {status.value[0]: status.name for status in grpc.StatusCode}
+_ORDINARY: Final = frozenset({"OK", "CANCELLED"})
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a call can end.
+
+    Attributes:
+        method: of the wire contract.
+        status: of gRPC.
+        reason: the limit that was exceeded, or the kind of an error that is not the caller's;
+            else empty. Nothing that a caller wrote.
+    """
+
+    method: str
+    status: str
+    reason: str = ""
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the call ended otherwise than by itself or its caller."""
+        return self.status not in _ORDINARY
+
+
+class Calls:
+    """Counts of calls. One event loop writes them; whoever reads takes copies.
+
+    Attributes:
+        under_way: calls that have begun and not ended, by method.
+        ended: calls by how they ended.
+        refused_within: what was refused in streams that went on, as if each had been a call.
+        latest_s: when the last of each did, in seconds since 1970.
+    """
+
+    def __init__(self) -> None:
+        self.under_way: Counter[str] = Counter()
+        self.ended: Counter[End] = Counter()
+        self.refused_within: Counter[End] = Counter()
+        self.latest_s: dict[End, float] = {}
+
+    @contextmanager
+    def counted(self, method: str, context: aio.ServicerContext[Any, Any]) -> Iterator[None]:
+        """Count the call that is answered in the block."""
+        self.under_way[method] += 1
+        end, began = End(method, "OK"), time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            end = End(method, *_status_of(error, context))
+            raise
+        finally:
+            self.under_way[method] -= 1
+            self.ended[end] += 1
+            self.latest_s[end] = time.time()
+            _log(end, seconds=round(time.perf_counter() - began, 6))
+
+    def refuse_within(self, method: str, statuses: Iterable[pb.SessionStatus]) -> None:
+        """Count what a message of a stream is told was refused."""
+        for status in statuses:
+            name = _STATUS_OF_CODE.get(status.code, "UNKNOWN")
+            end = End(method, name, _limit_of(status.message))
+            self.refused_within[end] += 1
+            self.latest_s[end] = time.time()
+            _log(end)
+
+    def refusals(self) -> list[tuple[End, int, float]]:
+        """Return how calls were refused, how often, and when last; the latest first."""
+        counts = self.ended.copy() + self.refused_within.copy()
+        found = [(end, n, self.latest_s.get(end, 0.0)) for end, n in counts.items()]
+        return sorted((each for each in found if each[0].is_refusal), key=lambda each: -each[2])
+
+
+def _log(end: End, **measured: float) -> None:
+    if _logger.isEnabledFor(logging.DEBUG):
+        fields: dict[str, Any] = {"method": end.method, "status": end.status, **measured}
+        if end.reason:
+            fields["reason"] = end.reason
+        text = "a call has ended" if measured else "something was refused in a stream that goes on"
+        log_event(_logger, logging.DEBUG, "call", text, **fields)
+
+
+def _limit_of(text: str) -> str:
+    """Return the limit that the text of a refusal names; empty if there is none."""
+    named = _NAMED.search(text)
+    return named[1] if named is not None and named[1] in _LIMITS else ""
+
+
+def _status_of(error: BaseException, context: aio.ServicerContext[Any, Any]) -> tuple[str, str]:
+    """Return the status that a call ends with, and the reason as `End` has it."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return "CANCELLED", ""
+    if not isinstance(error, aio.AbortError):
+        return "INTERNAL", type(error).__name__
+    code: Any = context.code()
+    limit = _limit_of(str(context.details() or ""))
+    return _STATUS_OF_CODE.get(getattr(code, "value", (code,))[0], "UNKNOWN"), limit
+
+
+_Handler = Any  # gRPC's own, whose fields its stubs do not name
+_Context = aio.ServicerContext[Any, Any]
+
+
+class Interceptor(aio.ServerInterceptor):
+    """Counts calls, and refuses those that come too early or too late.
+
+    Other services of the server (health, reflection) are left alone.
+
+    Args:
+        calls: counted here.
+        lifecycle: says what may begin.
+        tracing: makes spans of a sample; None for none.
+    """
+
+    def __init__(self, calls: Calls, lifecycle: Lifecycle, tracing: Tracing | None = None) -> None:
+        self._tracing = tracing
+        self._calls = calls
+        self._lifecycle = lifecycle
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler:
+        """Return the handler of a call, with what is around it."""
+        handler = await continuation(handler_call_details)
+        _, service, method = str(handler_call_details.method).rpartition(f"/{SERVICE}/")
+        if handler is None or not service:
+            return handler
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                self._around_stream(method, handler.stream_stream),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            self._around_call(method, handler.unary_unary),
+            handler.request_deserializer,
+            handler.response_serializer,
+        )
+
+    def _around_call(self, method: str, answer: Callable[..., Awaitable[Any]]) -> Any:
+        async def call(request: Any, context: _Context) -> Any:
+            async with self._around(method, context):
+                with self._traced(method, context):
+                    return await answer(request, context)
+
+        return call
+
+    def _around_stream(self, method: str, answer: Callable[..., AsyncIterator[Any]]) -> Any:
+        async def stream(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
+            async with self._around(method, context):
+                responses = (
+                    answer(requests, context)
+                    if self._tracing is None
+                    else self._tracing.steps(requests, lambda timed: answer(timed, context))
+                )
+                async for response in responses:
+                    if response.statuses:
+                        self._calls.refuse_within(method, response.statuses)
+                    yield response
+
+        return stream
+
+    @contextmanager
+    def _traced(self, method: str, context: _Context) -> Iterator[None]:
+        ended = self._tracing.call(method, context) if self._tracing is not None else None
+        try:
+            yield
+        finally:
+            if ended is not None:
+                ended()
+
+    @asynccontextmanager
+    async def _around(self, method: str, context: _Context) -> AsyncIterator[None]:
+        """Count a call, refuse it at the wrong time, and tell its caller nothing of our faults.
+
+        gRPC would send the text of an unexpected error, which may hold what another caller sent.
+        """
+        try:
+            with self._calls.counted(method, context):
+                refusal = self._lifecycle.refusal(method)
+                if refusal is not None:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, refusal)
+                yield
+        except aio.BaseError:
+            raise  # gRPC's own: the call has its status, or has ended
+        except Exception:
+            _logger.exception("%s failed", method)
+            await context.abort(grpc.StatusCode.INTERNAL, "the service failed: its log has more")
+
+
+_STREAM = "DraftStream"
+
+
+class Operator:
+    """Counts calls, answers health checks, and knows when a service may end.
+
+    Args:
+        reflection: whether to answer gRPC reflection.
+        tracing: makes spans of a sample of calls; None for none.
+
+    Attributes:
+        calls: what came and how it ended.
+        lifecycle: the phase of the service.
+    """
+
+    def __init__(self, *, reflection: bool = False, tracing: Tracing | None = None) -> None:
+        self._tracing = tracing
+        self.calls = Calls()
+        self.lifecycle = Lifecycle()
+        self._reflection = reflection
+
+    @property
+    def interceptors(self) -> Sequence[aio.ServerInterceptor]:
+        """What stands around every call, outermost."""
+        return [Interceptor(self.calls, self.lifecycle, self._tracing)]
+
+    async def attach(self, server: aio.Server) -> None:
+        """Add what a server answers beside drafts, before it starts.
+
+        Raises:
+            SettingsError: reflection is wanted, and its library missing.
+        """
+        await self.lifecycle.attach(server)
+        if self._reflection:
+            _reflect(server)
+
+    def shut_down(self) -> None:
+        """Send what is left to send."""
+        if self._tracing is not None:
+            self._tracing.shut_down()
+
+    def is_idle(self, drafter: EmbeddedDrafter) -> bool:
+        """Tell whether a service can end without anybody's missing it.
+
+        A stream may stay open when no session is, and a session when nobody is there for it.
+        """
+        under_way = self.calls.under_way
+        answering = sum(count for method, count in under_way.items() if method != _STREAM)
+        return answering == 0 and (under_way[_STREAM] == 0 or drafter.num_sessions == 0)
+
+
+def _reflect(server: aio.Server) -> None:
+    try:
+        from grpc_reflection.v1alpha import reflection  # noqa: PLC0415  (an extra)
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"--reflection: {error.name} is missing: run `pip install '.[operations]'`"
+        ) from error
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME), server)

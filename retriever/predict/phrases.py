@@ -1,0 +1,390 @@
+"""Listed phrases: what a team writes verbatim, read from files and found by its beginning."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self
+
+import ahocorasick
+import numpy as np
+from numpy.typing import ArrayLike
+
+from indexer.errors import reason_of
+from retriever.drafter import TokenIds
+from retriever.errors import InvalidRequestError, PhrasesError
+from retriever.kernels.layout import Scratch
+from retriever.kernels.phrase_matching import NO_BEGINNING, collect_phrases
+from retriever.limits import checked_tokens
+from retriever.tree import Source
+
+MAX_PHRASE_TOKENS: Final = 1024
+"""Longest phrase; loading one takes time with the square of its length."""
+
+_JSON_LINES: Final = ".jsonl"
+_LINE_BREAK: Final = "\n"
+_CANNOT_BE_READ: Final = (OSError, EOFError, zlib.error)
+
+Encode = Callable[[str], Sequence[int]]
+"""Text to token ids, without special tokens around it."""
+
+Track = Callable[[Sequence[Any], str], Iterable[Any]]
+"""Passes items through one by one and shows how far it is, under a description."""
+
+Phrase = tuple[int, ...]
+"""Token ids of one phrase."""
+
+
+class Problem(NamedTuple):
+    """A line that was left out.
+
+    Attributes:
+        path: the file.
+        line: its line, counted from 1.
+        reason: what is wrong with it.
+    """
+
+    path: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class PhraseReader:
+    """Reads phrases.
+
+    Attributes:
+        encode: the tokenizer of the model that is drafted for; None where there is none.
+        vocabulary_size: token ids must be below it; None where it is not known.
+        problems: lines left out so far; added to.
+    """
+
+    encode: Encode | None
+    vocabulary_size: int | None
+    problems: list[Problem]
+
+    def read(self, path: Path, track: Track) -> Iterator[Phrase]:
+        """Read the phrases of a file, each in all its variants.
+
+        Raises:
+            PhrasesError: the file cannot be read.
+        """
+        is_json = _JSON_LINES in path.suffixes[-2:]
+        for number, line in enumerate(track(read_lines(path), f"reading {path.name}"), start=1):
+            try:
+                yield from self._variants(_parsed(line) if is_json else {"text": _decoded(line)})
+            except (ValueError, RecursionError, InvalidRequestError) as error:
+                self.problems.append(Problem(path, number, str(error)))
+
+    def _variants(self, phrase: dict[str, Any]) -> Iterator[Phrase]:
+        if "ids" in phrase:
+            variants = {self._checked(phrase["ids"])}
+        else:
+            variants = {self._checked(ids) for ids in self._encoded(phrase["text"])}
+        if max(map(len, variants)) == 1:
+            raise ValueError("a single token: nothing would be left of it to draft")
+        yield from variants
+
+    def _encoded(self, text: str) -> Iterator[Sequence[int]]:
+        """Encode a text as it stands, after a space, and at the beginning of a line."""
+        if self.encode is None:
+            raise ValueError("text needs a tokenizer: name one, or list token ids")
+        if not text.strip():
+            raise ValueError("empty")
+        _encodable(text)
+        yield self.encode(text)
+        yield self.encode(f" {text}")
+        after_break = list(self.encode(_LINE_BREAK + text))
+        if after_break[: len(self._line_break)] == self._line_break:
+            yield after_break[len(self._line_break) :]
+
+    @cached_property
+    def _line_break(self) -> list[int]:
+        """Encoded when the first text comes: tokenizers take seconds to load."""
+        return list(self.encode(_LINE_BREAK)) if self.encode is not None else []
+
+    def _checked(self, ids: ArrayLike) -> Phrase:
+        phrase = tuple(checked_tokens(ids, self.vocabulary_size).tolist())
+        if not phrase:
+            raise ValueError("empty")
+        if len(phrase) > MAX_PHRASE_TOKENS:
+            raise ValueError(f"{len(phrase)} tokens: a phrase has at most {MAX_PHRASE_TOKENS}")
+        return phrase
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file, without their ends.
+
+    Raises:
+        PhrasesError: the file cannot be read.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return [line.rstrip(b"\r\n") for line in file]
+    except _CANNOT_BE_READ as error:
+        raise PhrasesError(f"phrases in {path} cannot be read: {reason_of(error)}") from error
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError("not UTF-8") from error
+
+
+def _encodable(text: str) -> None:
+    """Refuse halves of characters, which JSON can hold and a tokenizer cannot take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("no text: it holds half of a surrogate pair") from error
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    text = _decoded(line)
+    if not text.strip():
+        raise ValueError("empty")
+    phrase = json.loads(text)
+    if (
+        not isinstance(phrase, dict)
+        or ("ids" in phrase) == ("text" in phrase)
+        or not isinstance(phrase.get("text", ""), str)
+    ):
+        raise ValueError('neither {"text": "…"} nor {"ids": […]}')
+    return phrase
+
+
+MAX_PHRASE_ROWS: Final = 32
+"""Most phrases that go into one draft."""
+
+# The automaton looks through a node's children one by one, and the root has one for every token
+# that begins a phrase. So a token is two symbols, of ranges apart, and no node has many children.
+_SYMBOL_BITS: Final = 8
+_LOW: Final = (1 << _SYMBOL_BITS) - 1
+_HIGH: Final = 1 << _SYMBOL_BITS
+
+_MIB: Final = 2**20
+_MAX_SHOWN: Final = 10
+
+
+def _untracked(items: Sequence[Any], description: str) -> Iterable[Any]:
+    del description
+    return items
+
+
+class ListedPhrases:
+    """Phrases to draft from as soon as a context ends with their beginning; immutable.
+
+    An Aho-Corasick automaton (Aho and Corasick, 1975) holds every beginning of every phrase, so
+    that a token more at the end of a context costs one step, however many phrases there are.
+
+    Args:
+        phrases: token ids of each; single tokens have no beginning and are never found.
+        problems: lines of files that were left out.
+        track: shows progress.
+
+    Attributes:
+        problems: as given.
+    """
+
+    def __init__(
+        self,
+        phrases: Iterable[Phrase],
+        problems: Sequence[Problem] = (),
+        track: Track = _untracked,
+    ) -> None:
+        listed = sorted(set(phrases))
+        self.problems = list(problems)
+        self._tokens = np.array([token for phrase in listed for token in phrase], np.int32)
+        self._starts = np.cumsum([0, *map(len, listed)], dtype=np.int64)
+        self._automaton = ahocorasick.Automaton(ahocorasick.STORE_INTS, ahocorasick.KEY_SEQUENCE)
+        first_phrases, last_phrases, lengths = self._add_beginnings(track(listed, "listing"))
+        self._first_phrases = np.array(first_phrases, np.int32)
+        self._last_phrases = np.array(last_phrases, np.int32)
+        self._lengths = np.array(lengths, np.int32)
+        self.longest_beginning = max(lengths, default=0)
+        self._automaton.make_automaton()
+        shorter = self._shorter_beginnings(track(listed, "linking") if lengths else ())
+        self._shorter = np.array(shorter, np.int32)
+
+    @classmethod
+    def load(
+        cls,
+        paths: Iterable[Path | str],
+        encode: Encode | None,
+        vocabulary_size: int | None,
+        *,
+        track: Track = _untracked,
+    ) -> Self:
+        """Load the phrases of files; see `retriever.predict.phrases` for what they hold.
+
+        Args:
+            paths: the files.
+            encode: the tokenizer of the model that is drafted for; without one, lines of text
+                are left out.
+            vocabulary_size: token ids must be below it; None where it is not known.
+            track: shows progress.
+
+        Raises:
+            PhrasesError: a file cannot be read. Lines that cannot be read are left out and
+                listed in `problems`.
+        """
+        problems: list[Problem] = []
+        reader = PhraseReader(encode, vocabulary_size, problems)
+        phrases = [phrase for path in paths for phrase in reader.read(Path(path), track)]
+        return cls(phrases, problems, track)
+
+    def __len__(self) -> int:
+        """Return how many phrases there are, variants of one text counted apart."""
+        return len(self._starts) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all phrases."""
+        return len(self._tokens)
+
+    @property
+    def highest_token(self) -> int:
+        """The highest token id of all phrases, -1 where there is none."""
+        return int(self._tokens.max(initial=-1))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the phrases and of the automaton, in bytes."""
+        beginnings = 4 * self._lengths.nbytes  # four arrays have a number for each
+        nodes: int = self._automaton.get_stats()["total_size"]
+        return self._tokens.nbytes + self._starts.nbytes + beginnings + nodes
+
+    def summary(self) -> Iterator[str]:
+        """Say in a few lines what was loaded and what was not."""
+        for problem in self.problems[:_MAX_SHOWN]:
+            yield f"warning: {problem}"
+        if len(self.problems) > _MAX_SHOWN:
+            yield f"warning: {len(self.problems) - _MAX_SHOWN} more lines were left out"
+        size = f"{self.num_tokens} tokens, {self.num_bytes / _MIB:.1f} MiB"
+        yield f"listed phrases: {len(self)} ({size})"
+
+    def cursor(self, prompt: TokenIds) -> "PhraseCursor":
+        """Return a cursor at the end of int32[n], a sequence's first tokens."""
+        cursor = PhraseCursor(self)
+        cursor.commit(prompt)
+        return cursor
+
+    def search(self) -> Any:
+        """Return a new search of the automaton; None where there is nothing to find."""
+        return self._automaton.iter(()) if len(self._lengths) else None
+
+    def collect(self, longest: int, depth: int, scratch: Scratch, row: int) -> int:
+        """Write rows of evidence from `row` on; return the first free row.
+
+        Args:
+            longest: the longest beginning that a context ends with, or `NO_BEGINNING`.
+            depth: most tokens to copy of each phrase.
+            scratch: written.
+            row: first free row.
+        """
+        return int(
+            collect_phrases(
+                self._tokens,
+                self._starts,
+                self._first_phrases,
+                self._last_phrases,
+                self._lengths,
+                self._shorter,
+                longest,
+                MAX_PHRASE_ROWS,
+                int(Source.PHRASES),
+                depth,
+                scratch.rows,
+                scratch.continuations,
+                row,
+            )
+        )
+
+    def warm(self) -> None:
+        """Compile or load the kernel now, so that no draft waits for it."""
+        self.collect(NO_BEGINNING, 1, Scratch(max_depth=1, max_rows=1, max_nodes=1), 0)
+
+    def _add_beginnings(self, listed: Iterable[Phrase]) -> tuple[list[int], list[int], list[int]]:
+        """Add the beginnings of sorted phrases to the automaton, numbered as they come.
+
+        Returns:
+            Of each beginning the first and the last phrase that go on from it, and its length.
+        """
+        first_phrases: list[int] = []
+        last_phrases: list[int] = []
+        lengths: list[int] = []
+        open_numbers: list[int] = []  # of the last phrase's beginnings, the shortest first
+        before: Phrase = ()
+        for number, phrase in enumerate(listed):
+            del open_numbers[_num_common(before, phrase) :]
+            for beginning in open_numbers:
+                last_phrases[beginning] = number
+            symbols = _symbols(phrase)
+            for length in range(len(open_numbers) + 1, len(phrase)):
+                open_numbers.append(len(lengths))
+                self._automaton.add_word(symbols[: 2 * length], len(lengths))
+                first_phrases.append(number)
+                last_phrases.append(number)
+                lengths.append(length)
+            before = phrase
+        return first_phrases, last_phrases, lengths
+
+    def _shorter_beginnings(self, listed: Iterable[Phrase]) -> list[int]:
+        """Return of each beginning the longest shorter one that it ends with."""
+        shorter = [NO_BEGINNING] * len(self._lengths)
+        for phrase in listed:
+            at, beginning = -1, NO_BEGINNING
+            # At each end the longest comes first, which is the phrase's own.
+            for end, number in self._automaton.iter(_symbols(phrase[:-1])):
+                if end != at:
+                    at, beginning = end, number
+                elif shorter[beginning] == NO_BEGINNING:
+                    shorter[beginning] = number
+        return shorter
+
+
+class PhraseCursor:
+    """Where one sequence stands in the automaton; one thread at a time.
+
+    Args:
+        phrases: what is searched for.
+    """
+
+    def __init__(self, phrases: ListedPhrases) -> None:
+        self._phrases = phrases
+        self._search = phrases.search()
+        self._longest = NO_BEGINNING
+
+    def commit(self, tokens: TokenIds) -> None:
+        """Go on by int32[n]. Tokens too far from the end to matter are not looked at."""
+        if self._search is None:
+            return
+        for token in tokens[-self._phrases.longest_beginning :].tolist():
+            self._search.set((_HIGH + (token >> _SYMBOL_BITS), token & _LOW))
+            found = list(self._search)  # to the end: what is left over would come with the next
+            self._longest = found[0][1] if found else NO_BEGINNING
+
+    def collect(self, depth: int, scratch: Scratch, row: int) -> int:
+        """Write rows of evidence from `row` on; return the first free row."""
+        if self._longest == NO_BEGINNING:
+            return row
+        return self._phrases.collect(self._longest, depth, scratch, row)
+
+
+def _symbols(tokens: Phrase) -> tuple[int, ...]:
+    return tuple(
+        symbol for token in tokens for symbol in (_HIGH + (token >> _SYMBOL_BITS), token & _LOW)
+    )
+
+
+def _num_common(one: Phrase, other: Phrase) -> int:
+    """Return how many tokens two phrases have in common from the start."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -1,0 +1,287 @@
+"""Tracing the nodes of a draft back to what spoke for them, and to where that stands.
+
+This looks everything up again, off the hot path.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from indexer.errors import IndexerError
+from indexer.reader import Index, Segment
+from retriever.drafter import TokenIds
+from retriever.errors import ProvenanceError
+from retriever.explanation import DocumentOccurrence, NodeProvenance
+from retriever.kernels.layout import Tables
+from retriever.kernels.live_table import check_of, entry_count, entry_token, hash_context
+from retriever.predict.databases import Databases
+from retriever.predict.predictor import Predictor
+from retriever.tree import ROOT, DraftTree, Source
+
+_LOOKS_PER_DOCUMENT: Final = 8
+"""Occurrences to look at for each document that is wanted: many may stand in one."""
+
+
+def find_ngram(segment: Segment, ngram: Sequence[int]) -> NDArray[Any]:
+    """Return unsigned[n], where in a segment an n-gram begins, in the order of what follows it.
+
+    Bisects the suffix array. What a damaged disk says is not read beyond the arrays.
+
+    Args:
+        segment: where to look.
+        ngram: token ids, at least one.
+    """
+    wanted = list(ngram)
+    tokens, suffixes, starts = segment.tokens, segment.suffixes, segment.starts
+    if not 0 <= wanted[0] < len(starts) - 1:
+        return suffixes[:0]
+
+    def beginning(place: int) -> list[int]:
+        position = int(suffixes[place])
+        words: list[int] = tokens[position : position + len(wanted)].tolist()
+        return words
+
+    low, high = int(starts[wanted[0]]), min(int(starts[wanted[0] + 1]), len(suffixes))
+    begin = bisect_left(range(high), wanted, low, high, key=beginning)
+    end = bisect_right(range(high), wanted, begin, high, key=beginning)
+    return suffixes[begin:end]
+
+
+def count_and_locate(
+    indexes: Sequence[Index], ngram: Sequence[int], max_documents: int
+) -> tuple[int, tuple[DocumentOccurrence, ...]]:
+    """Return how often an n-gram occurs, and documents that it occurs in.
+
+    Args:
+        indexes: where to look.
+        ngram: token ids, at least one; places are given of the last.
+        max_documents: most documents to name, a first occurrence in each; taken evenly from all
+            occurrences in a segment.
+
+    Raises:
+        ProvenanceError: an index is damaged or closed.
+    """
+    count = 0
+    found: dict[tuple[str, str, int], DocumentOccurrence] = {}
+    for index in indexes:
+        for number, segment in enumerate(index.segments):
+            begins = find_ngram(segment, ngram)
+            count += len(begins)
+            for key, occurrence in _documents(index, number, begins, ngram, max_documents):
+                if len(found) < max_documents:
+                    found.setdefault(key, occurrence)
+    return count, tuple(found.values())
+
+
+def _documents(
+    index: Index, number: int, begins: NDArray[Any], ngram: Sequence[int], max_documents: int
+) -> Iterator[tuple[tuple[str, str, int], DocumentOccurrence]]:
+    """Yield documents of a segment that hold the n-gram, some of them again and again."""
+    segment = index.segments[number]
+    looks = min(len(begins), _LOOKS_PER_DOCUMENT * max_documents)
+    for look in range(looks):
+        begin = int(begins[len(begins) * look // looks])
+        if not np.array_equal(segment.tokens[begin : begin + len(ngram)], ngram):
+            continue  # damaged
+        last = begin + len(ngram) - 1
+        try:
+            document = index.document_at(number, last)
+        except (IndexerError, ValueError) as error:
+            raise ProvenanceError(f"where a token stands cannot be told: {error}") from error
+        place = last - document.start
+        yield (
+            (str(index.path), segment.name, document.start),
+            DocumentOccurrence(index.path.name, document.name, document.licence, place),
+        )
+
+
+_MAX_POSITIONS: Final = 8
+"""Most places in the context that are given for a node."""
+
+_MAX_ORDER: Final = 3
+_TABLE_ORDERS: Final = (3, 2, 1)
+_CONTEXT_ORDERS: Final = (2, 1)
+_LIVE_ORDERS: Final = (3, 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evidence:
+    """The rows that a draft grew from, copied so that others may draft meanwhile.
+
+    Attributes:
+        rows: ROW[n].
+        continuations: int32[n, budget].
+    """
+
+    rows: NDArray[Any]
+    continuations: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, predictor: Predictor, budget: int) -> Self:
+        """Copy the rows of the last draft, which had a budget of so many nodes."""
+        scratch, end = predictor.scratch, predictor.num_rows
+        return cls(scratch.rows[:end].copy(), scratch.continuations[:end, :budget].copy())
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """What spoke for a node, before documents are looked for.
+
+    Attributes:
+        match_length: tokens before it that were found with it.
+        count: how often they were.
+        positions: where in the context.
+        ngram: the tokens before it and its own, if they stand in the corpus; else empty.
+    """
+
+    match_length: int = 0
+    count: int = 0
+    positions: tuple[int, ...] = ()
+    ngram: tuple[int, ...] = ()
+
+
+def trace_nodes(tree: DraftTree, databases: Databases, evidence: Evidence) -> list[Support]:
+    """Return what spoke for each node of a draft.
+
+    Args:
+        tree: the draft.
+        databases: what it was drafted from; the sequence unchanged since.
+        evidence: the rows that it grew from.
+    """
+    tracer = _Tracer(tree, databases, evidence)
+    return [tracer.support(node) for node in range(len(tree))]
+
+
+def locate(
+    supports: Sequence[Support], indexes: Sequence[Index], max_documents: int
+) -> Iterator[NodeProvenance]:
+    """Look for the documents behind each node; reads indexes only, so that drafts may go on.
+
+    Raises:
+        ProvenanceError: an index is damaged or closed.
+    """
+    for support in supports:
+        if support.ngram:
+            count, documents = count_and_locate(indexes, support.ngram, max_documents)
+            yield NodeProvenance(support.match_length, count, documents=documents)
+        else:
+            yield NodeProvenance(support.match_length, support.count, support.positions)
+
+
+class _Tracer:
+    def __init__(self, tree: DraftTree, databases: Databases, evidence: Evidence) -> None:
+        self._tree = tree
+        self._databases = databases
+        self._rows = evidence.rows
+        self._continuations = evidence.continuations
+        self._context = databases.context.last(len(databases.context))
+        self._agreeing: dict[int, NDArray[np.int64]] = {ROOT: np.arange(len(evidence.rows))}
+        self._depths = tree.depths()
+
+    def support(self, node: int) -> Support:
+        """Return what spoke for a node; its parent was asked for before."""
+        source = int(self._tree.sources[node])
+        rows = self._agree(node)
+        rows = rows[self._rows["source"][rows] == source]
+        if len(rows):
+            return self._of_rows(node, source, rows)
+        path = self._tree.token_ids[self._tree.path_to(node)]
+        text = np.concatenate([self._context[-_MAX_ORDER:], path])
+        if source == Source.CONTEXT:
+            return _followed(self._context, text)
+        if source == Source.GENERATIONS:
+            return _counted(self._databases.pool.generations.live, text)
+        if source == Source.PHRASES:
+            return _tabled(self._databases.corpus.tables, text)
+        return Support()
+
+    def _agree(self, node: int) -> NDArray[np.int64]:
+        """Return the rows whose continuations begin with the path to a node."""
+        depth = int(self._depths[node])
+        rows = self._agreeing[int(self._tree.parents[node])]
+        rows = rows[self._rows["length"][rows] >= depth]
+        goes_on = self._continuations[rows, depth - 1] == self._tree.token_ids[node]
+        self._agreeing[node] = rows[goes_on]
+        return self._agreeing[node]
+
+    def _of_rows(self, node: int, source: int, rows: NDArray[np.int64]) -> Support:
+        """Tell of the longest matches among rows."""
+        matches = self._rows["match"][rows]
+        rows = rows[matches == matches.max()]
+        before = int(self._depths[node]) - 1
+        match_length, count = int(matches.max()) + before, len(rows)
+        if source == Source.CONTEXT:
+            begins = self._rows["position"][rows]
+            places = begins + before % (len(self._context) - begins)  # past the end it starts over
+            return Support(match_length, count, _some(places))
+        if source == Source.CORPUS:
+            path = self._tree.token_ids[self._tree.path_to(node)]
+            matched = self._context[len(self._context) - int(matches.max()) :]
+            return Support(match_length, count, ngram=(*matched.tolist(), *path.tolist()))
+        return Support(match_length, count)
+
+
+def _followed(context: TokenIds, text: TokenIds) -> Support:
+    """Look for the last token of a text in the context, after the one or two before it."""
+    for order in _CONTEXT_ORDERS:
+        ngram = text[-order - 1 :]
+        if len(ngram) > order:
+            places = order + np.flatnonzero(context[order:] == ngram[-1])
+            for back in range(1, order + 1):
+                places = places[context[places - back] == ngram[-1 - back]]
+            if len(places):
+                return Support(order, len(places), _some(places))
+    return Support()
+
+
+def _counted(live: NDArray[np.int64], text: TokenIds) -> Support:
+    """Look for the last token of a text in recent outputs, after the two or three before it."""
+    tail = np.full(_MAX_ORDER, -1, np.int32)
+    before = text[:-1][-len(tail) :]
+    tail[len(tail) - len(before) :] = before
+    for order in _LIVE_ORDERS:
+        if len(before) >= order:
+            key = int(hash_context(tail, order))
+            for entry in live[key & (len(live) - 1)]:
+                count = int(entry_count(entry, check_of(key)))
+                if count and int(entry_token(entry)) == text[-1]:
+                    return Support(order, count)
+    return Support()
+
+
+def _tabled(tables: Tables, text: TokenIds) -> Support:
+    """Look for the last token of a text in the phrase tables, after the one to three before it."""
+    for order in _TABLE_ORDERS:
+        ngram = tuple(text[-order - 1 :].tolist())
+        if len(ngram) > order and _has_entry(tables, ngram):
+            return Support(order, 0, ngram=ngram)
+    return Support()
+
+
+def _has_entry(tables: Tables, ngram: Sequence[int]) -> bool:
+    """Tell whether the tables hold an n-gram; what a damaged disk says is not followed far."""
+    entry = ngram[0]
+    if not entry < len(tables.counts1):
+        return False
+    levels: Sequence[tuple[NDArray[Any], NDArray[Any]]] = (
+        (tables.starts1, tables.tokens2),
+        (tables.starts2, tables.tokens3),
+        (tables.starts3, tables.tokens4),
+    )
+    for (starts, tokens), token in zip(levels, ngram[1:], strict=False):
+        if entry + 1 >= len(starts):
+            return False
+        begin = int(starts[entry])
+        found = np.flatnonzero(tokens[begin : int(starts[entry + 1])] == token)
+        if len(found) == 0:
+            return False
+        entry = begin + int(found[0])
+    return True
+
+
+def _some(places: NDArray[np.int64]) -> tuple[int, ...]:
+    return tuple(int(place) for place in np.unique(places)[-_MAX_POSITIONS:])

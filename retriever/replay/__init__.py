@@ -1,0 +1,1 @@
+"""Recorded outputs through a drafter, without a model; and calibration."""

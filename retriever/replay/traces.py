@@ -1,0 +1,167 @@
+"""Recorded outputs of models: a prompt, and what the model went on to write."""
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from numpy.typing import ArrayLike
+
+from indexer.errors import reason_of
+from indexer.reader import Vocabulary
+from indexer.tokenizer import DEFAULT_MODEL, encode_prompt, load_tokenizer, vocabulary_of
+from retriever.drafter import TokenIds
+from retriever.errors import TraceError
+from retriever.limits import checked_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ChatEncoder:
+    """Encodes with a model's own tokenizer, which is loaded at the first use: it takes seconds.
+
+    Args:
+        name: hub id, directory or `.gguf` file; None for the default model.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self._name = name
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer of transformers."""
+        return load_tokenizer(self._name or DEFAULT_MODEL)
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The vocabulary that ids belong to; None where none was named and none was needed."""
+        if self._name is None and "tokenizer" not in vars(self):
+            return None
+        return vocabulary_of(self.tokenizer)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a user's message in the chat template, ready for the answer."""
+        return encode_prompt(self.tokenizer, text)
+
+    def encode_output(self, text: str) -> list[int]:
+        """Return the ids of a text without special tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+_MAX_TOKEN_ID: Final = (1 << 31) - 1
+_CANNOT_BE_READ: Final = (OSError, EOFError, zlib.error, UnicodeDecodeError)
+
+
+class TextEncoder(Protocol):
+    """Turns the text of a trace into token ids."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt as the model would see it."""
+        ...
+
+    def encode_output(self, text: str) -> list[int]:
+        """Return the ids of an output, without special tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One recorded output.
+
+    Attributes:
+        prompt: int32[n], what the model was given.
+        output: int32[m], what it wrote.
+    """
+
+    prompt: TokenIds
+    output: TokenIds
+
+
+def read_traces(path: Path, encoder: TextEncoder, limit: int | None = None) -> Iterator[Trace]:
+    """Read JSON lines (`.gz` or plain) with `prompt` and `output`, or `prompt_ids`/`output_ids`.
+
+    The file is read and checked at once; texts are encoded as the result is iterated over.
+
+    Raises:
+        TraceError: the file cannot be read, holds no trace, or a row is not one; the line is named.
+    """
+    rows = [
+        (_field(row, "prompt", place), _field(row, "output", place))
+        for row, place in islice(_rows(path), limit)
+    ]
+    if not rows:
+        raise TraceError(f"{path} holds no trace")
+    return (
+        Trace(_ids(prompt, encoder.encode_prompt), _ids(output, encoder.encode_output))
+        for prompt, output in rows
+    )
+
+
+def read_outputs(path: Path, encoder: TextEncoder) -> Iterator[TokenIds]:
+    """Read the outputs alone, for example as recent generations; prompts may be missing.
+
+    Raises:
+        TraceError: the file cannot be read, or a row has no output; the line is named.
+    """
+    outputs = [_field(row, "output", place) for row, place in _rows(path)]
+    return (_ids(output, encoder.encode_output) for output in outputs)
+
+
+def _ids(field: str | TokenIds, encode: Callable[[str], list[int]]) -> TokenIds:
+    return checked_tokens(encode(field), None) if isinstance(field, str) else field
+
+
+def _field(row: Any, name: str, place: str) -> str | TokenIds:
+    """Return one side of a trace: its text, or its ids where they are given."""
+    if not isinstance(row, dict):
+        raise TraceError(f"{place}: a trace is a JSON object, this is none")
+    ids = row.get(f"{name}_ids")
+    if ids is not None:
+        return _checked(ids, f"{place}: `{name}_ids`")
+    text = row.get(name)
+    if not isinstance(text, str):
+        problem = "is no text" if name in row else "is missing"
+        raise TraceError(f"{place}: `{name}` {problem}: give it as text, or `{name}_ids` as a list")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TraceError(f"{place}: `{name}` holds half of a surrogate pair") from error
+    return text
+
+
+def _checked(ids: ArrayLike, place: str) -> TokenIds:
+    if not isinstance(ids, list):
+        raise TraceError(f"{place} is no list of token ids")
+    for value in ids:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TraceError(f"{place} holds {value!r}, which is no token id")
+        if not 0 <= value <= _MAX_TOKEN_ID:
+            raise TraceError(f"{place} holds {value}: token ids lie from 0 to {_MAX_TOKEN_ID}")
+    return checked_tokens(ids, None)
+
+
+def _rows(path: Path) -> Iterator[tuple[Any, str]]:
+    """Yield the rows of a file, each with its place."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    line = 0
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for line, text in enumerate(file, start=1):
+                if text.strip():
+                    yield _parsed(text, f"{path}, line {line}"), f"{path}, line {line}"
+    except _CANNOT_BE_READ as error:
+        where = f" after line {line}" if line else ""
+        raise TraceError(f"{path} cannot be read{where}: {reason_of(error)}") from error
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{place} is not JSON: {error}") from error

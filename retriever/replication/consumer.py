@@ -1,0 +1,313 @@
+"""The thread that learns what the other drafters have generated, a little at a time."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import Event, Lock
+from typing import Final
+
+from retriever.limits import Limits
+from retriever.predict.generations import Output, Scope, steady_time
+from retriever.replication.redis_streams import PAGE, StreamEntry, Streams
+from retriever.replication.replicated_records import (
+    BEGINNING,
+    Deletions,
+    Position,
+    Record,
+    Surplus,
+    UnreadableRecordError,
+    WarmthCounts,
+    decode,
+)
+from retriever.sessions.pools import Pools
+
+_AT_ONCE_TOKENS: Final = 1024  # drafts wait for them: a third of a millisecond
+
+
+class Learner:
+    """Adds records to the pools of their tenants.
+
+    Args:
+        pools: of this drafter.
+        lock: held while drafts are made.
+        limits: of this drafter.
+        deletions: what may not be learned.
+        position: how far the streams are read, which the log keeps with what was learned.
+        forget: forgets what is of a scope, in memory and on disk.
+        counts: where that is counted.
+        clock: seconds since 1970.
+
+    Attributes:
+        vocabulary_size: ids must be below it; None where it is not known.
+    """
+
+    def __init__(  # noqa: PLR0913  (what a drafter consists of)
+        self,
+        pools: Pools,
+        lock: Lock,
+        *,
+        limits: Limits,
+        deletions: Deletions,
+        position: Position,
+        forget: Callable[[Scope], None],
+        counts: WarmthCounts,
+        clock: Callable[[], float] = steady_time,
+    ) -> None:
+        self._pools = pools
+        self._lock = lock
+        self._limits = limits
+        self.vocabulary_size: int | None = None
+        self._deletions = deletions
+        self._position = position
+        self._forget = forget
+        self._counts = counts
+        self._clock = clock
+        self._waiting: list[tuple[str, Output]] = []
+        self._num_waiting = 0
+        self._undeleted: set[Scope] = set()  # where the disk refused
+
+    @property
+    def ring_tokens(self) -> int:
+        """Tokens that are remembered of each tenant."""
+        return self._limits.generations_tokens
+
+    def expect(self, num_tokens: Mapping[str, int]) -> None:
+        """Make room for this many tokens of each tenant at once, while there is little to move."""
+        for tenant, expected in num_tokens.items():
+            self._pools.reserve(tenant, expected, self._lock)
+
+    def reason(self, record: Record) -> str | None:
+        """Return why a record cannot be learned; None if it can."""
+        if self._deletions.cover(record.scope, record.time_s):
+            return "deleted"
+        if self._clock() - record.time_s > self._limits.generations_age_s:
+            return "expired"
+        if self.vocabulary_size is not None and int(record.tokens.max()) >= self.vocabulary_size:
+            return "vocabulary"
+        return None
+
+    def learn(self, record: Record) -> None:
+        """Take a record, to be remembered soon; with `flush` at the latest."""
+        # A clock that is ahead of ours must not keep an output longer than ours would.
+        output = Output(record.tokens, min(record.time_s, self._clock()), record.origin)
+        self._waiting.append((record.tenant, output))
+        self._num_waiting += len(record.tokens) + 1
+        if self._num_waiting >= _AT_ONCE_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Remember what was taken, and how far was read."""
+        waiting, self._waiting, self._num_waiting = self._waiting, [], 0
+        if not waiting:
+            return
+        note = self._position.to_bytes()
+        learned = self._pools.learn(waiting, note, self._lock, self._deletions.cover)
+        self._pools.commit()
+        for _ in range(len(waiting) - len(learned)):
+            self._counts.skip("no-room")
+        self._counts.learned += len(learned)
+        self._counts.learned_tokens += sum(len(output.tokens) for _, output in learned)
+
+    def delete(self, scope: Scope, time_s: float) -> bool:
+        """Forget what is of a scope, as another drafter was told to; tell whether it was tried.
+
+        Of a tenant it is not where there is nothing so old.
+
+        Raises:
+            StateError: the disk refuses; what is in memory is forgotten all the same.
+            LimitExceededError: the tenant's data is being deleted: try again soon.
+        """
+        time_s = min(time_s, self._clock())
+        if self._deletions.cover(scope, time_s) and scope not in self._undeleted:
+            return False
+        self._undeleted.add(scope)
+        self._deletions.add(scope, time_s)
+        is_there = bool(scope.origin) or self._pools.may_hold(scope.tenant, time_s)
+        if is_there:
+            self._forget(scope)
+        self._undeleted.remove(scope)
+        return is_there
+
+    def note_deletion(self, scope: Scope, time_s: float) -> None:
+        """Learn nothing of a scope that is of this time or older."""
+        self._deletions.add(scope, min(time_s, self._clock()))
+
+    def keep_position(self) -> None:
+        """Let the log keep how far was read."""
+        self._pools.put_note(self._position.to_bytes())
+
+
+_BLOCK_MS: Final = 250
+_GATHER_S: Final = 0.01  # what comes within it is learned at once
+
+
+class Consumer:
+    """Reads the streams from where it was, and lets the learner learn.
+
+    Args:
+        streams: where from.
+        learner: where to.
+        position: how far it has read; changed here alone.
+        counts: where that is counted.
+        stopped: set once it is to end.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        learner: Learner,
+        position: Position,
+        counts: WarmthCounts,
+        stopped: Event,
+    ) -> None:
+        self._streams = streams
+        self._learner = learner
+        self._position = position
+        self._counts = counts
+        self._stopped = stopped
+        self._is_placed = False
+        self._deletions_from = BEGINNING
+        self._surplus = Surplus()
+
+    def turn(self) -> bool:
+        """Learn what has come, or wait for it.
+
+        Raises:
+            redis.RedisError, OSError: the server refuses, or is away.
+            StateError: the disk refuses to delete.
+            LimitExceededError: what is to be deleted is being deleted.
+        """
+        try:
+            self._read_on()
+        except BaseException:
+            self._is_placed = False  # the server may come back with other streams
+            raise
+        return True
+
+    def _read_on(self) -> None:
+        started = time.thread_time()
+        if not self._is_placed:
+            self._find_place()
+            self._is_placed = True
+        outputs, deletions = self._streams.read(
+            self._position.outputs or BEGINNING, self._deletions_from, _BLOCK_MS
+        )
+        self._delete(deletions)
+        self._learn(outputs)
+        if outputs:
+            # At most half of the time, so that drafts are hardly held up while it catches up.
+            gather_s = _GATHER_S if len(outputs) < PAGE else 0.0
+            self._stopped.wait(max(gather_s, time.thread_time() - started))
+
+    def _find_place(self) -> None:
+        """Go on where reading ended; but the server may have begun anew, or this is a first life.
+
+        Deletions are read from their beginning, for whoever was away may still publish what is
+        older than they are.
+        """
+        position = self._position
+        if self._has_begun_anew(self._streams.outputs, position.outputs):
+            position.outputs = BEGINNING
+        if self._has_begun_anew(self._streams.deletions, position.deletions):
+            position.deletions = BEGINNING
+        self._deletions_from, self._surplus = BEGINNING, Surplus()
+        for page in self._streams.forwards(self._streams.deletions):
+            self._delete(page)
+        if position.outputs is None:
+            position.outputs = self._beginning()
+
+    def _has_begun_anew(self, stream: bytes, offset: str | None) -> bool:
+        last = self._streams.last_id(stream)
+        return offset is not None and (last is None or _order(last) < _order(offset))
+
+    def _beginning(self) -> str | None:
+        """Return the id that as much comes after as the rings of all tenants hold.
+
+        None where there was no time to find it.
+        """
+        begin = BEGINNING
+        held: Counter[str] = Counter()
+        for entry in self._streams.backwards():
+            if self._stopped.is_set():
+                return None
+            if held and min(held.values()) >= self._learner.ring_tokens:
+                begin = entry.entry_id
+                break
+            record = self._decode(entry, self._streams.outputs)
+            if isinstance(record, Record):
+                held[record.tenant] += len(record.tokens) + 1
+            time.sleep(0)  # others may draft
+        self._learner.expect(held)
+        return begin
+
+    def _delete(self, entries: Sequence[StreamEntry]) -> None:
+        known = _order(self._position.deletions or BEGINNING)
+        surplus: list[str] = []
+        for entry in entries:
+            record = self._decode(entry, self._streams.deletions)
+            is_new = _order(entry.entry_id) > known
+            if isinstance(record, str):
+                if is_new:
+                    self._counts.skip(record)
+            elif not is_new or record.replica == self._position.replica:
+                self._learner.note_deletion(record.scope, record.time_s)
+            elif self._learner.delete(record.scope, record.time_s):
+                self._counts.deletions += 1
+            if isinstance(record, Record):
+                surplus += self._surplus.add(record.scope, entry.entry_id)
+            self._deletions_from = entry.entry_id
+            if is_new:
+                self._position.deletions = entry.entry_id
+        if entries and _order(self._deletions_from) > known:
+            self._learner.keep_position()
+        self._streams.remove_deletions(surplus)
+
+    def _learn(self, entries: Sequence[StreamEntry]) -> None:
+        deleted: list[str] = []
+        for record in self._new_records(entries, deleted):
+            self._learner.learn(record)
+        self._learner.flush()
+        self._streams.remove_outputs(deleted)
+
+    def _new_records(self, entries: Sequence[StreamEntry], deleted: list[str]) -> Iterator[Record]:
+        """Give what may be learned, having moved the position past it; note what was deleted."""
+        for entry in entries:
+            if self._stopped.is_set():
+                return
+            time.sleep(0)  # others may draft
+            record = self._decode(entry, self._streams.outputs)
+            reason = record if isinstance(record, str) else self._reason(record)
+            self._position.outputs = entry.entry_id
+            if reason == "deleted":
+                deleted.append(entry.entry_id)
+            if reason is not None:
+                self._counts.skip(reason)
+            elif isinstance(record, Record):
+                yield record
+
+    def _reason(self, record: Record) -> str | None:
+        """Return why a record is not learned; None if it is."""
+        reason = self._learner.reason(record)
+        if reason == "deleted":
+            return reason
+        if record.replica == self._position.replica:
+            return "own"
+        if not self._position.is_new(record.replica, record.number):
+            return "repeated"
+        return reason
+
+    def _decode(self, entry: StreamEntry, stream: bytes) -> Record | str:
+        """Return an entry's record, or why it has none."""
+        if entry.data is None:
+            return "foreign"
+        try:
+            record = decode(entry.data, stream)
+        except UnreadableRecordError as error:
+            return str(error)
+        if bool(len(record.tokens)) != (stream == self._streams.outputs):
+            return "damaged"
+        return record
+
+
+def _order(entry_id: str) -> tuple[int, ...]:
+    return tuple(map(int, entry_id.split("-")))

@@ -1,0 +1,192 @@
+"""What waits to be published, bounded and never waited for, and the thread that publishes it."""
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import count, islice
+from threading import Condition
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from retriever.drafter import TokenIds
+from retriever.predict.generations import Output, Scope
+from retriever.replication.options import MAX_RECORD_TOKENS
+from retriever.replication.redis_streams import Streams
+from retriever.replication.replicated_records import (
+    Deletions,
+    Position,
+    Record,
+    UnreadableRecordError,
+    WarmthCounts,
+    decode,
+    encode,
+)
+
+_RECORD_TOKENS: Final = 64  # what a record takes beside its tokens, as tokens of 4 bytes
+
+
+class Batch(NamedTuple):
+    """What is to be published next: deletions first, for no output that waits is older."""
+
+    deletions: dict[Scope, float]
+    outputs: list[Record]
+
+
+class Outbox:
+    """Outputs and deletions that wait. Safe to call from any thread; takes microseconds.
+
+    Args:
+        position: who publishes; keeps the deletions that wait.
+        deletions: what may not be published any more.
+        max_tokens: outputs that wait, in tokens; beyond it the oldest are dropped.
+        counts: where that is counted.
+    """
+
+    def __init__(
+        self, position: Position, deletions: Deletions, max_tokens: int, counts: WarmthCounts
+    ) -> None:
+        self._position = position
+        self._deletions = deletions
+        self._max_tokens = max_tokens
+        self._counts = counts
+        self._numbers = count(position.first_number)
+        self._outputs: deque[Record] = deque()
+        self._num_tokens = 0
+        self._changed = Condition()
+        self._count()
+
+    def offer(self, tenant: str, output: Output) -> None:
+        """Let an output be published."""
+        tokens, time_s, origin = output.tokens, output.time_s, output.origin
+        parts = [
+            tokens[start : start + MAX_RECORD_TOKENS].copy()
+            for start in range(0, len(tokens), MAX_RECORD_TOKENS)
+        ]
+        with self._changed:
+            if self._deletions.cover(Scope(tenant, origin), time_s):
+                return
+            for part in parts:
+                number = next(self._numbers)
+                record = Record(self._position.replica, number, tenant, time_s, part, origin)
+                self._outputs.append(record)
+                self._num_tokens += _size(record)
+            while self._num_tokens > self._max_tokens and self._outputs:
+                self._num_tokens -= _size(self._outputs.popleft())
+                self._counts.dropped += 1
+            self._count()
+            self._changed.notify()
+
+    def delete(self, scope: Scope, time_s: float) -> None:
+        """Let a deletion be published, and nothing that waits of what it deletes."""
+        with self._changed:
+            self._position.unsent[scope] = time_s
+            self._remove(scope)
+            self._changed.notify()
+
+    def withdraw(self, scope: Scope) -> None:
+        """Publish nothing of a scope that waits: another drafter was told to delete it."""
+        with self._changed:
+            self._remove(scope)
+
+    def next_batch(self, max_outputs: int, wait_s: float) -> Batch:
+        """Return what waits; it goes on waiting until it was sent. Empty after `wait_s`."""
+        with self._changed:
+            if not self._outputs and not self._position.unsent:
+                self._changed.wait(wait_s)
+            return Batch(dict(self._position.unsent), list(islice(self._outputs, max_outputs)))
+
+    def sent(self, batch: Batch) -> None:
+        """Let what was published wait no longer."""
+        last = batch.outputs[-1].number if batch.outputs else -1
+        with self._changed:
+            for scope, time_s in batch.deletions.items():
+                if self._position.unsent.get(scope) == time_s:
+                    del self._position.unsent[scope]
+            while self._outputs and self._outputs[0].number <= last:
+                self._num_tokens -= _size(self._outputs.popleft())
+            self._count()
+
+    def wake(self) -> None:
+        """End the wait of `next_batch`."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._outputs and not self._position.unsent
+
+    def _remove(self, scope: Scope) -> None:
+        self._outputs = deque(each for each in self._outputs if not scope.covers(each.scope))
+        self._num_tokens = sum(map(_size, self._outputs))
+        self._count()
+
+    def _count(self) -> None:
+        self._counts.queued = len(self._outputs)
+        self._counts.unsent_deletions = len(self._position.unsent)
+
+
+def _size(record: Record) -> int:
+    """Memory of a record, in tokens."""
+    return _RECORD_TOKENS + len(record.tokens)
+
+
+_MAX_OUTPUTS: Final = 16  # at once: to encode them holds up other threads for half a millisecond
+_WAIT_S: Final = 0.5
+_NO_TOKENS: Final[TokenIds] = np.empty(0, np.int32)
+
+
+class Publisher:
+    """Takes what waits in the outbox to the streams.
+
+    Args:
+        streams: where to.
+        outbox: where from.
+        position: who publishes.
+        counts: where that is counted.
+    """
+
+    def __init__(
+        self, streams: Streams, outbox: Outbox, position: Position, counts: WarmthCounts
+    ) -> None:
+        self._streams = streams
+        self._outbox = outbox
+        self._position = position
+        self._counts = counts
+
+    def turn(self) -> bool:
+        """Publish some of what waits, or wait for it; tell whether the server was asked.
+
+        Raises:
+            redis.RedisError, OSError: it refuses, or is away; what waited still does.
+        """
+        batch = self._outbox.next_batch(_MAX_OUTPUTS, _WAIT_S)
+        if batch.deletions:
+            self._delete(batch.deletions)
+        if batch.outputs:
+            encoded = [encode(record, self._streams.outputs) for record in batch.outputs]
+            self._streams.append_outputs(encoded)
+            self._counts.published += len(encoded)
+        self._outbox.sent(batch)
+        return batch != Batch({}, [])
+
+    def _delete(self, times_s: Mapping[Scope, float]) -> None:
+        """Tell the others first: what they have published until they know, they remove."""
+        deletions = Deletions()
+        for (tenant, origin), time_s in times_s.items():
+            deletions.add(Scope(tenant, origin), time_s)
+            record = Record(self._position.replica, 0, tenant, time_s, _NO_TOKENS, origin)
+            self._streams.append_deletion(encode(record, self._streams.deletions))
+        found = [
+            entry.entry_id
+            for page in self._streams.forwards(self._streams.outputs)
+            for entry in page
+            if entry.data is not None and self._is_deleted(entry.data, deletions)
+        ]
+        self._streams.remove_outputs(found)
+
+    def _is_deleted(self, data: bytes, deletions: Deletions) -> bool:
+        try:
+            record = decode(data, self._streams.outputs)
+        except UnreadableRecordError:
+            return False
+        return deletions.cover(record.scope, record.time_s)

@@ -1,0 +1,177 @@
+"""A drafter's part in shared warmth: what it offers, and what is told it."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from indexer.reader import Vocabulary
+from retriever.errors import WarmthError
+from retriever.limits import Limits
+from retriever.log.log_store import Entry
+from retriever.predict.generations import Scope, steady_time
+from retriever.replication.consumer import Learner
+from retriever.replication.options import WarmthOptions
+from retriever.replication.publisher import Outbox
+from retriever.replication.replicated_records import Deletions, Position, WarmthCounts
+from retriever.sessions.pools import Pools
+
+if TYPE_CHECKING:
+    from retriever.replication.replication_threads import Threads
+
+Forget = Callable[[Scope, Callable[[Scope], None]], None]
+"""Forgets what is of a scope; before it does, while nothing is remembered, calls a function."""
+
+_FLUSH_S: Final = 1.0
+
+
+class NoWarmth:
+    """Shares nothing.
+
+    Attributes:
+        counts: of outputs that are shared.
+    """
+
+    def __init__(self) -> None:
+        self.counts = WarmthCounts()
+
+    def start(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
+        """Share outputs of this vocabulary from now on."""
+
+    def hold(self, entry: Entry | None) -> None:
+        """Take an output that was remembered, to be offered once it is kept."""
+
+    def held(self) -> list[Entry]:
+        """Give what was taken, once."""
+        return []
+
+    def offer(self, entry: Entry) -> None:
+        """Let an output be published that was remembered and is kept; takes microseconds."""
+
+    def delete(self, scope: Scope) -> None:
+        """Let the others be told to delete a scope; the caller holds the drafter's lock."""
+
+    def keep_position(self) -> None:
+        """Let the log keep what the next process must know."""
+
+    def shut_down(self) -> None:
+        """End the threads; what waits to be published has a second left."""
+
+
+class SharedWarmth(NoWarmth):
+    """Shares outputs through a Redis server, from `start` on.
+
+    Args:
+        options: where, and within what bounds; checked.
+        pools: of the drafter.
+        lock: held while drafts are made.
+        limits: of the drafter.
+        forget: forgets what the drafter has of a scope.
+
+    """
+
+    def __init__(
+        self, options: WarmthOptions, pools: Pools, lock: Lock, limits: Limits, forget: Forget
+    ) -> None:
+        super().__init__()
+        self._options = options
+        self._pools = pools
+        self._deletions = Deletions()
+        self._position = Position.resume(pools.note())
+        self._outbox = Outbox(
+            self._position, self._deletions, options.max_queued_tokens, self.counts
+        )
+        self._learner = Learner(
+            pools,
+            lock,
+            limits=limits,
+            deletions=self._deletions,
+            position=self._position,
+            forget=lambda scope: forget(scope, self._outbox.withdraw),
+            counts=self.counts,
+        )
+        self._held: deque[Entry] = deque()
+        self._running: Threads | None = None
+
+    @classmethod
+    def join(
+        cls,
+        options: WarmthOptions | None,
+        pools: Pools,
+        lock: Lock,
+        limits: Limits,
+        forget: Forget,
+    ) -> NoWarmth | Self:
+        """Return what shares as these options say, or nothing where there are none."""
+        return cls(options, pools, lock, limits, forget) if options is not None else NoWarmth()
+
+    def start(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
+        """Share outputs of this vocabulary from now on."""
+        self.keep_position()
+        if vocabulary is not None:
+            self._learner.vocabulary_size = vocabulary.size
+        self._running = _threads().Threads(
+            self._options, fingerprint, self._outbox, self._learner, self._position, self.counts
+        )
+
+    def hold(self, entry: Entry | None) -> None:
+        """Take an output that was remembered, to be offered once it is kept."""
+        if entry is not None:
+            self._held.append(entry)
+
+    def held(self) -> list[Entry]:
+        """Give what was taken, once."""
+        found: list[Entry] = []
+        with suppress(IndexError):
+            while True:
+                found.append(self._held.popleft())
+        return found
+
+    def offer(self, entry: Entry) -> None:
+        """Let an output be published that was remembered and is kept; takes microseconds."""
+        self._outbox.offer(entry.tenant, entry.output)
+
+    def delete(self, scope: Scope) -> None:
+        """Let the others be told to delete a scope; the caller holds the drafter's lock."""
+        now = steady_time()
+        self._deletions.add(scope, now)
+        self._outbox.delete(scope, now)
+
+    def keep_position(self) -> None:
+        """Let the log keep what the next process must know."""
+        self._pools.put_note(self._position.to_bytes())
+
+    def shut_down(self) -> None:
+        """End the threads; what waits to be published has a second left."""
+        if self._running is None:
+            return
+        end = time.monotonic() + _FLUSH_S
+        while self.counts.connected and not self._outbox.is_empty() and time.monotonic() < end:
+            time.sleep(0.005)
+        self._running.stop()
+        self._running = None
+        self.keep_position()
+
+
+def check_warmth(options: WarmthOptions | None) -> None:
+    """Refuse options that nothing can be shared by.
+
+    Raises:
+        WarmthError: the library redis is missing, or the URL cannot be one of a server.
+    """
+    if options is not None:
+        _threads().check_url(options)
+
+
+def _threads() -> Any:
+    """Load what needs the library."""
+    try:
+        from retriever.replication import replication_threads as threads  # noqa: PLC0415  (an extra)
+    except ModuleNotFoundError as error:
+        raise WarmthError(
+            f"outputs are shared by the library {error.name}, which is missing: "
+            "run `pip install 'foredraft[redis]'`"
+        ) from error
+    return threads

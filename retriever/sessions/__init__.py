@@ -1,0 +1,1 @@
+"""The embedded drafter and what it keeps of tenants and sequences."""

@@ -1,0 +1,280 @@
+"""The indexes that drafts are taken from, as one corpus that moves on when they change.
+
+Documents are added or removed, segments merged, or another index is put in the place of one. Drafts
+are made from what is open until the new snapshot is open as well, made into a corpus and warm. Then
+one reference is exchanged between two drafts, and the old snapshot is dropped, so that a writer
+may remove what it does not need any longer.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import Final, Self
+
+import numpy as np
+
+from indexer.errors import IndexerError
+from indexer.reader import COUNT_VALUES, Index, Vocabulary
+from retriever.drafter import TokenIds
+from retriever.errors import InvalidRequestError
+from retriever.kernels.compiling import tell_compiling
+from retriever.kernels.entries import grow_tree
+from retriever.kernels.layout import MAX_MATCH
+from retriever.predict.databases import Context, Corpus, Databases, tables_of
+from retriever.predict.generations import Generations
+from retriever.predict.pool import Pool
+from retriever.predict.predictor import Predictor
+from retriever.sessions.session_table import Sessions
+
+_REHEARSAL_NODES: Final = 32
+_PAGE_ENTRIES: Final = 1024
+"""Entries of `Segment.starts` in a page of memory."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Corpora:
+    """Open indexes, and the corpus that they are together; immutable.
+
+    Attributes:
+        indexes: in the order in which they were named.
+        corpus: their segments and phrase tables.
+    """
+
+    indexes: tuple[Index, ...]
+    corpus: Corpus
+
+    @classmethod
+    def of(cls, indexes: Sequence[Index], before: Self | None = None) -> Self:
+        """Return the corpus of open indexes of one vocabulary.
+
+        To add up the phrase tables of several indexes takes seconds where they are large.
+
+        Args:
+            indexes: what to draft from.
+            before: the same ones earlier: where no phrase tables are new, its are taken.
+
+        Raises:
+            indexer.errors.IndexerError: phrase tables cannot be added up.
+        """
+        segments = [segment for index in indexes for segment in index.segments]
+        if before is not None and _phrases(indexes) == _phrases(before.indexes):
+            tables = before.corpus.tables
+        else:
+            tables = tables_of(indexes)
+        return cls(tuple(indexes), Corpus(segments, tables))
+
+    def close(self, *, but_for: Self | None = None) -> None:
+        """Close all indexes but those that are needed for another corpus as well."""
+        kept = but_for.indexes if but_for is not None else ()
+        for index in self.indexes:
+            if index not in kept:
+                index.close()
+
+
+def rehearse(corpus: Corpus, contexts: Iterable[TokenIds]) -> None:
+    """Read from a corpus what drafts for these contexts will: the first draft must not wait.
+
+    Args:
+        corpus: that is not drafted from yet.
+        contexts: int32[n] each, the last tokens of a sequence.
+    """
+    for segment in corpus.segments:
+        segment.starts[::_PAGE_ENTRIES].sum()
+    predictor, nobody = Predictor(_REHEARSAL_NODES), Pool("", Generations(0))
+    for context in contexts:
+        databases = Databases(Context(context), nobody, corpus, learns=False)
+        predictor.draft(databases, _REHEARSAL_NODES, 0.0)
+
+
+def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
+    """Compile or load the kernels that drafts and commits need.
+
+    Args:
+        predictor: used here, for nobody's sake.
+        corpus: what will be drafted from.
+        lock: held while the predictor is used.
+    """
+    tell_compiling(grow_tree)
+    context = np.zeros(2 * MAX_MATCH, np.int32)
+    nobody = Databases(Context(context), Pool("", Generations(0)), corpus)
+    nobody.pool.generations.add(context)
+    with lock:
+        predictor.draft(nobody, 1, 0.0)
+        predictor.commit(nobody, context[:1])
+
+
+def shared_vocabulary(indexes: Sequence[Index], vocabulary: Vocabulary | None) -> Vocabulary | None:
+    """Return the one vocabulary of indexes, and of what is given.
+
+    Raises:
+        InvalidRequestError: there are several.
+    """
+    for index in indexes:
+        vocabulary = vocabulary or index.vocabulary
+        if index.vocabulary.fingerprint != vocabulary.fingerprint:
+            raise InvalidRequestError(
+                f"index {index.path} is of another tokenizer than {indexes[0].path}: "
+                "build both with the same --tokenizer"
+            )
+    return vocabulary
+
+
+def _phrases(indexes: Iterable[Index]) -> list[object]:
+    return [index.phrases for index in indexes]
+
+
+def frequent_tokens(indexes: Sequence[Index], size: int) -> TokenIds:
+    """Return the most frequent tokens of open indexes.
+
+    A draft model that computes these alone drafts faster and hardly less (FR-Spec: Zhao et al.,
+    2025, arXiv:2502.14856). Counts are rounded as in phrase tables, of single tokens by 6% at most;
+    of equally frequent tokens the lowest ids are taken.
+
+    Args:
+        indexes: of one vocabulary.
+        size: how many tokens.
+
+    Returns:
+        int32[n], rising; fewer than `size` where fewer occur.
+
+    Raises:
+        InvalidRequestError: the indexes are of several vocabularies.
+    """
+    shared = shared_vocabulary(indexes, None)
+    if shared is None:
+        return np.empty(0, np.int32)
+    counts = np.zeros(shared.size)
+    for index in indexes:
+        counts += COUNT_VALUES[index.phrases.counts[0]]
+    order = np.argsort(-counts, kind="stable")[: min(size, np.count_nonzero(counts))]
+    return np.sort(order).astype(np.int32)
+
+
+_REHEARSED_SESSIONS: Final = 128
+
+_logger = logging.getLogger(__name__)
+
+
+class LiveCorpora:
+    """The indexes of a drafter, in their latest snapshots.
+
+    Args:
+        indexes: open, and closed in the end.
+        sessions: what drafts from them.
+        lock: held by whoever reads the corpus or uses the sessions.
+
+    Attributes:
+        failures: how often an index had changed, or was gone, and could not be opened again.
+    """
+
+    def __init__(self, indexes: Sequence[Index], sessions: Sessions, lock: Lock) -> None:
+        self.failures = 0
+        self._corpora = Corpora.of(indexes)
+        self._sessions = sessions
+        self._lock = lock
+        self._reasons: dict[Path, str] = {}
+        self._refreshing = Lock()
+        self._is_shut_down = Event()
+        self._thread: Thread | None = None
+
+    def watch(self, refresh_s: float) -> None:
+        """Refresh every so many seconds from now on, in a thread of our own."""
+        self._thread = Thread(
+            target=self._watch, args=(refresh_s,), name="foredraft-refresh", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def current(self) -> Corpora:
+        """What is drafted from now; indexes that have changed close with the last reference."""
+        return self._corpora
+
+    def refresh(self) -> bool:
+        """Move on to what the indexes are now; tell whether any has changed.
+
+        An index that cannot be opened stays as it is; the reason is logged once, and the next
+        refresh tries again.
+        """
+        with self._refreshing:
+            newer = None if self._is_shut_down.is_set() else self._newer()
+            if newer is None:
+                return False
+            try:
+                self._rehearse(newer)
+            except BaseException:
+                newer.close(but_for=self._corpora)
+                raise
+            self._exchange(newer)
+            return True
+
+    def shut_down(self) -> None:
+        """End the thread and close the indexes; waits for a refresh under way."""
+        self._is_shut_down.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._refreshing:
+            self._corpora.close()
+
+    def _watch(self, refresh_s: float) -> None:
+        while not self._is_shut_down.wait(refresh_s):
+            try:
+                self.refresh()
+            except Exception:
+                self.failures += 1
+                _logger.exception("indexes are drafted from as they were before")
+
+    def _newer(self) -> Corpora | None:
+        """Open what has changed; None where nothing has, or what has cannot be used."""
+        indexes = [self._reopened(index) for index in self._corpora.indexes]
+        renewed = [index for index in indexes if index not in self._corpora.indexes]
+        if not renewed:
+            return None
+        try:
+            newer = Corpora.of(indexes, self._corpora)
+        except (IndexerError, MemoryError) as error:
+            for index in renewed:
+                self._keep(index.path, error)
+                index.close()
+            return None
+        for index in renewed:
+            self._announce(index)
+        return newer
+
+    def _reopened(self, index: Index) -> Index:
+        """Return an index in its latest snapshot; the same one where it has no other to offer."""
+        if index.is_latest():
+            self._reasons.pop(index.path, None)
+            return index
+        try:
+            return index.reopened()
+        except (IndexerError, OSError) as error:
+            self._keep(index.path, error)
+            return index
+
+    def _rehearse(self, newer: Corpora) -> None:
+        with self._lock:
+            contexts = self._sessions.last_tokens(_REHEARSED_SESSIONS, MAX_MATCH)
+        rehearse(newer.corpus, contexts)
+
+    def _exchange(self, newer: Corpora) -> None:
+        with self._lock:
+            older, self._corpora = self._corpora, newer
+            self._sessions.turn_to(newer.corpus, older.corpus)
+        del older  # out of the lock: what nobody else uses is unmapped here
+
+    def _keep(self, path: Path, error: Exception) -> None:
+        """Count and log that an index stays as it is."""
+        self.failures += 1
+        reason = str(error) or type(error).__name__
+        if self._reasons.get(path) != reason:
+            self._reasons[path] = reason
+            _logger.warning("%s is drafted from as it was before: %s", path, reason)
+
+    def _announce(self, index: Index) -> None:
+        self._reasons.pop(index.path, None)
+        _logger.info(
+            "%s has changed: snapshot %d, %d documents, %d tokens",
+            *(index.path, index.number, index.num_documents, index.num_tokens),
+        )

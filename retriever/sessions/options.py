@@ -1,0 +1,98 @@
+"""What an embedded drafter is made with."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, TypedDict
+
+from indexer.reader import Index, Vocabulary
+from retriever.limits import Limits
+from retriever.log.log_store import Durability
+from retriever.predict.phrases import ListedPhrases, read_lines
+from retriever.predict.predictor import Predictor
+from retriever.replication.options import WarmthOptions
+from retriever.sessions.bindings import Bound, BoundPaths
+
+
+def check_files(
+    indexes: Sequence[Path], phrases: Sequence[Path], vocabulary: Vocabulary | None = None
+) -> None:
+    """Open files for a moment: a wrong path need not wait for a tokenizer or a model to load.
+
+    Args:
+        indexes: directories of indexes.
+        phrases: files of listed phrases.
+        vocabulary: of the tokenizer at hand, once that is known.
+
+    Raises:
+        IndexerError: an index cannot be opened or was built for another tokenizer.
+        PhrasesError: a file of phrases cannot be read.
+    """
+    for path in phrases:
+        read_lines(path)
+    for path in indexes:
+        Index.open(path, vocabulary=vocabulary).close()
+
+
+DEFAULT_LIMITS: Final = Limits()
+
+
+class OpeningOptions(TypedDict, total=False):
+    """What a drafter is made with, whoever opens its indexes.
+
+    Attributes:
+        vocabulary: of the tokenizer whose tokens will come; an index of another is refused.
+        limits: what is accepted at most.
+        state: a directory that keeps outputs, so that a drafter that is opened on it later starts
+            as warm as this one was; None to keep them in memory alone. One drafter at a time.
+        durability: with "process", outputs survive the end of this process, however it comes;
+            with "disk" that of the machine too, at the price of waiting for it in every `close`.
+        phrases: what is listed to be written verbatim.
+        refresh_s: look every so many seconds whether an index has changed, in a thread of our own,
+            and draft from what it has become; 0 for never. `refresh` does so at once.
+        predictor: what grows the trees, with room for `limits`; made where there is none.
+        warmth: where outputs are shared with other drafters of the same vocabulary, which learn
+            from them as this one learns from theirs; None to share nothing.
+    """
+
+    vocabulary: Vocabulary | None
+    limits: Limits
+    state: Path | None
+    durability: Durability
+    phrases: ListedPhrases | None
+    refresh_s: float
+    predictor: Predictor | None
+    warmth: WarmthOptions | None
+
+
+class DrafterOptions(OpeningOptions, total=False):
+    """What a drafter is made with.
+
+    Attributes:
+        bound: what tenants draft from in the place of the indexes and phrases that are shared;
+            their indexes are closed with the drafter, too.
+    """
+
+    bound: Mapping[str, Bound] | None
+
+
+@contextmanager
+def opened_indexes(
+    paths: Iterable[Path | str], bound: BoundPaths | None, vocabulary: Vocabulary | None
+) -> Iterator[tuple[list[Index], dict[str, Bound]]]:
+    """Open indexes, shared and bound; they are closed again where the block fails.
+
+    Raises:
+        indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer.
+        InvalidRequestError: a name cannot be a tenant's.
+    """
+    shared, opened = list(paths), list[Index]()
+    try:
+        for path in shared:
+            opened.append(Index.open(path, vocabulary=vocabulary))
+        indexes = list(opened)
+        yield indexes, (bound or BoundPaths()).opened(shared, vocabulary, opened)
+    except BaseException:
+        for index in opened:
+            index.close()
+        raise

@@ -1,0 +1,283 @@
+"""Pools: what each tenant has of its own, so that no tenant ever drafts from another's outputs."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+from typing import Self
+from weakref import WeakValueDictionary
+
+from retriever.drafter import TokenIds
+from retriever.errors import LimitExceededError
+from retriever.limits import Limits
+from retriever.log.generations_log import GenerationsLog
+from retriever.log.log_store import Durability, Entry, LogOptions
+from retriever.predict.generations import Generations, Output, Scope, session_origin, steady_time
+from retriever.predict.pool import Pool
+from retriever.predict.stores import GENERATIONS_ALONE, GENERATIONS_LIMITS
+from retriever.predict.weights import from_bytes, to_bytes
+
+
+class Pools:
+    """The pools of the tenants used last, made or loaded from the log on first use.
+
+    Beyond `max_tenants` the one that was idle longest leaves memory. It comes back from the log;
+    without a log its outputs are lost. While a session uses a pool, there is no second one of its
+    tenant.
+
+    Args:
+        limits: how many tenants, and how much of each.
+        log: where outputs are kept; None to keep them in memory alone.
+        clock: seconds since 1970.
+        has_corpus: whether a tenant drafts from an index, too: others' outputs are found by shorter
+            matches, which takes more memory.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        log: GenerationsLog | None,
+        clock: Callable[[], float] = steady_time,
+        has_corpus: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self._has_corpus = has_corpus
+        self._limits = limits
+        self._log = log
+        self._clock = clock
+        self._recent: OrderedDict[str, Pool] = OrderedDict()
+        self._in_use: WeakValueDictionary[str, Pool] = WeakValueDictionary()
+        self._lock = Lock()
+        self._deleting: set[str] = set()
+
+    @classmethod
+    def open(
+        cls,
+        limits: Limits,
+        state: Path | None,
+        fingerprint: str,
+        durability: Durability,
+        has_corpus: Callable[[str], bool],
+    ) -> Self:
+        """Return the pools of a state directory, or pools in memory alone where there is none.
+
+        Raises:
+            StateError: the directory cannot be used.
+            VocabularyMismatchError: it holds outputs of another tokenizer than `fingerprint`'s.
+        """
+        if state is None:
+            return cls(limits, None, has_corpus=has_corpus)
+        options = LogOptions(limits.generations_tokens, limits.generations_age_s, durability)
+        log = GenerationsLog(state, fingerprint, options)
+        return cls(limits, log, has_corpus=has_corpus)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokenizer that the log is for; empty if it is not known, or there is no log."""
+        return self._log.fingerprint if self._log is not None else ""
+
+    @property
+    def log_failures(self) -> int:
+        """Outputs that the log could not keep."""
+        return self._log.failures if self._log is not None else 0
+
+    def __len__(self) -> int:
+        """Tenants in memory that no session needs to keep there."""
+        return len(self._recent)
+
+    def __contains__(self, tenant: str) -> bool:
+        return tenant in self._in_use
+
+    def all(self) -> list[Pool]:
+        """Return the pools that are in memory."""
+        with self._lock:
+            return list({**self._in_use, **self._recent}.values())
+
+    def get(self, tenant: str) -> Pool:
+        """Return the tenant's pool. Loading takes about 0.1 s for a million tokens.
+
+        Raises:
+            LimitExceededError: what is kept of the tenant is being deleted.
+        """
+        with self._lock:
+            if tenant in self._deleting:
+                raise LimitExceededError("the tenant's data is being deleted: try again soon")
+            pool = self._in_use.get(tenant) or self._load(tenant)
+            self._in_use[tenant] = pool
+            self._recent[tenant] = pool
+            self._recent.move_to_end(tenant)
+            if len(self._recent) > self._limits.max_tenants:
+                self._let_go(*self._recent.popitem(last=False))
+            return pool
+
+    def remember(self, pool: Pool, output: TokenIds, name: str = "") -> Entry | None:
+        """Add int32[n], an output, to a pool; the log keeps it once `commit` was called.
+
+        Args:
+            pool: whose output it is.
+            output: token ids.
+            name: of the session that it is from.
+
+        Returns:
+            What was added; None of an empty output.
+        """
+        if not len(output):
+            return None
+        entry = pool.add(Output(output, self._clock(), session_origin(name)))
+        if self._log is not None:
+            self._log.append(entry)
+        return entry
+
+    def learn(
+        self,
+        learned: Sequence[tuple[str, Output]],
+        note: bytes,
+        lock: Lock,
+        is_deleted: Callable[[Scope, float], bool],
+    ) -> list[tuple[str, Output]]:
+        """Add outputs of other drafters to the pools of their tenants.
+
+        A tenant that is not in memory has them in the log; without a log it takes the place of no
+        other. The log keeps all, and the note, or nothing, once `commit` was called.
+
+        Args:
+            learned: tenants and outputs, oldest first.
+            note: in the place of the one before.
+            lock: held while drafts are made.
+            is_deleted: whether outputs of a tenant, origin and time are not to be learned.
+
+        Returns:
+            What was added.
+        """
+        added: list[tuple[str, Output]] = []
+        with self._lock, lock:
+            for tenant, output in learned:
+                if is_deleted(Scope(tenant, output.origin), output.time_s):
+                    continue
+                pool = self._in_use.get(tenant) or self._new_pool(tenant)
+                if pool is not None:
+                    pool.generations.extend([output])
+                if pool is not None or self._log is not None:
+                    added.append((tenant, output))
+            if added and self._log is not None:
+                entries = [Entry(tenant, output) for tenant, output in added]
+                self._log.append_all([*entries[:-1], replace(entries[-1], note=note)])
+        return added
+
+    def commit(self) -> None:
+        """Keep what was remembered."""
+        if self._log is not None:
+            self._log.commit()
+
+    def reserve(self, tenant: str, num_tokens: int, lock: Lock) -> None:
+        """Make room for tokens to be learned of a tenant, where they will be in memory.
+
+        Args:
+            tenant: its name.
+            num_tokens: how many, one more for each output.
+            lock: held while drafts are made.
+        """
+        with self._lock, lock:
+            pool = self._in_use.get(tenant) or self._new_pool(tenant)
+            if pool is not None:
+                pool.generations.reserve(num_tokens)
+
+    def put_note(self, note: bytes) -> None:
+        """Let the log keep a note alone."""
+        if self._log is not None:
+            self._log.put_note(note)
+
+    def note(self) -> bytes | None:
+        """Return the note that the log keeps."""
+        return self._log.note() if self._log is not None else None
+
+    def may_hold(self, tenant: str, time_s: float) -> bool:
+        """Whether there may be outputs of a tenant that ended at this time or before."""
+        if self._log is None or self._log.failures:
+            with self._lock:
+                return tenant in self._in_use
+        return any(output.time_s <= time_s for output in self._log.load(tenant).outputs)
+
+    @contextmanager
+    def deletion(self, tenant: str) -> Iterator[Pool | None]:
+        """Give a tenant's pool, if it is in memory.
+
+        Until the block ends the tenant's pool is not to be had, so that nothing comes back that is
+        deleted meanwhile; other tenants' are.
+
+        Raises:
+            LimitExceededError: what is kept of the tenant is being deleted already.
+        """
+        with self._lock:
+            if tenant in self._deleting:
+                raise LimitExceededError("the tenant's data is being deleted: try again soon")
+            self._deleting.add(tenant)
+            pool = self._in_use.get(tenant)
+        try:
+            yield pool
+        finally:
+            with self._lock:
+                self._deleting.discard(tenant)
+
+    def let_go(self, tenant: str) -> None:
+        """Keep a tenant's pool in memory no longer than sessions use it, and not for its sake."""
+        with self._lock:
+            self._recent.pop(tenant, None)
+
+    def delete_logged(self, scope: Scope) -> None:
+        """Remove what the log has of a tenant, or of one origin.
+
+        Raises:
+            StateError: the disk refuses.
+        """
+        if self._log is None:
+            return
+        if scope.origin:
+            self._log.delete_origin(*scope)
+        else:
+            self._log.delete(scope.tenant)
+
+    def name_vocabulary(self, fingerprint: str) -> None:
+        """State of which tokenizer the tokens are, where that was not known."""
+        if self._log is not None:
+            self._log.name_vocabulary(fingerprint)
+
+    def close(self) -> None:
+        """Write the statistics that the log does not have yet, and close it."""
+        with self._lock:
+            for tenant, pool in self._recent.items():
+                self._let_go(tenant, pool)
+        if self._log is not None:
+            self._log.close()
+
+    def _new_pool(self, tenant: str) -> Pool | None:
+        """Return a pool for what no log keeps, if there is room for one more."""
+        if self._log is not None or len(self._recent) >= self._limits.max_tenants:
+            return None
+        pool = self._load(tenant)
+        self._in_use[tenant] = self._recent[tenant] = pool
+        return pool
+
+    def _let_go(self, tenant: str, pool: Pool) -> None:
+        if self._log is None:
+            return
+        if pool.learned != pool.logged:
+            self._log.put_statistics(tenant, to_bytes(pool.weights))
+            pool.logged = pool.learned
+        self._log.let_go(tenant)
+
+    def _load(self, tenant: str) -> Pool:
+        limits = self._limits
+        generations = Generations(
+            limits.generations_tokens,
+            limits.generations_age_s,
+            self._clock,
+            GENERATIONS_LIMITS if self._has_corpus(tenant) else GENERATIONS_ALONE,
+        )
+        pool = Pool(tenant, generations)
+        if self._log is not None:
+            kept = self._log.load(tenant)
+            generations.extend(kept.outputs)
+            pool.weights = from_bytes(kept.statistics)
+        return pool

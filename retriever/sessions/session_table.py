@@ -1,0 +1,215 @@
+"""The sessions of a drafter: what is kept of each sequence that is being decoded."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from retriever.drafter import TokenIds
+from retriever.errors import LimitExceededError, SessionExistsError, UnknownSessionError
+from retriever.limits import Limits, shown
+from retriever.predict.databases import Corpus, Databases
+from retriever.predict.pool import Pool
+from retriever.tree import DraftTree
+
+
+class SessionKey(NamedTuple):
+    """What a session is found by.
+
+    Attributes:
+        namespace: whose name it is; names of different namespaces never meet.
+        name: as the caller knows it.
+    """
+
+    namespace: str
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One sequence.
+
+    Attributes:
+        databases: what it is drafted from.
+        prompt_length: tokens that it was opened with.
+        remember: whether its output may serve later sequences.
+        last_used_s: when it was last asked for.
+        drafted: its last draft, of which nobody knows yet what will become; None before the first.
+    """
+
+    databases: Databases
+    prompt_length: int
+    remember: bool
+    last_used_s: float = 0.0
+    drafted: DraftTree | None = None
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.databases.pool.tenant
+
+
+class Sessions:
+    """Sessions by name, the longest idle first. Callers hold a lock.
+
+    Args:
+        limits: how many there may be, of how many tokens, and when an idle one ends.
+        clock: seconds, rising.
+    """
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._by_name: dict[SessionKey, Session] = {}
+        self._num_tokens = 0
+        self._tenant_sessions: Counter[str] = Counter()
+        self._tenant_tokens: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all sequences."""
+        return self._num_tokens
+
+    def add(self, key: SessionKey, session: Session) -> None:
+        """Begin a session.
+
+        Raises:
+            SessionExistsError: the name is taken.
+            LimitExceededError: there are as many as there may be, and none is idle.
+        """
+        if key in self._by_name:
+            raise SessionExistsError(f"session {shown(key.name)} is open already")
+        self.end_idle()
+        self._check_count(session.tenant)
+        self.charge(session, len(session.databases.context))
+        session.last_used_s = self._clock()
+        self._by_name[key] = session
+        self._tenant_sessions[session.tenant] += 1
+
+    def get(self, key: SessionKey) -> Session:
+        """Return a session, which is then the last to be idle.
+
+        Raises:
+            UnknownSessionError: there is none of this name.
+        """
+        session = self._by_name.pop(key, None)
+        if session is None:
+            raise _unknown(key)
+        session.last_used_s = self._clock()
+        self._by_name[key] = session
+        return session
+
+    def charge(self, session: Session, num_tokens: int) -> None:
+        """Count tokens that a sequence is to take.
+
+        Raises:
+            LimitExceededError: there is no room for them; they are not counted then.
+        """
+        limits, tenant = self._limits, session.tenant
+        total = self._num_tokens + num_tokens
+        if total > limits.max_total_tokens:
+            raise LimitExceededError(
+                f"there is no room for {num_tokens} more tokens: open sessions have at most "
+                f"{limits.max_total_tokens}, of all tenants together (max_total_tokens)"
+            )
+        of_tenant = self._tenant_tokens[tenant] + num_tokens
+        if of_tenant > limits.max_tenant_tokens:
+            raise LimitExceededError(
+                f"the tenant's sessions would have {of_tenant} tokens, beyond the limit of "
+                f"{limits.max_tenant_tokens} (max_tenant_tokens)"
+            )
+        self._num_tokens = total
+        self._tenant_tokens[tenant] = of_tenant
+
+    def remove(self, key: SessionKey) -> Session:
+        """End a session and return it.
+
+        Raises:
+            UnknownSessionError: there is none of this name.
+        """
+        session = self._by_name.pop(key, None)
+        if session is None:
+            raise _unknown(key)
+        tenant, num_tokens = session.tenant, len(session.databases.context)
+        self._num_tokens -= num_tokens
+        self._tenant_tokens[tenant] -= num_tokens
+        self._tenant_sessions[tenant] -= 1
+        if not self._tenant_sessions[tenant]:
+            del self._tenant_sessions[tenant], self._tenant_tokens[tenant]
+        return session
+
+    def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
+        """End those that are open still; return how many. One of the same name may have come."""
+        gone = [key for key, session in ended if self._by_name.get(key) is session]
+        for key in gone:
+            self.remove(key)
+        return len(gone)
+
+    def end_idle(self) -> int:
+        """End the sessions that have been idle for too long; return how many."""
+        idle_since_s = self._clock() - self._limits.idle_session_s
+        num_ended = 0
+        while self._by_name:
+            key, session = next(iter(self._by_name.items()))
+            if session.last_used_s > idle_since_s:
+                break
+            self.remove(key)
+            num_ended += 1
+        return num_ended
+
+    def all(self) -> list[Session]:
+        """Return the sessions that are open."""
+        return list(self._by_name.values())
+
+    def items(self) -> list[tuple[SessionKey, Session]]:
+        """Return the sessions that are open, with their names."""
+        return list(self._by_name.items())
+
+    def of(self, tenant: str) -> list[tuple[SessionKey, Session]]:
+        """Return a tenant's sessions that are open."""
+        return [item for item in self._by_name.items() if item[1].tenant == tenant]
+
+    def wipe(self, ended: Iterable[tuple[SessionKey, Session]]) -> None:
+        """End those that are open still, and overwrite their tokens."""
+        for key, session in ended:
+            if self._by_name.get(key) is session:
+                self.remove(key).databases.context.clear()
+
+    def forget(self, pool: Pool) -> None:
+        """Let no open session of a tenant be learned from, or remembered when it ends."""
+        for session in self._by_name.values():
+            if session.databases.pool is pool:
+                session.remember = session.databases.learns = False
+
+    def last_tokens(self, max_sessions: int, num_tokens: int) -> list[TokenIds]:
+        """Return copies of the last tokens, int32[n] each, of the sessions that were used last."""
+        latest = islice(reversed(self._by_name.values()), max_sessions)
+        return [session.databases.context.last(num_tokens).copy() for session in latest]
+
+    def turn_to(self, corpus: Corpus, older: Corpus) -> None:
+        """Draft from this corpus what drafted from an older one: idle sessions keep none open."""
+        for session in self._by_name.values():
+            if session.databases.corpus is older:
+                session.databases.turn_to(corpus)
+
+    def _check_count(self, tenant: str) -> None:
+        limits, of_tenant = self._limits, self._tenant_sessions[tenant]
+        if len(self._by_name) >= limits.max_sessions:
+            raise LimitExceededError(
+                f"there is no room for one more session: at most {limits.max_sessions} are open, "
+                "of all tenants together (max_sessions)"
+            )
+        if of_tenant >= limits.max_tenant_sessions:
+            raise LimitExceededError(
+                f"{of_tenant} sessions of the tenant are open, which is the limit "
+                "(max_tenant_sessions)"
+            )
+
+
+def _unknown(key: SessionKey) -> UnknownSessionError:
+    return UnknownSessionError(f"no session {shown(key.name)} is open: open it first")

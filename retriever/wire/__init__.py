@@ -1,0 +1,1 @@
+"""Values as messages, and errors as statuses."""

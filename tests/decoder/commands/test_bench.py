@@ -1,0 +1,142 @@
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import ArrayLike
+
+from decoder.assembly import assemble
+from decoder.commands import main
+from decoder.commands.bench import BenchOptions, run_benchmark
+from decoder.commands.bench_report import Comparison, summarize, table_of, time_per_step
+from decoder.commands.contenders import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED, Run
+from decoder.commands.prompts import Prompt, read_prompts
+from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.observation import Statistics
+from indexer.reader import Vocabulary
+from retriever.sessions.embedded import EmbeddedDrafter
+from tests.decoder.decoding import tree_of
+
+UNREPETITIVE = Path(__file__).parents[3] / "benchmarks" / "prompts" / "unrepetitive.txt"
+
+
+class Watched(EmbeddedDrafter):
+    """Notes which prompts began a sequence, and whether the answer was to be remembered."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary=vocabulary)
+        self.opened: list[tuple[list[int], bool]] = []
+
+    def open(
+        self, session: str, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
+    ) -> None:
+        self.opened.append((np.asarray(prompt).tolist(), remember))
+        super().open(session, prompt, remember=remember, tenant=tenant)
+
+
+@pytest.fixture(scope="module")
+def language_model(model_directory: Path) -> LanguageModel:
+    return load_model(ModelOptions(str(model_directory)))
+
+
+def test_warm_answers_and_repeats_never_show_a_measured_answer(
+    language_model: LanguageModel,
+) -> None:
+    drafter = Watched(language_model.vocabulary)
+    measured = [Prompt("a", "abc"), Prompt("b", "bcd")]
+    warm = [Prompt("a", " abc "), Prompt("c", "cde"), Prompt("c", "def"), Prompt("c", "efg")]
+    report = run_benchmark(
+        language_model,
+        assemble(language_model, drafter),
+        measured,
+        BenchOptions(max_new_tokens=6, repeat=3, warm=warm, warm_limit=2),
+    )
+    assert report["warm"]["num_prompts"] == 2
+    assert 2 <= report["warm"]["num_tokens"] <= 12
+    assert report["warm"]["left_out_as_measured"] == 1
+    remembered = [prompt for prompt, remember in drafter.opened if remember]
+    expected = [language_model.encode(text) for text in ("cde", "def", "abc", "bcd")]
+    assert remembered == expected
+    for prompt in expected[2:]:
+        rounds = [remember for opened, remember in drafter.opened if opened == prompt]
+        assert rounds == [False, False, True]
+    assert report["overall"]["num_prompts"] == report["overall"]["identical"] == 2
+
+
+def test_the_table_tells_where_time_goes(language_model: LanguageModel) -> None:
+    drafter = EmbeddedDrafter(vocabulary=language_model.vocabulary)
+    decoder = assemble(language_model, drafter)
+    warm = [Prompt("c", "cde")]
+    options = BenchOptions(max_new_tokens=6, warm=warm)
+    report = run_benchmark(language_model, decoder, [Prompt("a", "abc")], options)
+    table = table_of({**report, "drafter": "context"})
+    assert "a plain one" in str(table.caption)
+    assert "undrafted: our own loop" in str(table.caption)
+    assert "warmed with 1 prompt, " in str(table.caption)
+    assert report["overall"]["foredraft"]["widths"]
+
+
+def run_of(seconds: float, num_tokens: int = 10) -> Run:
+    return Run([1] * num_tokens, seconds, num_tokens)
+
+
+def test_ratios_are_sums_over_sums_and_medians_those_of_prompts() -> None:
+    names = (PLAIN, PROMPT_LOOKUP, UNDRAFTED)
+    comparisons = [
+        Comparison("a", {**{name: run_of(seconds) for name in names}, FOREDRAFT: run_of(1.0)})
+        for seconds in (1.0, 2.0, 9.0)
+    ]
+    overall = summarize(comparisons)["overall"]
+    assert overall["speedup_over_plain"] == pytest.approx(4.0)
+    assert overall["median_speedup_over_plain"] == pytest.approx(2.0)
+    assert overall["speedup_over_undrafted"] == pytest.approx(4.0)
+    assert overall["time_per_step"] == {}
+
+
+def test_time_per_step_leaves_the_prompt_out() -> None:
+    nothing, path = tree_of([]), tree_of([]).path_to(-1)
+    drafted, undrafted = Statistics(), Statistics()
+    for statistics, extra in ((drafted, 0.2), (undrafted, 0.0)):
+        for _ in range(5):  # the prompt's pass and four more
+            statistics.record(nothing, path, 1)
+        statistics.prompt_s, statistics.target_s = 7.0, 11.0
+        statistics.draft_s, statistics.total_s = extra, 11.4 + extra
+    times = time_per_step(drafted, undrafted)
+    assert times["plain_step_ms"] == pytest.approx(1100)
+    assert times["ms"] == pytest.approx({"target": 1000, "draft": 50, "host": 100})
+    assert times["share_of_plain_step"]["host"] == pytest.approx(1 / 11)
+    assert drafted.report()["widths"] == {"0": 4}
+
+
+def test_so_many_prompts_of_each_category(questions: Path) -> None:
+    prompts = read_prompts(questions, per_category=2)
+    assert sorted(prompt.category for prompt in prompts) == ["poems"] * 2 + ["sums"] * 2
+    assert len(read_prompts(questions, 3, 2)) == 3
+
+
+def test_the_prompts_chosen_not_to_repeat_can_be_read() -> None:
+    prompts = read_prompts(UNREPETITIVE)
+    assert len({prompt.text for prompt in prompts}) == len(prompts) >= 10
+
+
+def test_the_command_warms_repeats_and_keeps_what_it_measured(
+    model_directory: Path,
+    questions: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--model", str(model_directory), "--prompts", str(questions), "--json"]
+    arguments += ["--max-new-tokens", "4", "--per-category", "1", "--repeat", "2"]
+    arguments += ["--warm", str(questions), "--warm-limit", "3"]
+    arguments += ["--cost-cache", str(tmp_path / "costs")]
+    monkeypatch.setattr(sys, "argv", ["decoder", "bench", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    report = json.loads(capsys.readouterr().out)
+    assert report["overall"]["num_prompts"] == report["repeat"] == 2
+    assert report["warm"]["num_prompts"] == 3
+    assert report["warm"]["left_out_as_measured"] == 2
+    assert len(list((tmp_path / "costs").iterdir())) == 1

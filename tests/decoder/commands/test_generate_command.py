@@ -1,0 +1,238 @@
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from decoder import assembly
+from decoder.budget.costs import CostSurface
+from decoder.model import pretrained as models
+from decoder.model.pretrained import PreparedModel
+from tests.decoder.commands.command_line import PROMPT, generate, never, run
+from tests.decoder.conftest import STOP
+from tests.decoder.decoding import SIZES
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def reported(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def _costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say what passes cost: measuring it takes seconds where others use the machine."""
+    curve = CostSurface.flat((1, 8), (1.0, 1.0))
+    monkeypatch.setattr(assembly, "known_costs", lambda *_: curve)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Three prompts, the second of which is too long for the model."""
+    path = tmp_path / "prompts"
+    path.write_text(f"first\n\n{'x' * 128}\nthird\n")
+    return path
+
+
+def test_a_prompt_that_fails_is_reported_and_the_others_go_on(
+    model_directory: Path,
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("--prompts", str(prompts), "--max-new-tokens", "5")
+    assert generate(monkeypatch, model_directory, *arguments, "--json") == 1
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    assert [row["line"] for row in rows] == [1, 3, 4]
+    assert [row["prompt"][:5] for row in rows] == ["first", "xxxxx", "third"]
+    assert [row["finish_reason"] for row in rows] == ["length", "error", "length"]
+    assert "limit is 128" in rows[1]["error"]
+    assert "error: prompt 2 (line 3): the prompt has 128 tokens" in captured.err
+    assert "10 tokens, " in captured.err
+    for row in (rows[0], rows[2]):
+        generate(monkeypatch, model_directory, *arguments[2:], "--prompt", row["prompt"], "--json")
+        assert reported(capsys)[0]["token_ids"] == row["token_ids"]
+    assert generate(monkeypatch, model_directory, *arguments) == 1
+    blocks = capsys.readouterr().out
+    assert blocks.startswith(f"[1/3] first\n{rows[0]['text']}\n\n[2/3] xxxx")
+    assert blocks.endswith(f"[3/3] third\n{rows[2]['text']}\n\n")
+    assert generate(monkeypatch, model_directory, *arguments, "--limit", "1", "--json") == 0
+    assert [row["line"] for row in reported(capsys)] == [1]
+
+
+def test_answers_end_at_stop_texts_and_stop_tokens(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "30", "--json")
+
+    def report(*more: str) -> dict[str, Any]:
+        assert generate(monkeypatch, model_directory, *arguments, *more) == 0
+        return reported(capsys)[0]
+
+    whole = report()
+    found = re.search(r"(?<=.)[^\ufffd]{1,2}", whole["text"], re.DOTALL)
+    assert found
+    stop = found.group()
+    before = whole["text"][: whole["text"].index(stop)]
+    assert (
+        report("--stop", stop)["text"] == report("--stop", "zz", "--stop", stop)["text"] == before
+    )
+    assert report("--stop", stop, "--include-stop")["text"] == before + stop
+    stop_id = max(set(whole["token_ids"]), key=whole["token_ids"].index)
+    by_token = report("--stop-id", "1", "--stop-id", str(stop_id))
+    assert by_token["token_ids"][-1] in {1, stop_id}
+    assert by_token["finish_reason"] == "stop"
+    assert report("--stop", STOP)["token_ids"] == whole["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", PROMPT, "--stop", ""], "a stop string is empty"),
+        (["--prompt", PROMPT, "--prompts", "file"], "exclude each other"),
+        (["--prompts", "no-such-file"], "cannot read no-such-file"),
+        (["--prompts", sys.executable], f"{sys.executable} is not text in UTF-8"),
+        (["--prompt", PROMPT, "--trace", "/no/such/trace"], "there is no folder /no/such"),
+        (["--prompt", PROMPT, "--trace", "/"], "it is a folder"),
+        (["--prompt", PROMPT, "--system", "x", "--no-chat-template"], "exclude each other"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(models, "load_tokenizer", never)
+    assert generate(monkeypatch, model_directory, *arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_what_the_tokenizer_tells_of_options_is_refused_before_the_weights_are_loaded(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PreparedModel, "load", never)
+    for arguments, message in (
+        (["--stop-id", "-1"], "--stop-id -1 is no token: ids of this model are from 0 to 256"),
+        (["--stop-id", "257"], "--stop-id 257"),
+        (["--system", "Be brief."], "needs a chat template"),
+    ):
+        assert generate(monkeypatch, model_directory, "--prompt", PROMPT, *arguments) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_system_messages_go_into_the_chat_template(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chat = tmp_path / "chat"
+    shutil.copytree(model_directory, chat)
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+
+    def token_ids(template: str, *arguments: str) -> list[int]:
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(chat)
+        assert generate(monkeypatch, chat, "--max-new-tokens", "5", "--json", *arguments) == 0
+        found: list[int] = reported(capsys)[0]["token_ids"]
+        return found
+
+    plain = "system: Be brief.\nuser: hi\n"
+    spelt = token_ids(TEMPLATE, "--prompt", plain, "--no-chat-template")
+    assert token_ids(TEMPLATE, "--prompt", "hi", "--system", "Be brief.") == spelt
+    tokenizer.chat_template = "{{ raise_exception('no ' + messages[0].role) }}"
+    tokenizer.save_pretrained(chat)
+    assert generate(monkeypatch, chat, "--prompt", "hi", "--system", "x") == 1
+    assert "does not take a system and user message: no system" in capsys.readouterr().err
+
+
+def test_traces_are_written_and_shown(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "trace.gz"
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "20", "--trace", str(path), "--json")
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    report = reported(capsys)[0]
+    assert run(monkeypatch, "trace", str(path), "--json") == 0
+    summary = reported(capsys)[0]
+    assert summary["num_steps"] == report["num_passes"]
+    assert summary["num_tokens"] == report["num_tokens"]
+    assert sum(summary["widths"].values()) == summary["num_steps"] - 1
+    monkeypatch.setenv("COLUMNS", "160")
+    assert run(monkeypatch, "trace", str(path)) == 0
+    table = capsys.readouterr().out
+    assert "draft µs" in table
+    assert f"passes: {report['num_passes']}" in table
+    assert run(monkeypatch, "trace", str(tmp_path)) == 1
+    assert capsys.readouterr().err.startswith("error: cannot read ")
+    (tmp_path / "empty").touch()
+    assert run(monkeypatch, "trace", str(tmp_path / "empty")) == 1
+    assert "empty holds no pass" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_text_so_far(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "9", "--trace", "/dev/full", "--json")
+    assert generate(monkeypatch, model_directory, *arguments) == 1
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert len(report["token_ids"]) == 1
+    assert "No space left" in report["error"]
+    assert "error: cannot write the trace /dev/full: No space left" in captured.err
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Path:
+    """A tiny model whose answers have no end."""
+    torch.manual_seed(5)
+    directory = tmp_path_factory.mktemp("endless")
+    shutil.copytree(model_directory, directory, dirs_exist_ok=True)
+    config = LlamaConfig(
+        **SIZES,
+        vocab_size=257,
+        num_hidden_layers=2,
+        max_position_embeddings=10**7,
+        eos_token_id=999,  # no token
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("moment", ["loading", "generating"])
+def test_ctrl_c_leaves_a_clean_terminal(endless: Path, moment: str) -> None:
+    command = [sys.executable, "-m", "decoder", "generate", "--model", str(endless)]
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "1000000"]
+    with subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        begun = process.stderr.readline() if moment == "loading" else process.stdout.read(100)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    if moment == "loading":
+        assert begun.startswith(b"loading")
+        assert output == b""
+    else:
+        assert output.endswith(b"\n")
+        assert errors.splitlines()[-1].count(b"tokens/s") == 1

@@ -1,0 +1,218 @@
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from decoder.drafters.kernels.forest import Forest, plant
+from decoder.drafters.kernels.fused_growth import Growth, grow
+from decoder.drafters.kernels.fused_learning import learn
+from decoder.drafters.kernels.recycled import (
+    NOT_FOUND,
+    NUM_ORDERS,
+    WAYS,
+    Table,
+    find,
+    key_of,
+    write_rows,
+)
+from decoder.drafters.kernels.siblings import (
+    BIAS,
+    NUM_SETS,
+    NUM_TABLE_SOURCES,
+    NUM_WEIGHTS,
+    SLOPE,
+    UNLISTED,
+    Hints,
+    Siblings,
+)
+from decoder.drafters.recycling import contexts_of, likeliest
+from retriever.tree import DraftTree, Source
+from tests.decoder.decoding import random_tree
+from tests.decoder.drafters.fusing import Knowledge, Odds, Path
+
+VOCABULARY = 12
+CAPACITY = 1 << 12
+MANY = 1e8
+"""Squared gradients so far: so many that the order of the candidates hardly matters."""
+
+
+def latest_first(tokens: Path) -> NDArray[np.int32]:
+    context = np.full(NUM_ORDERS, -1, np.int32)
+    last = tokens[-NUM_ORDERS:][::-1]
+    context[: len(last)] = last
+    return context
+
+
+def knowledge(rng: np.random.Generator) -> tuple[Knowledge, Table, Hints]:
+    """Return random evidence as dictionaries and as arrays."""
+    trees = [
+        random_tree(rng, int(rng.integers(0, 20)), VOCABULARY) for _ in range(rng.integers(0, 4))
+    ]
+    contexts = rng.integers(0, VOCABULARY, (int(rng.integers(0, 60)), NUM_ORDERS))
+    table: dict[Path, Odds] = {}
+    arrays = Table.of(CAPACITY, 4)
+    for now, context in enumerate(contexts.tolist(), start=1):
+        tokens = rng.permutation(VOCABULARY)[:4].astype(np.int32)
+        odds = rng.normal(0, 2, 4).astype(np.float32)
+        write_rows(arrays, latest_first(tuple(context))[None], tokens[None], odds[None], now)
+        said = dict(zip(tokens.tolist(), odds.tolist(), strict=True))
+        table |= {tuple(context[-order:]): said for order in range(1, NUM_ORDERS + 1)}
+    hints = Hints(
+        rng.permutation(VOCABULARY)[: rng.integers(0, 5)].astype(np.int32),
+        rng.normal(0, 2, 5).astype(np.float32),
+    )
+    hints = Hints(hints.tokens, hints.log_odds[: len(hints.tokens)])
+    weights = rng.normal(0, 0.7, (NUM_SETS, len(trees) + NUM_TABLE_SOURCES + 1, NUM_WEIGHTS))
+    context = tuple(rng.integers(0, VOCABULARY, int(rng.integers(1, 5))).tolist())
+    said = dict(zip(hints.tokens.tolist(), hints.log_odds.tolist(), strict=True))
+    return Knowledge(trees, table, context, said, weights), arrays, hints
+
+
+def planted(trees: list[DraftTree]) -> Forest:
+    forest, start = Forest.of(len(trees), 32), len(trees)
+    for number, tree in enumerate(trees):
+        start = plant(
+            forest, number, start, tree.token_ids, tree.parents, tree.probabilities, tree.sources
+        )
+    return forest
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_fused_tree_is_that_of_the_slow_twin(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    known, table, hints = knowledge(rng)
+    budget, floor = int(rng.integers(0, 40)), float(rng.choice([1e-4, 0.05]))
+    num_trees = len(known.trees)
+    growth, siblings = Growth.of(num_trees, 64), Siblings.of(num_trees)
+    growth.places[0] = np.arange(num_trees)
+    growth.contexts[0] = latest_first(known.context)
+    size = grow(
+        growth,
+        siblings,
+        planted(known.trees),
+        table,
+        known.weights,
+        hints,
+        budget,
+        floor,
+        int(Source.MODEL),
+    )
+    tree = DraftTree.checked(
+        growth.tokens[:size],
+        growth.parents[:size],
+        growth.probabilities[:size],
+        growth.sources[:size],
+    )
+    expected = known.grown(budget, floor)
+    assert len(tree) == len(expected)
+    for node, (path, probability, source) in enumerate(expected):
+        assert tuple(tree.token_ids[tree.path_to(node)].tolist()) == path
+        assert tree.probabilities[node] == pytest.approx(probability, rel=1e-4)
+        assert tree.sources[node] == source
+
+
+def learned(known: Knowledge, came: Path, rate: float) -> NDArray[np.float64]:
+    """Return the weights after one step for each candidate, the slow way, candidates in order."""
+    weights, curvature = known.weights, np.full_like(known.weights, MANY)
+    for depth, token in enumerate(came):
+        path = came[:depth]
+        opinions = known.opinions(path)
+        own, squares = weights[known.chosen(opinions)], curvature[known.chosen(opinions)]
+        for candidate, share in known.children(path).items():
+            error = share - (candidate == token)
+            gradient = np.zeros_like(own)
+            gradient[-1, BIAS] = error
+            for source, said in enumerate(opinions):
+                if said is not None and candidate in said:
+                    gradient[source, [BIAS, SLOPE]] = error, error * said[candidate]
+                elif said is not None:
+                    gradient[source, UNLISTED] = error
+            squares += gradient**2
+            own -= rate * gradient / np.sqrt(squares)
+    return weights
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_learning_moves_the_weights_as_the_slow_twin_does(seed: int) -> None:
+    rng = np.random.default_rng(1000 + seed)
+    known, table, hints = knowledge(rng)
+    came = tuple(rng.integers(0, VOCABULARY, 3).tolist())
+    rate = 1.0
+    weights = known.weights.copy()
+    num_trees = len(known.trees)
+    places = np.zeros((2, num_trees), np.int32)
+    places[0] = np.arange(num_trees)
+    learn(
+        Siblings.of(num_trees),
+        planted(known.trees),
+        table,
+        weights,
+        np.full_like(weights, MANY),
+        places,
+        latest_first(known.context),
+        hints,
+        np.array(came, np.int32),
+        rate,
+    )
+    before = known.weights.copy()
+    np.testing.assert_allclose(
+        weights - before, learned(known, came, rate) - before, rtol=1e-3, atol=1e-8
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_table_holds_what_was_written_last(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    table = Table.of(1 << 12, 2)
+    truth: dict[Path, list[int]] = {}
+    for now in range(1, 60):
+        contexts = rng.integers(-1, 5, (int(rng.integers(1, 4)), NUM_ORDERS)).astype(np.int32)
+        tokens = rng.integers(0, 99, (len(contexts), 2)).astype(np.int32)
+        write_rows(table, contexts, tokens, tokens.astype(np.float32), now)
+        for context, row in zip(contexts.tolist(), tokens.tolist(), strict=True):
+            for order in range(1, NUM_ORDERS + 1):
+                if min(context[:order]) < 0:
+                    break
+                truth[tuple(context[:order])] = row
+    for context, row in truth.items():
+        padded = np.array([*context, *[0] * (NUM_ORDERS - len(context))], np.int32)
+        entry = find(table.entries, key_of(padded, len(context)))
+        assert table.tokens[entry].tolist() == row
+        assert table.log_odds[entry].tolist() == row
+
+
+def test_oldest_context_gives_way() -> None:
+    table = Table.of(WAYS, 1)  # all contexts share one set of entries
+    for token in range(WAYS + 1):
+        context = np.array([[token, -1, -1]], np.int32)
+        write_rows(table, context, context[:, :1], np.zeros((1, 1), np.float32), token + 1)
+    kept = [
+        find(table.entries, key_of(np.array([token, -1, -1], np.int32), 1)) != NOT_FOUND
+        for token in range(WAYS + 1)
+    ]
+    assert kept == [False, *[True] * WAYS]
+
+
+def test_contexts_follow_the_tree() -> None:
+    rng = np.random.default_rng(5)
+    tree = random_tree(rng, 30)
+    contexts = contexts_of(tree, np.array([7, 8, 9], np.int32))
+    for node in range(len(tree)):
+        path = tree.token_ids[tree.path_to(node)].tolist()
+        assert contexts[node + 1].tolist() == [9, 8, 7, *path][::-1][:NUM_ORDERS]
+    assert contexts[0].tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("vocabulary", [8, 64, 100, 1000])
+def test_likeliest_tokens_are_those_of_a_sort(dtype: torch.dtype, vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (torch.randn(6, vocabulary, generator=generator) * 5).to(dtype)
+    logits[0, :] = -torch.inf
+    logits[1, 3:] = -3.0  # ties, below zero
+    logits[2, 5] = torch.inf
+    tokens, values = likeliest(logits, 8)
+    np.testing.assert_array_equal(values, logits.sort(descending=True).values[:, :8].float())
+    assert all(len(set(row)) == 8 for row in tokens.tolist())
+    found = logits.gather(1, torch.from_numpy(tokens).long())
+    np.testing.assert_array_equal(values, found.float())

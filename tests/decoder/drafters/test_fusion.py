@@ -1,0 +1,225 @@
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from decoder.drafters.following import DraftLimits, NoDrafter, Verified
+from decoder.drafters.fusion import FusedDrafter, Worth
+from decoder.drafters.recycling import RecycledLogits
+from retriever.drafter import Drafter, DraftRequest
+from retriever.errors import (
+    DrafterUnavailableError,
+    OutOfSequenceError,
+    SessionExistsError,
+    UnknownSessionError,
+)
+from retriever.tree import ROOT, DraftTree, Source
+from tests.decoder.decoding import (
+    MODELS,
+    VOCABULARY,
+    ScriptedDrafter,
+    at_random,
+    decoded,
+    decoder_with,
+    every_token,
+    oracle,
+    plainly,
+    prompt_of,
+)
+
+LIMITS = DraftLimits(VOCABULARY)
+NEW_TOKENS = 60
+
+
+def broken() -> Drafter:
+    """Return a drafter that is never there."""
+
+    def refuse(_tokens: list[int], _budget: int) -> DraftTree:
+        raise DrafterUnavailableError("nobody answers")
+
+    return ScriptedDrafter(refuse)
+
+
+def saying(*paths: tuple[list[int], float], source: Source = Source.CORPUS) -> Drafter:
+    """Return a drafter that always drafts chains, each with the probability of its every node."""
+    nodes: list[tuple[int, int, float]] = []
+    for tokens, probability in paths:
+        parent = ROOT
+        for depth, token in enumerate(tokens, start=1):
+            known = [at for at, (p, t, _) in enumerate(nodes) if (p, t) == (parent, token)]
+            if not known:
+                nodes.append((parent, token, probability - 1e-3 * depth))
+            parent = known[0] if known else len(nodes) - 1
+    tree = DraftTree.checked(
+        [token for _, token, _ in nodes],
+        [parent for parent, _, _ in nodes],
+        [probability for _, _, probability in nodes],
+        [source] * len(nodes),
+    )
+    return ScriptedDrafter(lambda _tokens, budget: tree.prefix(budget))
+
+
+def fused(*drafters: Drafter, budget: int = 16) -> DraftTree:
+    drafter = FusedDrafter(drafters, LIMITS)
+    drafter.open("a", np.array([1, 2, 3], np.int32))
+    [tree] = drafter.draft([DraftRequest("a", np.zeros(0, np.int32), 3, budget)])
+    return DraftTree.checked(tree.token_ids, tree.parents, tree.probabilities, tree.sources)
+
+
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    return [tuple(tree.token_ids[tree.path_to(node)].tolist()) for node in range(len(tree))]
+
+
+def test_shared_paths_are_one_and_the_rest_is_grafted() -> None:
+    first, second = saying(([4, 5, 6], 0.8)), saying(([4, 5, 7, 8], 0.7), ([9], 0.2))
+    paths = paths_of(fused(first, second))
+    expected = {(4,), (4, 5), (4, 5, 6), (4, 5, 7), (4, 5, 7, 8), (9,)}
+    assert set(paths) == expected
+    assert len(paths) == len(expected)
+
+
+def test_three_drafters_and_more_are_fused() -> None:
+    drafters = [saying(([token, token + 1], 0.5)) for token in (4, 6, 8, 10)]
+    assert set(paths_of(fused(*drafters))) >= {(4, 5), (6, 7), (8, 9), (10, 11)}
+
+
+def test_what_two_drafters_say_is_more_probable_than_what_one_does() -> None:
+    tree = fused(saying(([4], 0.4), ([5], 0.4)), saying(([4], 0.4), ([6], 0.4)))
+    assert tree.token_ids[0] == 4
+
+
+def test_joint_tree_keeps_to_the_budget_and_is_its_best_part() -> None:
+    first, second = saying(([4, 5, 6, 7], 0.9)), saying(([8, 9], 0.3))
+    whole, cut = fused(first, second, budget=16), fused(first, second, budget=3)
+    assert paths_of(cut) == paths_of(whole)[:3]
+
+
+def test_part_that_fails_costs_its_part_alone() -> None:
+    drafter = FusedDrafter([broken(), saying(([4, 5], 0.8))], LIMITS)
+    drafter.open("a", np.array([1], np.int32))
+    [tree] = drafter.draft([DraftRequest("a", np.zeros(0, np.int32), 1, 8)])
+    assert paths_of(tree) == [(4,), (4, 5)]
+    assert drafter.num_failures("a") > 0
+    drafter.close("a")
+
+
+def test_thread_ends_with_the_drafter() -> None:
+    before = threading.active_count()
+    with FusedDrafter([saying(([4], 0.8))], LIMITS, models=[saying(([5], 0.8))]) as drafter:
+        drafter.open("a", np.array([1], np.int32))
+        drafter.draft([DraftRequest("a", np.zeros(0, np.int32), 1, 8)])
+        assert threading.active_count() == before + 1
+        drafter.close("a")
+    assert threading.active_count() == before
+
+
+def test_sessions_are_as_the_protocol_says() -> None:
+    drafter = FusedDrafter([NoDrafter()], LIMITS)
+    drafter.open("a", np.array([1], np.int32))
+    with pytest.raises(SessionExistsError):
+        drafter.open("a", np.array([1], np.int32))
+    with pytest.raises(OutOfSequenceError):
+        drafter.draft([DraftRequest("a", np.array([2], np.int32), 3, 8)])
+    drafter.close("a")
+    with pytest.raises(UnknownSessionError):
+        drafter.draft([DraftRequest("a", np.zeros(0, np.int32), 1, 8)])
+
+
+def logits_for(*rows: dict[int, float]) -> torch.Tensor:
+    logits = torch.full((len(rows), VOCABULARY), -9.0)
+    for row, odds in enumerate(rows):
+        for token, value in odds.items():
+            logits[row, token] = value
+    return logits
+
+
+def test_likely_tokens_come_back_where_their_context_does() -> None:
+    drafter = FusedDrafter([], LIMITS, recycled=RecycledLogits(1 << 8))
+    drafter.open("a", np.array([1, 2], np.int32))
+    drafter.learn(
+        "a", Verified(2, DraftTree.empty(), logits_for({7: 9, 8: 5}), np.zeros(0, np.int64), 7)
+    )
+    [tree] = drafter.draft([DraftRequest("a", np.array([7, 1, 2], np.int32), 5, 4)])
+    assert tree.token_ids[0] == 7
+    assert tree.probabilities[0] > 0.5
+    assert set(tree.sources.tolist()) == {Source.MODEL}
+
+
+def test_a_token_that_leaves_nothing_to_others_is_kept_as_others_are() -> None:
+    recycled = RecycledLogits(1 << 8)
+    sure = torch.full((1, VOCABULARY), -torch.inf)
+    sure[0, 4] = 90.0
+    verified = Verified(3, DraftTree.empty(), sure, np.zeros(0, np.int64), 4)
+    recycled.learn(verified, np.array([3, 2, 1], np.int32))
+    kept = recycled.table.log_odds[recycled.table.entries["key"] != 0]
+    assert np.isfinite(kept).all()
+    assert (kept[:, 0] > 6).all()
+
+
+def test_a_drafter_that_is_always_wrong_loses_its_say() -> None:
+    drafter = FusedDrafter([saying(([4], 0.9)), saying(([5], 0.6))], LIMITS)
+    drafter.open("a", np.array([1], np.int32))
+    length = 1
+    for _ in range(300):
+        [tree] = drafter.draft(
+            [DraftRequest("a", np.full(int(length > 1), 5, np.int32), length, 4)]
+        )
+        path = tree.follow(np.array([5]))
+        drafter.learn("a", Verified(5, tree, logits_for({5: 9}, {5: 9}, {5: 9}), path[:0], 5))
+        length += 1
+    assert tree.token_ids[0] == 5
+    assert tree.probabilities[0] > 0.8
+    assert tree.probabilities[tree.token_ids.tolist().index(4)] < 0.2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_drafts_change_no_output(name: str) -> None:
+    model, prompt = MODELS[name](), prompt_of(12)
+    expected = plainly(model, prompt, NEW_TOKENS)
+    drafters = [
+        ScriptedDrafter(guess) for guess in (oracle(prompt + expected), at_random(), every_token)
+    ]
+    slow = ScriptedDrafter(at_random(seed=5))
+    drafter = FusedDrafter(drafters, LIMITS, models=[slow], recycled=RecycledLogits())
+    decoder = decoder_with(model, drafter)
+    for _ in range(2):  # the second time with what was recycled
+        assert decoded(decoder, prompt, NEW_TOKENS) == expected
+    assert all(len(part.closed) == 2 for part in [*drafters, slow])
+    assert drafters[0].closed[0] == prompt + expected
+
+
+def test_recycled_logits_save_passes_the_second_time() -> None:
+    model, prompt = MODELS["llama"](), prompt_of(12)
+    decoder = decoder_with(model, FusedDrafter([], LIMITS, recycled=RecycledLogits()))
+    passes = []
+    for _ in range(2):
+        generation = decoder.generate(prompt, NEW_TOKENS)
+        list(generation)
+        passes.append(generation.statistics.num_passes)
+    assert passes[1] < 0.8 * passes[0] < 0.5 * NEW_TOKENS
+
+
+def test_model_is_asked_where_it_pays_and_not_where_it_does_not() -> None:
+    worth = Worth()
+    asked = {0.1: 0, 0.9: 0}
+    for _ in range(400):
+        for sureness, gain in ((0.1, 1.5), (0.9, 0.05)):
+            if worth.pays(sureness, token_s=0.02):
+                asked[sureness] += 1
+                worth.learn(sureness, gain, seconds=0.01)
+    assert asked[0.1] == 400
+    assert asked[0.9] < 40
+
+
+def test_model_that_begins_to_pay_is_found_out() -> None:
+    worth = Worth()
+    for _ in range(100):
+        if worth.pays(0.9, 0.02):
+            worth.learn(0.9, 0.0, 0.01)
+    asked = 0
+    for _ in range(2000):
+        if worth.pays(0.9, 0.02):
+            asked += 1
+            worth.learn(0.9, 2.0, 0.01)
+    assert asked > 1000

@@ -1,0 +1,191 @@
+"""The copy of a model that verifies: it shares weights, attends by groups and packs weights."""
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from decoder.model import attention, packing
+from decoder.model.adapted import structural_copy
+from decoder.model.attention import TREE_ATTENTION, tree_attention
+from decoder.model.packing import PackedLinear, pack_linears
+from decoder.model.target import Target
+from retriever.tree import DraftTree
+from tests.decoder.decoding import MODELS, plainly, prompt_of, random_tree, tiny_llama
+from tests.decoder.model.test_target import FORKED, largest_error
+
+
+def heads_dealt_out(query: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """Fold as if head h belonged to key head h % key heads."""
+    batch, heads, rows, size = query.shape
+    dealt = query.view(batch, heads // key_heads, key_heads, rows, size).transpose(1, 2)
+    return dealt.reshape(batch, key_heads, -1, size)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_planted_error_in_the_grouping_of_heads_is_caught(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = MODELS[name](dtype=torch.float64), prompt_of(12)
+    assert largest_error(model, prompt, FORKED) < 1e-8
+    monkeypatch.setattr(attention, "folded", heads_dealt_out)
+    assert largest_error(model, prompt, FORKED) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5, 16, 33])
+def test_attention_by_groups_is_attention(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    module = nn.Module()
+    module.num_key_value_groups = 3  # type: ignore[assignment]  # as transformers sets it
+    query = torch.randn(1, 9, rows, 16, dtype=dtype)
+    key, value = (torch.randn(1, 3, 300, 16, dtype=dtype) for _ in range(2))
+    mask = torch.zeros(1, 1, rows, 300, dtype=dtype)
+    mask.masked_fill_(torch.rand(rows, 300) < 0.5, torch.finfo(dtype).min)
+    wide = query.double(), key.double(), value.double(), mask.double()
+    expected, _ = sdpa_attention_forward(module, *wide, 0.0, 0.3)
+    output, _ = tree_attention(module, query, key, value, mask, scaling=0.3)
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_options_that_change_attention_are_left_to_transformers() -> None:
+    query, key, value = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    mask, bias = torch.zeros(1, 1, 4, 4), torch.randn(1, 2, 4, 4)
+    module = nn.Module()
+    biased, _ = tree_attention(module, query, key, value, mask, position_bias=bias)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, position_bias=bias)
+    torch.testing.assert_close(biased, expected)
+    with pytest.raises(ValueError, match="softcap"):
+        tree_attention(module, query, key, value, mask, softcap=30.0)
+
+
+def test_the_model_itself_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_LEAST_WEIGHTS", {torch.float32: 1})
+    model = tiny_llama().train()
+    calls: list[str] = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append("head"))
+    expected = plainly(model, prompt_of(9), 5)
+    classes = [type(module) for module in model.modules()]
+    state = copy.deepcopy(model.state_dict())
+    target = Target(model)
+    before = len(calls)
+    target.prefill(np.array(prompt_of(9), np.int32))
+    assert len(calls) == before + 1  # hooks go on working in the copy
+    assert [type(module) for module in model.modules()] == classes
+    assert model.config._attn_implementation == "sdpa"
+    assert model.training
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    assert plainly(model, prompt_of(9), 5) == expected
+
+
+def test_a_copy_shares_every_weight() -> None:
+    model = tiny_llama()
+    copied = structural_copy(model)
+    assert copied is not model
+    pairs = zip(model.parameters(), copied.parameters(), strict=True)
+    assert all(mine is theirs for mine, theirs in pairs)
+    assert copied.config is not model.config
+    configs = [vars(part).get("config", copied.config) for part in copied.modules()]
+    assert all(config is copied.config for config in configs)
+
+
+def logits_of(model: PreTrainedModel, tree: DraftTree, *, pack: bool) -> tuple[torch.Tensor, int]:
+    target = Target(model, pack=pack)
+    target.prefill(np.array(prompt_of(20), np.int32))
+    return target.verify(5, tree), target.packed_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_weights_change_nothing_but_rounding(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_LEAST_WEIGHTS", {torch.float32: 1})
+    model = MODELS[name]()
+    linear_bytes = sum(
+        4 * part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear)
+    )
+    for width in (0, 1, 20, 60):
+        tree = random_tree(np.random.default_rng(width), width)
+        packed, num_bytes = logits_of(model, tree, pack=True)
+        plain, none = logits_of(model, tree, pack=False)
+        assert (num_bytes, none) == (linear_bytes, 0)
+        torch.testing.assert_close(packed, plain, rtol=0, atol=1e-4)
+
+
+def test_layers_that_cannot_be_packed_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_LEAST_WEIGHTS", {torch.float32: 64})
+    hooked, bare, small, double = (
+        nn.Linear(8, 8),
+        nn.Linear(8, 8),
+        nn.Linear(8, 2),
+        nn.Linear(8, 8),
+    )
+    hooked.register_forward_pre_hook(lambda *_: None)
+    part = nn.Sequential(hooked, bare, small, double.double())
+    assert pack_linears(part) == 4 * 64
+    assert [type(layer) for layer in part] == [nn.Linear, PackedLinear, nn.Linear, nn.Linear]
+    inputs = torch.randn(3, 5, 8)[:, ::2]
+    expected = inputs @ bare.weight.T + bare.bias
+    torch.testing.assert_close(bare(inputs), expected)
+    torch.testing.assert_close(bare(inputs[:, :0]), expected[:, :0])
+
+
+def test_models_that_a_library_patched_run_as_they_are() -> None:
+    model = tiny_llama()
+    prompt = np.array(prompt_of(9), np.int32)
+    expected = Target(model).prefill(prompt)
+    layer = model.model.layers[0]
+    layer.forward = functools.partial(type(layer).forward, layer)
+    target = Target(model)
+    assert target._model is model
+    torch.testing.assert_close(target.prefill(prompt), expected)
+
+
+def test_grouped_attention_is_used() -> None:
+    target = Target(tiny_llama())
+    assert target._model.config._attn_implementation == TREE_ATTENTION
+    assert Target(tiny_llama("eager"))._model.config._attn_implementation == "eager"
+
+
+class Attention(nn.Module):
+    """Three layers of one input, under the names that transformers gives them."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(8, 12, bias=bias)
+        self.k_proj = nn.Linear(8, 4, bias=bias)
+        self.v_proj = nn.Linear(8, 4, bias=bias)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_input_are_multiplied_together(
+    *, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_LEAST_WEIGHTS", {torch.float32: 1})
+    part = Attention(bias=bias)
+    layers = (part.q_proj, part.k_proj, part.v_proj)
+    plain = [copy.deepcopy(layer) for layer in layers]
+    assert pack_linears(part) == 4 * (12 + 4 + 4) * 8
+    products: list[torch.Tensor] = []
+    multiplied = packing._multiplied
+
+    def counted(states: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        products.append(states)
+        return multiplied(states, *given)
+
+    monkeypatch.setattr(packing, "_multiplied", counted)
+    with torch.inference_mode():
+        inputs = [torch.randn(1, rows, 8) for rows in (1, 3, 3)]
+        for states in inputs:
+            for layer, expected in zip(layers, plain, strict=True):
+                torch.testing.assert_close(layer(states), expected(states))
+        assert len(products) == 3
+        for number in (2, 0, 1, 0, 2, 1):  # in any order, with inputs that differ
+            states = inputs[number]
+            torch.testing.assert_close(layers[number](states), plain[number](states))

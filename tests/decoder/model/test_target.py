@@ -1,0 +1,147 @@
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from decoder.model import target as target_module
+from decoder.model.cache import GrowingLayer, TreeCache
+from decoder.model.passes import CachedPasses
+from decoder.model.target import Target
+from decoder.model.tree_layout import TreeLayout, additive_mask, within_depth
+from retriever.tree import ROOT, DraftTree
+from tests.decoder.decoding import MODELS, VOCABULARY, prompt_of, random_tree, tree_of
+
+FORKED = tree_of([(ROOT, 5), (ROOT, 6), (0, 7), (1, 8), (0, 9), (2, 10), (3, 10), (5, 11)])
+
+
+def plain_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0, -1]
+    return logits
+
+
+def layers_of(target: Target) -> list[GrowingLayer]:
+    assert isinstance(target._passes, CachedPasses)
+    assert isinstance(target._passes.cache, TreeCache)
+    return target._passes.cache.growing_layers
+
+
+def largest_error(model: PreTrainedModel, prompt: list[int], tree: DraftTree) -> float:
+    """Return the largest difference between logits of a tree pass and of plain passes."""
+    target = Target(model)
+    target.prefill(np.array(prompt[:-1], np.int32))
+    logits = target.verify(prompt[-1], tree)
+    paths = [[], *(tree.token_ids[tree.path_to(node)].tolist() for node in range(len(tree)))]
+    errors = [
+        float((row - plain_logits(model, prompt + path)).abs().max())
+        for row, path in zip(logits, paths, strict=True)
+    ]
+    return max(errors)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("length", [2, 7, 20])
+def test_every_node_sees_its_path_and_nothing_else(name: str, attention: str, length: int) -> None:
+    rng = np.random.default_rng(length)
+    exact = 1e-8 if attention == "sdpa" else 1e-4  # eager attention's softmax is single precision
+    for dtype, tolerance in ((torch.float64, exact), (torch.float32, 1e-3)):
+        model = MODELS[name](attention, dtype)
+        for tree in (FORKED, random_tree(rng, 20), DraftTree.empty()):
+            assert largest_error(model, prompt_of(length), tree) < tolerance
+
+
+def with_siblings_visible(
+    visible: torch.Tensor, depths: torch.Tensor, past: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    causal = torch.ones_like(visible).tril()
+    return additive_mask(causal, depths, past, window, dtype)
+
+
+def windowed_by_slot(
+    visible: torch.Tensor, depths: torch.Tensor, past: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    return additive_mask(visible, torch.arange(len(depths)), past, window, dtype)
+
+
+def without_window(
+    visible: torch.Tensor, depths: torch.Tensor, past: int, _: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    return additive_mask(visible, depths, past, None, dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("llama", with_siblings_visible),
+        ("gemma", with_siblings_visible),
+        ("gemma", windowed_by_slot),
+        ("gemma", without_window),
+    ],
+)
+def test_planted_mask_error_is_caught(
+    name: str, planted: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_module, "additive_mask", planted)
+    assert largest_error(MODELS[name](dtype=torch.float64), prompt_of(12), FORKED) > 1e-3
+
+
+class BySlot:
+    @staticmethod
+    def of(tree: DraftTree) -> TreeLayout:
+        return TreeLayout(TreeLayout.of(tree).visible, np.arange(len(tree) + 1))
+
+
+def test_planted_positions_by_slot_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "TreeLayout", BySlot)
+    assert largest_error(MODELS["llama"](dtype=torch.float64), prompt_of(12), FORKED) > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("path", [[], [0], [0, 2], [0, 2, 5, 7], [1, 3, 6], [0, 4]])
+def test_commit_leaves_the_cache_as_if_fed_plainly(name: str, path: list[int]) -> None:
+    model = MODELS[name](dtype=torch.float64)
+    prompt = prompt_of(20)
+    target, reference = Target(model), Target(model)
+    target.prefill(np.array(prompt[:-1], np.int32))
+    target.verify(prompt[-1], FORKED)
+    target.commit(np.array(path, np.int64))
+    reference.prefill(np.array(prompt + FORKED.token_ids[path].tolist(), np.int32))
+    for layer, expected in zip(layers_of(target), layers_of(reference), strict=True):
+        torch.testing.assert_close(layer.held(), expected.held(), rtol=0, atol=1e-10)
+        assert layer.get_seq_length() == len(prompt) + len(path)
+
+
+def test_verifying_again_forgets_what_was_not_committed() -> None:
+    target = Target(MODELS["gemma"](dtype=torch.float64))
+    target.prefill(np.array(prompt_of(12), np.int32))
+    first = target.verify(5, FORKED)
+    target.verify(7, FORKED.prefix(3))
+    torch.testing.assert_close(target.verify(5, FORKED), first, rtol=0, atol=1e-10)
+
+
+def test_cache_outgrows_its_first_buffer() -> None:
+    model = MODELS["llama"](dtype=torch.float64)
+    model.config.max_position_embeddings = 1024
+    assert largest_error(model, prompt_of(600), FORKED) < 1e-8
+
+
+def test_prefill_forgets_the_sequence_before() -> None:
+    target = Target(MODELS["llama"](dtype=torch.float64))
+    prompt = np.array(prompt_of(9), np.int32)
+    first = target.prefill(prompt)
+    target.verify(5, FORKED)
+    target.commit(np.array([1, 3]))
+    torch.testing.assert_close(target.prefill(prompt), first, rtol=0, atol=1e-12)
+    assert first.shape == (1, VOCABULARY)
+
+
+def test_nodes_beyond_a_depth_are_left_out() -> None:
+    rng = np.random.default_rng(0)
+    for max_depth in (0, 1, 2, 5, 99):
+        tree = random_tree(rng, 30)
+        cut = within_depth(tree, max_depth)
+        DraftTree.checked(cut.token_ids, cut.parents, cut.probabilities, cut.sources)
+        kept = [node for node in range(30) if len(tree.path_to(node)) <= max_depth]
+        paths = [cut.token_ids[cut.path_to(node)].tolist() for node in range(len(cut))]
+        assert paths == [tree.token_ids[tree.path_to(node)].tolist() for node in kept]

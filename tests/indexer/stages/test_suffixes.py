@@ -1,0 +1,81 @@
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from indexer.stages.segments import first_token_starts, sort_suffixes
+
+
+def slow_suffixes(tokens: NDArray[np.unsignedinteger]) -> list[int]:
+    """Return what `sort_suffixes` must: sorted by comparing the rests of the array."""
+    separator = np.iinfo(tokens.dtype).max
+    positions = [place for place, token in enumerate(tokens.tolist()) if token != separator]
+    return sorted(positions, key=lambda place: tokens[place:].tolist())
+
+
+def slow_starts(tokens: NDArray[np.unsignedinteger], vocabulary_size: int) -> list[int]:
+    firsts = [int(tokens[place]) for place in slow_suffixes(tokens)]
+    return [sum(first < token for first in firsts) for token in range(vocabulary_size + 1)]
+
+
+# Each alphabet meets a boundary: of the widths of sort keys, or of the dtype.
+ALPHABETS: dict[type[np.unsignedinteger], list[Sequence[int]]] = {
+    np.uint16: [[0], [0, 1], [253, 254], [254, 255, 256], [0, 65533, 65534], range(65535)],
+    np.uint32: [
+        [0, 1],
+        [65533, 65534],
+        [65534, 65535, 65536],
+        [2**24 - 2, 2**24 - 3, 0],
+        [2**24 - 1, 2**24, 1],
+        [2**32 - 2, 2**32 - 3, 0],
+        [255, 256, 65535, 65536, 2**24],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "alphabet"), [(dtype, each) for dtype, all_ in ALPHABETS.items() for each in all_]
+)
+def test_suffixes_stand_in_the_order_of_their_tokens(
+    dtype: type[np.unsignedinteger], alphabet: Sequence[int]
+) -> None:
+    rng = random.Random(1)
+    separator = int(np.iinfo(dtype).max)
+    for _ in range(400):
+        symbols = [*rng.choices(alphabet, k=4), separator]
+        tokens = np.array(rng.choices(symbols, k=rng.randrange(30)), dtype)
+        suffixes = sort_suffixes(tokens)
+        assert suffixes.dtype == np.uint32
+        assert suffixes.tolist() == slow_suffixes(tokens)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), max_size=6))
+@settings(max_examples=300, deadline=None)
+def test_suffixes_of_documents_that_repeat_each_other_are_sorted(
+    documents: list[list[int]],
+) -> None:
+    tokens = np.array([token for document in documents for token in [*document, 65535]], np.uint16)
+    assert sort_suffixes(tokens).tolist() == slow_suffixes(tokens)
+
+
+def test_starts_bound_the_suffixes_of_every_token() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        size = rng.randrange(1, 12)
+        symbols = [*range(size), 65535]
+        tokens = np.array(rng.choices(symbols, k=rng.randrange(30)), np.uint16)
+        starts = first_token_starts(tokens, size)
+        assert starts.dtype == np.uint32
+        assert starts.tolist() == slow_starts(tokens, size)
+
+
+def test_long_repetition_is_sorted() -> None:
+    tokens = np.tile(np.array([7, 7, 300], np.uint16), 100_000)
+    suffixes = sort_suffixes(tokens)
+    # Within each kind of suffix the shorter one, which is a prefix of the longer, comes first.
+    expected = [*range(299_997, -1, -3), *range(299_998, 0, -3), *range(299_999, 0, -3)]
+    assert suffixes.tolist() == expected

@@ -1,0 +1,51 @@
+"""No step waits longer than it may, whatever its deadline, while the server is late every time."""
+
+import time
+
+import numpy as np
+import pytest
+
+from retriever import DraftRequest
+from retriever.client.conversation import FailOpen
+from retriever.client.resilient import ResilientDrafter
+from tests.retriever.service.decodes import PROMPT, proxy_to, wait_until
+
+NUM_LATE = 8
+
+
+def late_steps(
+    address: str, deadline_s: float, width: int, num_late: int = NUM_LATE
+) -> list[float]:
+    """Decode sequences whose server is late at each step; return how long each took."""
+    waits_s, length = [], len(PROMPT)
+    names = [f"s{at}" for at in range(width)]
+    with ResilientDrafter(address, deadline_s=deadline_s) as drafter:
+        assert drafter.wait(10)
+        for name in names:
+            drafter.open(name, PROMPT)
+        for _ in range(num_late):
+            assert wait_until(lambda: has_answered(drafter, address))  # else it is not asked
+            length += 1
+            step = [DraftRequest(name, np.array([3], np.int32), length, 8) for name in names]
+            began = time.monotonic()
+            trees = drafter.draft(step)
+            waits_s.append(time.monotonic() - began)
+            assert any(len(tree) for tree in trees)  # made locally
+        assert set(drafter.fail_opens) == {FailOpen.TIMEOUT}
+        assert drafter.fail_opens.total() == width * num_late
+    return waits_s
+
+
+def has_answered(drafter: ResilientDrafter, address: str) -> bool:
+    with drafter._lock:
+        drafter._take_all()
+        return drafter._planner.conversations[address].oldest_unanswered_s() is None
+
+
+@pytest.mark.parametrize("deadline_s", [0.01, 0.02, 0.05, 0.1])
+@pytest.mark.parametrize("width", [1, 64])
+def test_late_step_ends_at_its_deadline(service: str, deadline_s: float, width: int) -> None:
+    """Of five rounds there is one without a step that is late because the machine is busy."""
+    with proxy_to(service, delay_s=1.3 * deadline_s) as proxy:
+        rounds = (late_steps(proxy.address, deadline_s, width) for _ in range(5))
+        assert any(max(waits_s) < 1.2 * deadline_s for waits_s in rounds)

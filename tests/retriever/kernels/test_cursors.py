@@ -1,0 +1,246 @@
+"""A cursor is kept as its twin keeps it, and lets copying go on after an edit."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.kernels.cursors import collect_cursor, move_cursor, set_cursor
+from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
+from retriever.predict.databases import Context
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree
+from tests.retriever.kernels.twins.cursor_twin import LONG, LOST, CursorTwin, collect_without_cursor
+from tests.retriever.kernels.twins.row_twins import Row
+
+NUM_SEEDS = 3000
+MAX_ROWS = 12
+MAX_DEPTH = 12
+
+
+def sequence_in(rng: np.random.Generator, tokens: TokenIds) -> Chains:
+    """A store of the sequence; what lies behind its end looks like more of it."""
+    capacity = 1 << (len(tokens) - 1).bit_length()
+    ring = rng.integers(0, int(tokens.max()) + 1, capacity).astype(np.int32)
+    ring[: len(tokens)] = tokens
+    none = np.empty((0, 0), np.int32)
+    return Chains(ring, none, none, np.array([len(tokens), 0, 0]), np.empty(0, np.int32))
+
+
+def random_sequence(rng: np.random.Generator) -> TokenIds:
+    """Up to 256 tokens, which sometimes fill a ring to its end."""
+    size = int(rng.choice([1, 2, 30, 64, 128, 200, 256]))
+    return rng.integers(0, int(rng.choice([1, 2, 4, 20])), size).astype(np.int32)
+
+
+def array_of(twin: CursorTwin) -> NDArray[np.int64]:
+    return np.array([-1 if twin.place is None else twin.place, twin.misses])
+
+
+def twin_of(cursor: NDArray[np.int64]) -> CursorTwin:
+    place, misses = cursor.tolist()
+    return CursorTwin(None if place < 0 else place, misses)
+
+
+def test_cursors_move_as_their_twins_do() -> None:
+    """Over tokens that are copied, for a while, from where the cursor stands."""
+    rng = np.random.default_rng(71)
+    moved = lost = parted = 0
+    for _ in range(NUM_SEEDS):
+        tokens = random_sequence(rng)
+        begin = int(rng.integers(len(tokens) + 1))
+        place = int(rng.integers(begin)) if begin else None
+        if place is not None:
+            for offset in range(min(int(rng.integers(40)), len(tokens) - begin)):
+                tokens[begin + offset] = tokens[place + offset]
+        misses = int(rng.choice([0, 0, 1, 5, LOST]))
+        twin = CursorTwin(place if rng.random() > 0.05 else None, misses)
+        cursor = array_of(twin)
+        move_cursor(cursor, sequence_in(rng, tokens), begin)
+        expected = twin.moved(tokens.tolist(), begin)
+        assert twin_of(cursor) == expected
+        lost += twin.place is not None and expected.place is None
+        moved += expected.place not in (None, twin.place)
+        parted += expected.misses > twin.misses == 0
+    assert min(moved, lost, parted) > NUM_SEEDS / 20
+
+
+def test_cursors_are_set_as_their_twins_are() -> None:
+    rng = np.random.default_rng(72)
+    scratch = Scratch(8, max_rows=MAX_ROWS, max_nodes=8)
+    jumped = kept = 0
+    for _ in range(NUM_SEEDS):
+        num_rows = int(rng.choice([0, 1, 2, 5, MAX_ROWS]))
+        places = rng.permutation(20)[:MAX_ROWS] + 8
+        longest = int(rng.choice([LONG - 1, LONG, LONG + 1, MAX_MATCH]))
+        matches = rng.integers(longest // 2, longest + 1, MAX_ROWS)
+        scratch.rows["position"], scratch.rows["match"] = places, matches
+        place = int(rng.choice(places[: num_rows + 1])) if rng.random() > 0.1 else None
+        twin = CursorTwin(place, int(rng.choice([0, 0, 1])))
+        cursor = array_of(twin)
+        set_cursor(cursor, scratch.rows, num_rows)
+        found = list(zip(places.tolist(), matches.tolist(), strict=True))[:num_rows]
+        expected = twin.set(found)
+        assert twin_of(cursor) == expected
+        jumped += expected != twin
+        kept += expected == twin and max(matches[:num_rows], default=0) >= LONG
+    assert min(jumped, kept) > NUM_SEEDS / 20
+
+
+def test_what_may_follow_an_edit_is_collected_as_the_twin_does() -> None:
+    """From a cursor at the first token to one at the last; into rows that fill up."""
+    rng = np.random.default_rng(73)
+    scratch = Scratch(MAX_DEPTH, max_rows=MAX_ROWS, max_nodes=8)
+    full = blind = 0
+    for _ in range(NUM_SEEDS):
+        tokens = random_sequence(rng)
+        query = tokens[len(tokens) - int(rng.choice([0, 1, 1, 2, MAX_MATCH])) :][-MAX_MATCH:]
+        last = len(tokens) - 1
+        place = [None, 0, last, int(rng.integers(len(tokens)))][int(rng.integers(4))]
+        twin = CursorTwin(place, int(rng.choice([0, 1, 1, 2, 5, LOST])))
+        cursor = array_of(twin)
+        depth, first = int(rng.integers(MAX_DEPTH + 1)), int(rng.integers(MAX_ROWS + 1))
+        before = scratch.rows[:first].copy()
+        num_rows = collect_cursor(
+            cursor, sequence_in(rng, tokens), query, depth,
+            scratch.rows, scratch.continuations, first,
+        )  # fmt: skip
+        expected = twin.rows(tokens.tolist(), query.tolist(), depth, MAX_ROWS - first)
+        assert rows_in(scratch, first, num_rows) == expected
+        assert np.array_equal(scratch.rows[:first], before)
+        assert twin_of(cursor) == twin
+        full += num_rows == MAX_ROWS > first
+        blind += any(row.count < 1 for _, row in expected)
+    assert min(full, blind) > NUM_SEEDS / 20
+
+
+def rows_in(scratch: Scratch, first: int, end: int) -> list[tuple[int, Row]]:
+    """Rows with their places."""
+    found = []
+    for index in range(first, end):
+        row = scratch.rows[index]
+        tokens = tuple(scratch.continuations[index, : row["length"]].tolist())
+        match, count, source = int(row["match"]), float(row["count"]), int(row["source"])
+        written = Row(tokens, match, count, source, affinity=float(row["affinity"]))
+        found.append((int(row["position"]), written))
+    return found
+
+
+NEWLINE = 0
+NUM_WORDS = 60
+NUM_FILES = 20
+AHEAD = 6
+EDITS = {
+    "one token replaced": (1, [901]),
+    "three tokens inserted": (0, [901, 902, 903]),
+    "five tokens left out": (5, []),
+    "a line replaced by two": (None, [901, 902, 903, 904, NEWLINE, 905, 906, 907, NEWLINE]),
+}
+
+
+def random_file(rng: np.random.Generator) -> list[int]:
+    """Some 300 tokens in lines of 6 to 13; a few words are frequent and many are rare."""
+    shares = 1 / np.arange(1, NUM_WORDS + 1)
+    lines = [
+        [*(rng.choice(NUM_WORDS, int(rng.integers(5, 13)), p=shares / shares.sum()) + 1), NEWLINE]
+        for _ in range(32)
+    ]
+    return [int(token) for line in lines for token in line]
+
+
+def edited(rng: np.random.Generator, file: list[int], edit: str) -> tuple[list[int], list[int]]:
+    """The file up to the end of an edit, and what follows there in the old file."""
+    num_old, new = EDITS[edit]
+    begin = int(rng.integers(100, 200))
+    if num_old is None:
+        begin = file.index(NEWLINE, begin) + 1
+        num_old = file.index(NEWLINE, begin) + 1 - begin
+    return file[:begin] + new, file[begin + num_old :]
+
+
+def drafts_after(file: list[int], before: list[int], after: list[int]) -> list[DraftTree]:
+    """What is drafted right after the edit, and after each of three tokens more."""
+    drafter = EmbeddedDrafter()
+    prompt = [1000, 1001, *file, 1002]
+    drafter.open("s", np.array(prompt, np.int32))
+    output, trees, known = before + after, [], 0
+    for end in [40, *range(90, len(before) + 4)]:
+        new = np.array(output[known:end], np.int32)
+        trees += drafter.draft([DraftRequest("s", new, len(prompt) + end, 32)])
+        known = end
+    return trees[-4:]
+
+
+def num_right(edit: str) -> NDArray[np.int64]:
+    """int64[files, 4], tokens of the best chain that come next, after 0 to 3 tokens."""
+    rng = np.random.default_rng(74)
+    right = np.zeros((NUM_FILES, 4), np.int64)
+    for number in range(NUM_FILES):
+        file = random_file(rng)
+        before, after = edited(rng, file, edit)
+        for later, tree in enumerate(drafts_after(file, before, after)):
+            chain = tree.best_chain(AHEAD)
+            right[number, later] = len(chain.follow(np.array(after[later:], np.int32)))
+    return right
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_copying_goes_on_after_an_edit(edit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens after it in most files, where words are ambiguous, and earlier than otherwise."""
+    right = num_right(edit)
+    monkeypatch.setattr(Context, "collect", collect_without_cursor)
+    right_without = num_right(edit)
+    whole, whole_without = (right == AHEAD).sum(axis=0), (right_without == AHEAD).sum(axis=0)
+    assert whole[2] >= 0.7 * NUM_FILES
+    assert whole[3] >= 0.9 * NUM_FILES
+    assert (whole[1:] > whole_without[1:]).all()
+    assert (right.sum(axis=0)[1:] > right_without.sum(axis=0)[1:]).all()
+
+
+@pytest.mark.parametrize("edit", ["one token replaced", "three tokens inserted"])
+def test_copying_is_offered_before_any_token_agrees(
+    edit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that stands in the file was written since the edit; its old place is enough."""
+    rng = np.random.default_rng(75)
+    for _ in range(NUM_FILES):
+        file = (rng.permutation(300) + 1).tolist()
+        begin = int(rng.integers(100, 200))
+        num_old, new = EDITS[edit]
+        before, after = file[:begin] + new, file[begin + (num_old or 0) :]
+        wanted = np.array(after[:AHEAD], np.int32)
+        with monkeypatch.context() as patch:
+            assert len(drafts_after(file, before, after)[0].follow(wanted)) == AHEAD
+            patch.setattr(Context, "collect", collect_without_cursor)
+            assert len(drafts_after(file, before, after)[0].follow(wanted)) == 0
+
+
+def collect(context: Context, scratch: Scratch) -> int:
+    """Rows of a sequence in whose corpus no token is known."""
+    return context.collect(context.last(MAX_MATCH), np.empty(0, np.float32), AHEAD, scratch)
+
+
+def test_a_cursor_outlives_the_store_it_was_set_in() -> None:
+    file = np.arange(500, dtype=np.int32)
+    context = Context(file)
+    context.append(np.append(np.arange(2000, 2300), file[:222]).astype(np.int32))
+    capacity, scratch = len(context.chains.tokens), Scratch(AHEAD)
+    collect(context, scratch)
+    context.append(np.array([901, 902, 903], np.int32))
+    assert len(context.chains.tokens) > capacity
+    num_rows = collect(context, scratch)
+    found = [(place, row.continuation) for place, row in rows_in(scratch, 0, num_rows)]
+    assert found == [(place, tuple(range(place, place + AHEAD))) for place in (222, 225)]
+    context.append(file[230:231])
+    num_rows = collect(context, scratch)
+    assert 231 in [place for place, row in rows_in(scratch, 0, num_rows) if row.count > 1]
+
+
+def test_a_cursor_is_given_up_after_long_disagreement() -> None:
+    context, scratch = Context(np.arange(500, dtype=np.int32)), Scratch(AHEAD)
+    context.append(np.arange(100, dtype=np.int32))
+    collect(context, scratch)
+    context.append(np.arange(1000, 1000 + LOST, dtype=np.int32))
+    assert collect(context, scratch) == 2
+    context.append(np.array([2000], np.int32))
+    assert collect(context, scratch) == 0

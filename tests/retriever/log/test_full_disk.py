@@ -1,0 +1,167 @@
+"""Where the disk takes no more, drafting goes on and logging does not."""
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.serving import durability
+from retriever import DraftRequest, StateError, TokenIds
+from retriever.log.generations_log import GenerationsLog
+from retriever.log.log_store import Entry, LogOptions
+from retriever.predict.generations import Output
+from retriever.sessions.embedded import EmbeddedDrafter
+from tests.retriever.log.states import NUM_OUTPUTS, fill
+
+ROOT = Path(__file__).parents[3]
+
+
+def output(number: int) -> TokenIds:
+    return durability.output_of(number)
+
+
+def test_a_full_log_stops_logging_and_not_drafting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = GenerationsLog(tmp_path, options=LogOptions(max_bytes=1 << 18))
+    drafter = EmbeddedDrafter()
+    drafter._pools._log = log
+    for number in range(1000):
+        drafter.open("s", output(number)[:1])
+        drafter.draft([DraftRequest("s", output(number)[1:2], 2, 4)])
+        drafter.close("s", output(number)[2:])
+    assert 0 < drafter.log_failures < 1000
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "drafting goes on" in caplog.text
+    last = output(999)
+    tree = drafter.draft_context(last[:9], 4)
+    assert tree.token_ids.tolist() == last[9:13].tolist()
+    num_kept = len(log.load("").outputs)
+    assert num_kept == 1000 - drafter.log_failures
+    drafter.shut_down()
+    assert len(kept_outputs(tmp_path)) == num_kept
+
+
+def kept_outputs(state: Path) -> list[Output]:
+    log = GenerationsLog(state)
+    outputs = log.load("").outputs
+    log.close()
+    return outputs
+
+
+def test_the_map_grows_as_far_as_it_may(tmp_path: Path) -> None:
+    log = GenerationsLog(tmp_path, options=LogOptions(capacity=1 << 24))
+    tokens = np.full(1 << 20, 70_000, np.int32)
+    for _ in range(12):
+        log.append(Entry("", Output(tokens, 0.0)))
+        log.commit()
+    assert log.failures == 0
+    log.close()
+    assert (tmp_path / "generations.mdb").stat().st_size > 48 << 20
+
+
+LIMITED = """
+import logging, resource, sys
+from pathlib import Path
+import numpy as np
+from retriever.sessions.embedded import EmbeddedDrafter
+logging.basicConfig(format="%(levelname)s %(message)s")
+drafter = EmbeddedDrafter(state=Path(sys.argv[1]), durability=sys.argv[2])
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))
+for number in range(1000):
+    drafter.remember(np.arange(number, number + 200))
+tree = drafter.draft_context(np.arange(999, 1009), 4)
+assert tree.token_ids.tolist() == [1009, 1010, 1011, 1012]
+drafter.shut_down()
+print(drafter.log_failures)
+"""
+
+
+@pytest.mark.parametrize("choice", ["process", "disk"])
+def test_a_disk_that_takes_no_more_stops_logging_and_not_drafting(
+    tmp_path: Path, choice: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, tmp_path, choice],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    failures = int(done.stdout)
+    assert 0 < failures < 1000
+    assert done.stderr.count("WARNING") == 1
+    outputs = kept_outputs(tmp_path)
+    assert len(outputs) == 1000 - failures
+    assert all(len(found.tokens) == 200 for found in outputs)
+
+
+READ_ONLY = """
+import logging, os, sys, tempfile
+from pathlib import Path
+import numpy as np
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.errors import StateError
+state = Path(sys.argv[1])
+logging.basicConfig(format="%(levelname)s %(message)s")
+EmbeddedDrafter().warm()
+with tempfile.TemporaryDirectory() as folder:  # imports what only root may be able to read
+    EmbeddedDrafter(state=Path(folder)).shut_down()
+if os.getuid() == 0:
+    os.setuid(65534)  # nothing is read-only to root
+try:
+    EmbeddedDrafter(state=state / "new")
+except StateError as error:
+    print(error)
+drafter = EmbeddedDrafter(state=state)
+drafter.remember(np.arange(200))
+tokens = np.array(sys.argv[2].split(","), np.int32)
+print(np.array_equal(drafter.draft_context(tokens[:8], 4).token_ids, tokens[8:12]))
+print(drafter.log_failures)
+drafter.shut_down()
+"""
+
+
+def others_may_enter(folder: Path) -> bool:
+    return all(part.stat().st_mode & 0o001 for part in (folder, *folder.parents))
+
+
+@pytest.mark.skipif(
+    os.getuid() == 0 and not (others_may_enter(ROOT) and others_may_enter(Path(sys.prefix))),
+    reason="root cannot become another user who may not enter the folders of the project",
+)
+def test_a_directory_that_cannot_be_written_is_read_and_not_logged_to() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        state = Path(folder)
+        fill(state)
+        state.chmod(0o555)
+        for path in state.iterdir():
+            path.chmod(0o444)
+        before = {path.name: path.read_bytes() for path in state.iterdir()}
+        tokens = ",".join(map(str, output(NUM_OUTPUTS - 1)[:12].tolist()))
+        done = subprocess.run(
+            [sys.executable, "-c", READ_ONLY, state, tokens],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        refusal, warm, failures = done.stdout.splitlines()
+        assert "cannot use the state directory" in refusal
+        assert (warm, failures) == ("True", "1")
+        assert done.stderr.count("WARNING") == 1
+        assert {path.name: path.read_bytes() for path in state.iterdir()} == before
+        state.chmod(0o755)
+
+
+def test_a_state_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateError, match="choose another"):
+        EmbeddedDrafter(state=tmp_path / "file")

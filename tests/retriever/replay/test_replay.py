@@ -1,0 +1,144 @@
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from retriever.commands import app
+from retriever.replay import traces as encoding
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    else:
+        path.write_text(lines)
+    return path
+
+
+def run(*arguments: object) -> Any:
+    result = CliRunner().invoke(app, ["replay", *map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_steps_and_tokens_are_counted_by_hand(tmp_path: Path) -> None:
+    """Nothing is known of 1; after 2 and 3 the prompt is copied to the end."""
+    traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [2, 3, 4, 5], "output_ids": [2, 3, 4, 5]}])
+    report = run(traces, "--budget", 8)
+    assert report["tokens"] == 4
+    assert report["steps"] == 2  # the model's own 2, then 3, 4, 5 from the draft
+    assert report["mean_accepted_tokens"] == 2
+    assert report["accepted_by_source"] == {"context": 1.0}
+    assert report["draft_us"]["p99"] >= report["draft_us"]["p50"] > 0
+
+
+def test_without_a_budget_every_step_commits_one_token(tmp_path: Path) -> None:
+    traces = write(tmp_path / "t.jsonl.gz", [{"prompt_ids": [1], "output_ids": [1] * 9}])
+    report = run(traces, "--budget", 0)
+    assert (report["steps"], report["mean_nodes"]) == (9, 0)
+
+
+def test_warm_outputs_serve_as_generations(tmp_path: Path) -> None:
+    traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [9], "output_ids": [1, 2, 3, 4, 5, 6]}])
+    warm = write(tmp_path / "w.jsonl", [{"output_ids": [1, 2, 3, 4, 5, 6]}])
+    assert run(traces)["steps"] == 6
+    report = run(traces, "--warm", warm)
+    assert report["steps"] == 2  # 1, then 2 to 6
+    assert report["accepted_by_source"] == {"generations": 1.0}
+
+
+def test_index_is_drafted_from(tmp_path: Path, index: Path) -> None:
+    traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [9], "output_ids": list(range(20))}])
+    assert run(traces, "--index", index)["mean_nodes"] > run(traces)["mean_nodes"]
+
+
+def test_earlier_traces_warm_later_ones_and_limit_stops(tmp_path: Path) -> None:
+    row = {"prompt_ids": [9], "output_ids": [1, 2, 3, 4, 5, 6]}
+    traces = write(tmp_path / "t.jsonl", [row, row, row])
+    assert run(traces, "--limit", 1)["steps"] == 6
+    assert run(traces)["steps"] == 10  # 6, and 2 for each later one
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "a"}, "`output` is missing"),
+        ({"prompt": 7, "output": "a"}, "`prompt` is no text"),
+        ({"prompt": "\ud800", "output": "a"}, "surrogate"),
+        ([1, 2], "a trace is a JSON object"),
+        ({"prompt_ids": ["x"], "output_ids": []}, "holds 'x', which is no token id"),
+        ({"prompt_ids": [True], "output_ids": []}, "holds True, which is no token id"),
+        ({"prompt_ids": "12", "output_ids": []}, "is no list"),
+        ({"prompt_ids": [1.7], "output_ids": []}, "holds 1.7"),
+        ({"prompt_ids": [1 << 40], "output_ids": []}, "token ids lie from 0 to 2147483647"),
+        ({"prompt_ids": [1], "output_ids": [-1]}, "`output_ids` holds -1: token ids lie from 0"),
+    ],
+)
+def test_row_that_is_no_trace_is_named_by_line_and_fault(
+    tmp_path: Path, row: Any, reason: str
+) -> None:
+    traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [1], "output_ids": [1]}, row])
+    error = refused(traces)
+    assert f"{traces}, line 2" in error
+    assert reason in error
+    assert "Error" not in error
+
+
+def refused(*arguments: object) -> str:
+    """Return the one line that a replay is refused with, before any tokenizer is loaded."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(encoding, "load_tokenizer", None)
+        result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_files_that_cannot_be_used_are_refused_before_a_tokenizer_is_loaded(
+    tmp_path: Path,
+) -> None:
+    traces = write(tmp_path / "t.jsonl", [{"prompt": "a", "output": "b"}])
+    nowhere = tmp_path / "nowhere"
+    assert "there is no index at" in refused(traces, "--index", nowhere)
+    assert "No such file" in refused(traces, "--warm", nowhere)
+    assert "cannot be read" in refused(traces, "--phrases", nowhere)
+    damaged = tmp_path / "damaged.jsonl"
+    damaged.write_text('{"output": "a"}\n{')
+    assert "line 2 is not JSON" in refused(traces, "--warm", damaged)
+
+
+def test_a_budget_beyond_the_limit_is_a_usage_error(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["replay", str(tmp_path), "--budget", "257"])
+    assert result.exit_code == 2
+    assert "256" in result.stderr
+
+
+def test_a_file_without_a_trace_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text("\n\n")
+    assert "holds no trace" in refused(tmp_path / "t.jsonl")
+
+
+def test_a_file_that_cannot_be_opened_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / "none.jsonl"
+    assert refused(path) == f"error: {path} cannot be read: No such file or directory\n"
+    assert refused(tmp_path) == f"error: {tmp_path} cannot be read: Is a directory\n"
+
+
+def test_unreadable_traces_are_a_clear_error(tmp_path: Path) -> None:
+    damaged = tmp_path / "t.jsonl.gz"
+    damaged.write_bytes(gzip.compress(b'{"prompt_ids": [1], "output_ids": [1]}\n' * 99)[:-9])
+    for path in (damaged, tmp_path / "none.jsonl"):
+        result = CliRunner().invoke(app, ["replay", str(path)])
+        assert result.exit_code == 1
+        assert "cannot be read" in result.stderr
+
+
+def test_report_for_people_shows_the_same_figures(tmp_path: Path) -> None:
+    traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [2, 3], "output_ids": [2, 3]}])
+    result = CliRunner().invoke(app, ["replay", str(traces)])
+    assert "mean_accepted_tokens" in result.stdout

@@ -1,0 +1,291 @@
+"""The service against a real server in another process."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from indexer.reader import Index
+from retriever import (
+    DrafterUnavailableError,
+    DraftRequest,
+    DraftTree,
+    InvalidRequestError,
+    LimitExceededError,
+    OutOfSequenceError,
+    RemoteDrafter,
+    SessionExistsError,
+    Source,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.v1 import retriever_pb2 as pb
+from retriever.v1 import retriever_pb2_grpc as pb_grpc
+from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from retriever.wire.messages import tree_from_message
+from tests.retriever.conftest import start_service, stop_service
+
+
+def assert_same(one: DraftTree, other: DraftTree) -> None:
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert one.parents.tolist() == other.parents.tolist()
+    assert one.probabilities.tolist() == other.probabilities.tolist()
+    assert one.sources.tolist() == other.sources.tolist()
+
+
+def test_draft_over_the_stream_equals_the_embedded_draft(service: str, index: Path) -> None:
+    rng = np.random.default_rng(17)
+    embedded = EmbeddedDrafter.open_indexes([index])
+    tokens = embedded.indexes[0].segments[0].tokens
+    corpus = tokens[tokens < 50].astype(np.int32)
+    nodes = 0
+    with RemoteDrafter(service) as remote:
+        for round_ in range(3):
+            lengths = {}
+            for name in ("a", "b", "c"):
+                start = int(rng.integers(0, 300))
+                prompt = corpus[start : start + 20]
+                lengths[f"{name}{round_}"] = len(prompt)
+                for drafter in (remote, embedded):
+                    drafter.open(f"{name}{round_}", prompt)
+            for _ in range(20):
+                requests = []
+                for name, length in lengths.items():
+                    new = corpus[int(rng.integers(0, 300)) :][: int(rng.integers(0, 9))]
+                    requests.append(DraftRequest(name, new, length + len(new), 16, 0.001))
+                    lengths[name] = length + len(new)
+                pairs = zip(remote.draft(requests), embedded.draft(requests), strict=True)
+                for one, other in pairs:
+                    assert_same(one, other)
+                    nodes += len(one)
+            for name in lengths:
+                for drafter in (remote, embedded):
+                    drafter.close(name, corpus[:7])
+    assert nodes > 1000
+
+
+def test_bare_context_is_drafted_as_embedded(index: Path, tmp_path: Path) -> None:
+    """Over a unix socket, with a service that has not generated anything."""
+    address = f"unix:{tmp_path}/draft.sock"
+    process, _ = start_service("--index", str(index), "--address", address)
+    context = Index.open(index).segments[0].tokens[:9].astype(np.int32)
+    with RemoteDrafter(address) as remote:
+        tree = remote.draft_context(context, 20)
+    stop_service(process)
+    assert len(tree) > 0
+    assert_same(tree, EmbeddedDrafter.open_indexes([index]).draft_context(context, 20))
+
+
+def test_default_budget_is_32_nodes(service: str) -> None:
+    with grpc.insecure_channel(service) as channel:
+        response = RetrieverServiceStub(channel).Draft(pb.DraftRequest(context=[1, 1, 1, 1]))
+    assert len(response.tree.token_ids) == 32
+
+
+def test_indexes_are_listed(service: str, index: Path) -> None:
+    with RemoteDrafter(service) as remote:
+        (info,) = remote.list_indexes()
+    opened = Index.open(index)
+    assert (info.name, info.num_tokens, info.num_documents) == ("corpus", opened.num_tokens, 40)
+    assert info.vocabulary_fingerprint == opened.vocabulary.fingerprint
+
+
+def test_errors_reach_the_client_as_they_are_embedded(service: str) -> None:
+    with RemoteDrafter(service) as remote:
+        remote.open("s", [1, 2, 3])
+        with pytest.raises(SessionExistsError):
+            remote.open("s", [1])
+        with pytest.raises(OutOfSequenceError, match="lost or repeated"):
+            remote.draft([DraftRequest("s", np.array([4], np.int32), 9, 4)])
+        with pytest.raises(LimitExceededError, match="max_budget_nodes"):
+            remote.draft([DraftRequest("s", np.array([4], np.int32), 4, 4000)])
+        with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
+            remote.draft([DraftRequest("s", np.array([50], np.int32), 4, 4)])
+        for tokens in ([-1], [0.5], ["a"], [[1]]):
+            with pytest.raises(InvalidRequestError):
+                remote.draft([DraftRequest("s", np.array(tokens), 4, 4)])
+            with pytest.raises(InvalidRequestError):
+                remote.draft_context(tokens, 4)
+        for budget in (-1, 1 << 40):
+            with pytest.raises(InvalidRequestError):
+                remote.draft_context([1], budget)
+            with pytest.raises(InvalidRequestError):
+                remote.draft([DraftRequest("s", np.array([4], np.int32), 4, budget)])
+        for name in ("", "x" * 257):
+            with pytest.raises(InvalidRequestError, match="bytes"):
+                remote.open(name, [1])
+        assert len(remote.draft_context([1, 1, 1, 1], 0)) == 0
+        with pytest.raises(UnknownSessionError):
+            remote.draft([DraftRequest("t", np.array([4], np.int32), 4, 4)])
+        with pytest.raises(UnknownSessionError):
+            remote.close("t")
+        (tree,) = remote.draft([DraftRequest("s", np.array([4], np.int32), 4, 4)])
+        assert isinstance(tree, DraftTree)
+        remote.close("s")
+
+
+def test_unknown_session_on_the_wire_ends_the_stream_with_not_found(service: str) -> None:
+    with grpc.insecure_channel(service) as channel:
+        step = pb.SessionStep(session_id="nobody", length=1)
+        call = RetrieverServiceStub(channel).DraftStream(
+            iter([pb.DraftStreamRequest(steps=[step])])
+        )
+        with pytest.raises(grpc.RpcError) as raised:
+            next(call)
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_another_tokenizer_is_refused(service: str) -> None:
+    with (
+        RemoteDrafter(service, vocabulary_fingerprint="cd" * 32) as remote,
+        pytest.raises(VocabularyMismatchError, match="model's own tokenizer"),
+    ):
+        remote.open("s", [1])
+
+
+def test_two_clients_may_use_one_session_name(service: str) -> None:
+    with RemoteDrafter(service) as one, RemoteDrafter(service) as other:
+        one.open("s", [1])
+        other.open("s", [1])
+        one.close("s")
+        other.close("s")
+
+
+def test_source_of_a_newer_service_is_unspecified() -> None:
+    message = pb.DraftTree(token_ids=[1], parents=[-1], probabilities=[0.5])
+    message.sources.append(99)  # type: ignore[arg-type]  # what the enumeration does not name yet
+    assert tree_from_message(message).sources.tolist() == [Source.UNSPECIFIED]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "unix:no-such.sock"])
+def test_nobody_listening_is_unavailable(address: str) -> None:
+    message = (
+        rf"no draft service answers at {re.escape(address)} \(.*retriever serve` running there"
+    )
+    with RemoteDrafter(address) as remote, pytest.raises(DrafterUnavailableError, match=message):
+        remote.open("s", [1])
+
+
+def test_paused_service_is_given_up_after_the_timeout(index: Path) -> None:
+    process, address = start_service("--index", str(index), "--address", "127.0.0.1:0")
+    with RemoteDrafter(address, timeout_s=0.5) as remote:
+        remote.open("s", [1, 2, 3])
+        request = DraftRequest("s", np.array([4], np.int32), 4, 4)
+        remote.draft([request])
+        os.kill(process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(DrafterUnavailableError):
+            remote.draft([DraftRequest("s", np.array([5], np.int32), 5, 4)])
+        assert time.monotonic() - began < 1.5
+        os.kill(process.pid, signal.SIGCONT)
+        with pytest.raises(DrafterUnavailableError, match="lost"):
+            remote.draft([DraftRequest("s", np.array([6], np.int32), 6, 4)])
+        remote.close("s")
+        remote.open("s", [1, 2, 3])
+        remote.draft([request])
+    stop_service(process)
+
+
+def test_killed_service_is_unavailable(index: Path) -> None:
+    process, address = start_service("--index", str(index), "--address", "127.0.0.1:0")
+    with RemoteDrafter(address) as remote:
+        remote.open("s", [1, 2, 3])
+        process.kill()
+        process.communicate(timeout=30)
+        with pytest.raises(DrafterUnavailableError):
+            remote.draft([DraftRequest("s", np.array([4], np.int32), 4, 4)])
+
+
+def refused(*arguments: str) -> str:
+    command = [sys.executable, "-m", "retriever", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_address_in_use_is_a_clear_error(service: str, tmp_path: Path) -> None:
+    assert "choose another" in refused("--address", service)
+    address = f"unix:{tmp_path}/draft.sock"
+    process, _ = start_service("--address", address)
+    assert "choose another" in refused("--address", address)
+    process.kill()  # leaves its socket behind, which the next service takes over
+    process.communicate(timeout=30)
+    process, _ = start_service("--address", address)
+    stop_service(process)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", ":50051", "127.0.0.1:x", ""])
+def test_what_is_no_address_is_a_clear_error(address: str) -> None:
+    assert "HOST:PORT" in refused("--address", address)
+
+
+@pytest.mark.parametrize("address", ["unix:/nonexistent/x.sock", "192.0.2.1:50051"])
+def test_address_that_cannot_be_bound_is_one_clear_line(address: str) -> None:
+    errors = refused("--address", address)
+    assert errors.startswith("error: cannot listen on")
+    assert errors.count("\n") == 1
+
+
+def test_missing_index_is_a_clear_error(tmp_path: Path) -> None:
+    assert "no index" in refused("--index", str(tmp_path / "none"))
+
+
+def test_what_one_session_is_refused_costs_the_others_nothing(service: str) -> None:
+    with RemoteDrafter(service) as remote:
+        remote.open("good", [1, 2])
+        remote.open("bad", [1, 2])
+        good = DraftRequest("good", np.array([3], np.int32), 3, 4)
+        with pytest.raises(OutOfSequenceError, match="length of 9"):
+            remote.draft([good, DraftRequest("bad", np.array([3], np.int32), 9, 4)])
+        right = DraftRequest("bad", np.array([3], np.int32), 3, 4)
+        assert len(remote.draft([good, right])) == 2  # as if nothing had been noted of either
+        after = DraftRequest("good", np.array([4], np.int32), 4, 4)
+        with pytest.raises(OutOfSequenceError):
+            remote.draft([after, right])
+        with pytest.raises(DrafterUnavailableError, match="taken back"):
+            remote.draft([DraftRequest("good", np.array([5], np.int32), 4, 4)])
+        remote.close("good")
+        remote.close("bad")
+
+
+class OutOfStep(pb_grpc.RetrieverServiceServicer):
+    """Answers every message with the response to the one before."""
+
+    def OpenSession(self, request: Any, context: Any) -> pb.OpenSessionResponse:  # noqa: N802
+        del request, context
+        return pb.OpenSessionResponse()
+
+    def DraftStream(  # noqa: N802
+        self, request_iterator: Iterator[pb.DraftStreamRequest], context: Any
+    ) -> Iterator[pb.DraftStreamResponse]:
+        del context
+        for message in request_iterator:
+            yield pb.DraftStreamResponse(
+                sequence_number=message.sequence_number - 1, trees=[pb.DraftTree()]
+            )
+
+
+def test_an_answer_to_another_message_is_no_draft() -> None:
+    server = grpc.server(ThreadPoolExecutor(2))
+    pb_grpc.add_RetrieverServiceServicer_to_server(OutOfStep(), server)  # type: ignore[abstract]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with RemoteDrafter(f"127.0.0.1:{port}") as remote:
+        remote.open("s", [1])
+        with pytest.raises(DrafterUnavailableError, match="message 0 where 1 was awaited"):
+            remote.draft([DraftRequest("s", np.empty(0, np.int32), 1, 4)])
+        with pytest.raises(DrafterUnavailableError, match="was lost"):
+            remote.draft([DraftRequest("s", np.empty(0, np.int32), 1, 4)])
+    server.stop(0)

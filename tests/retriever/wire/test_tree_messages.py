@@ -1,0 +1,87 @@
+"""Trees that are checked together are those that pass one by one."""
+
+import numpy as np
+import pytest
+
+from retriever.errors import InvalidTreeError
+from retriever.tree import DraftTree
+from retriever.v1 import retriever_pb2 as pb
+from retriever.wire.messages import clear_trees, tree_from_message, trees_from_messages
+
+
+def some_tree(rng: np.random.Generator) -> pb.DraftTree:
+    """A tree more often than not: with so few tokens siblings are often alike."""
+    size = int(rng.integers(0, 6))
+    parents = [int(rng.integers(-1, at)) if at else -1 for at in range(size)]
+    tree = pb.DraftTree(
+        token_ids=rng.integers(0, 9, size).tolist(),
+        parents=parents,
+        probabilities=np.sort(rng.random(size).astype(np.float32))[::-1].tolist(),
+        sources=rng.integers(0, 6, size).tolist(),
+    )
+    if size and rng.random() < 0.2:
+        damage(tree, int(rng.integers(8)), int(rng.integers(size)))
+    return tree
+
+
+def damage(tree: pb.DraftTree, kind: int, at: int) -> None:
+    if kind == 0:
+        tree.parents[at] = at
+    elif kind == 1:
+        tree.parents[at] = -2
+    elif kind == 2:
+        tree.probabilities[at] = 1.5
+    elif kind == 3:
+        tree.probabilities[at] = float("nan")
+    elif kind == 4:
+        tree.token_ids[at] = 1 << 31
+    elif kind == 5:
+        del tree.sources[at]
+    elif kind == 6:
+        tree.token_ids.append(1)
+    else:
+        tree.sources[at] = 99  # type: ignore[call-overload]  # of a newer service: no damage
+
+
+def one_by_one(messages: list[pb.DraftTree]) -> list[DraftTree] | None:
+    try:
+        return [tree_from_message(message) for message in messages]
+    except InvalidTreeError:
+        return None
+
+
+def test_forest_is_valid_where_each_of_its_trees_is() -> None:
+    rng = np.random.default_rng(11)
+    num_valid = 0
+    for _ in range(3000):
+        messages = [some_tree(rng) for _ in range(int(rng.integers(0, 4)))]
+        expected = one_by_one(messages)
+        assert (clear_trees(messages) is None) == (expected is None)
+        if expected is None:
+            with pytest.raises(InvalidTreeError):
+                trees_from_messages(messages, len(messages))
+            continue
+        num_valid += 1
+        for one, other in zip(trees_from_messages(messages, len(messages)), expected, strict=True):
+            for field in ("token_ids", "parents", "probabilities", "sources"):
+                left, right = getattr(one, field), getattr(other, field)
+                assert left.dtype == right.dtype
+                assert left.tolist() == right.tolist()
+    assert 500 < num_valid < 2500
+
+
+def test_another_number_of_trees_is_refused() -> None:
+    with pytest.raises(InvalidTreeError, match="2 trees for 1"):
+        trees_from_messages([pb.DraftTree(), pb.DraftTree()], 1)
+
+
+def test_probabilities_that_rise_by_a_rounding_are_still_a_tree() -> None:
+    message = pb.DraftTree(
+        token_ids=[1, 2],
+        parents=[-1, 0],
+        probabilities=[0.5, 0.5000001],
+        sources=[pb.SOURCE_CONTEXT] * 2,
+    )
+    assert clear_trees([message]) is None
+    (tree,) = trees_from_messages([message], 1)
+    assert tree.token_ids.tolist() == [1, 2]
