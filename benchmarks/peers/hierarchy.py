@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.peers.datastore import SortedText, continuations, texts_of
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
+from benchmarks.peers.peer_sequences import SequenceDrafter, TokenSequence
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source

@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.peers.counting import most_frequent
 from benchmarks.peers.datastore import Datastore, continuations, longest_match
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
+from benchmarks.peers.peer_sequences import SequenceDrafter, TokenSequence
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree, Source
 

@@ -9,7 +9,7 @@ from the left that is followed by anything, and draft what followed.
 from typing import Final
 
 from benchmarks.peers.kernels.scanning import longest_repeat
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence, chain
+from benchmarks.peers.peer_sequences import SequenceDrafter, TokenSequence, chain
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree, Source
 

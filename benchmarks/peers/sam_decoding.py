@@ -16,7 +16,7 @@ from typing import Final
 
 from benchmarks.peers.datastore import Datastore, continuation, first_occurrence, longest_match
 from benchmarks.peers.kernels.scanning import longest_repeat
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence, chain
+from benchmarks.peers.peer_sequences import SequenceDrafter, TokenSequence, chain
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree, Source

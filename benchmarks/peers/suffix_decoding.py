@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.peers.kernels.speculation import speculate
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
+from benchmarks.peers.peer_sequences import SequenceDrafter, TokenSequence
 from benchmarks.peers.suffix_tree import OpenSequence, SuffixTree
 from indexer.reader import Index
 from retriever.drafter import TokenIds
