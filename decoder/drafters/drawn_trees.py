@@ -19,8 +19,8 @@ from decoder.drafters.model_trees import (
     Bounds,
     Children,
     Frontier,
+    JudgedDraft,
     ModelDraft,
-    Outcome,
     StoppingRule,
     grow,
 )
@@ -93,7 +93,7 @@ class RankRates:
         """Return float64[8], shares by rank; they fall and lie between 0 and 1."""
         return np.minimum.accumulate(np.minimum(self._kept / self._drawn, 1.0))
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: JudgedDraft) -> None:
         """Take in what became of a drawn tree."""
         path = set(outcome.path.tolist())
         parents = outcome.tree.parents
@@ -166,7 +166,7 @@ class DrawnTrees:
         tree = filling.tree(self._proposals(filling.distributions))
         return ModelDraft(tree, tree.probabilities.astype(np.float64), num_passes)
 
-    def learn(self, draft: ModelDraft, outcome: Outcome) -> None:  # noqa: ARG002  as others need it
+    def learn(self, draft: ModelDraft, outcome: JudgedDraft) -> None:  # noqa: ARG002  as others need it
         """Take in what became of a draft."""
         self._rates.learn(outcome)
 
