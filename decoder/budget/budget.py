@@ -13,14 +13,45 @@ from decoder.budget.costs import CostSurface, LiveCosts
 from decoder.budget.payoff import FadingRatio, Payoff, RecentMedian
 from retriever.tree import DraftTree
 
+# Simulated decoding is that of `tests/decoder/budget/test_budget.py`: made-up costs, and drafters
+# that are always right in part, always wrong, or change sides every few to 100 steps. One number
+# was changed at a time.
+
 _PACE_DECAY: Final = 0.97
-_LEAST_ASKED: Final = 16
-_RECENT_CUTS: Final = 16
+"""The pace of late is that of some 33 steps: about a paragraph. In simulated decoding 0.9 brings
+1% less with a slow drafter, and 0.99 up to 8% less where the text turns every 100 steps."""
+
 _LIKENESS: Final = 0.7
+"""Weight of this step's own pace against that of late, for their logarithms. On replayed chats it
+is on par with the best ratio of each step (1.0), on edits of code it brings 2% more. Simulated
+decoding prefers less where steps change every seven (0: +7%), more for slow drafters (1: +1.5%)."""
+
+_LEAST_ASKED: Final = 16
+"""Nodes that may be asked for whatever paid of late: retrieval drafts 16 in hardly more time than
+one, and nodes that are not verified calibrate, too. Less would double from lower once text repeats;
+more would take time for nodes that have not paid."""
+
+_RECENT_CUTS: Final = 16
+"""Steps whose largest cut bounds what is asked for: a sentence or a few lines of code. Fewer forget
+within a sentence that long drafts paid, more ask for many nodes long after they did."""
+
 _RECENT_DRAFTS: Final = 9
+"""Drafts whose median time counts: a drafter that became slow shows after five of them, and up to
+four pauses of the machine change nothing."""
+
 _DRAFTER_DECAY: Final = 0.8
+"""A drafter's gain is that of some five drafts: each useless one of a slow drafter costs its whole
+time, so it is left alone soon. The latest counts by itself, too, so it is not left alone too soon.
+In simulated decoding 0.95 loses 1% with a slow drafter and gains as much where the text turns; 0.5
+loses up to 4% where steps change every seven."""
+
 _PROBING_SHARE: Final = 0.01
+"""Share of the time that trying a useless drafter may take. With 0.03 one costs 1.6% more in
+simulated decoding; with 0.003 one that begins to be right is noticed late, which costs 5%."""
+
 _LONGEST_PAUSE: Final = 512
+"""Steps between two trials of the slowest drafter: it bounds how much of a text is over before one
+is noticed that is right again. Drafters of up to five passes' time reach the share above first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

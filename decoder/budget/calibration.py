@@ -69,13 +69,12 @@ class Calibration:
             sources: uint8[n]; one for all if not given.
         """
         cells, size = self._cells(probabilities, sources), self._counts[0].size
-        expected = np.bincount(cells, probabilities, minlength=size)
-        right = np.bincount(cells[came_true], minlength=size)
-        share = 1 / np.maximum(expected / self._most_from_draft, 1.0)
-        shape = self._counts[0].shape
+        of_draft = np.empty((2, size))
+        of_draft[0] = np.bincount(cells, probabilities, minlength=size)
+        of_draft[1] = np.bincount(cells[came_true], minlength=size)
+        of_draft /= np.maximum(of_draft[0] / self._most_from_draft, 1.0)
         self._counts *= self._decay
-        self._counts[0] += (expected * share).reshape(shape)
-        self._counts[1] += (right * share).reshape(shape)
+        self._counts += of_draft.reshape(self._counts.shape)
 
     def forget(self, kept: float) -> None:
         """Let all that was learned count for a share `kept` of what it did."""
@@ -88,31 +87,52 @@ class Calibration:
         of_bins: NDArray[np.float64] = right / expected
         if self._counts.shape[1] == 1:
             return of_bins
-        of_cells: NDArray[np.float64] = (self._counts[1] + prior * of_bins) / (
-            self._counts[0] + prior
-        )
+        expected, right = self._counts
+        of_cells: NDArray[np.float64] = (right + prior * of_bins) / (expected + prior)
         return of_cells
 
     def _cells(
         self, probabilities: NDArray[np.floating[Any]], sources: NDArray[np.uint8] | None
     ) -> NDArray[np.int64]:
         """Return int64[n], the cell of each node; makes room for sources that are new."""
-        bins = np.searchsorted(self._edges, probabilities, side="right").astype(np.int64)
+        cells: NDArray[np.int64] = self._edges.searchsorted(probabilities, side="right")
         if sources is None or len(sources) == 0:
-            return bins
+            return cells
         _, known, num_bins = self._counts.shape
-        new = int(sources.max()) + 1 - known
+        new = max(sources.tolist()) + 1 - known
         if new > 0:
             self._counts = np.concatenate([self._counts, np.zeros((2, new, num_bins))], axis=1)
-        return bins + sources.astype(np.int64) * num_bins
+        cells += np.multiply(sources, num_bins, dtype=np.int64)
+        return cells
 
+
+# Simulated decoding is that of `budget.py`, with one number changed at a time.
 
 _EDGES: Final = np.array([0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9], np.float32)
+"""Finer where a node may or may not pay, between 0.05 and 0.9; what is below never does. In
+simulated decoding one bin above and one below a half bring 6% less where drafts are steady, and 20
+bins bring the same to 5% more, but each of them learns from fewer nodes."""
+
 _DECAY: Final = 0.98
+"""Some fifty drafts: a cell has a node in each few drafts. In simulated decoding 0.995 loses 4%
+with a slow drafter. 0.95 gains 11% where the text turns every 100 steps, as it knows no cell that
+is seldom used; with several sources and real text there are many."""
+
 _PRIOR_NODES: Final = 3.0
+"""Three sure nodes in a row that fail halve the trust in a bin. With 10 a drafter that changes
+sides is believed too long, which costs up to 10% in simulated decoding; 1 brings up to 2% more
+there, but lets a single failure halve the trust."""
+
 _SURPRISE_DECAY: Final = 0.8
 _MOST_SURPRISE: Final = 2.0
+"""Hits beyond what was expected, each fading by a fifth in a step: three in a row of a drafter that
+was thought to be wrong. In simulated decoding 4 is never reached, which costs up to 1%, as does a
+decay of 0.6; 1 costs 1% where drafts are steady and gains up to 8% where a drafter changes
+sides."""
+
 _KEPT_AFTER_SURPRISE: Final = 0.1
+"""What was learned then speaks for about five drafts more. Nothing kept, or half, brings 1 to 2%
+less in simulated decoding with a drafter that changes sides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

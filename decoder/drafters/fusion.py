@@ -59,9 +59,23 @@ def _prior() -> NDArray[np.float64]:
 
 
 _NUM_BINS: Final = 8
+"""Levels of sureness of the quick tree. Fewer are learned sooner, more tell apart what pays; 4 and
+16 obtain 3% more and 1% less of what could be gained in simulation, where gains fall evenly, but
+more where they turn."""
+
 _DECAY: Final = 0.95
+"""Gains are those of some twenty drafts of a level. In simulation 0.98 obtains 3% more of what
+could be gained while gains stay as they are, and 6% less where they turn every 1,500 steps; 0.9
+loses 3% and gains 1%."""
+
 _TRIALS: Final = 6
+"""Drafts of a level before it is judged: accepted tokens vary as much as their mean, so six give it
+to within 40%. 2 and 20 obtain the same to 1% while gains stay as they are."""
+
 _PAUSE: Final = 31
+"""Steps of a level between two trials once it does not pay: every 32nd takes 3% of the draft
+model's time. In simulation 127 obtains 2% less of what could be gained, and 17% less where gains
+turn."""
 
 
 class GainEstimate:

@@ -57,8 +57,17 @@ class JudgedDraft:
 
 
 _RECENT: Final = 15
+"""Steps and passes whose median time counts. A draft takes one to nine passes, so this spans a few
+drafts; seven pauses of the machine change nothing."""
+
 _DECAY: Final = 0.95
+"""Gains are those of some twenty drafts. In simulated decoding 0.9 loses 4% with a model that is
+always of use and barely pays, and 0.98 keeps asking one that has ceased to be of use."""
+
 _LONGEST_PAUSE: Final = 128
+"""A model that is never of use then costs at most 0.6% in simulated decoding. With 512 a turn of
+the text every 200 to 500 steps is missed, which costs up to 15%; 32 would notice turns sooner, at
+0.6% more for useless models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,8 +351,16 @@ class TreeGrower(Protocol):
 
 
 _EDGES: Final = np.exp2(np.arange(-10.0, 0.0))
+"""A bin for each halving down to 1/1024, as frontiers are ranked by the logarithm. What is less
+probable than that is hardly ever among the nodes that are kept."""
+
 _CALIBRATION_DECAY: Final = 0.99
+"""Some hundred drafts. A draft model errs alike for a whole text, so there is less to unlearn than
+for databases, and rare bins need the nodes."""
+
 _PRIOR_NODES: Final = 4.0
+"""Four sure nodes in a row that fail halve the trust in a bin: a model states its own probability,
+which is a better guess to begin with than a count of occurrences."""
 
 
 class MostProbableTrees:
