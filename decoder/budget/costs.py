@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Self
@@ -217,11 +217,20 @@ Samples = dict[tuple[int, int], list[float]]
 """(context, width) to the seconds of the passes timed so far."""
 
 
+def time_pass(target: Target, tree: DraftTree) -> float:
+    """Return the seconds until the choices of one pass are known to the host."""
+    target.rewind()
+    start = time.perf_counter()
+    follow(tree, target.verify(0, tree).argmax(dim=-1).tolist())
+    return time.perf_counter() - start
+
+
 def measure_costs(
     target: Target,
     widths: Sequence[int] = DEFAULT_WIDTHS,
     contexts: Sequence[int] = DEFAULT_CONTEXTS,
     max_seconds: float = DEFAULT_SECONDS,
+    timed: Callable[[Target, DraftTree], float] = time_pass,
 ) -> CostSurface:
     """Time passes of several widths and contexts, in turn, and take the shortest of each.
 
@@ -239,6 +248,7 @@ def measure_costs(
         contexts: tokens before it, rising; what exceeds the model's limit is shortened.
         max_seconds: no pass begins later, but for two passes of the two narrowest widths at the
             first context. What was not reached by then is left out of the surface.
+        timed: how a pass is timed, in seconds.
     """
     if target.pads_passes:
         widths = sorted({*widths, *(width + 1 for width in widths[:-1])})
@@ -248,7 +258,7 @@ def measure_costs(
     samples: Samples = {point: [] for point in points}
     must = {(points[0][0], width) for width in widths[:2]}
     if target.pads_passes:
-        _run_once(target, trees)
+        _run_once(target, trees, timed)
     deadline = time.perf_counter() + max_seconds
     held = 0
     for context, width in _rounds(samples):
@@ -260,12 +270,16 @@ def measure_costs(
         if context != held:
             target.pretend(context)
             held = context
-        samples[context, width].append(time_pass(target, trees[context, width]))
+        samples[context, width].append(timed(target, trees[context, width]))
     target.reset()
     return _surface(samples)
 
 
-def still_holds(target: Target, surface: CostSurface) -> bool:
+def still_holds(
+    target: Target,
+    surface: CostSurface,
+    timed: Callable[[Target, DraftTree], float] = time_pass,
+) -> bool:
     """Return whether passes of one width take within 30% of what a surface says.
 
     A sequence in progress is lost; the target is left without one.
@@ -274,25 +288,21 @@ def still_holds(target: Target, surface: CostSurface) -> bool:
     width = max(width for width in surface.widths if width <= _CHECKED_WIDTH)
     tree = _trial(width - 1, context, target)
     target.pretend(context)
-    seconds = min(time_pass(target, tree) for _ in range(_CHECKS))
+    seconds = min(timed(target, tree) for _ in range(_CHECKS))
     target.reset()
     expected = float(surface.table(context)[width - 1])
     return expected / _STILL_HOLDS <= seconds <= expected * _STILL_HOLDS
 
 
-def time_pass(target: Target, tree: DraftTree) -> float:
-    """Return the seconds until the choices of one pass are known to the host."""
-    target.rewind()
-    start = time.perf_counter()
-    follow(tree, target.verify(0, tree).argmax(dim=-1).tolist())
-    return time.perf_counter() - start
-
-
-def _run_once(target: Target, trees: dict[tuple[int, int], DraftTree]) -> None:
+def _run_once(
+    target: Target,
+    trees: dict[tuple[int, int], DraftTree],
+    timed: Callable[[Target, DraftTree], float],
+) -> None:
     """Run every pass once, those behind the longest context first: what holds it is kept."""
     for context, width in sorted(trees, reverse=True):
         target.pretend(context)
-        time_pass(target, trees[context, width])
+        timed(target, trees[context, width])
 
 
 def _rounds(samples: Samples) -> Iterator[tuple[int, int]]:
