@@ -9,7 +9,7 @@ file and the environment may set as well.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, get_annotations
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
 
 import typer
@@ -42,8 +42,8 @@ class Given(dict[str, object], Generic[Schema]):
 def with_flags(command: Command) -> Command:
     """Give a command the flags of the schemata that its parameters are annotated with.
 
-    A group of flags has the title of its schema in the help, if that has one. A value that the
-    schema refuses ends the command with the flag's name, as every wrong flag does.
+    Flags are shown under the title of the schema that states them, if that has one. A value that
+    the schema refuses ends the command with the flag's name, as every wrong flag does.
     """
     parameters = Signature.from_callable(command).parameters.values()
     taken = {each.name: found for each in parameters if (found := _schema_in(each.annotation))}
@@ -95,15 +95,19 @@ def _shown(parameter: Parameter, taken: _Taken | None) -> Iterator[Parameter]:
         yield parameter
         return
     schema, is_partial = taken
-    panel = schema.model_config.get("title")
     for name, field in schema.model_fields.items():
         is_unset = is_partial or field.default is None or _is_list(field)
         yield Parameter(
             name,
             Parameter.KEYWORD_ONLY,
             default=None if is_unset else field.default,
-            annotation=_option(name, field, panel, is_partial=is_partial),
+            annotation=_option(name, field, _panel_of(name, schema), is_partial=is_partial),
         )
+
+
+def _panel_of(name: str, schema: type[BaseModel]) -> str | None:
+    stated = (each for each in schema.__mro__ if name in get_annotations(each))
+    return next(each.model_config.get("title") for each in stated if issubclass(each, BaseModel))
 
 
 def _option(name: str, field: FieldInfo, panel: str | None, *, is_partial: bool) -> Any:

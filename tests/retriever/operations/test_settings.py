@@ -16,7 +16,7 @@ from pydantic import BaseModel, SecretStr
 from retriever import LimitExceededError, RemoteDrafter
 from retriever.errors import SettingsError
 from retriever.limits import Limits
-from retriever.operations.resolving import Resolved, as_json, as_toml, resolve
+from retriever.operations.resolving import Resolved, as_toml, resolve, to_json
 from retriever.operations.settings import Settings
 from tests.retriever.conftest import start_service, stop_service
 
@@ -131,7 +131,7 @@ def test_what_is_shown_can_be_kept_and_gives_the_same(tmp_path: Path) -> None:
     found = resolved(tmp_path, 'address = "a\\u007f\\"b"\n', index=[Path("x"), Path("y")])
     path.write_text(as_toml(found), encoding="utf-8")
     assert resolve(Settings, {}, {}, path).settings == found.settings
-    shown = json.loads(as_json(found), parse_constant=pytest.fail)
+    shown = json.loads(to_json(found), parse_constant=pytest.fail)
     assert shown["index"] == {"value": ["x", "y"], "origin": "--index"}
     assert shown["generations_age_s"] == {"value": "inf", "origin": "default"}
     assert set(shown) == set(Settings.model_fields)
@@ -147,7 +147,7 @@ def test_the_url_of_a_server_is_shown_without_what_lets_one_in(tmp_path: Path) -
     ):
         assert found.settings.redis is not None
         assert found.settings.redis.get_secret_value() == url
-        for text in (as_toml(found), as_json(found)):
+        for text in (as_toml(found), to_json(found)):
             assert "rediss://host:1/0" in text
             assert "hunter2" not in text + repr(found)
 
@@ -163,7 +163,7 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
     variables = {"FOREDRAFT_KEY": "hunter2", "FOREDRAFT_STORE": "redis://me:hunter2@host:1/0?x=1"}
     found: Resolved[Any] = resolve(WithSecrets, {}, variables)
     assert found.settings.key.get_secret_value() == "hunter2"
-    for text in (as_toml(found), as_json(found)):
+    for text in (as_toml(found), to_json(found)):
         assert "hunter2" not in text
         assert "host:1/0?x=1" in text
         assert "FOREDRAFT_KEY" in text
