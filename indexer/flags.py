@@ -50,11 +50,12 @@ def with_flags(command: Command) -> Command:
 
     @wraps(command)
     def run(**values: object) -> None:
+        made = dict[str, object]()
         for name, (schema, is_partial) in taken.items():
             flags = {field: values.pop(field) for field in schema.model_fields}
             given = {key: value for key, value in flags.items() if value is not None}
-            values[name] = Given(given) if is_partial else _checked(schema, given)
-        command(**values)
+            made[name] = Given(given) if is_partial else _checked(schema, given)
+        command(**values, **made)
 
     shown = [flag for each in parameters for flag in _shown(each, taken.get(each.name))]
     decorated: Any = run
@@ -96,11 +97,11 @@ def _shown(parameter: Parameter, taken: _Taken | None) -> Iterator[Parameter]:
         return
     schema, is_partial = taken
     for name, field in schema.model_fields.items():
-        is_unset = is_partial or field.default is None or _is_list(field)
+        default = None if is_partial or _is_list(field) else field.default
         yield Parameter(
             name,
             Parameter.KEYWORD_ONLY,
-            default=None if is_unset else field.default,
+            default=Parameter.empty if field.is_required() and not is_partial else default,
             annotation=_option(name, field, _panel_of(name, schema), is_partial=is_partial),
         )
 
@@ -112,12 +113,12 @@ def _panel_of(name: str, schema: type[BaseModel]) -> str | None:
 
 def _option(name: str, field: FieldInfo, panel: str | None, *, is_partial: bool) -> Any:
     flag, default = flag_of(name), field.default
-    if field.annotation in (bool, bool | None) and (is_partial or default):
+    if field.annotation in (bool, bool | None) and (is_partial or default is True):
         flag += f"/--no-{flag.removeprefix('--')}"  # what a file says can be taken back
     kind: Any = str if is_secret(field) else field.annotation
     if _is_list(field):
         kind = list[get_args(field.annotation)[0]]  # type: ignore[misc]  # known when it runs
-    has_default = default is not None and not _is_list(field)
+    has_default = not (default is None or field.is_required() or _is_list(field))
     option = typer.Option(
         flag,
         metavar=next((each.name for each in field.metadata if isinstance(each, Metavar)), None),
