@@ -18,7 +18,7 @@ from indexer.tokenizer import DEFAULT_MODEL
 from retriever.client.credentials import VARIABLES, Credentials
 from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
-from retriever.log.log_store import Durability
+from retriever.log.log_store import DEFAULT_DURABILITY, Durability
 from retriever.replication.options import without_credentials
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -100,7 +100,7 @@ class EmbeddedSettings(DatabaseSettings):
             description="What outputs in --state survive: the end of this process, even by kill -9 "
             "(process), or a power failure too, at the cost of a disk write for each (disk)."
         ),
-    ] = "process"
+    ] = DEFAULT_DURABILITY
     refresh: Annotated[
         float,
         Metavar("SECONDS"),
