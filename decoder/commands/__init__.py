@@ -1,7 +1,6 @@
 """The commands: generate answers, read traces, or measure against transformers' own decoding."""
 
 import json
-import sys
 from functools import partial
 
 import typer
@@ -19,6 +18,7 @@ from decoder.commands.prompts import read_prompts
 from decoder.commands.trace_command import print_table, run_trace
 from decoder.model.pretrained import prepare_model
 from indexer.flags import with_flags
+from indexer.launch import errors_in_one_line
 
 app = typer.Typer(
     help="Decode with a model and drafts, or measure against transformers' own decoding.",
@@ -69,8 +69,5 @@ def bench(
 
 def main() -> None:
     """Run the command line; what goes wrong is said in one line."""
-    try:
+    with errors_in_one_line(*FORESEEN):
         app(prog_name="python -m decoder")
-    except FORESEEN as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)

@@ -1,7 +1,6 @@
 """The commands: build an index, change it, say what it holds, check that it is whole."""
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from indexer.commands.progress import BuildProgress
 from indexer.commands.summary import summarise
 from indexer.errors import IndexerError
 from indexer.flags import AsJson, with_flags
+from indexer.launch import errors_in_one_line
 from indexer.tokenizer import DEFAULT_MODEL
 
 app = typer.Typer(
@@ -151,7 +151,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; an error of ours ends it with one line on stderr and status 1."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    try:
+    with errors_in_one_line(IndexerError):
         app(arguments, prog_name="python -m indexer")
-    except IndexerError as error:
-        sys.exit("error: " + " ".join(str(error).split()))

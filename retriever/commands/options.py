@@ -1,31 +1,24 @@
 """What the commands share: errors in one line, and progress of what is loaded."""
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import track
 
 from indexer.errors import IndexerError
+from indexer.launch import errors_in_one_line
 from indexer.reader import Index
 from retriever.errors import RetrieverError
 from retriever.predict.phrases import ListedPhrases
 from retriever.replay.traces import ChatEncoder
 from retriever.sessions.options import load_phrases
 
-
-@contextmanager
-def clear_errors() -> Iterator[None]:
-    """Print an error of ours as one line and end with status 1; for a block or a command."""
-    try:
-        yield
-    except (RetrieverError, IndexerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+clear_errors = partial(errors_in_one_line, RetrieverError, IndexerError)
+"""Prints an error of ours as one line and ends with status 1; for a block or a command."""
 
 
 def listed_phrases(
