@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from typer.testing import CliRunner
 
 from indexer.flags import AsJson, Given, Metavar, with_flags
+from indexer.launch import errors_in_one_line
 
 
 class Base(BaseModel):
@@ -79,3 +80,15 @@ def test_the_help_shows_flags_under_the_schema_that_states_them() -> None:
     assert files < text.index("--files") < text.index("FILE") < text.index("[default: 5]") < more
     assert more < text.index("Above 0.")
     assert "[default: careful]" in text
+
+
+def test_foreseen_errors_end_in_one_line_with_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    @errors_in_one_line(KeyError, ValueError)
+    def fail(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        fail(ValueError("no\n  such thing"))
+    assert (ended.value.code, capsys.readouterr().err) == (1, "error: no such thing\n")
+    with pytest.raises(TypeError):
+        fail(TypeError("a mistake of ours"))
