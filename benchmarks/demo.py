@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from decoder.assembly import DrafterOptions, assemble
+from decoder.assembly import DrafterSettings, assemble
 from decoder.commands.bench import circumstances
 from decoder.commands.contenders import FOREDRAFT, PLAIN, Contender, Run, contenders
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
@@ -190,7 +190,7 @@ def main(
     with draft_service() as address:
         console.print(f"[bold]3/3[/] decode with {DEFAULT_MODEL}")
         language_model = load_model(ModelOptions(DEFAULT_MODEL))
-        with DrafterOptions(servers=[address]).connect(language_model) as drafter:
+        with DrafterSettings(server=[address]).connect(language_model) as drafter:
             decoder = assemble(language_model, drafter)
             ways = contenders(language_model, decoder, max_new_tokens)
             selected = tasks()[:limit]

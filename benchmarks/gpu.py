@@ -27,7 +27,7 @@ from rich.progress import track
 from benchmarks.decoding import greedy_exactness
 from benchmarks.decoding.commit_cost import commit_costs
 from benchmarks.decoding.devices import describe_device, device_state
-from decoder.assembly import DrafterOptions, assemble
+from decoder.assembly import DrafterSettings, assemble
 from decoder.budget.cost_store import describe_machine, device_name, versions
 from decoder.budget.costs import measure_costs
 from decoder.commands.bench import BenchOptions, fitting, run_benchmark
@@ -75,7 +75,7 @@ class Plan:
     model: str
     device: str
     prompts: Sequence[Prompt]
-    drafter: DrafterOptions
+    drafter: DrafterSettings
     bench: BenchOptions
     rounds: int
 
@@ -186,7 +186,7 @@ def command(  # noqa: PLR0913  options
         return
     if prompts is None:
         raise typer.BadParameter("name a file of prompts", param_hint="--prompts")
-    drafter = DrafterOptions(index or ())
+    drafter = DrafterSettings(index=index or [])
     drafter.check()
     others = [] if warm is None else read_prompts(warm)
     options = BenchOptions(max_new_tokens, repeat, others, warm_limit)

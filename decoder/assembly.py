@@ -1,15 +1,16 @@
 """From names and options to a decoder that is ready to run."""
 
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import ConfigDict, Field
 
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
@@ -32,16 +33,16 @@ from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.stated import stated_processors, unapplied_settings
 from decoder.sampling.verification import AcceptRule, accept_greedy
+from indexer.flags import Metavar
 from indexer.reader import Index, Vocabulary
-from retriever.client.credentials import Credentials
 from retriever.client.sharded import ShardedDrafter, connect
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import VocabularyMismatchError
-from retriever.predict.phrases import ListedPhrases
+from retriever.operations.settings import DraftSettings
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.live_corpora import frequent_tokens
-from retriever.sessions.options import check_files
+from retriever.sessions.options import check_files, load_phrases
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,41 +147,48 @@ def _described(vocabulary: Vocabulary) -> str:
     return f"vocabulary {vocabulary.size}, fingerprint {vocabulary.fingerprint[:12]}\u2026"
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterOptions:
-    """Where drafts come from: servers, or databases in this process.
-
-    Attributes:
-        indexes: directories of indexes to draft from in this process.
-        servers: addresses of drafting services, each with a part of a corpus; exclude the others.
-        phrases: files of listed phrases to draft from in this process.
-        draft_model: a smaller model that drafts, too.
-        recycle: whether to draft from what the target itself found likely before, too.
-        credentials: what to show to the servers, and whom to trust.
+class DrafterSettings(DraftSettings):
+    """Where a decoder's drafts come from: services or databases here, a model, the target itself.
 
     Raises:
-        ContradictoryOptionsError: servers and others are given, or a draft model's vocabulary is
-            trimmed without an index.
+        InvalidRequestError: services and databases are given.
+        ContradictoryOptionsError: a vocabulary is trimmed for no model, or without an index.
     """
 
-    indexes: Sequence[Path] = field(default=())
-    servers: Sequence[str] = field(default=())
-    phrases: Sequence[Path] = field(default=())
-    draft_model: DraftModelOptions | None = None
-    recycle: bool = True
-    credentials: Credentials | None = None
+    model_config = ConfigDict(title="Drafts")
 
-    def __post_init__(self) -> None:
-        if self.indexes and self.servers:
+    draft_model: Annotated[
+        str | None,
+        Metavar("MODEL"),
+        Field(description="A smaller model with the same tokenizer, to draft with."),
+    ] = None
+    draft_vocabulary: Annotated[
+        int | None,
+        Metavar("N"),
+        Field(
+            ge=1,
+            description="With --draft-model: draft only the N most frequent tokens of --index.",
+        ),
+    ] = None
+    recycle: Annotated[
+        bool, Field(description="Draft from what the model itself found likely before, too.")
+    ] = True
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse what contradicts itself."""
+        super().model_post_init(context)
+        if self.drafting_model is not None:
+            self.drafting_model.check(self.index)
+        elif self.draft_vocabulary is not None:
             raise ContradictoryOptionsError(
-                "--index and --server exclude each other: a server drafts from its own indexes"
+                "--draft-vocabulary needs a model to trim: --draft-model"
             )
-        if self.phrases and self.servers:
-            raise ContradictoryOptionsError(
-                "--phrases and --server exclude each other: list them where the server starts"
-            )
-        if self.draft_model is not None:
-            self.draft_model.check(self.indexes)
+
+    @property
+    def drafting_model(self) -> DraftModelOptions | None:
+        """Which model drafts; None where none does."""
+        name = self.draft_model
+        return None if name is None else DraftModelOptions(name, self.draft_vocabulary)
 
     def check(self, vocabulary: Vocabulary | None = None) -> None:
         """Open the files for a moment: what is wrong with them need not wait for a model to load.
@@ -191,19 +199,21 @@ class DrafterOptions:
         Raises:
             IndexerError: an index cannot be opened or was built for another tokenizer.
             PhrasesError: a file of phrases cannot be read.
+            CredentialsError: what to show to a service cannot be read.
         """
-        check_files(self.indexes, self.phrases, vocabulary)
+        self.shown_credentials()
+        check_files(self.index, self.phrases, vocabulary)
 
     def describe(self) -> str:
         """Return a few words for reports."""
-        if self.servers:
-            parts = [f"server {', '.join(self.servers)}"]
+        if self.server:
+            parts = [f"server {', '.join(self.server)}"]
         else:
-            parts = ["context", "generations", *map(str, [*self.phrases, *self.indexes])]
+            parts = ["context", "generations", *map(str, [*self.phrases, *self.index])]
         if self.recycle:
             parts.append("recycled logits")
         if self.draft_model is not None:
-            parts.append(f"draft model {self.draft_model.name}")
+            parts.append(f"draft model {self.draft_model}")
         return ", ".join(parts)
 
     @contextmanager
@@ -215,8 +225,8 @@ class DrafterOptions:
             VocabularyMismatchError: the draft model has another tokenizer.
         """
         models: list[Drafter] = []
-        if self.draft_model is not None:
-            models.append(load_draft_model(self.draft_model, language_model, self.indexes))
+        if self.drafting_model is not None:
+            models.append(load_draft_model(self.drafting_model, language_model, self.index))
         retrieval = self._retrieval(language_model)
         try:
             if self.recycle or models:
@@ -233,45 +243,23 @@ class DrafterOptions:
         self, language_model: LanguageModel
     ) -> EmbeddedDrafter | RemoteDrafter | ShardedDrafter:
         vocabulary = language_model.vocabulary
-        if self.servers:
+        if self.server:
             return connect(
-                self.servers,
+                self.server,
                 vocabulary_fingerprint=vocabulary.fingerprint,
-                credentials=self.credentials,
+                credentials=self.shown_credentials(),
             )
-        phrases = self._listed(language_model, vocabulary.size)
-        drafter = EmbeddedDrafter.open_indexes(self.indexes, vocabulary=vocabulary, phrases=phrases)
+        encode = partial(language_model.tokenizer.encode, add_special_tokens=False)
+        phrases = load_phrases(self.phrases, encode, vocabulary.size)
+        drafter = EmbeddedDrafter.open_indexes(self.index, vocabulary=vocabulary, phrases=phrases)
         drafter.warm()
         return drafter
-
-    def _listed(self, language_model: LanguageModel, vocabulary_size: int) -> ListedPhrases | None:
-        """Load the listed phrases and say on standard error what was loaded."""
-        if not self.phrases:
-            return None
-        encode = partial(language_model.tokenizer.encode, add_special_tokens=False)
-        phrases = ListedPhrases.load(self.phrases, encode, vocabulary_size)
-        for line in phrases.summary():
-            print(line, file=sys.stderr)  # noqa: T201  (for whoever starts the command)
-        return phrases
 
 
 def draft_limits(language_model: LanguageModel) -> DraftLimits:
     """Return which tokens a model and drafters of its tokenizer know."""
     embeddings = language_model.model.get_input_embeddings().get_parameter("weight")
     return DraftLimits(int(embeddings.shape[0]), language_model.vocabulary.size)
-
-
-def draft_model_options(name: str | None, num_tokens: int | None) -> DraftModelOptions | None:
-    """Return which model drafts, `None` where none is named.
-
-    Raises:
-        ContradictoryOptionsError: a vocabulary is trimmed for no model.
-    """
-    if name is not None:
-        return DraftModelOptions(name, num_tokens)
-    if num_tokens is not None:
-        raise ContradictoryOptionsError("--draft-vocabulary needs a model to trim: --draft-model")
-    return None
 
 
 def assemble(

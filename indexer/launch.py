@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -58,6 +60,20 @@ def show_messages() -> None:
         logger.setLevel(logging.INFO)
         logger.propagate = False
         logger.handlers = [_StandardError()]
+
+
+@contextmanager
+def errors_in_one_line(*foreseen: type[BaseException]) -> Iterator[None]:
+    """End with status 1 where the block, or the function that this decorates, fails as foreseen.
+
+    Args:
+        foreseen: errors that say what to do; they go to standard error, each as a line.
+    """
+    try:
+        yield
+    except foreseen as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)  # noqa: T201  (likewise)
+        raise SystemExit(1) from error
 
 
 class _StandardError(logging.Handler):

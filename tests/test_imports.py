@@ -14,8 +14,14 @@ MAY_IMPORT = {
     "retriever": {"indexer", "retriever"},
     "decoder": {"indexer", "retriever", "decoder"},
 }
-# Of the indexer, drafting needs to read indexes and tokenizers, never to build.
-READER = {"indexer.reader", "indexer.tokenizer", "indexer.errors", "indexer.launch"}
+# Of the indexer, drafting needs to read indexes and tokenizers and to state flags, never to build.
+READER = {
+    "indexer.errors",
+    "indexer.flags",
+    "indexer.launch",
+    "indexer.reader",
+    "indexer.tokenizer",
+}
 # Adapters of decoder/engines and the libraries that are theirs alone. The decoder is built on
 # transformers, so that is no adapter's own.
 ADAPTERS = {

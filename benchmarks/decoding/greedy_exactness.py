@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from decoder.assembly import DrafterOptions, assemble
+from decoder.assembly import DrafterSettings, assemble
 from decoder.commands.bench import Case, circumstances, fitting
 from decoder.commands.contenders import FOREDRAFT, PLAIN, Contender, contenders
 from decoder.commands.prompts import read_prompts
@@ -165,7 +165,7 @@ def measure(  # noqa: PLR0913  options
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a file.")] = False,
 ) -> None:
     """Decode prompts in both ways and compare."""
-    options = DrafterOptions(index or ())
+    options = DrafterSettings(index=index or [])
     options.check()
     language_model = load_model(ModelOptions(model, precision=Precision.FLOAT32))
     head = {

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from decoder.assembly import DrafterOptions, assemble
+from decoder.assembly import DrafterSettings, assemble
 from decoder.commands.bench import circumstances
 from decoder.commands.prompts import read_prompts
 from decoder.drafters.following import LogitsLearner, Verified
@@ -69,7 +69,7 @@ class TimedDrafter:
 
 
 def measure(
-    language_model: LanguageModel, options: DrafterOptions, texts: list[str], max_new_tokens: int
+    language_model: LanguageModel, options: DrafterSettings, texts: list[str], max_new_tokens: int
 ) -> dict[str, Any]:
     """Decode prompts, the first of them unmeasured, and return medians and learning's share."""
     done = Statistics()
@@ -107,7 +107,7 @@ def main(  # noqa: PLR0913, PLR0917  as many as a command has
     """Measure what learning costs and print it as JSON."""
     language_model = load_model(ModelOptions(model, precision=dtype))
     texts = [prompt.text for prompt in read_prompts(prompts, limit)]
-    found = measure(language_model, DrafterOptions(index or ()), texts, max_new_tokens)
+    found = measure(language_model, DrafterSettings(index=index or []), texts, max_new_tokens)
     print(json.dumps({**circumstances(language_model), **found}, indent=1))
 
 

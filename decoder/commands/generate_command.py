@@ -5,118 +5,38 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from decoder.assembly import DrafterOptions, assemble, draft_model_options, own_rule, pattern_of
+from decoder.assembly import DrafterSettings, assemble, own_rule, pattern_of
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import Answerer, Printer
 from decoder.commands.generate import AnswerOptions, Interruption
 from decoder.commands.options import (
+    AnsweredPrompts,
+    AnswerSettings,
     AsJson,
-    AttentionKind,
-    CostCache,
-    Device,
-    DraftModel,
-    DraftVocabulary,
-    Dtype,
-    FrequencyPenalty,
-    Limit,
-    MaxNewTokens,
-    MinP,
-    ModelName,
-    NoChatTemplate,
-    OptionalPromptFile,
-    PresencePenalty,
-    Recycle,
-    Regex,
-    RepetitionPenalty,
-    Seed,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-    model_options,
-    named_as_options,
+    ChoiceSettings,
+    ModelSettings,
 )
 from decoder.commands.prompts import DEFAULT_CATEGORY, Prompt, checked_text, read_prompts, read_text
 from decoder.commands.trace import TraceWriter, check_trace
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError
-from decoder.loop import DEFAULT_MAX_NEW_TOKENS
-from decoder.model.pretrained import (
-    Attention,
-    LanguageModel,
-    Precision,
-    PreparedModel,
-    prepare_model,
-)
+from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
 from decoder.sampling.constraint import check_regex
-from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
+from indexer.flags import with_flags
 from indexer.launch import INTERRUPTED
-from indexer.tokenizer import DEFAULT_MODEL
-from retriever.commands.options import CredentialsFile, Indexes, Phrases, Servers, credentials_of
 
 
+@with_flags
 def run_generate(
     *,
-    model: ModelName = DEFAULT_MODEL,
-    index: Indexes = None,
-    server: Servers = None,
-    credentials: CredentialsFile = None,
-    phrases: Phrases = None,
-    draft_model: DraftModel = None,
-    draft_vocabulary: DraftVocabulary = None,
-    recycle: Recycle = True,
-    prompt: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="The prompt. Default: standard input, to its end."),
-    ] = None,
-    prompts: OptionalPromptFile = None,
-    limit: Limit = None,
-    system: System = None,
-    max_new_tokens: MaxNewTokens = DEFAULT_MAX_NEW_TOKENS,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="End an answer before this text. Repeatable."),
-    ] = None,
-    include_stop: Annotated[
-        bool, typer.Option("--include-stop", help="End an answer behind the --stop text instead.")
-    ] = False,
-    stop_id: Annotated[
-        list[int] | None,
-        typer.Option(metavar="ID", help="A token that ends an answer, beside the model's own."),
-    ] = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    presence_penalty: PresencePenalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    seed: Seed = None,
-    regex: Regex = None,
-    forget: Annotated[
-        bool,
-        typer.Option(
-            "--forget",
-            help="Keep answers out of later drafts: of the service with --server, of later prompts "
-            "with --prompts. Without either, nothing is kept anyway.",
-        ),
-    ] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a line of JSON for every pass (.gz compresses); `trace` reads it.",
-        ),
-    ] = None,
-    dtype: Dtype = Precision.FLOAT32,
-    device: Device = "cpu",
-    attention: AttentionKind = Attention.SDPA,
-    no_chat_template: NoChatTemplate = False,
-    cost_cache: CostCache = None,
+    chosen: ModelSettings,
+    drafts: DrafterSettings,
+    given: AnsweredPrompts,
+    output: AnswerSettings,
+    choice: ChoiceSettings,
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt, or each of a file; text goes to standard output, figures to standard error.
@@ -124,52 +44,37 @@ def run_generate(
     The text of one prompt streams. Those of a file are blocks, or (--json) an object a line, as
     each is done; a prompt that fails is reported, the others go on, and the status is 1.
     """
-    modelled = draft_model_options(draft_model, draft_vocabulary)
-    drafter_options = DrafterOptions(
-        index or (), server or (), phrases or (), modelled, recycle, credentials_of(credentials)
-    )
-    drafter_options.check()
-    with named_as_options():
-        settings = SamplingSettings(
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            presence_penalty,
-            frequency_penalty,
-            seed,
-        )
-    if regex is not None:
-        check_regex(regex)
-    if trace is not None:
-        check_trace(trace)
-    stops = StopStrings(stop or ())
-    selected = _selected(prompt, prompts, limit)
-    prepared = prepare_model(
-        model_options(
-            model, device, dtype, attention, no_chat_template=no_chat_template, system=system
-        )
-    )
-    drafter_options.check(prepared.vocabulary)
+    drafts.check()
+    settings = choice.sampling()
+    if choice.regex is not None:
+        check_regex(choice.regex)
+    if output.trace is not None:
+        check_trace(output.trace)
+    stops = StopStrings(output.stop)
+    selected = _selected(given.prompt, given.prompts, given.limit)
+    prepared = prepare_model(chosen.options(given))
+    drafts.check(prepared.vocabulary)
     check_stop_strings(stops, prepared.tokenizer)
-    extra_ids = [*_known(stop_id or (), prepared), *special_ids(stops, prepared.tokenizer)]
-    _check_prompts(selected, prepared, is_single=prompts is None)
-    if forget and not server and prompts is None:
+    extra_ids = [*_known(output.stop_id, prepared), *special_ids(stops, prepared.tokenizer)]
+    _check_prompts(selected, prepared, is_single=given.prompts is None)
+    if given.forget and not drafts.server and given.prompts is None:
         typer.echo("--forget has no effect here: without --server nothing is kept", err=True)
-    options = AnswerOptions(max_new_tokens, stops, include_stop, remember=not forget)
-    printer = Printer(as_json=as_json, is_single=prompts is None, num_prompts=len(selected))
+    options = AnswerOptions(
+        output.max_new_tokens, stops, output.include_stop, remember=not given.forget
+    )
+    printer = Printer(as_json=as_json, is_single=given.prompts is None, num_prompts=len(selected))
     interruption = Interruption()
     with ExitStack() as stack:
-        writer = stack.enter_context(TraceWriter(trace, prepared.tokenizer)) if trace else None
+        path = output.trace
+        writer = stack.enter_context(TraceWriter(path, prepared.tokenizer)) if path else None
         language_model = _stopping_at(extra_ids, prepared.load())
-        pattern = pattern_of(language_model, regex)
-        drafter = stack.enter_context(drafter_options.connect(language_model))
+        pattern = pattern_of(language_model, choice.regex)
+        drafter = stack.enter_context(drafts.connect(language_model))
         decoder = assemble(
             language_model,
             drafter,
             own_rule(language_model, settings, pattern),
-            costs=store_at(cost_cache),
+            costs=store_at(chosen.cost_cache),
         )
         answerer = Answerer(
             decoder,

@@ -1,183 +1,247 @@
-"""Options that several commands take."""
+"""Settings that commands take, each set in one schema."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
-from typer.core import TyperCommand
+from pydantic import BaseModel, ConfigDict, Field
 
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
+from decoder.loop import DEFAULT_MAX_NEW_TOKENS
 from decoder.model.pretrained import Attention, ModelOptions, Precision
+from decoder.sampling.sampling_settings import SamplingSettings
+from indexer.flags import Metavar, flag_of
+from indexer.tokenizer import DEFAULT_MODEL
 
-_PANELS: Final = {
-    "Prompt": ("prompt prompts limit per_category warm warm_limit system no_chat_template forget"),
-    "Drafts": "index server credentials phrases draft_model draft_vocabulary recycle cost_cache",
-    "Sampling": (
-        "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty "
-        "seed regex"
-    ),
-    "Model": "model dtype device attention",
-    "Output": "max_new_tokens stop include_stop stop_id repeat trace as_json",
-}
-_PANEL_OF: Final = {name: panel for panel, names in _PANELS.items() for name in names.split()}
-
-
-class GroupedCommand(TyperCommand):
-    """A command whose options are shown in groups, by their names."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        for parameter in self.params:
-            panel = _PANEL_OF.get(parameter.name or "")
-            if panel is not None:
-                parameter.rich_help_panel = panel  # type: ignore[attr-defined]  # typer's own
-
-
-def _mass(value: float | None) -> float | None:
-    if value is not None and not 0 < value <= 1:
-        raise typer.BadParameter(f"{value} is not above 0 and at most 1.")
-    return value
-
-
-def _factor(value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise typer.BadParameter(f"{value} is not above 0.")
-    return value
-
-
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")]
-TopK = Annotated[
-    int | None, typer.Option(min=0, help="Draw from the so many most probable tokens; 0: from all.")
-]
-TopP = Annotated[
-    float | None,
+AsJson = Annotated[
+    bool,
     typer.Option(
-        callback=_mass,
-        help="Draw from the most probable tokens with this mass, above 0 and at most 1.",
+        "--json", help="Print the report as JSON, on standard output.", rich_help_panel="Output"
     ),
 ]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0, max=1.0, help="Draw from tokens with this share of the greatest probability."
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(
-        callback=_factor,
-        help="Above 0; makes tokens of prompt and output less probable; 1: none. Default, as for "
-        "the three options before: what the model's generation_config states, if anything.",
-    ),
-]
-PresencePenalty = Annotated[
-    float | None,
-    typer.Option(min=-2.0, max=2.0, help="Taken off the logits of tokens of the output."),
-]
-FrequencyPenalty = Annotated[
-    float | None,
-    typer.Option(min=-2.0, max=2.0, help="The same, for each time that a token is there."),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        min=0, max=2**64 - 1, help="Makes sampling repeatable; no effect at temperature 0."
-    ),
-]
-Regex = Annotated[
-    str | None,
-    typer.Option(metavar="PATTERN", help="The whole answer matches this regular expression."),
-]
+
+_MODEL: Final = ModelOptions(DEFAULT_MODEL)
+_SAMPLING: Final = SamplingSettings()
+_PROMPT_FILE: Final = "Spec-Bench's questions (.gz too), or a prompt a line."
+
+
+class PromptSettings(BaseModel):
+    """What of a file of prompts is answered, and how it is read."""
+
+    model_config = ConfigDict(title="Prompt", extra="forbid", frozen=True)
+
+    limit: Annotated[
+        int | None, Field(ge=1, description="Most prompts, spread evenly over categories.")
+    ] = None
+    no_chat_template: Annotated[
+        bool, Field(description="Take prompts as plain text to go on from.")
+    ] = not _MODEL.use_chat_template
+
+
+class AnsweredPrompts(PromptSettings):
+    """What `generate` answers."""
+
+    prompt: Annotated[
+        str | None,
+        Metavar("TEXT"),
+        Field(description="The prompt. Default: standard input, to its end."),
+    ] = None
+    prompts: Annotated[Path | None, Metavar("FILE"), Field(description=_PROMPT_FILE)] = None
+    system: Annotated[
+        str | None,
+        Metavar("TEXT"),
+        Field(description="The system message. Default: the chat template's own."),
+    ] = _MODEL.system
+    forget: Annotated[
+        bool,
+        Field(
+            description="Keep answers out of later drafts: of the service with --server, of later "
+            "prompts with --prompts. Without either, nothing is kept anyway."
+        ),
+    ] = False
+
+
+class MeasuredPrompts(PromptSettings):
+    """What `bench` answers."""
+
+    prompts: Annotated[Path, Metavar("FILE"), Field(description=_PROMPT_FILE)]
+    per_category: Annotated[
+        int | None, Field(ge=1, description="Most prompts of each category.")
+    ] = None
+    warm: Annotated[
+        Path | None,
+        Metavar("FILE"),
+        Field(
+            description="Prompts to answer beforehand, so that there are answers to draft from. "
+            "Those that are measured are left out."
+        ),
+    ] = None
+    warm_limit: Annotated[
+        int | None, Field(ge=1, description="With --warm: most prompts of it.")
+    ] = None
+
+
+class ModelSettings(BaseModel):
+    """Which model decodes, and where; see `ModelOptions`."""
+
+    model_config = ConfigDict(title="Model", extra="forbid", frozen=True)
+
+    model: Annotated[
+        str, Metavar("MODEL"), Field(description="The model: a hub id, a folder or a .gguf file.")
+    ] = _MODEL.name
+    dtype: Annotated[Precision, Field(description="What the model computes in.")] = _MODEL.precision
+    device: Annotated[
+        str,
+        Metavar("DEVICE"),
+        Field(description="Where the model runs, such as cpu or cuda:0."),
+    ] = _MODEL.device
+    attention: Annotated[Attention, Field(description="Implementation of attention.")] = Attention(
+        _MODEL.attention
+    )
+    cost_cache: Annotated[
+        str | None,
+        Metavar("DIR"),
+        Field(
+            description="Where measured costs of passes are kept for the next start, none to "
+            "measure always. Default: FOREDRAFT_CACHE, or the user's directory for caches."
+        ),
+    ] = None
+
+    def options(self, prompting: PromptSettings) -> ModelOptions:
+        """Return how the model is loaded for prompts.
+
+        Raises:
+            ContradictoryOptionsError: two settings exclude each other.
+        """
+        system = prompting.system if isinstance(prompting, AnsweredPrompts) else _MODEL.system
+        return ModelOptions(
+            self.model,
+            self.device,
+            self.dtype,
+            self.attention,
+            not prompting.no_chat_template,
+            system,
+        )
+
+
+class OutputSettings(BaseModel):
+    """How long answers get."""
+
+    model_config = ConfigDict(title="Output", extra="forbid", frozen=True)
+
+    max_new_tokens: Annotated[
+        int, Field(ge=1, description="Most tokens to generate for a prompt.")
+    ] = DEFAULT_MAX_NEW_TOKENS
+
+
+class AnswerSettings(OutputSettings):
+    """Where answers end, and what is written of them."""
+
+    stop: Annotated[
+        tuple[str, ...],
+        Metavar("TEXT"),
+        Field(description="End an answer before this text. Repeatable."),
+    ] = ()
+    include_stop: Annotated[
+        bool, Field(description="End an answer behind the --stop text instead.")
+    ] = False
+    stop_id: Annotated[
+        tuple[int, ...],
+        Metavar("ID"),
+        Field(description="A token that ends an answer, beside the model's own."),
+    ] = ()
+    trace: Annotated[
+        Path | None,
+        Metavar("FILE"),
+        Field(
+            description="Write a line of JSON for every pass (.gz compresses); `trace` reads it."
+        ),
+    ] = None
+
+
+class MeasuredOutput(OutputSettings):
+    """How often answers are made."""
+
+    repeat: Annotated[
+        int, Field(ge=1, description="Runs of each prompt, the fastest of which counts.")
+    ] = 1
+
+
+class ChoiceSettings(BaseModel):
+    """How tokens are chosen; see `SamplingSettings`."""
+
+    model_config = ConfigDict(title="Sampling", extra="forbid", frozen=True)
+
+    temperature: Annotated[float, Field(ge=0, description="0 decodes greedily.")] = (
+        _SAMPLING.temperature
+    )
+    top_k: Annotated[
+        int | None,
+        Field(ge=0, description="Draw from the so many most probable tokens; 0: from all."),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="Draw from the most probable tokens with this mass, above 0 and at most 1.",
+        ),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Field(
+            ge=0, le=1, description="Draw from tokens with this share of the greatest probability."
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="Above 0; makes tokens of prompt and output less probable; 1: none. "
+            "Default, as for the three options before: what the model's generation_config states, "
+            "if anything.",
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        Field(ge=-2, le=2, description="Taken off the logits of tokens of the output."),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        Field(ge=-2, le=2, description="The same, for each time that a token is there."),
+    ] = None
+    seed: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=2**64 - 1,
+            description="Makes sampling repeatable; no effect at temperature 0.",
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        Metavar("PATTERN"),
+        Field(description="The whole answer matches this regular expression."),
+    ] = None
+
+    def sampling(self) -> SamplingSettings:
+        """Return how tokens are drawn.
+
+        Raises:
+            ContradictoryOptionsError: two options exclude each other.
+            InvalidSettingsError: a value is out of its range; errors begin with an option.
+        """
+        with _named_as_options():
+            return SamplingSettings(**self.model_dump(exclude={"regex"}))
 
 
 @contextmanager
-def named_as_options() -> Iterator[None]:
+def _named_as_options() -> Iterator[None]:
     """Have errors that begin with a setting's name, in the block, begin with its option's."""
     try:
         yield
     except (InvalidSettingsError, ContradictoryOptionsError) as error:
         name, _, rest = str(error).partition(" ")
-        raise type(error)(f"--{name.replace('_', '-')} {rest}") from error
-
-
-ModelName = Annotated[
-    str,
-    typer.Option("--model", metavar="MODEL", help="The model: a hub id, a folder or a .gguf file."),
-]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate for a prompt.")]
-Dtype = Annotated[Precision, typer.Option(help="What the model computes in.")]
-Device = Annotated[
-    str, typer.Option(metavar="DEVICE", help="Where the model runs, such as cpu or cuda:0.")
-]
-AttentionKind = Annotated[
-    Attention, typer.Option("--attention", help="Implementation of attention.")
-]
-NoChatTemplate = Annotated[
-    bool, typer.Option("--no-chat-template", help="Take prompts as plain text to go on from.")
-]
-System = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT", help="The system message. Default: the chat template's own."),
-]
-_PROMPT_FILE = typer.Option(
-    metavar="FILE", help="Spec-Bench's questions (.gz too), or a prompt a line."
-)
-PromptFile = Annotated[Path, _PROMPT_FILE]
-OptionalPromptFile = Annotated[Path | None, _PROMPT_FILE]
-Limit = Annotated[
-    int | None, typer.Option(min=1, help="Most prompts, spread evenly over categories.")
-]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-model",
-        metavar="MODEL",
-        help="A smaller model with the same tokenizer, to draft with.",
-    ),
-]
-DraftVocabulary = Annotated[
-    int | None,
-    typer.Option(
-        "--draft-vocabulary",
-        min=1,
-        metavar="N",
-        help="With --draft-model: draft only the N most frequent tokens of --index.",
-    ),
-]
-Recycle = Annotated[
-    bool,
-    typer.Option(
-        "--recycle/--no-recycle",
-        help="Draft from what the model itself found likely before, too.",
-    ),
-]
-CostCache = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="Where measured costs of passes are kept for the next start, none to measure always. "
-        "Default: FOREDRAFT_CACHE, or the user's directory for caches.",
-    ),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
-]
-
-
-def model_options(
-    name: str,
-    device: str,
-    precision: Precision,
-    attention: Attention,
-    *,
-    no_chat_template: bool,
-    system: str | None = None,
-) -> ModelOptions:
-    """Return what the options of a command say of its model.
-
-    Raises:
-        ContradictoryOptionsError: two of them exclude each other.
-    """
-    return ModelOptions(name, device, precision, attention, not no_chat_template, system)
+        raise type(error)(f"{flag_of(name)} {rest}") from error

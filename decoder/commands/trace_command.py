@@ -17,9 +17,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from decoder.commands.options import AsJson
 from decoder.commands.trace import TracedStep, read_trace
 from decoder.errors import TraceFileError
+from indexer.flags import AsJson
 
 _UNBOUNDED: Final = 100_000
 

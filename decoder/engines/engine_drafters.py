@@ -5,8 +5,7 @@ and the log says so, once.
 """
 
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from logging import getLogger
 from pathlib import Path
@@ -15,14 +14,15 @@ from typing import Final
 from decoder.engines.engine_options import EngineSettings
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
-from retriever.client.credentials import Credentials, open_channel
+from retriever.client.credentials import open_channel
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import connect
 from retriever.drafter import Drafter
 from retriever.errors import RetrieverError
 from retriever.limits import Limits
-from retriever.predict.phrases import ListedPhrases
+from retriever.predict.phrases import Encode, ListedPhrases
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.options import load_phrases
 from retriever.wire.messages import CLIENT_OPTIONS
 
 _log = getLogger(__name__)
@@ -31,9 +31,6 @@ DEADLINE_S: Final = 0.02
 """How long a step waits for drafts if nothing else is said, in seconds."""
 
 _CONNECT_S: Final = 2.0
-
-Encode = Callable[[str], Sequence[int]]
-"""Turns a text into tokens, none of them special."""
 
 
 def open_drafter(
@@ -66,7 +63,7 @@ def _resilient(
         local=local,
         vocabulary_fingerprint=_fingerprint(vocabulary),
         open_channel=partial(
-            open_channel, credentials=_credentials(settings), options=CLIENT_OPTIONS
+            open_channel, credentials=settings.shown_credentials(), options=CLIENT_OPTIONS
         ),
     )
     if not drafter.wait(_CONNECT_S):
@@ -79,7 +76,7 @@ def _sharded(settings: EngineSettings, vocabulary: Vocabulary | None) -> Drafter
         settings.server,
         deadline_s=settings.deadline_s or DEADLINE_S,
         vocabulary_fingerprint=_fingerprint(vocabulary),
-        credentials=_credentials(settings),
+        credentials=settings.shown_credentials(),
     )
 
 
@@ -127,16 +124,10 @@ def _phrases(
         _log.warning("no listed phrases: the engine's tokenizer is not known")
         return None
     try:
-        return ListedPhrases.load(paths, encode, vocabulary.size)
+        return load_phrases(paths, encode, vocabulary.size, say=_log.info)
     except RetrieverError as error:
         _log.warning("no listed phrases: %s", error)
         return None
-
-
-def _credentials(settings: EngineSettings) -> Credentials | None:
-    if settings.credentials is not None:
-        return Credentials.from_file(settings.credentials)
-    return Credentials.from_environment(os.environ)
 
 
 def _fingerprint(vocabulary: Vocabulary | None) -> str:

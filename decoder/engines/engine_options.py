@@ -4,21 +4,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from logging import getLogger
-from pathlib import Path
 from typing import Annotated, Final
 
 import numpy as np
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from indexer.reader import Vocabulary
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter
 from retriever.errors import RetrieverError, SettingsError, VocabularyMismatchError
-from retriever.log.log_store import Durability
 from retriever.operations.resolving import resolve, variable_of
-from retriever.operations.settings import Settings
+from retriever.operations.settings import ClientSettings, EmbeddedSettings, Settings
 from retriever.tree import DraftTree
 
 _log = getLogger(__name__)
@@ -119,48 +117,17 @@ def chain_for(tree: DraftTree, max_tokens: int, model_vocabulary: int) -> DraftT
     return chain.prefix(int(unknown[0])) if len(unknown) else chain
 
 
-class EngineSettings(BaseModel):
+class EngineSettings(ClientSettings, EmbeddedSettings):
     """Where drafts come from inside an engine, and what they may cost.
 
     A field `name` is the key `name` of a TOML file, which `FOREDRAFT_CONFIG` names, and the
     environment variable `FOREDRAFT_NAME`; lists are written as `PATH` is. A name that a service's
-    settings have means the same here.
+    settings have means the same here. With one server, the drafter in this process stands in while
+    that is away.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(title="Engine")
 
-    index: Annotated[list[Path], Field(description="Indexes to draft from.")] = []
-    phrases: Annotated[
-        list[Path], Field(description="Phrases to draft once they have begun; see `serve`.")
-    ] = []
-    state: Annotated[
-        Path | None,
-        Field(description="A folder that keeps recent outputs, for one engine at a time."),
-    ] = None
-    durability: Annotated[
-        Durability, Field(description='What outputs in `state` survive: "process" or "disk".')
-    ] = "process"
-    refresh: Annotated[
-        float,
-        Field(ge=0, allow_inf_nan=False, description="Seconds between looks for changed indexes."),
-    ] = 5.0
-    generations_tokens: Annotated[
-        int, Field(ge=1024, le=1 << 30, description="Recent outputs to keep, in tokens.")
-    ] = 1 << 20
-    server: Annotated[
-        list[str],
-        Field(
-            description="Draft services, HOST:PORT or unix:PATH. With one, everything above is "
-            "for the drafter that stands in while it is away; several each hold a part of a corpus."
-        ),
-    ] = []
-    credentials: Annotated[
-        Path | None,
-        Field(
-            description="A TOML file with what to show to services and whom to trust. Default: "
-            "what the environment says."
-        ),
-    ] = None
     deadline_s: Annotated[
         float | None,
         Field(

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.engines.content_sessions import ContentSessions, Row, SessionLimits
-from decoder.engines.engine_drafters import DEADLINE_S, Encode, open_drafter
+from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
 from decoder.engines.engine_options import (
     EngineSettings,
     chain_for,
@@ -38,6 +38,7 @@ from decoder.engines.engine_options import (
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter, TokenIds
+from retriever.predict.phrases import Encode
 
 TESTED: Final = ">=0.32,<0.33"
 """Versions of vLLM that this was tested with."""

@@ -1,149 +1,227 @@
-"""Arguments and options that several commands have."""
+"""Settings that several commands take, each set in one schema."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final, Protocol
 
 import typer
+from pydantic import BaseModel, ConfigDict, Field
 
 from indexer import engines
 from indexer.engines.memory import parse_size
+from indexer.flags import Metavar
 from indexer.format.names import MAX_POSITIONS
 from indexer.screening.exclusion import ExcludedPhrases
-from indexer.screening.screen import ExcludeScope, ScreenOptions
-from indexer.sources import Git as GitChoice
-from indexer.sources import StdinFormat as StdinFormatChoice
-from indexer.stages.build_options import ENGINES, engine_of
+from indexer.screening.screen import NO_SCREENING, ExcludeScope, ScreenOptions
+from indexer.sources import Git, SourceOptions, StdinFormat
+from indexer.stages.build_options import DEFAULTS, ENGINES, BuildOptions, engine_of
 
 IndexPath = Annotated[Path, typer.Argument(metavar="DIR", help="The index's folder.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, on standard output.")]
-
-SOURCE_HELP = (
+SOURCE_HELP: Final = (
     "Folders (searched for text and code; of a git repository the tracked files), files of text, "
     ".jsonl files with one document a line, .parquet files, datasets saved to disk, the same as "
     ".gz or .zst where they are text, and - for standard input. What is closest to what the model "
     "will write helps most."
 )
-Field = Annotated[
-    str,
-    typer.Option(metavar="KEY", help="The text's key in JSON lines, or its column in tables."),
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="GLOB",
-        help="In folders, take only what matches, whatever its suffix: a pattern as in "
-        ".gitignore, against the path below the folder. May be given several times.",
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="GLOB",
-        help="In folders, leave out what matches. May be given several times.",
-    ),
-]
-Git = Annotated[
-    GitChoice,
-    typer.Option(help="Whether of a git repository only the tracked files are taken."),
-]
-Licence = Annotated[
-    str,
-    typer.Option(
-        metavar="TEXT",
-        help="The licence of every document. Without it: the field, the file's "
-        "SPDX-License-Identifier, or the nearest licence file of its folder.",
-    ),
-]
-LicenceField = Annotated[
-    str, typer.Option(metavar="KEY", help="A document's licence: its key or column.")
-]
-Encoding = Annotated[
-    str, typer.Option(metavar="NAME", help="Of text that does not begin with a byte order mark.")
-]
-StdinFormat = Annotated[
-    StdinFormatChoice,
-    typer.Option(help="What standard input holds: JSON lines, or one document of text."),
-]
-MaxDocumentBytes = Annotated[
-    int, typer.Option(min=1, help="Skip longer documents; they are counted.")
-]
-SegmentTokens = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        max=MAX_POSITIONS,
-        help="Begin a new segment rather than exceed this. Sorting one takes some twenty bytes "
-        "of memory per token; look-ups take longer with more segments.",
-    ),
-]
-Engine = Annotated[
-    str,
-    typer.Option(
-        metavar="|".join(ENGINES),
-        help="Where to work: in several processes, on Ray (folders must be shared by all its "
-        "machines), or in this process alone. The index is the same.",
-    ),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Processes at once, at most.", show_default="one per processor"),
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Memory for all processes together, like 4G. Fewer work at once, and segments are "
-        "smaller, if it would not do otherwise.",
-        show_default="half of what is available",
-    ),
-]
-KeepDuplicates = Annotated[
-    bool,
-    typer.Option(
-        "--keep-duplicates",
-        help="Index a text as often as it occurs. Without this, documents whose text is equal to "
-        "that of one before are left out and counted.",
-    ),
-]
-ExcludePhrases = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Leave out every document that holds a phrase of this list: UTF-8, one a line; "
-        "blank lines and lines that begin with # are comments, and \\# begins a phrase with #. "
-        "The report names phrases by line, never by text.",
-    ),
-]
-Scope = Annotated[
-    ExcludeScope,
-    typer.Option(
-        help="Leave out the whole document, or only the lines that hold a phrase. A document "
-        "whose name holds one is left out in either case."
-    ),
-]
-ExcludeIgnoreCase = Annotated[
-    bool,
-    typer.Option("--exclude-ignore-case", help="Find phrases in upper and lower case alike."),
-]
-Redact = Annotated[
-    bool,
-    typer.Option(
-        "--redact",
-        help="Replace keys, tokens, private keys, passwords in URLs and e-mail addresses by "
-        "[REDACTED], in texts and names, before anything is indexed. Nothing is sent anywhere. "
-        "Needs: pip install 'foredraft\\[redact]'.",
-    ),
-]
 
 
-def screen_options(
-    phrases: Path | None, scope: ExcludeScope, *, ignore_case: bool, redact: bool
-) -> ScreenOptions:
-    """Return what is screened for, with the phrases of a file."""
-    excluded = ExcludedPhrases.load(phrases) if phrases is not None else None
-    return ScreenOptions(excluded, scope, ignore_case, redact)
+class SourceSettings(BaseModel):
+    """How sources are found and read; see `SourceOptions`."""
+
+    model_config = ConfigDict(title="Sources", extra="forbid", frozen=True)
+
+    field: Annotated[
+        str,
+        Metavar("KEY"),
+        Field(description="The text's key in JSON lines, or its column in tables."),
+    ] = DEFAULTS.sources.field
+    include: Annotated[
+        tuple[str, ...],
+        Metavar("GLOB"),
+        Field(
+            description="In folders, take only what matches, whatever its suffix: a pattern as in "
+            ".gitignore, against the path below the folder. May be given several times."
+        ),
+    ] = DEFAULTS.sources.include
+    exclude: Annotated[
+        tuple[str, ...],
+        Metavar("GLOB"),
+        Field(description="In folders, leave out what matches. May be given several times."),
+    ] = DEFAULTS.sources.exclude
+    git: Annotated[
+        Git,
+        Field(description="Whether of a git repository only the tracked files are taken."),
+    ] = DEFAULTS.sources.git
+    licence: Annotated[
+        str,
+        Metavar("TEXT"),
+        Field(
+            description="The licence of every document. Without it: the field, the file's "
+            "SPDX-License-Identifier, or the nearest licence file of its folder."
+        ),
+    ] = DEFAULTS.sources.licence
+    licence_field: Annotated[
+        str, Metavar("KEY"), Field(description="A document's licence: its key or column.")
+    ] = DEFAULTS.sources.licence_field
+    encoding: Annotated[
+        str,
+        Metavar("NAME"),
+        Field(description="Of text that does not begin with a byte order mark."),
+    ] = DEFAULTS.sources.encoding
+    stdin_format: Annotated[
+        StdinFormat,
+        Field(description="What standard input holds: JSON lines, or one document of text."),
+    ] = DEFAULTS.sources.stdin_format
+    max_document_bytes: Annotated[
+        int, Field(ge=1, description="Skip longer documents; they are counted.")
+    ] = DEFAULTS.sources.max_document_bytes
 
 
-def chosen_engine(engine: str, workers: int | None, memory: str | None) -> engines.Engine:
-    """Return where to run."""
-    return engine_of(engine, workers, None if memory is None else parse_size(memory))
+class ScreenSettings(BaseModel):
+    """What is screened for; see `ScreenOptions`."""
+
+    model_config = ConfigDict(title="Screening", extra="forbid", frozen=True)
+
+    exclude_phrases: Annotated[
+        Path | None,
+        Metavar("FILE"),
+        Field(
+            description="Leave out every document that holds a phrase of this list: UTF-8, one a "
+            "line; blank lines and lines that begin with # are comments, and \\# begins a phrase "
+            "with #. The report names phrases by line, never by text."
+        ),
+    ] = None
+    exclude_scope: Annotated[
+        ExcludeScope,
+        Field(
+            description="Leave out the whole document, or only the lines that hold a phrase. A "
+            "document whose name holds one is left out in either case."
+        ),
+    ] = NO_SCREENING.scope
+    exclude_ignore_case: Annotated[
+        bool, Field(description="Find phrases in upper and lower case alike.")
+    ] = NO_SCREENING.ignore_case
+    redact: Annotated[
+        bool,
+        Field(
+            description="Replace keys, tokens, private keys, passwords in URLs and e-mail "
+            "addresses by [REDACTED], in texts and names, before anything is indexed. Nothing is "
+            "sent anywhere. Needs: pip install 'foredraft\\[redact]'."
+        ),
+    ] = NO_SCREENING.redact
+
+    def options(self) -> ScreenOptions:
+        """Return the same with the phrases of the file."""
+        path = self.exclude_phrases
+        excluded = None if path is None else ExcludedPhrases.load(path)
+        return ScreenOptions(excluded, self.exclude_scope, self.exclude_ignore_case, self.redact)
+
+
+class SegmentSettings(BaseModel):
+    """How an index is divided."""
+
+    model_config = ConfigDict(title="Index", extra="forbid", frozen=True)
+
+    segment_tokens: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=MAX_POSITIONS,
+            description="Begin a new segment rather than exceed this. Sorting one takes some "
+            "twenty bytes of memory per token; look-ups take longer with more segments.",
+        ),
+    ] = DEFAULTS.max_segment_tokens
+
+
+class AddedSettings(SegmentSettings):
+    """What of the sources an index takes."""
+
+    keep_duplicates: Annotated[
+        bool,
+        Field(
+            description="Index a text as often as it occurs. Without this, documents whose text "
+            "is equal to that of one before are left out and counted."
+        ),
+    ] = not DEFAULTS.deduplicate
+
+
+class BuiltSettings(AddedSettings):
+    """What else is said of an index when it is built."""
+
+    keep_texts: Annotated[
+        bool,
+        Field(
+            description="Keep the texts in the index, compressed, so that it can be built for "
+            "another tokenizer without its sources."
+        ),
+    ] = DEFAULTS.keep_texts
+    overwrite: Annotated[
+        bool, Field(description="Replace the index at DIR once the new one is whole.")
+    ] = DEFAULTS.overwrite
+
+
+class WorkSettings(BaseModel):
+    """Where the work is done."""
+
+    model_config = ConfigDict(title="Engine", extra="forbid", frozen=True)
+
+    engine: Annotated[
+        str,
+        Metavar("|".join(ENGINES)),
+        Field(
+            description="Where to work: in several processes, on Ray (folders must be shared by "
+            "all its machines), or in this process alone. The index is the same."
+        ),
+    ] = ENGINES[0]
+    workers: Annotated[
+        int | None,
+        Field(ge=1, description="Processes at once, at most. Default: one per processor."),
+    ] = None
+    memory: Annotated[
+        str | None,
+        Metavar("SIZE"),
+        Field(
+            description="Memory for all processes together, like 4G. Fewer work at once, and "
+            "segments are smaller, if it would not do otherwise. Default: half of what is "
+            "available."
+        ),
+    ] = None
+
+    def chosen(self) -> engines.Engine:
+        """Return the engine."""
+        memory = None if self.memory is None else parse_size(self.memory)
+        return engine_of(self.engine, self.workers, memory)
+
+
+def build_options(
+    sources: SourceSettings, screen: ScreenSettings, index: AddedSettings, work: WorkSettings
+) -> BuildOptions:
+    """Return how documents get into an index.
+
+    Raises:
+        IndexerError: a value is none, or the file of phrases cannot be read.
+    """
+    return BuildOptions(
+        SourceOptions(**sources.model_dump()),
+        index.segment_tokens,
+        deduplicate=not index.keep_duplicates,
+        screen=screen.options(),
+        engine=work.chosen(),
+    )
+
+
+class Report(Protocol):
+    """What a command found or did."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for machines to read."""
+        ...
+
+    def describe(self) -> str:
+        """Return it for people to read."""
+        ...
+
+
+def show(report: Report, *, as_json: bool) -> None:
+    """Print a report in one of its two forms."""
+    typer.echo(json.dumps(report.to_json()) if as_json else report.describe())

@@ -25,13 +25,14 @@ Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="For whom it acts.
 
 
 @app.command("token")
+@clear_errors()
 def make_token(tenant: Tenant, access: File) -> None:
     """Make a token and print it, once: the file keeps a hash of it alone."""
-    with clear_errors():
-        print(add_token(access, tenant))
+    print(add_token(access, tenant))
 
 
 @app.command("certificate")
+@clear_errors()
 def let_in(
     tenant: Tenant,
     identity: Annotated[
@@ -45,26 +46,26 @@ def let_in(
     access: File,
 ) -> None:
     """Let whoever has a certificate act for a tenant."""
-    with clear_errors():
-        if Path(identity).is_file():
-            now = datetime.now(UTC)
-            identity = certified(read_certificates(Path(identity), now)).identities[0]
-        add_certificate(access, tenant, identity)
-        print(f"{identity} acts for {tenant}")
+    if Path(identity).is_file():
+        now = datetime.now(UTC)
+        identity = certified(read_certificates(Path(identity), now)).identities[0]
+    add_certificate(access, tenant, identity)
+    print(f"{identity} acts for {tenant}")
 
 
 @app.command("list")
+@clear_errors()
 def list_credentials(access: File) -> None:
     """Show whose credentials are in the file; no secret is in it."""
-    with clear_errors():
-        found = read_access(access)
-        for name, (_, tenant) in found.tokens.items():
-            print(f"token {name}\t{tenant}")
-        for identity, tenant in found.certificates.items():
-            print(f"certificate {identity}\t{tenant}")
+    found = read_access(access)
+    for name, (_, tenant) in found.tokens.items():
+        print(f"token {name}\t{tenant}")
+    for identity, tenant in found.certificates.items():
+        print(f"certificate {identity}\t{tenant}")
 
 
 @app.command("revoke")
+@clear_errors()
 def revoke(
     name: Annotated[
         str,
@@ -75,5 +76,4 @@ def revoke(
     access: File,
 ) -> None:
     """Let a credential's holder in no longer; a running service knows within a second."""
-    with clear_errors():
-        print(f"{name} acts for {remove(access, name)} no longer")
+    print(f"{name} acts for {remove(access, name)} no longer")

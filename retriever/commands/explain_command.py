@@ -12,13 +12,14 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from indexer.errors import reason_of
+from indexer.flags import AsJson, with_flags
 from indexer.reader import Vocabulary
-from indexer.tokenizer import DEFAULT_MODEL
 from retriever.client.strict import RemoteDrafter
-from retriever.commands.options import CredentialsFile, Indexes, clear_errors, credentials_of
+from retriever.commands.options import clear_errors, listed_phrases
 from retriever.errors import InvalidRequestError
 from retriever.explanation import Explanation, NodeProvenance
 from retriever.limits import DEFAULT_DOCUMENTS, MAX_DOCUMENTS
+from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.traces import ChatEncoder
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import DEFAULT_LIMITS, check_files
@@ -67,16 +68,12 @@ def _evidence(provenance: NodeProvenance) -> str:
 _PATIENCE_S: Final = 10.0
 
 
+@clear_errors()
+@with_flags
 def explain(
     *,
-    index: Indexes = None,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS", help="A draft service, HOST:PORT or unix:PATH, instead of --index."
-        ),
-    ] = None,
-    credentials: CredentialsFile = None,
+    source: DraftSettings,
+    texts: TokenizerSettings,
     context: Annotated[
         str | None, typer.Option(metavar="TEXT", help="What comes before the draft, as text.")
     ] = None,
@@ -86,14 +83,6 @@ def explain(
     context_ids: Annotated[
         str | None, typer.Option(metavar="IDS", help="The same, as token ids: 12,7,401.")
     ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="The tokenizer of texts: a hub id, a folder or a .gguf file. Default: "
-            f"{DEFAULT_MODEL}; with --context-ids none, and tokens are shown as ids.",
-        ),
-    ] = None,
     budget: Annotated[
         int,
         typer.Option(min=0, max=DEFAULT_LIMITS.max_budget_nodes, help="Nodes in the tree."),
@@ -101,46 +90,43 @@ def explain(
     documents: Annotated[
         int, typer.Option(min=0, max=MAX_DOCUMENTS, help="Most documents to name for a node.")
     ] = DEFAULT_DOCUMENTS,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the tree as JSON, on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the draft for a context, and for each token where it comes from.
 
     Named are its database, after how many equal tokens and how often it was found, and documents
     that it stands in, with their licences.
     """
-    with clear_errors():
-        if server is not None and index:
-            raise InvalidRequestError(
-                "--index and --server exclude each other: a server drafts from its own indexes"
-            )
-        check_files(index or [], [])
-        encoder = ChatEncoder(tokenizer)
-        tokens = _tokens(encoder, context, context_file, context_ids)
-        with ExitStack() as stack:
-            drafter: EmbeddedDrafter | RemoteDrafter
-            if server is None:
-                drafter = EmbeddedDrafter.open_indexes(index or [], vocabulary=encoder.vocabulary)
-            else:
-                drafter = _remote(server, encoder.vocabulary, credentials)
-            stack.callback(drafter.shut_down)
-            explanation = drafter.explain(tokens, budget, max_documents=documents)
-        known = encoder.vocabulary is not None
-        text_of = (lambda token: str(encoder.tokenizer.decode([token]))) if known else None
-        if as_json:
-            typer.echo(json.dumps(explanation.as_json(text_of)))
+    check_files(source.index, source.phrases)
+    encoder = ChatEncoder(texts.tokenizer)
+    tokens = _tokens(encoder, context, context_file, context_ids)
+    with ExitStack() as stack:
+        drafter: EmbeddedDrafter | RemoteDrafter
+        if source.server:
+            drafter = _remote(source, encoder.vocabulary)
         else:
-            Console().print(rendered(explanation, text_of))
+            phrases = listed_phrases(source.phrases, encoder, source.index)
+            drafter = EmbeddedDrafter.open_indexes(
+                source.index, vocabulary=encoder.vocabulary, phrases=phrases
+            )
+        stack.callback(drafter.shut_down)
+        explanation = drafter.explain(tokens, budget, max_documents=documents)
+    known = encoder.vocabulary is not None
+    text_of = (lambda token: str(encoder.tokenizer.decode([token]))) if known else None
+    if as_json:
+        typer.echo(json.dumps(explanation.as_json(text_of)))
+    else:
+        Console().print(rendered(explanation, text_of))
 
 
-def _remote(address: str, vocabulary: Vocabulary | None, file: Path | None) -> RemoteDrafter:
-    fingerprint = "" if vocabulary is None else vocabulary.fingerprint
+def _remote(source: DraftSettings, vocabulary: Vocabulary | None) -> RemoteDrafter:
+    if len(source.server) > 1:
+        raise InvalidRequestError("one service explains at a time: give one --server")
     return RemoteDrafter(
-        address,
+        source.server[0],
         timeout_s=_PATIENCE_S,
-        vocabulary_fingerprint=fingerprint,
-        credentials=credentials_of(file),
+        vocabulary_fingerprint="" if vocabulary is None else vocabulary.fingerprint,
+        credentials=source.shown_credentials(),
     )
 
 

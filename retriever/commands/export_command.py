@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
+from indexer.flags import AsJson
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer, vocabulary_of
-from retriever.commands.options import clear_errors, counted
+from retriever.commands.options import clear_errors, progress
 from retriever.errors import ExportError, VocabularyMismatchError
 from retriever.exports.exllamav3 import AutomatonReport, export_exllamav3, tokenizer_digests
 from retriever.exports.exported_documents import token_documents
@@ -29,6 +30,7 @@ class Form(StrEnum):
     EXLLAMAV3 = "exllamav3"
 
 
+@clear_errors()
 def export(
     index: Annotated[Path, typer.Argument(metavar="INDEX", help="The index.")],
     *,
@@ -61,38 +63,33 @@ def export(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a file that is there.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write an index as a corpus that an engine drafts from by itself, without this project.
 
     Documents are written in order, up to the first that has no room.
     """
-    with clear_errors():
-        files = _tokenizer_files(tokenizer) if to is Form.EXLLAMAV3 else {}
-        with closing(Index.open(index)) as opened:
-            named = load_tokenizer(tokenizer or DEFAULT_MODEL)
-            if vocabulary_of(named) != opened.vocabulary:
-                raise VocabularyMismatchError(
-                    f"index {index} was built for another tokenizer: name its own with --tokenizer"
-                )
-            documents = counted(token_documents(opened), opened.num_documents, "writing")
-            report: CorpusReport | AutomatonReport
-            if to is Form.SGLANG_CORPUS:
-                report = export_sglang_corpus(
-                    documents, named, output, max_tokens, overwrite=overwrite
-                )
-            else:
-                report = export_exllamav3(
-                    documents,
-                    output,
-                    tokenizer_files=files,
-                    vocabulary_size=opened.vocabulary.size,
-                    max_tokens=max_tokens,
-                    overwrite=overwrite,
-                )
-        _print(report, output, as_json=as_json)
+    files = _tokenizer_files(tokenizer) if to is Form.EXLLAMAV3 else {}
+    with closing(Index.open(index)) as opened:
+        named = load_tokenizer(tokenizer or DEFAULT_MODEL)
+        if vocabulary_of(named) != opened.vocabulary:
+            raise VocabularyMismatchError(
+                f"index {index} was built for another tokenizer: name its own with --tokenizer"
+            )
+        documents = progress(token_documents(opened), "writing", opened.num_documents)
+        report: CorpusReport | AutomatonReport
+        if to is Form.SGLANG_CORPUS:
+            report = export_sglang_corpus(documents, named, output, max_tokens, overwrite=overwrite)
+        else:
+            report = export_exllamav3(
+                documents,
+                output,
+                tokenizer_files=files,
+                vocabulary_size=opened.vocabulary.size,
+                max_tokens=max_tokens,
+                overwrite=overwrite,
+            )
+    _print(report, output, as_json=as_json)
 
 
 def _tokenizer_files(tokenizer: str | None) -> dict[str, str]:

@@ -1,104 +1,50 @@
-"""What the commands share: options, errors in one line, and progress of what is loaded."""
+"""What the commands share: errors in one line, and progress of what is loaded."""
 
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import track
 
 from indexer.errors import IndexerError
+from indexer.launch import errors_in_one_line
 from indexer.reader import Index
-from retriever.client.credentials import VARIABLES, Credentials
 from retriever.errors import RetrieverError
 from retriever.predict.phrases import ListedPhrases
 from retriever.replay.traces import ChatEncoder
+from retriever.sessions.options import load_phrases
 
-
-@contextmanager
-def clear_errors() -> Iterator[None]:
-    """Print an error of ours as one line and end with status 1."""
-    try:
-        yield
-    except (RetrieverError, IndexerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-
-
-Indexes = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--index",
-        metavar="DIR",
-        help="An index to draft from, as `python -m indexer build` made it. Repeatable.",
-    ),
-]
-Phrases = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--phrases",
-        metavar="FILE",
-        help="Phrases to draft once they have begun: one a line, or (.jsonl) each line "
-        '{"text": "..."} or {"ids": [...]}. Repeatable.',
-    ),
-]
-Servers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--server",
-        metavar="ADDRESS",
-        help="A draft service, HOST:PORT or unix:PATH, instead of --index and --phrases. "
-        "Repeatable: services that each hold a part of a corpus draft together.",
-    ),
-]
-CredentialsFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--credentials",
-        metavar="FILE",
-        help="For a service: a TOML file with what to show and whom to trust: ca, certificate, "
-        "key, token or token_file, server_name, tls. Default: what the environment says "
-        f"({', '.join(VARIABLES)}).",
-    ),
-]
-
-
-def credentials_of(file: Path | None) -> Credentials | None:
-    """Return the credentials of a file, or else of the environment; None where there are none.
-
-    Raises:
-        CredentialsError: they cannot be used.
-    """
-    return Credentials.from_environment() if file is None else Credentials.from_file(file)
+clear_errors = partial(errors_in_one_line, RetrieverError, IndexerError)
+"""Prints an error of ours as one line and ends with status 1; for a block or a command."""
 
 
 def listed_phrases(
-    paths: list[Path] | None, encoder: ChatEncoder, index: list[Path] | None
+    paths: Sequence[Path], encoder: ChatEncoder, index: Sequence[Path]
 ) -> ListedPhrases | None:
-    """Load listed phrases and say on standard error what was loaded."""
-    if not paths:
-        return None
+    """Load listed phrases for an encoder's vocabulary, or else for that of the first index.
+
+    Raises:
+        IndexerError: the index cannot be opened.
+        PhrasesError: a file cannot be read.
+    """
     vocabulary = encoder.vocabulary
-    if vocabulary is None and index:
+    if vocabulary is None and paths and index:
         with closing(Index.open(index[0])) as opened:
             vocabulary = opened.vocabulary
-    size = vocabulary.size if vocabulary is not None else None
-    listed = ListedPhrases.load(paths, encoder.encode_output, size, track=progress)
-    for line in listed.summary():
-        print(line, file=sys.stderr)
-    return listed
+    size = None if vocabulary is None else vocabulary.size
+    return load_phrases(paths, encoder.encode_output, size, track=progress)
 
 
-def progress(items: Iterable[Any], doing: str) -> Iterator[Any]:
-    """Show progress on a terminal's standard error."""
-    console = Console(stderr=True)
-    yield from track(items, doing, console=console, disable=not console.is_terminal)
+def progress(items: Iterable[Any], doing: str, total: int | None = None) -> Iterator[Any]:
+    """Show progress on a terminal's standard error.
 
-
-def counted(items: Iterable[Any], total: int, doing: str) -> Iterator[Any]:
-    """Show progress as `progress` does, for items that come one by one."""
+    Args:
+        items: are passed through.
+        doing: what is done with them.
+        total: how many there are, where they come one by one.
+    """
     console = Console(stderr=True)
     yield from track(items, doing, total=total, console=console, disable=not console.is_terminal)

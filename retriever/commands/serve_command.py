@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from indexer.flags import AsJson, Given, with_flags
 from retriever.commands.options import clear_errors, listed_phrases
-from retriever.operations import resolving as printing
-from retriever.operations.flags import ConfigFile, with_settings
 from retriever.operations.logs import log_event, log_to_standard_error
 from retriever.operations.metrics import Service
 from retriever.operations.observer import Operator
-from retriever.operations.resolving import resolve
+from retriever.operations.resolving import FILE_VARIABLE, as_toml, resolve, to_json
 from retriever.operations.settings import Settings
 from retriever.operations.tracing import tracing_of
 from retriever.operations.web import Web, WebAddress
@@ -34,8 +34,20 @@ from retriever.sessions.options import check_files
 _logger = logging.getLogger(__name__)
 
 
-@with_settings
-def serve(config: ConfigFile = None, **flags: object) -> None:
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Settings in TOML, `name = value`, weaker than the environment and flags. Default: "
+        f"the file that {FILE_VARIABLE} names, if it does.",
+    ),
+]
+
+
+@clear_errors()
+@with_flags
+def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     """Serve drafts over gRPC until interrupted.
 
     Prints `serving on ADDRESS` once it is ready. Where other machines reach the address, it takes
@@ -43,48 +55,42 @@ def serve(config: ConfigFile = None, **flags: object) -> None:
     --config, too, and in the environment (FOREDRAFT_ADDRESS for --address); `config` shows what is
     in force.
     """
-    with clear_errors():
-        settings = resolve(Settings, flags, os.environ, config).settings
-        log_to_standard_error(settings.log_format, settings.log_level)
-        tracing = tracing_of(settings.trace_ratio, settings.trace_endpoint)
-        operator = Operator(reflection=settings.reflection, tracing=tracing)
-        protection = _protection(settings)
-        service = Service(None, operator, time.time())
-        try:
-            with _shown(settings, service):
-                asyncio.run(
-                    serve_forever(
-                        partial(_open_for, service, settings),
-                        settings.limits,
-                        settings.address,
-                        operator,
-                        protection,
-                        pad_replies=settings.pad_replies,
-                        drain_s=settings.drain_s,
-                    )
+    settings = resolve(Settings, flags, os.environ, config).settings
+    log_to_standard_error(settings.log_format, settings.log_level)
+    tracing = tracing_of(settings.trace_ratio, settings.trace_endpoint)
+    operator = Operator(reflection=settings.reflection, tracing=tracing)
+    protection = _protection(settings)
+    service = Service(None, operator, time.time())
+    try:
+        with _shown(settings, service):
+            asyncio.run(
+                serve_forever(
+                    partial(_open_for, service, settings),
+                    settings.limits,
+                    settings.address,
+                    operator,
+                    protection,
+                    pad_replies=settings.pad_replies,
+                    drain_s=settings.drain_s,
                 )
-        finally:
-            if service.drafter is not None:
-                service.drafter.shut_down()
-            operator.shut_down()
+            )
+    finally:
+        if service.drafter is not None:
+            service.drafter.shut_down()
+        operator.shut_down()
 
 
-@with_settings
+@clear_errors()
+@with_flags
 def show_settings(
-    config: ConfigFile = None,
-    *,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, on standard output.")
-    ] = False,
-    **flags: object,
+    config: ConfigFile = None, *, as_json: AsJson = False, flags: Given[Settings]
 ) -> None:
     """Show the settings that `serve` would have, and where each comes from.
 
     What is printed is TOML for `serve --config`. Nothing is opened.
     """
-    with clear_errors():
-        resolved = resolve(Settings, flags, os.environ, config)
-        print(printing.as_json(resolved) if as_json else printing.as_toml(resolved))
+    resolved = resolve(Settings, flags, os.environ, config)
+    print(to_json(resolved) if as_json else as_toml(resolved))
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from typing import Any, Final, Literal
 import lmdb
 import numpy as np
 
+from retriever.limits import Limits
 from retriever.predict.generations import Output
 from retriever.predict.stores import ring_capacity
 
@@ -142,6 +143,9 @@ def _named(tenant: str) -> bytes:
 Durability = Literal["process", "disk"]
 """What an acknowledged output survives: the end of the process, or that of the machine too."""
 
+DEFAULT_DURABILITY: Final[Durability] = "process"
+
+_LIMITS: Final = Limits()
 _INITIAL_MAP_BYTES: Final = 1 << 24
 _MAX_EXTENTS: Final = 1 << 12
 _MODE: Final = 0o600  # what users were told is nobody else's
@@ -159,9 +163,9 @@ class LogOptions:
         max_bytes: what the file may grow to.
     """
 
-    capacity: int = 1 << 20
-    max_age_s: float = math.inf
-    durability: Durability = "process"
+    capacity: int = _LIMITS.generations_tokens
+    max_age_s: float = _LIMITS.generations_age_s
+    durability: Durability = DEFAULT_DURABILITY
     max_bytes: int = 16 << 30
 
 

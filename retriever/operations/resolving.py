@@ -18,6 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from indexer.flags import expected_by, flag_of, is_secret
 from retriever.client import credentials
 from retriever.errors import CredentialsError, SettingsError
 from retriever.operations.settings import ServerUrl
@@ -99,12 +100,7 @@ def variable_of(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
-    return "--" + name.replace("_", "-")
-
-
-def type_of(field: FieldInfo) -> Any:
+def _type_of(field: FieldInfo) -> Any:
     """Return the type of a setting with its bounds."""
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
@@ -167,22 +163,15 @@ def _checked(
 ) -> object:
     """Return a value as its setting's type, or say what is expected."""
     try:
-        checked: object = validate(TypeAdapter(type_of(field)), value)
+        checked: object = validate(TypeAdapter(_type_of(field)), value)
     except ValidationError as error:
-        expected = error.errors(include_url=False)[0]["msg"].replace("Input ", "it ", 1)
         shown = "a value that is kept secret" if is_secret(field) else _shortened(repr(value))
-        raise SettingsError(f"{where} is {shown}: {expected}") from error
+        raise SettingsError(f"{where} is {shown}: {expected_by(error)}") from error
     return checked
 
 
 def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}\u2026"
-
-
-def is_secret(field: FieldInfo) -> bool:
-    """Tell whether a setting's value must not be shown."""
-    kinds = (field.annotation, *getattr(field.annotation, "__args__", ()))
-    return any(isinstance(kind, type) and issubclass(kind, SecretStr) for kind in kinds)
 
 
 def _nearest(name: str, written: Mapping[str, str]) -> str:
@@ -204,7 +193,7 @@ def as_toml(resolved: Resolved[Any]) -> str:
     return "\n".join(lines)
 
 
-def as_json(resolved: Resolved[Any]) -> str:
+def to_json(resolved: Resolved[Any]) -> str:
     """Return an object that has each setting's `value` and `origin`; no limit is `"inf"`."""
     found = {
         name: {"value": _finite(shown(getattr(resolved.settings, name))), "origin": origin}

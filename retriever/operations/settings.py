@@ -1,31 +1,30 @@
-"""What `serve` can be told: one schema for flags, environment, files and their documentation."""
+"""Settings of drafters and services: one schema for flags, environment, files and their help.
 
-from dataclasses import dataclass, fields
+A field `name` is the flag `--name`, the key `name` of a file and the environment variable
+`FOREDRAFT_NAME`. Its description is the flag's help; its default stands here alone, or in `Limits`.
+Sets that several commands or engines share are classes of their own, of which others are made.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from indexer.flags import Metavar
 from indexer.tokenizer import DEFAULT_MODEL
+from retriever.client.credentials import VARIABLES, Credentials
+from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
-from retriever.log.log_store import Durability
+from retriever.log.log_store import DEFAULT_DURABILITY, Durability
 from retriever.replication.options import without_credentials
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
-_DEFAULTS = Limits()
-
-
-@dataclass(frozen=True, slots=True)
-class Metavar:
-    """What stands for a setting's value in the help.
-
-    Attributes:
-        name: in capitals.
-    """
-
-    name: str
+_DEFAULTS: Final = Limits()
 
 
 class ServerUrl(SecretStr):
@@ -36,14 +35,25 @@ class ServerUrl(SecretStr):
         return without_credentials(self.get_secret_value())
 
 
-class Settings(BaseModel):
-    """Everything that a service can be told.
+class TokenizerSettings(BaseModel):
+    """How texts become tokens."""
 
-    A field `name` is the flag `--name`, the key `name` of a file and the environment variable
-    `FOREDRAFT_NAME`; its description is the flag's help.
-    """
+    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True)
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    tokenizer: Annotated[
+        str | None,
+        Metavar("MODEL"),
+        Field(
+            description="The tokenizer of texts: a hub id, a folder or a .gguf file. "
+            f"Default: {DEFAULT_MODEL}."
+        ),
+    ] = None
+
+
+class DatabaseSettings(BaseModel):
+    """What is drafted from in this process, beside the sequence itself."""
+
+    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True)
 
     index: Annotated[
         list[Path],
@@ -60,14 +70,114 @@ class Settings(BaseModel):
             '{"text": "..."} or {"ids": [...]}. Repeatable.'
         ),
     ] = []
-    tokenizer: Annotated[
-        str | None,
-        Metavar("MODEL"),
+
+
+class EmbeddedSettings(DatabaseSettings):
+    """What a drafter in this process keeps, and how it goes on."""
+
+    model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True)
+
+    generations_tokens: Annotated[
+        int,
         Field(
-            description="The tokenizer of phrases in text: a hub id, a folder or a .gguf file. "
-            f"Default: {DEFAULT_MODEL}."
+            ge=1024,
+            le=1 << 30,
+            description="Recent outputs to keep, in tokens of 24 bytes (36 without an index); "
+            "rounded up to a power of two.",
+        ),
+    ] = _DEFAULTS.generations_tokens
+    state: Annotated[
+        Path | None,
+        Metavar("DIR"),
+        Field(
+            description="A folder that keeps recent outputs, so that a restarted service drafts "
+            "as well as before. For one service and one tokenizer. Default: memory only."
         ),
     ] = None
+    durability: Annotated[
+        Durability,
+        Field(
+            description="What outputs in --state survive: the end of this process, even by kill -9 "
+            "(process), or a power failure too, at the cost of a disk write for each (disk)."
+        ),
+    ] = DEFAULT_DURABILITY
+    refresh: Annotated[
+        float,
+        Metavar("SECONDS"),
+        Field(
+            ge=0,
+            allow_inf_nan=False,
+            description="How often to look whether an index has changed, and to draft from what it "
+            "has become; 0: never.",
+        ),
+    ] = 5.0
+
+
+class CredentialSettings(BaseModel):
+    """What is shown to services, and whom they are trusted to be."""
+
+    model_config = ConfigDict(title="Service", extra="forbid", frozen=True)
+
+    credentials: Annotated[
+        Path | None,
+        Metavar("FILE"),
+        Field(
+            description="For a service: a TOML file with what to show and whom to trust: ca, "
+            "certificate, key, token or token_file, server_name, tls. Default: what the "
+            f"environment says ({', '.join(VARIABLES)})."
+        ),
+    ] = None
+
+    def shown_credentials(self, environment: Mapping[str, str] = os.environ) -> Credentials | None:
+        """Return what the file says, or else the environment; None where neither does.
+
+        Raises:
+            CredentialsError: they cannot be used.
+        """
+        if self.credentials is None:
+            return Credentials.from_environment(environment)
+        return Credentials.from_file(self.credentials)
+
+
+class ClientSettings(CredentialSettings):
+    """Which services draft."""
+
+    model_config = ConfigDict(title="Service", extra="forbid", frozen=True)
+
+    server: Annotated[
+        list[str],
+        Metavar("ADDRESS"),
+        Field(
+            description="A draft service, HOST:PORT or unix:PATH, which drafts from its own "
+            "indexes and phrases. Repeatable: services that each hold a part of a corpus draft "
+            "together."
+        ),
+    ] = []
+
+
+class DraftSettings(ClientSettings, DatabaseSettings):
+    """Where drafts come from: services, or databases in this process.
+
+    Raises:
+        InvalidRequestError: both are given.
+    """
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse what a service would not know of."""
+        del context
+        if self.server and (self.index or self.phrases):
+            name = "index" if self.index else "phrases"
+            raise InvalidRequestError(
+                f"--{name} and --server exclude each other: leave out --{name}, for a server "
+                "drafts from its own indexes and phrases"
+            )
+
+
+class NetworkSettings(BaseModel):
+    """Where a service listens, and whom it lets in."""
+
+    model_config = ConfigDict(title="Network", extra="forbid", frozen=True)
+
     address: Annotated[
         str,
         Metavar("ADDRESS"),
@@ -114,65 +224,29 @@ class Settings(BaseModel):
             "watches the network does not learn from it how much was found."
         ),
     ] = False
-    tenant_index: Annotated[
-        list[str],
-        Metavar("TENANT=DIR"),
-        Field(
-            description="An index that this tenant alone drafts from, beside those of --index. "
-            "Repeatable."
-        ),
-    ] = []
-    tenant_phrases: Annotated[
-        list[str],
-        Metavar("TENANT=FILE"),
-        Field(description="Phrases for this tenant alone, beside those of --phrases. Repeatable."),
-    ] = []
-    generations_tokens: Annotated[
-        int,
-        Field(
-            ge=1024,
-            le=1 << 30,
-            description="Recent outputs to keep, in tokens of 24 bytes (36 without an index); "
-            "rounded up to a power of two.",
-        ),
-    ] = _DEFAULTS.generations_tokens
-    generations_age_s: Annotated[
-        float, Field(ge=1, description="Forget outputs that are older than this, in seconds.")
-    ] = _DEFAULTS.generations_age_s
-    state: Annotated[
-        Path | None,
-        Metavar("DIR"),
-        Field(
-            description="A folder that keeps recent outputs, so that a restarted service drafts "
-            "as well as before. For one service and one tokenizer. Default: memory only."
-        ),
-    ] = None
-    durability: Annotated[
-        Durability,
-        Field(
-            description="What outputs in --state survive: the end of this process, even by kill -9 "
-            "(process), or a power failure too, at the cost of a disk write for each (disk)."
-        ),
-    ] = "process"
-    refresh: Annotated[
+    reflection: Annotated[
+        bool,
+        Field(description="Answer gRPC reflection: which services there are, and their types."),
+    ] = False
+    drain_s: Annotated[
         float,
-        Metavar("SECONDS"),
         Field(
             ge=0,
             allow_inf_nan=False,
-            description="How often to look whether an index has changed, and to draft from what it "
-            "has become; 0: never.",
+            description="After SIGTERM: how long streams may go on before they are ended, in "
+            "seconds. A second signal ends them at once.",
         ),
-    ] = 5.0
-    redis: Annotated[
-        ServerUrl | None,
-        Metavar("URL"),
-        Field(
-            description="Share outputs with the other services of the same tokenizer through this "
-            "Redis server: redis://HOST:PORT/DATABASE, or rediss:// for TLS. A password is better "
-            "given in FOREDRAFT_REDIS_PASSWORD. Default: share nothing."
-        ),
-    ] = None
+    ] = 10.0
+
+
+class LimitSettings(BaseModel):
+    """What a service accepts at most; see `Limits`."""
+
+    model_config = ConfigDict(title="Limits", extra="forbid", frozen=True)
+
+    generations_age_s: Annotated[
+        float, Field(ge=1, description="Forget outputs that are older than this, in seconds.")
+    ] = _DEFAULTS.generations_age_s
     max_sessions: Annotated[int, Field(ge=1, description="Most sessions open at once.")] = (
         _DEFAULTS.max_sessions
     )
@@ -209,19 +283,13 @@ class Settings(BaseModel):
     max_tenant_deletions: Annotated[
         int, Field(ge=1, description="Most calls of one tenant that delete data, in a minute.")
     ] = _DEFAULTS.max_tenant_deletions
-    drain_s: Annotated[
-        float,
-        Field(
-            ge=0,
-            allow_inf_nan=False,
-            description="After SIGTERM: how long streams may go on before they are ended, in "
-            "seconds. A second signal ends them at once.",
-        ),
-    ] = 10.0
-    reflection: Annotated[
-        bool,
-        Field(description="Answer gRPC reflection: which services there are, and their types."),
-    ] = False
+
+
+class ReportSettings(BaseModel):
+    """What a service tells of itself."""
+
+    model_config = ConfigDict(title="Reports", extra="forbid", frozen=True)
+
     log_format: Annotated[
         LogFormat, Field(description="A line of text for each event, or a JSON object.")
     ] = "text"
@@ -250,6 +318,35 @@ class Settings(BaseModel):
         Field(
             description="Where traces go, by OTLP over gRPC. Default: as OpenTelemetry's own "
             "environment variables say."
+        ),
+    ] = None
+
+
+class Settings(ReportSettings, LimitSettings, NetworkSettings, EmbeddedSettings, TokenizerSettings):
+    """Everything that a service can be told."""
+
+    model_config = ConfigDict(title="Tenants and other services")
+
+    tenant_index: Annotated[
+        list[str],
+        Metavar("TENANT=DIR"),
+        Field(
+            description="An index that this tenant alone drafts from, beside those of --index. "
+            "Repeatable."
+        ),
+    ] = []
+    tenant_phrases: Annotated[
+        list[str],
+        Metavar("TENANT=FILE"),
+        Field(description="Phrases for this tenant alone, beside those of --phrases. Repeatable."),
+    ] = []
+    redis: Annotated[
+        ServerUrl | None,
+        Metavar("URL"),
+        Field(
+            description="Share outputs with the other services of the same tokenizer through this "
+            "Redis server: redis://HOST:PORT/DATABASE, or rediss:// for TLS. A password is better "
+            "given in FOREDRAFT_REDIS_PASSWORD. Default: share nothing."
         ),
     ] = None
 

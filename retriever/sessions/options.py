@@ -1,6 +1,7 @@
 """What an embedded drafter is made with."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypedDict
@@ -8,7 +9,7 @@ from typing import Final, TypedDict
 from indexer.reader import Index, Vocabulary
 from retriever.limits import Limits
 from retriever.log.log_store import Durability
-from retriever.predict.phrases import ListedPhrases, read_lines
+from retriever.predict.phrases import Encode, ListedPhrases, Track, read_lines
 from retriever.predict.predictor import Predictor
 from retriever.replication.options import WarmthOptions
 from retriever.sessions.bindings import Bound, BoundPaths
@@ -32,6 +33,38 @@ def check_files(
         read_lines(path)
     for path in indexes:
         Index.open(path, vocabulary=vocabulary).close()
+
+
+def _print_to_standard_error(line: str) -> None:
+    print(line, file=sys.stderr)  # noqa: T201  (for whoever runs a command)
+
+
+def load_phrases(
+    paths: Sequence[Path],
+    encode: Encode,
+    vocabulary_size: int | None,
+    *,
+    say: Callable[[str], object] = _print_to_standard_error,
+    track: Track = lambda items, _: items,
+) -> ListedPhrases | None:
+    """Load listed phrases and say what was loaded and what was not; None where no file is named.
+
+    Args:
+        paths: files of listed phrases.
+        encode: the tokenizer of the model that is drafted for, without special tokens.
+        vocabulary_size: token ids must be below it; None where it is not known.
+        say: takes a line; standard error, if nothing else is said.
+        track: shows progress.
+
+    Raises:
+        PhrasesError: a file cannot be read.
+    """
+    if not paths:
+        return None
+    listed = ListedPhrases.load(paths, encode, vocabulary_size, track=track)
+    for line in listed.summary():
+        say(line)
+    return listed
 
 
 DEFAULT_LIMITS: Final = Limits()

@@ -18,9 +18,8 @@ from transformers import (
 )
 
 from decoder.assembly import (
-    DrafterOptions,
+    DrafterSettings,
     DraftModelOptions,
-    draft_model_options,
     load_draft_model,
 )
 from decoder.drafters.draft_model import DraftModel, has_plain_head
@@ -233,9 +232,9 @@ def test_vocabulary_is_trimmed_by_an_index(model_directory: Path, tmp_path: Path
     with pytest.raises(ContradictoryOptionsError, match="--index"):
         load_draft_model(options, target)
     with pytest.raises(ContradictoryOptionsError, match="--index"):
-        DrafterOptions(draft_model=options)
+        DrafterSettings(draft_model=str(model_directory), draft_vocabulary=2)
     with pytest.raises(ContradictoryOptionsError, match="--draft-model"):
-        draft_model_options(None, 2)
+        DrafterSettings(draft_vocabulary=2)
 
 
 def test_generate_takes_a_draft_model(

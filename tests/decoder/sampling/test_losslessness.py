@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from decoder.assembly import DrafterOptions, assemble
+from decoder.assembly import DrafterSettings, assemble
 from decoder.budget.budget import MeasuredBudget
 from decoder.drafters.following import NoDrafter
 from decoder.model.pretrained import LanguageModel
@@ -211,7 +211,7 @@ def test_default_path_with_a_real_model_is_lossless(
     documents = [(text, list(tokenizer.encode(text))) for text in TEXTS]
     build_from_tokens(documents, tmp_path / "texts", vocabulary_of(tokenizer))
     statistics = Statistics()
-    with DrafterOptions([tmp_path / "texts"]).connect(real_model) as drafter:
+    with DrafterSettings(index=[tmp_path / "texts"]).connect(real_model) as drafter:
         decoder = assemble(real_model, drafter)
         for number, text in enumerate(PROMPTS):
             tokens = real_model.encode(text)

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, SecretStr
+from typer.main import get_command
+from typer.testing import CliRunner
 
 from retriever import LimitExceededError, RemoteDrafter
-from retriever.errors import SettingsError
+from retriever.commands import app
+from retriever.errors import InvalidRequestError, SettingsError
 from retriever.limits import Limits
-from retriever.operations.resolving import Resolved, as_json, as_toml, resolve
-from retriever.operations.settings import Settings
+from retriever.operations.resolving import Resolved, as_toml, resolve, to_json
+from retriever.operations.settings import DraftSettings, Settings
 from tests.retriever.conftest import start_service, stop_service
 
 
@@ -52,6 +55,45 @@ def test_every_limit_is_a_setting_with_the_limit_as_its_default() -> None:
     assert Settings().limits == Limits()
     for field in dataclasses.fields(Limits):
         assert field.name in Settings.model_fields
+
+
+def test_serve_and_config_have_a_flag_for_every_setting_and_no_other() -> None:
+    group: Any = get_command(app)
+    for command, own in (("serve", {"config"}), ("config", {"config", "as_json"})):
+        flags = {option.name: option for option in group.commands[command].params}
+        assert flags.keys() - own == Settings.model_fields.keys()
+        for name, field in Settings.model_fields.items():
+            assert flags[name].opts == ["--" + name.replace("_", "-")]
+            assert flags[name].help == field.description
+            assert flags[name].default is None  # so that a file and the environment may say
+
+
+def test_where_drafts_come_from_is_described_once() -> None:
+    group: Any = get_command(app)
+    helped: dict[str, set[str]] = {}
+    for command in ("serve", "explain", "replay"):
+        for option in group.commands[command].params:
+            helped.setdefault(option.name, set()).add(option.help)
+    shared = ("index", "phrases", "tokenizer", "server", "credentials")
+    assert [len(helped[name]) for name in shared] == [1] * len(shared)
+
+
+def test_a_service_drafts_from_what_it_has() -> None:
+    for other in ({"index": [Path("i")]}, {"phrases": [Path("p")]}):
+        with pytest.raises(InvalidRequestError, match=r"exclude each other: leave out --[ip]"):
+            DraftSettings(server=["a:1"], **other)  # type: ignore[arg-type]  # either of two
+    assert DraftSettings(server=["a:1", "b:1"]).index == []
+
+
+def test_explain_shows_listed_phrases_as_such(tmp_path: Path) -> None:
+    listed = tmp_path / "phrases.jsonl"
+    listed.write_text('{"ids": [1, 2, 3, 4]}')
+    arguments = ["explain", "--phrases", str(listed), "--context-ids", "9,1,2", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert [node["source"] for node in json.loads(result.stdout)] == ["phrases"] * 2
+    two = CliRunner().invoke(app, ["explain", "--server", "a", "--server", "b", *arguments[3:]])
+    assert (two.exit_code, "give one --server" in two.stderr) == (1, True)
 
 
 def test_a_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
@@ -131,7 +173,7 @@ def test_what_is_shown_can_be_kept_and_gives_the_same(tmp_path: Path) -> None:
     found = resolved(tmp_path, 'address = "a\\u007f\\"b"\n', index=[Path("x"), Path("y")])
     path.write_text(as_toml(found), encoding="utf-8")
     assert resolve(Settings, {}, {}, path).settings == found.settings
-    shown = json.loads(as_json(found), parse_constant=pytest.fail)
+    shown = json.loads(to_json(found), parse_constant=pytest.fail)
     assert shown["index"] == {"value": ["x", "y"], "origin": "--index"}
     assert shown["generations_age_s"] == {"value": "inf", "origin": "default"}
     assert set(shown) == set(Settings.model_fields)
@@ -147,7 +189,7 @@ def test_the_url_of_a_server_is_shown_without_what_lets_one_in(tmp_path: Path) -
     ):
         assert found.settings.redis is not None
         assert found.settings.redis.get_secret_value() == url
-        for text in (as_toml(found), as_json(found)):
+        for text in (as_toml(found), to_json(found)):
             assert "rediss://host:1/0" in text
             assert "hunter2" not in text + repr(found)
 
@@ -163,7 +205,7 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
     variables = {"FOREDRAFT_KEY": "hunter2", "FOREDRAFT_STORE": "redis://me:hunter2@host:1/0?x=1"}
     found: Resolved[Any] = resolve(WithSecrets, {}, variables)
     assert found.settings.key.get_secret_value() == "hunter2"
-    for text in (as_toml(found), as_json(found)):
+    for text in (as_toml(found), to_json(found)):
         assert "hunter2" not in text
         assert "host:1/0?x=1" in text
         assert "FOREDRAFT_KEY" in text

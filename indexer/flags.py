@@ -1,0 +1,148 @@
+"""Flags of commands, which follow from schemata of settings.
+
+A schema is a pydantic model. A parameter of a command that is annotated with one stands for a flag
+for each field: a field `name` is `--name`, its description is the help, and its type and bounds are
+what is accepted. Under `Given[Schema]` the command takes only what was given, for settings that a
+file and the environment may set as well.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, Signature, get_annotations
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
+
+import typer
+from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
+]
+
+Schema = TypeVar("Schema", bound=BaseModel)
+Command = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Metavar:
+    """What stands for a setting's value in the help.
+
+    Attributes:
+        name: in capitals.
+    """
+
+    name: str
+
+
+class Given(dict[str, object], Generic[Schema]):
+    """The flags of a schema that were given, by name."""
+
+
+def with_flags(command: Command) -> Command:
+    """Give a command the flags of the schemata that its parameters are annotated with.
+
+    Flags are shown under the title of the schema that states them, if that has one. A value that
+    the schema refuses ends the command with the flag's name, as every wrong flag does.
+    """
+    parameters = Signature.from_callable(command).parameters.values()
+    taken = {each.name: found for each in parameters if (found := _schema_in(each.annotation))}
+
+    @wraps(command)
+    def run(**values: object) -> None:
+        made = dict[str, object]()
+        for name, (schema, is_partial) in taken.items():
+            flags = {field: values.pop(field) for field in schema.model_fields}
+            given = {key: value for key, value in flags.items() if value is not None}
+            made[name] = Given(given) if is_partial else _checked(schema, given)
+        command(**values, **made)
+
+    shown = [flag for each in parameters for flag in _shown(each, taken.get(each.name))]
+    decorated: Any = run
+    decorated.__signature__ = Signature(shown)
+    decorated.__annotations__ = {each.name: each.annotation for each in shown}
+    return run
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Tell whether a setting's value must not be shown."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return any(isinstance(kind, type) and issubclass(kind, SecretStr) for kind in kinds)
+
+
+def expected_by(error: ValidationError) -> str:
+    """Return what would have been accepted, for the end of a sentence."""
+    return error.errors(include_url=False)[0]["msg"].replace("Input ", "it ", 1)
+
+
+_Taken = tuple[type[BaseModel], bool]
+
+
+def _schema_in(annotation: Any) -> _Taken | None:
+    """Return the schema that a parameter is annotated with, and whether in `Given`."""
+    is_partial = get_origin(annotation) is Given
+    schema = get_args(annotation)[0] if is_partial else annotation
+    is_schema = isinstance(schema, type) and issubclass(schema, BaseModel)
+    return (schema, is_partial) if is_schema else None
+
+
+def _shown(parameter: Parameter, taken: _Taken | None) -> Iterator[Parameter]:
+    if taken is None:
+        yield parameter
+        return
+    schema, is_partial = taken
+    for name, field in schema.model_fields.items():
+        default = None if is_partial or _is_list(field) else field.default
+        yield Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if field.is_required() and not is_partial else default,
+            annotation=_option(name, field, _panel_of(name, schema), is_partial=is_partial),
+        )
+
+
+def _panel_of(name: str, schema: type[BaseModel]) -> str | None:
+    stated = (each for each in schema.__mro__ if name in get_annotations(each))
+    return next(each.model_config.get("title") for each in stated if issubclass(each, BaseModel))
+
+
+def _option(name: str, field: FieldInfo, panel: str | None, *, is_partial: bool) -> Any:
+    flag, default = flag_of(name), field.default
+    if field.annotation in (bool, bool | None) and (is_partial or default is True):
+        flag += f"/--no-{flag.removeprefix('--')}"  # what a file says can be taken back
+    kind: Any = str if is_secret(field) else field.annotation
+    if _is_list(field):
+        kind = list[get_args(field.annotation)[0]]  # type: ignore[misc]  # known when it runs
+    has_default = not (default is None or field.is_required() or _is_list(field))
+    option = typer.Option(
+        flag,
+        metavar=next((each.name for each in field.metadata if isinstance(each, Metavar)), None),
+        min=_bound(field, "ge"),
+        max=_bound(field, "le"),
+        help=field.description,
+        show_default=str(default).lower() if has_default and is_partial else has_default,
+        rich_help_panel=panel,
+    )
+    return Annotated[kind | None, option]
+
+
+def _is_list(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) in (list, tuple)
+
+
+def _bound(field: FieldInfo, name: str) -> Any:
+    return next((getattr(each, name) for each in field.metadata if hasattr(each, name)), None)
+
+
+def _checked(schema: type[Schema], given: Mapping[str, object]) -> Schema:
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        where: Sequence[int | str] = error.errors()[0]["loc"]
+        hint = f"'{flag_of(str(where[0]))}'"
+        raise typer.BadParameter(f"{expected_by(error)}.", param_hint=hint) from error

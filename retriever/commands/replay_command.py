@@ -1,0 +1,104 @@
+"""The command that replays recorded outputs through a drafter."""
+
+import json
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from indexer.flags import AsJson, with_flags
+from indexer.reader import Index
+from retriever.commands.options import clear_errors, listed_phrases, progress
+from retriever.errors import InvalidRequestError
+from retriever.operations.settings import DraftSettings, TokenizerSettings
+from retriever.replay.factories import OWN, find_factory, own_drafter, remote_drafter
+from retriever.replay.replay import replay, tables
+from retriever.replay.traces import ChatEncoder, read_outputs, read_traces
+from retriever.sessions.options import DEFAULT_LIMITS, check_files
+
+
+@clear_errors()
+@with_flags
+def replay_traces(
+    traces: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACES",
+            help="JSON lines (.gz too): `prompt` and `output`, or `prompt_ids` and `output_ids`.",
+        ),
+    ],
+    *,
+    source: DraftSettings,
+    texts: TokenizerSettings,
+    warm: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Outputs that count as recent generations: files as TRACES. Repeatable.",
+        ),
+    ] = None,
+    drafter: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Whose rule drafts: our own, or a name that --drafters knows."
+        ),
+    ] = OWN,
+    drafters: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE", help="Module with a mapping DRAFTERS of names to factories."
+        ),
+    ] = "benchmarks.peers",
+    budget: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=DEFAULT_LIMITS.max_budget_nodes,
+            help=f"Nodes in each draft tree, at most {DEFAULT_LIMITS.max_budget_nodes}.",
+        ),
+    ] = 32,
+    limit: Annotated[int | None, typer.Option(min=1, help="Replay only the first traces.")] = None,
+    calibration: Annotated[
+        bool, typer.Option(help="Report too how often nodes of each probability were accepted.")
+    ] = False,
+    calibration_after: Annotated[
+        int, typer.Option(min=0, help="With --calibration: leave out the first so many traces.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Replay recorded outputs and report how many tokens each decoding step would have committed.
+
+    No model is run: a draft changes no output, so what would have been accepted is known.
+    """
+    make_drafter = find_factory(drafter, drafters)
+    if drafter != OWN and (source.phrases or source.server):
+        raise InvalidRequestError(
+            "--phrases and --server are for our own drafter: leave out --drafter"
+        )
+    encoder = ChatEncoder(texts.tokenizer)
+    check_files(source.index, source.phrases)
+    read = read_traces(traces, encoder, limit)
+    warming = [read_outputs(path, encoder) for path in warm or []]
+    recorded = list(progress(read, "tokenising"))
+    outputs = list(chain.from_iterable(warming))
+    if source.server:
+        make_drafter = partial(
+            remote_drafter,
+            source.server,
+            vocabulary=encoder.vocabulary,
+            credentials=source.shown_credentials(),
+        )
+    elif drafter == OWN:
+        listed = listed_phrases(source.phrases, encoder, source.index)
+        make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
+    indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in source.index]
+    made = make_drafter(indexes, outputs, budget)
+    after = calibration_after if calibration else None
+    report = replay(made, progress(recorded, "replaying"), budget, after)
+    if as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        Console().print(*tables(report))
