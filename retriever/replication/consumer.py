@@ -16,7 +16,7 @@ from retriever.replication.replicated_records import (
     Record,
     Surplus,
     UnreadableRecordError,
-    WarmthCounts,
+    ReplicationCounts,
     decode,
 )
 from retriever.sessions.pools import Pools
@@ -50,7 +50,7 @@ class Learner:
         deletions: Deletions,
         position: Position,
         forget: Callable[[Scope], None],
-        counts: WarmthCounts,
+        counts: ReplicationCounts,
         clock: Callable[[], float] = steady_time,
     ) -> None:
         self._pools = pools
@@ -157,7 +157,7 @@ class Consumer:
         streams: Streams,
         learner: Learner,
         position: Position,
-        counts: WarmthCounts,
+        counts: ReplicationCounts,
         stopped: Event,
     ) -> None:
         self._streams = streams

@@ -17,7 +17,7 @@ from retriever.replication.replicated_records import (
     Position,
     Record,
     UnreadableRecordError,
-    WarmthCounts,
+    ReplicationCounts,
     decode,
     encode,
 )
@@ -43,7 +43,7 @@ class Outbox:
     """
 
     def __init__(
-        self, position: Position, deletions: Deletions, max_tokens: int, counts: WarmthCounts
+        self, position: Position, deletions: Deletions, max_tokens: int, counts: ReplicationCounts
     ) -> None:
         self._position = position
         self._deletions = deletions
@@ -146,7 +146,7 @@ class Publisher:
     """
 
     def __init__(
-        self, streams: Streams, outbox: Outbox, position: Position, counts: WarmthCounts
+        self, streams: Streams, outbox: Outbox, position: Position, counts: ReplicationCounts
     ) -> None:
         self._streams = streams
         self._outbox = outbox

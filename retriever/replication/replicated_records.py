@@ -136,11 +136,11 @@ SKIPPED: Final = (
     "foreign",
     "vocabulary",
 )
-"""Why records are not remembered; see `WarmthCounts.skipped`."""
+"""Why records are not remembered; see `ReplicationCounts.skipped`."""
 
 
 @dataclass(slots=True)
-class WarmthCounts:
+class ReplicationCounts:
     """Counts since the start; `connected`, `queued` and `unsent_deletions` are as of now.
 
     Attributes:

@@ -7,10 +7,10 @@ from typing import Final
 
 from retriever.errors import LimitExceededError, StateError
 from retriever.replication.consumer import Consumer, Learner
-from retriever.replication.options import WarmthOptions, without_credentials
+from retriever.replication.options import ReplicationOptions, without_credentials
 from retriever.replication.publisher import Outbox, Publisher
 from retriever.replication.redis_streams import REFUSALS, Streams
-from retriever.replication.replicated_records import Position, WarmthCounts
+from retriever.replication.replicated_records import Position, ReplicationCounts
 
 _FIRST_BACKOFF_S: Final = 0.1
 
@@ -28,7 +28,7 @@ class Link:
     """
 
     def __init__(
-        self, doing: str, max_backoff_s: float, counts: WarmthCounts, stopped: Event
+        self, doing: str, max_backoff_s: float, counts: ReplicationCounts, stopped: Event
     ) -> None:
         self._doing = doing
         self._max_backoff_s = max_backoff_s
@@ -73,12 +73,12 @@ class Threads:
 
     def __init__(  # noqa: PLR0913, PLR0917  (what the threads are made of)
         self,
-        options: WarmthOptions,
+        options: ReplicationOptions,
         fingerprint: str,
         outbox: Outbox,
         learner: Learner,
         position: Position,
-        counts: WarmthCounts,
+        counts: ReplicationCounts,
     ) -> None:
         self._stopped = Event()
         self._streams = Streams(options, fingerprint)

@@ -1,21 +1,21 @@
-"""A drafter's part in shared warmth: what it offers, and what is told it."""
+"""A drafter's part in replication: what it publishes, and what it is told."""
 
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from indexer.reader import Vocabulary
-from retriever.errors import WarmthError
+from retriever.errors import ReplicationError
 from retriever.limits import Limits
 from retriever.log.log_store import Entry
 from retriever.predict.generations import Scope, steady_time
 from retriever.replication.consumer import Learner
-from retriever.replication.options import WarmthOptions
+from retriever.replication.options import ReplicationOptions
 from retriever.replication.publisher import Outbox
-from retriever.replication.replicated_records import Deletions, Position, WarmthCounts
+from retriever.replication.replicated_records import Deletions, Position, ReplicationCounts
 from retriever.sessions.pools import Pools
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Forget = Callable[[Scope, Callable[[Scope], None]], None]
 _FLUSH_S: Final = 1.0
 
 
-class NoWarmth:
+class NoReplication:
     """Shares nothing.
 
     Attributes:
@@ -35,7 +35,7 @@ class NoWarmth:
     """
 
     def __init__(self) -> None:
-        self.counts = WarmthCounts()
+        self.counts = ReplicationCounts()
 
     def start(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
         """Share outputs of this vocabulary from now on."""
@@ -60,7 +60,7 @@ class NoWarmth:
         """End the threads; what waits to be published has a second left."""
 
 
-class SharedWarmth(NoWarmth):
+class Replication(NoReplication):
     """Shares outputs through a Redis server, from `start` on.
 
     Args:
@@ -73,7 +73,7 @@ class SharedWarmth(NoWarmth):
     """
 
     def __init__(
-        self, options: WarmthOptions, pools: Pools, lock: Lock, limits: Limits, forget: Forget
+        self, options: ReplicationOptions, pools: Pools, lock: Lock, limits: Limits, forget: Forget
     ) -> None:
         super().__init__()
         self._options = options
@@ -98,21 +98,23 @@ class SharedWarmth(NoWarmth):
     @classmethod
     def join(
         cls,
-        options: WarmthOptions | None,
+        options: ReplicationOptions | None,
         pools: Pools,
         lock: Lock,
         limits: Limits,
         forget: Forget,
-    ) -> NoWarmth | Self:
+    ) -> NoReplication | Self:
         """Return what shares as these options say, or nothing where there are none."""
-        return cls(options, pools, lock, limits, forget) if options is not None else NoWarmth()
+        return cls(options, pools, lock, limits, forget) if options is not None else NoReplication()
 
     def start(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
         """Share outputs of this vocabulary from now on."""
         self.keep_position()
         if vocabulary is not None:
             self._learner.vocabulary_size = vocabulary.size
-        self._running = _threads().Threads(
+        with _needing_redis():
+            from retriever.replication.replication_threads import Threads  # noqa: PLC0415  (an extra)
+        self._running = Threads(
             self._options, fingerprint, self._outbox, self._learner, self._position, self.counts
         )
 
@@ -155,23 +157,24 @@ class SharedWarmth(NoWarmth):
         self.keep_position()
 
 
-def check_warmth(options: WarmthOptions | None) -> None:
-    """Refuse options that nothing can be shared by.
+def check_replication(options: ReplicationOptions | None) -> None:
+    """Refuse options by which nothing can be replicated.
 
     Raises:
-        WarmthError: the library redis is missing, or the URL cannot be one of a server.
+        ReplicationError: the library redis is missing, or the URL cannot be one of a server.
     """
     if options is not None:
-        _threads().check_url(options)
+        with _needing_redis():
+            from retriever.replication.redis_streams import check_url  # noqa: PLC0415  (an extra)
+        check_url(options)
 
 
-def _threads() -> Any:
-    """Load what needs the library."""
+@contextmanager
+def _needing_redis() -> Iterator[None]:
     try:
-        from retriever.replication import replication_threads as threads  # noqa: PLC0415  (an extra)
+        yield
     except ModuleNotFoundError as error:
-        raise WarmthError(
+        raise ReplicationError(
             f"outputs are shared by the library {error.name}, which is missing: "
             "run `pip install 'foredraft[redis]'`"
         ) from error
-    return threads

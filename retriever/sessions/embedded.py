@@ -42,8 +42,8 @@ from retriever.predict.phrases import ListedPhrases
 from retriever.predict.pool import Pool
 from retriever.predict.predictor import Predictor
 from retriever.predict.provenance import Evidence, locate, trace_nodes
-from retriever.replication.replicated_records import WarmthCounts
-from retriever.replication.sharing import NoWarmth, SharedWarmth, check_warmth
+from retriever.replication.replicated_records import ReplicationCounts
+from retriever.replication.sharing import NoReplication, Replication, check_replication
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths
 from retriever.sessions.live_corpora import LiveCorpora, shared_vocabulary, warm_kernels
 from retriever.sessions.options import (
@@ -320,7 +320,7 @@ class Sequences:
         steps: what commits to them.
         sources: what they are drafted from.
         pools: where outputs are remembered.
-        warmth: where they are shared.
+        replication: where they are shared.
         lock: held while any of them is used.
         limits: what is accepted at most.
     """
@@ -331,7 +331,7 @@ class Sequences:
         steps: Steps,
         sources: Sources,
         pools: Pools,
-        warmth: NoWarmth,
+        replication: NoReplication,
         *,
         lock: Lock,
         limits: Limits,
@@ -340,7 +340,7 @@ class Sequences:
         self._steps = steps
         self._sources = sources
         self._pools = pools
-        self._warmth = warmth
+        self._replication = replication
         self._lock = lock
         self._limits = limits
 
@@ -389,21 +389,21 @@ class Sequences:
         """Remember the output of a sequence that was generated elsewhere."""
         tokens = self._sources.checked(output)
         with self._lock:
-            self._warmth.hold(self._pools.remember(pool, tokens))
+            self._replication.hold(self._pools.remember(pool, tokens))
 
     def flush(self) -> None:
         """Keep on disk what was remembered, and then share it."""
-        held = self._warmth.held()
+        held = self._replication.held()
         self._pools.commit()
         for entry in held:
-            self._warmth.offer(entry)
+            self._replication.offer(entry)
 
     def _remember_session(self, key: SessionKey, ended: Session) -> None:
         """Remember what a session has generated, if it may be; the caller holds the lock."""
         if ended.remember:
             context = ended.databases.context
             output = context.last(len(context) - ended.prompt_length)
-            self._warmth.hold(self._pools.remember(ended.databases.pool, output, key.name))
+            self._replication.hold(self._pools.remember(ended.databases.pool, output, key.name))
 
 
 class BareContexts:
@@ -484,14 +484,14 @@ class Deletion:
         lock: held while either is used.
 
     Attributes:
-        warmth: what tells the other drafters.
+        replication: what tells the other drafters.
     """
 
     def __init__(self, sessions: Sessions, pools: Pools, lock: Lock) -> None:
         self._sessions = sessions
         self._pools = pools
         self._lock = lock
-        self.warmth = NoWarmth()
+        self.replication = NoReplication()
 
     def tenant(self, tenant: str) -> None:
         """Delete what a tenant has; see `EmbeddedDrafter.delete_tenant`."""
@@ -529,9 +529,9 @@ class Deletion:
     def _delete(self, scope: Scope) -> None:
         """Forget what is of a scope, and let the other drafters do so."""
         try:
-            self.forget(scope, self.warmth.delete)
+            self.forget(scope, self.replication.delete)
         finally:
-            self.warmth.keep_position()
+            self.replication.keep_position()
 
     def _sessions_of(self, scope: Scope) -> list[tuple[SessionKey, Session]]:
         """Return the open sessions of an origin: those of a whole tenant go on."""
@@ -558,20 +558,20 @@ class VocabularyGuard:
     Args:
         vocabulary: of the drafter; None while it is not known.
         pools: whose log states the tokenizer.
-        warmth: what shares outputs, of one tokenizer only: begun here.
+        replication: what shares outputs, of one tokenizer only: begun here.
         lock: held while the tokenizer is settled.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary | None, pools: Pools, warmth: NoWarmth, lock: Lock
+        self, vocabulary: Vocabulary | None, pools: Pools, replication: NoReplication, lock: Lock
     ) -> None:
         self._vocabulary = vocabulary
         self._pools = pools
-        self._warmth = warmth
+        self._replication = replication
         self._lock = lock
         self._fingerprint = vocabulary.fingerprint if vocabulary else pools.fingerprint
         if self._fingerprint:
-            warmth.start(self._fingerprint, vocabulary)
+            replication.start(self._fingerprint, vocabulary)
 
     def check(self, fingerprint: str) -> None:
         """Refuse another tokenizer; see `EmbeddedDrafter.check_vocabulary`."""
@@ -581,7 +581,7 @@ class VocabularyGuard:
             if fingerprint and not self._fingerprint:
                 self._fingerprint = fingerprint
                 self._pools.name_vocabulary(fingerprint)
-                self._warmth.start(fingerprint, self._vocabulary)
+                self._replication.start(fingerprint, self._vocabulary)
         if fingerprint and fingerprint != self._fingerprint:
             raise VocabularyMismatchError(
                 f"drafts are for the tokenizer with the fingerprint {self._fingerprint[:12]}\u2026 "
@@ -616,7 +616,7 @@ class Parts:
     predictor: Predictor
     steps: Steps
     pools: Pools
-    warmth: NoWarmth
+    replication: NoReplication
     vocabularies: VocabularyGuard
     sources: Sources
     sequences: Sequences
@@ -630,7 +630,7 @@ def assemble(indexes: Sequence[Index], options: DrafterOptions) -> Parts:
     Raises:
         RetrieverError: as for `EmbeddedDrafter`.
     """
-    check_warmth(options.get("warmth"))
+    check_replication(options.get("replication"))
     vocabulary = _checked_vocabulary(indexes, options)
     limits = options.get("limits", DEFAULT_LIMITS)
     lock, tally, sessions = Lock(), Tally(), Sessions(limits)
@@ -650,14 +650,16 @@ def assemble(indexes: Sequence[Index], options: DrafterOptions) -> Parts:
     durability = options.get("durability", "process")
     pools = Pools.open(limits, options.get("state"), fingerprint, durability, live.has_corpus)
     deletion = Deletion(sessions, pools, lock)
-    warmth = SharedWarmth.join(options.get("warmth"), pools, lock, limits, deletion.forget)
-    deletion.warmth = warmth
+    replication = Replication.join(options.get("replication"), pools, lock, limits, deletion.forget)
+    deletion.replication = replication
     sources = Sources(pools, live, vocabulary, limits)
     parts = Parts(
-        *(limits, vocabulary, lock, tally, sessions, live, predictor, steps, pools, warmth),
-        vocabularies=VocabularyGuard(vocabulary, pools, warmth, lock),
+        *(limits, vocabulary, lock, tally, sessions, live, predictor, steps, pools, replication),
+        vocabularies=VocabularyGuard(vocabulary, pools, replication, lock),
         sources=sources,
-        sequences=Sequences(*(sessions, steps, sources, pools, warmth), lock=lock, limits=limits),
+        sequences=Sequences(
+            *(sessions, steps, sources, pools, replication), lock=lock, limits=limits
+        ),
         bare=BareContexts(sources, live, predictor, tally, lock=lock, limits=limits),
         deletion=deletion,
     )
@@ -694,7 +696,7 @@ class EmbeddedDrafter:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
         StateError: `state` cannot be used.
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
-        WarmthError: `warmth` cannot be used; not if the server is away, for it may come.
+        ReplicationError: `replication` cannot be used; not if the server is away, for it may come.
     """
 
     def __init__(self, indexes: Sequence[Index] = (), **options: Unpack[DrafterOptions]) -> None:
@@ -702,7 +704,11 @@ class EmbeddedDrafter:
         self.limits, self.vocabulary = parts.limits, parts.vocabulary
         self.tally, self.steps = parts.tally, parts.steps
         self._lock, self._sessions, self._pools = parts.lock, parts.sessions, parts.pools
-        self._live, self._predictor, self._warmth = parts.live, parts.predictor, parts.warmth
+        self._live, self._predictor, self._replication = (
+            parts.live,
+            parts.predictor,
+            parts.replication,
+        )
         self._sources, self._sequences, self._bare = parts.sources, parts.sequences, parts.bare
         self._deletion, self._vocabularies = parts.deletion, parts.vocabularies
         if (refresh_s := options.get("refresh_s", 0.0)) > 0:
@@ -874,7 +880,7 @@ class EmbeddedDrafter:
     def shut_down(self) -> None:
         """Close the indexes and the state directory; what was not shared yet has a second left."""
         self.flush()
-        self._warmth.shut_down()
+        self._replication.shut_down()
         self._live.shut_down()
         self._pools.close()
 
@@ -907,9 +913,9 @@ class EmbeddedDrafter:
         return len(self._sessions)
 
     @property
-    def warmth(self) -> WarmthCounts:
+    def replication(self) -> ReplicationCounts:
         """What became of the outputs that are shared with other drafters."""
-        return self._warmth.counts
+        return self._replication.counts
 
     def census(self) -> Census:
         """Count what is held now, without keeping drafts waiting for longer than a moment."""
