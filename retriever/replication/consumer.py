@@ -14,9 +14,9 @@ from retriever.replication.replicated_records import (
     Deletions,
     Position,
     Record,
+    ReplicationCounts,
     Surplus,
     UnreadableRecordError,
-    ReplicationCounts,
     decode,
 )
 from retriever.sessions.pools import Pools

@@ -16,8 +16,8 @@ from retriever.replication.replicated_records import (
     Deletions,
     Position,
     Record,
-    UnreadableRecordError,
     ReplicationCounts,
+    UnreadableRecordError,
     decode,
     encode,
 )
