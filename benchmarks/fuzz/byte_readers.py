@@ -23,6 +23,7 @@ from retriever.drafter import DraftRequest
 from retriever.errors import CredentialsError, InvalidTreeError
 from retriever.limits import Limits
 from retriever.log import log_store as log_records
+from retriever.log.pools import Pools
 from retriever.predict.generations import Output, Scope
 from retriever.predict.weights import from_bytes
 from retriever.replication import replicated_records as records
@@ -32,7 +33,6 @@ from retriever.replication.replicated_records import Deletions, Position, Replic
 from retriever.security.access import read_access
 from retriever.security.admission import token_in
 from retriever.security.certificates import certified
-from retriever.sessions.pools import Pools
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import explanation_from_message

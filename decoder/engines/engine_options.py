@@ -16,7 +16,7 @@ from indexer.reader import Vocabulary
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter
 from retriever.errors import RetrieverError, SettingsError, VocabularyMismatchError
-from retriever.log.log_store import Durability
+from retriever.log.options import Durability
 from retriever.operations.resolving import resolve, variable_of
 from retriever.operations.settings import Settings
 from retriever.tree import DraftTree

@@ -19,8 +19,10 @@ from typing import Final
 from retriever.errors import StateError
 from retriever.log import log_store as records
 from retriever.log.log_files import REFUSALS, LogFiles, open_store
-from retriever.log.log_store import Entry, LogOptions, LogStore, Remembered
+from retriever.log.log_store import LogStore, Remembered
+from retriever.log.options import LogOptions
 from retriever.predict.generations import steady_time
+from retriever.predict.pool import Entry
 
 _LOGGER: Final = logging.getLogger(__name__)
 _SYNC_EVERY_S: Final = 1.0
@@ -179,10 +181,10 @@ class GenerationsLog:
         finally:
             copy.unlink(missing_ok=True)
 
-    def let_go(self, tenant: str) -> None:
+    def evict(self, tenant: str) -> None:
         """Keep nothing of a tenant in memory until it is loaded again."""
         with self._lock:
-            self._store.let_go(tenant)
+            self._store.evict(tenant)
 
     def name_vocabulary(self, fingerprint: str) -> None:
         """State of which tokenizer the tokens are, where that was not known."""

@@ -21,7 +21,8 @@ import lmdb
 from retriever.errors import StateError, VocabularyMismatchError
 from retriever.log import log_store as records
 from retriever.log import salvage as log_salvage
-from retriever.log.log_store import LogOptions, LogStore
+from retriever.log.log_store import LogStore
+from retriever.log.options import LogOptions
 from retriever.log.salvage import Verdict
 
 _LOGGER: Final = logging.getLogger(__name__)

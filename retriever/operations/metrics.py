@@ -21,8 +21,8 @@ from indexer.reader import Index
 from retriever.operations.lifecycle import Phase
 from retriever.operations.observer import Operator
 from retriever.replication.replicated_records import SKIPPED, ReplicationCounts
-from retriever.sessions.embedded import NOTHING_HELD, Census, EmbeddedDrafter
-from retriever.sessions.tally import BOUNDS_S, Latencies, Tally
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.tally import BOUNDS_S, NOTHING_HELD, Census, Latencies, Tally
 from retriever.tree import Source
 from retriever.v1 import retriever_pb2 as pb
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.limits import Limits
-from retriever.log.log_store import Durability
+from retriever.log.options import Durability
 from retriever.replication.options import without_credentials
 
 LogLevel = Literal["debug", "info", "warning", "error"]

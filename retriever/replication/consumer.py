@@ -7,6 +7,7 @@ from threading import Event, Lock
 from typing import Final
 
 from retriever.limits import Limits
+from retriever.log.pools import Pools
 from retriever.predict.generations import Output, Scope, steady_time
 from retriever.replication.redis_streams import PAGE, StreamEntry, Streams
 from retriever.replication.replicated_records import (
@@ -19,7 +20,6 @@ from retriever.replication.replicated_records import (
     UnreadableRecordError,
     decode,
 )
-from retriever.sessions.pools import Pools
 
 _AT_ONCE_TOKENS: Final = 1024  # drafts wait for them: a third of a millisecond
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Final, Self
 from indexer.reader import Vocabulary
 from retriever.errors import ReplicationError
 from retriever.limits import Limits
-from retriever.log.log_store import Entry
+from retriever.log.pools import Pools
 from retriever.predict.generations import Scope, steady_time
+from retriever.predict.pool import Entry
 from retriever.replication.consumer import Learner
 from retriever.replication.options import ReplicationOptions
 from retriever.replication.publisher import Outbox
 from retriever.replication.replicated_records import Deletions, Position, ReplicationCounts
-from retriever.sessions.pools import Pools
 
 if TYPE_CHECKING:
     from retriever.replication.replication_threads import Threads

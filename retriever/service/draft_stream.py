@@ -11,8 +11,9 @@ import grpc
 from retriever.drafter import DraftRequest
 from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
 from retriever.limits import check_batch
-from retriever.sessions.embedded import EmbeddedDrafter, Step
-from retriever.sessions.session_table import Session, SessionKey
+from retriever.sequences import SessionKey
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.session_table import Session, Step
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire import messages as wire
 
@@ -136,7 +137,7 @@ class DraftStream:
         if message.openings or message.closings:
             raise InvalidRequestError("messages that open or close sessions have a sequence_number")
         requests = wire.requests_from_message(message)
-        trees = self._drafter.steps.make(requests, self._tenant)
+        trees = self._drafter.draft(requests, namespace=self._tenant)
         return pb.DraftStreamResponse(trees=map(wire.tree_to_message, trees))
 
     async def _work(
@@ -159,7 +160,7 @@ class DraftStream:
         deadline_s = read_at_s + message.timeout_us / 1e6 if message.timeout_us else None
         await self._draft(steps, response, deadline_s)
         if steps:
-            self._drafter.steps.count(len(steps), time.perf_counter() - began_s)
+            self._drafter.count_step(len(steps), time.perf_counter() - began_s)
         for closing in message.closings:
             self._close(closing, response)
         return response
@@ -188,7 +189,7 @@ class DraftStream:
         began_s = time.monotonic()
         for first in range(0, len(requests), _COMMITS_AT_ONCE):
             part = requests[first : first + _COMMITS_AT_ONCE]
-            committed = self._drafter.steps.commit_each(part, self._tenant)
+            committed = self._drafter.commit_each(part, self._tenant)
             for request, step in zip(part, committed, strict=True):
                 if not isinstance(step, RetrieverError):
                     steps.append(step)
@@ -215,7 +216,7 @@ class DraftStream:
             if step is None:
                 response.trees.add()
                 continue
-            (tree,) = self._drafter.steps.draft_each([step])
+            (tree,) = self._drafter.draft_each([step])
             response.trees.append(wire.tree_to_message(tree))
             began_s = await self._turns.give_way(began_s)
 

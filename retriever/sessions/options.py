@@ -7,7 +7,7 @@ from typing import Final, TypedDict
 
 from indexer.reader import Index, Vocabulary
 from retriever.limits import Limits
-from retriever.log.log_store import Durability
+from retriever.log.options import Durability
 from retriever.predict.phrases import ListedPhrases, read_lines
 from retriever.predict.predictor import Predictor
 from retriever.replication.options import ReplicationOptions

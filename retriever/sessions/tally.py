@@ -1,7 +1,11 @@
-"""What a drafter has done, in numbers that cost a microsecond a step to keep."""
+"""What a drafter has done, in numbers that cost a microsecond a step to keep, and what it holds."""
 
+import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
 from typing import Final
 
 import numpy as np
@@ -9,6 +13,8 @@ from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
 from retriever.kernels.entries import count_outcome
+from retriever.predict.pool import Pool
+from retriever.sessions.session_table import Session
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 
@@ -105,3 +111,69 @@ class Tally:
         """Compile or load the kernel, without counting anything."""
         tree = DraftTree.empty()
         count_outcome(tree.token_ids, tree.parents, tree.sources, _NOTHING, self.by_source)
+
+
+_BETWEEN_PAUSES: Final = 256
+"""Sessions that are counted without a pause: a tenth of a millisecond's work."""
+
+_PAUSE_S: Final = 1e-4
+"""Long enough that the interpreter goes to a thread that waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What a drafter holds.
+
+    Attributes:
+        sessions: how many are open, by tenant.
+        session_tokens: tokens of their sequences.
+        session_bytes: memory of the sequences.
+        tenants: tenants whose recent outputs are in memory.
+        generations_tokens: tokens of these outputs, and one for the end of each.
+        generations_bytes: memory of the outputs.
+    """
+
+    sessions: Mapping[str, int]
+    session_tokens: int
+    session_bytes: int
+    tenants: int
+    generations_tokens: int
+    generations_bytes: int
+
+
+NOTHING_HELD: Final = Census({}, 0, 0, 0, 0, 0)
+"""The census of a drafter that is not open yet."""
+
+
+def census_of(sessions: Sequence[Session], pools: Sequence[Pool], lock: Lock) -> Census:
+    """Return what these are together.
+
+    Pauses now and then, so that whoever drafts meanwhile gets the interpreter.
+
+    Args:
+        sessions: some that were open a moment ago.
+        pools: what is in memory.
+        lock: held while a pool is used.
+    """
+    by_tenant: Counter[str] = Counter()
+    num_tokens = num_bytes = 0
+    for begin in range(0, len(sessions), _BETWEEN_PAUSES):
+        for session in sessions[begin : begin + _BETWEEN_PAUSES]:
+            databases = session.databases
+            by_tenant[databases.pool.tenant] += 1
+            num_tokens += len(databases.context)
+            num_bytes += databases.context.num_bytes
+        time.sleep(_PAUSE_S)
+    return Census(
+        sessions=by_tenant,
+        session_tokens=num_tokens,
+        session_bytes=num_bytes,
+        tenants=len(pools),
+        generations_tokens=sum(_tokens_of(pool, lock) for pool in pools),
+        generations_bytes=sum(pool.generations.num_bytes for pool in pools),
+    )
+
+
+def _tokens_of(pool: Pool, lock: Lock) -> int:
+    with lock:
+        return pool.generations.num_tokens

@@ -14,8 +14,8 @@ from retriever import DraftRequest, RemoteDrafter
 from retriever.errors import ReplicationError
 from retriever.limits import Limits
 from retriever.replication.options import ReplicationOptions, without_credentials
+from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.session_table import SessionKey
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.log.states import ids, knows, log_on, output
 from tests.retriever.replication.redis_server import (

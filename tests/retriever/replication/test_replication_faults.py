@@ -14,8 +14,8 @@ from retriever.limits import Limits
 from retriever.predict.generations import Generations, Scope, session_origin
 from retriever.replication import replicated_records as deletions
 from retriever.replication.replicated_records import Record, encode
+from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.session_table import SessionKey
 from tests.retriever.log.states import ids, knows, output
 from tests.retriever.replication.redis_server import (
     DELETIONS,

@@ -11,7 +11,7 @@ from retriever import (
     InvalidRequestError,
 )
 from retriever.limits import Limits
-from retriever.log.log_store import LogOptions
+from retriever.log.options import LogOptions
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.log.states import drafter_on, ids, keep, kept, knows, log_on, output
 
