@@ -29,7 +29,7 @@ from retriever.predict.weights import from_bytes
 from retriever.replication import replicated_records as records
 from retriever.replication.consumer import Consumer, Learner
 from retriever.replication.redis_streams import StreamEntry
-from retriever.replication.replicated_records import Deletions, Position, ReplicationCounts
+from retriever.replication.replication_state import Deletions, Position, ReplicationCounts
 from retriever.security.access import read_access
 from retriever.security.admission import token_in
 from retriever.security.certificates import certified

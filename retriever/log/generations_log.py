@@ -17,9 +17,8 @@ from threading import Event, Lock, Thread
 from typing import Final
 
 from retriever.errors import StateError
-from retriever.log import log_store as records
 from retriever.log.log_files import REFUSALS, LogFiles, open_store
-from retriever.log.log_store import LogStore, Remembered
+from retriever.log.log_store import FINGERPRINT_KEY, NOTE_KEY, LogStore, Remembered, statistics_key
 from retriever.log.options import LogOptions
 from retriever.predict.generations import steady_time
 from retriever.predict.pool import Entry
@@ -117,7 +116,7 @@ class GenerationsLog:
 
     def put_statistics(self, tenant: str, statistics: bytes) -> None:
         """Keep opaque bytes for a tenant in the place of those put before."""
-        self._attempt(lambda: self._store.put({records.statistics_key(tenant): statistics}))
+        self._attempt(lambda: self._store.put({statistics_key(tenant): statistics}))
 
     def statistics(self, tenant: str) -> bytes | None:
         """Return the bytes put last for a tenant, with an output or alone."""
@@ -125,7 +124,7 @@ class GenerationsLog:
 
     def put_note(self, note: bytes) -> None:
         """Keep opaque bytes in the place of those put before, with an output or alone."""
-        self._attempt(lambda: self._store.put({records.NOTE_KEY: note}))
+        self._attempt(lambda: self._store.put({NOTE_KEY: note}))
 
     def note(self) -> bytes | None:
         """Return the bytes put last; None if there are none, or they cannot be read."""
@@ -133,7 +132,7 @@ class GenerationsLog:
 
         def read() -> None:
             nonlocal found
-            found = self._store.record(records.NOTE_KEY)
+            found = self._store.record(NOTE_KEY)
 
         self._attempt(read)
         return found
@@ -189,7 +188,7 @@ class GenerationsLog:
     def name_vocabulary(self, fingerprint: str) -> None:
         """State of which tokenizer the tokens are, where that was not known."""
         self.fingerprint = fingerprint
-        content = {records.FINGERPRINT_KEY: fingerprint.encode()}
+        content = {FINGERPRINT_KEY: fingerprint.encode()}
         self._attempt(lambda: self._store.put(content))
 
     def sync(self) -> None:

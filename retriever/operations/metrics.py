@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from indexer.reader import Index
 from retriever.operations.lifecycle import Phase
 from retriever.operations.observer import Operator
-from retriever.replication.replicated_records import SKIPPED, ReplicationCounts
+from retriever.replication.replication_state import SKIPPED, ReplicationCounts
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.tally import BOUNDS_S, NOTHING_HELD, Census, Latencies, Tally
 from retriever.tree import Source

@@ -10,18 +10,18 @@ from retriever.limits import Limits
 from retriever.log.pools import Pools
 from retriever.predict.generations import Output, Scope, steady_time
 from retriever.replication.redis_streams import PAGE, StreamEntry, Streams
-from retriever.replication.replicated_records import (
+from retriever.replication.replicated_records import Record, UnreadableRecordError, decode
+from retriever.replication.replication_state import (
     BEGINNING,
     Deletions,
     Position,
-    Record,
     ReplicationCounts,
     Surplus,
-    UnreadableRecordError,
-    decode,
 )
 
 _AT_ONCE_TOKENS: Final = 1024  # drafts wait for them: a third of a millisecond
+_BLOCK_MS: Final = 250  # within it a thread that waits for the server sees that it is to stop
+_GATHER_S: Final = 0.01  # what comes within it is learned at once
 
 
 class Learner:
@@ -135,10 +135,6 @@ class Learner:
     def keep_position(self) -> None:
         """Let the log keep how far was read."""
         self._pools.put_note(self._position.to_bytes())
-
-
-_BLOCK_MS: Final = 250
-_GATHER_S: Final = 0.01  # what comes within it is learned at once
 
 
 class Consumer:

@@ -12,17 +12,13 @@ from retriever.drafter import TokenIds
 from retriever.predict.generations import Output, Scope
 from retriever.replication.options import MAX_RECORD_TOKENS
 from retriever.replication.redis_streams import Streams
-from retriever.replication.replicated_records import (
-    Deletions,
-    Position,
-    Record,
-    ReplicationCounts,
-    UnreadableRecordError,
-    decode,
-    encode,
-)
+from retriever.replication.replicated_records import Record, UnreadableRecordError, decode, encode
+from retriever.replication.replication_state import Deletions, Position, ReplicationCounts
 
 _RECORD_TOKENS: Final = 64  # what a record takes beside its tokens, as tokens of 4 bytes
+_MAX_OUTPUTS: Final = 16  # at once: to encode them holds up other threads for half a millisecond
+_WAIT_S: Final = 0.5  # an idle publisher looks this often whether it is to stop
+_NO_TOKENS: Final[TokenIds] = np.empty(0, np.int32)
 
 
 class Batch(NamedTuple):
@@ -128,11 +124,6 @@ class Outbox:
 def _size(record: Record) -> int:
     """Memory of a record, in tokens."""
     return _RECORD_TOKENS + len(record.tokens)
-
-
-_MAX_OUTPUTS: Final = 16  # at once: to encode them holds up other threads for half a millisecond
-_WAIT_S: Final = 0.5
-_NO_TOKENS: Final[TokenIds] = np.empty(0, np.int32)
 
 
 class Publisher:

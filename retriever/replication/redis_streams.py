@@ -15,7 +15,7 @@ from redis.retry import Retry
 
 from retriever.errors import ReplicationError
 from retriever.replication.options import ReplicationOptions
-from retriever.replication.replicated_records import MAX_DELETIONS
+from retriever.replication.replication_state import MAX_DELETIONS
 
 REFUSALS: Final = (redis.RedisError, OSError)
 """What the server and the way to it raise."""

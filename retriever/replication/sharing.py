@@ -16,7 +16,7 @@ from retriever.predict.pool import Entry
 from retriever.replication.consumer import Learner
 from retriever.replication.options import ReplicationOptions
 from retriever.replication.publisher import Outbox
-from retriever.replication.replicated_records import Deletions, Position, ReplicationCounts
+from retriever.replication.replication_state import Deletions, Position, ReplicationCounts
 
 if TYPE_CHECKING:
     from retriever.replication.replication_threads import Threads

@@ -36,7 +36,7 @@ from retriever.predict.generations import Scope, session_origin
 from retriever.predict.pool import Pool
 from retriever.predict.predictor import Predictor
 from retriever.predict.provenance import Evidence, locate, trace_nodes
-from retriever.replication.replicated_records import ReplicationCounts
+from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
 from retriever.sequences import SessionKey, check_step
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
