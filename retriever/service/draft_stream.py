@@ -10,8 +10,7 @@ import grpc
 
 from retriever.drafter import DraftRequest
 from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
-from retriever.limits import check_batch
-from retriever.sequences import SessionKey
+from retriever.sequences import SessionKey, check_batch
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.session_table import Session, Step
 from retriever.v1 import retriever_pb2 as pb

@@ -21,7 +21,6 @@ from retriever.errors import RetrieverError, UnknownSessionError, VocabularyMism
 from retriever.explanation import Explanation
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
-    check_batch,
     check_documents,
     check_draft,
     check_fingerprint,
@@ -38,7 +37,7 @@ from retriever.predict.predictor import Predictor
 from retriever.predict.provenance import Evidence, locate, trace_nodes
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
-from retriever.sequences import SessionKey, check_step
+from retriever.sequences import SessionKey, check_batch, check_step
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
 from retriever.sessions.deletion import forget
 from retriever.sessions.live_corpora import warm_kernels
