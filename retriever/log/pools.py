@@ -9,7 +9,9 @@ from threading import Lock
 from typing import Self
 from weakref import WeakValueDictionary
 
-from retriever.drafter import TokenIds
+import numpy as np
+from numpy.typing import NDArray
+
 from retriever.errors import LimitExceededError
 from retriever.limits import Limits
 from retriever.log.generations_log import GenerationsLog
@@ -111,7 +113,7 @@ class Pools:
                 self._evict(*self._recent.popitem(last=False))
             return pool
 
-    def remember(self, pool: Pool, output: TokenIds, name: str = "") -> Entry | None:
+    def remember(self, pool: Pool, output: NDArray[np.int32], name: str = "") -> Entry | None:
         """Add int32[n], an output, to a pool; the log keeps it once `commit` was called.
 
         Args:

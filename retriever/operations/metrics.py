@@ -252,7 +252,9 @@ class ServiceCollector(Collector):
         )
 
     def _of_clients(self) -> Iterator[Metric]:
-        counts = zip(SHOWN_FAIL_OPENS, self._service.tally.fail_opens, strict=True)
+        told = self._service.tally.fail_opens
+        numbers = pb.FailOpenReason.values()
+        counts = [(name, told[n]) for name, n in zip(SHOWN_FAIL_OPENS, numbers, strict=True)]
         yield _labelled(
             CounterMetricFamily(
                 "foredraft_client_fail_opens",

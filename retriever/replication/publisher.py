@@ -8,7 +8,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from retriever.drafter import TokenIds
 from retriever.predict.generations import Output, Scope
 from retriever.replication.options import MAX_RECORD_TOKENS
 from retriever.replication.redis_streams import Streams
@@ -18,7 +17,7 @@ from retriever.replication.replication_state import Deletions, Position, Replica
 _RECORD_TOKENS: Final = 64  # what a record takes beside its tokens, as tokens of 4 bytes
 _MAX_OUTPUTS: Final = 16  # at once: to encode them holds up other threads for half a millisecond
 _WAIT_S: Final = 0.5  # an idle publisher looks this often whether it is to stop
-_NO_TOKENS: Final[TokenIds] = np.empty(0, np.int32)
+_NO_TOKENS: Final = np.empty(0, np.int32)
 
 
 class Batch(NamedTuple):

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from retriever.drafter import TokenIds
 from retriever.errors import RetrieverError
 from retriever.limits import MAX_NAME_BYTES
 from retriever.predict.generations import Scope
@@ -67,7 +67,7 @@ class Record:
     number: int
     tenant: str
     time_s: float
-    tokens: TokenIds
+    tokens: NDArray[np.int32]
     origin: bytes = b""
 
     @property
@@ -121,7 +121,7 @@ def _parse(content: bytes) -> Record:
     return Record(replica, number, tenant, time_s, tokens, content[at + 1 : begin])
 
 
-def _tokens(width: int, data: bytes) -> TokenIds:
+def _tokens(width: int, data: bytes) -> NDArray[np.int32]:
     if width not in _WIDTHS or len(data) % width:
         raise UnreadableRecordError("damaged")
     if len(data) > MAX_RECORD_TOKENS * width:

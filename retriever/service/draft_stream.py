@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -86,6 +87,26 @@ LONG_PROMPT: Final = 1 << 12
 _COMMITS_AT_ONCE: Final = 32
 
 
+MOST_FAIL_OPENS: Final = 1 << 20
+"""As many drafts that a client went without are counted of one message, for each reason.
+
+More than any client misses between two messages; what one that lies adds is bounded.
+"""
+
+
+def bounded_fail_opens(told: Iterable[pb.FailOpenCount]) -> Counter[int]:
+    """Return by reason what a client says that it went without; it may say anything.
+
+    Of one reason at most `MOST_FAIL_OPENS` count, and reasons that are not known as not stated.
+    """
+    known = set(pb.FailOpenReason.values())
+    counts: Counter[int] = Counter()
+    for each in told:
+        reason = each.reason if each.reason in known else pb.FAIL_OPEN_REASON_UNSPECIFIED
+        counts[reason] = min(counts[reason] + each.count, MOST_FAIL_OPENS)
+    return counts
+
+
 class DraftStream:
     """Answers the messages of one stream; see `DraftStream` of the wire contract.
 
@@ -144,7 +165,7 @@ class DraftStream:
     ) -> pb.DraftStreamResponse:
         response = pb.DraftStreamResponse(sequence_number=message.sequence_number)
         if message.fail_opens:
-            self._drafter.tally.failed_open(message.fail_opens)
+            self._drafter.tally.failed_open(bounded_fail_opens(message.fail_opens))
         try:
             requests = wire.requests_from_message(message)
             check_batch(requests, self._drafter.limits)

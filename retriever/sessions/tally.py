@@ -3,7 +3,7 @@
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final
@@ -16,16 +16,12 @@ from retriever.kernels.entries import count_outcome
 from retriever.predict.pool import Pool
 from retriever.sessions.session_table import Session
 from retriever.tree import DraftTree, Source
-from retriever.v1 import retriever_pb2 as pb
 
 BOUNDS_S: Final = (
     *(float(f"{step}e{power}") for power in range(-5, 0) for step in (1, 1.6, 2.5, 4, 6.3)),
     1.0,
 )
 """Upper bounds of the latencies that are counted together, in seconds: from 10 us to 1 s."""
-
-MOST_FAIL_OPENS: Final = 1 << 20
-"""As many drafts that a client went without are counted of one message, for each reason."""
 
 _NOTHING: Final = np.zeros(1, np.int32)
 
@@ -66,7 +62,7 @@ class Tally:
         num_bare: drafts of bare contexts among them.
         num_outcomes: drafts of which it is known what became of them.
         num_committed: tokens that were committed after those.
-        fail_opens: drafts that clients say they went without, by `FailOpenReason`.
+        fail_opens: drafts that clients say they went without, by the reason's number on the wire.
     """
 
     def __init__(self) -> None:
@@ -76,7 +72,7 @@ class Tally:
         self.num_bare = 0
         self.num_outcomes = 0
         self.num_committed = 0
-        self.fail_opens = [0] * len(pb.FailOpenReason.values())
+        self.fail_opens: Counter[int] = Counter()
 
     def stepped(self, num_drafts: int, seconds: float) -> None:
         """Count a step of so many sequences that took so long."""
@@ -95,17 +91,9 @@ class Tally:
         self.num_outcomes += 1
         self.num_committed += len(tokens)
 
-    def failed_open(self, told: Iterable[pb.FailOpenCount]) -> None:
-        """Count what a client says that it went without; it may say anything.
-
-        Of one reason at most `MOST_FAIL_OPENS` count, and reasons that are not known as not stated.
-        """
-        most = dict.fromkeys(pb.FailOpenReason.values(), MOST_FAIL_OPENS)
-        for each in told:
-            reason = each.reason if each.reason in most else pb.FAIL_OPEN_REASON_UNSPECIFIED
-            counted = min(each.count, most[reason])
-            most[reason] -= counted
-            self.fail_opens[reason] += counted
+    def failed_open(self, told: Mapping[int, int]) -> None:
+        """Count drafts that a client says it went without, by reason."""
+        self.fail_opens.update(told)
 
     def warm(self) -> None:
         """Compile or load the kernel, without counting anything."""
