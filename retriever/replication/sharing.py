@@ -24,31 +24,29 @@ if TYPE_CHECKING:
 Forget = Callable[[Scope, Callable[[Scope], None]], None]
 """Forgets what is of a scope; before it does, while nothing is remembered, calls a function."""
 
-_FLUSH_S: Final = 1.0
+_FLUSH_S: Final = 1.0  # some 10 ms are enough where the server answers; and an end is not held up
 
 
 class NoReplication:
-    """Shares nothing.
+    """Replicates nothing.
 
     Attributes:
-        counts: of outputs that are shared.
+        counts: of outputs that are replicated.
     """
 
     def __init__(self) -> None:
         self.counts = ReplicationCounts()
 
     def start(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
-        """Share outputs of this vocabulary from now on."""
+        """Replicate outputs of this vocabulary from now on."""
 
     def hold(self, entry: Entry | None) -> None:
-        """Take an output that was remembered, to be offered once it is kept."""
+        """Take an output that was remembered, to be published once it is kept; a microsecond."""
 
-    def held(self) -> list[Entry]:
-        """Give what was taken, once."""
-        return []
-
-    def offer(self, entry: Entry) -> None:
-        """Let an output be published that was remembered and is kept; takes microseconds."""
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Let what was held before the block be published after it, for the block keeps it."""
+        yield
 
     def delete(self, scope: Scope) -> None:
         """Let the others be told to delete a scope; the caller holds the drafter's lock."""
@@ -61,7 +59,7 @@ class NoReplication:
 
 
 class Replication(NoReplication):
-    """Shares outputs through a Redis server, from `start` on.
+    """Replicates outputs through a Redis server, from `start` on.
 
     Args:
         options: where, and within what bounds; checked.
@@ -69,7 +67,6 @@ class Replication(NoReplication):
         lock: held while drafts are made.
         limits: of the drafter.
         forget: forgets what the drafter has of a scope.
-
     """
 
     def __init__(
@@ -104,11 +101,11 @@ class Replication(NoReplication):
         limits: Limits,
         forget: Forget,
     ) -> NoReplication | Self:
-        """Return what shares as these options say, or nothing where there are none."""
+        """Return what replicates as these options say; `NoReplication` where there are none."""
         return cls(options, pools, lock, limits, forget) if options is not None else NoReplication()
 
     def start(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
-        """Share outputs of this vocabulary from now on."""
+        """Replicate outputs of this vocabulary from now on."""
         self.keep_position()
         if vocabulary is not None:
             self._learner.vocabulary_size = vocabulary.size
@@ -119,21 +116,20 @@ class Replication(NoReplication):
         )
 
     def hold(self, entry: Entry | None) -> None:
-        """Take an output that was remembered, to be offered once it is kept."""
+        """Take an output that was remembered, to be published once it is kept; a microsecond."""
         if entry is not None:
             self._held.append(entry)
 
-    def held(self) -> list[Entry]:
-        """Give what was taken, once."""
-        found: list[Entry] = []
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Let what was held before the block be published after it, for the block keeps it."""
+        held: list[Entry] = []
         with suppress(IndexError):
             while True:
-                found.append(self._held.popleft())
-        return found
-
-    def offer(self, entry: Entry) -> None:
-        """Let an output be published that was remembered and is kept; takes microseconds."""
-        self._outbox.offer(entry.tenant, entry.output)
+                held.append(self._held.popleft())
+        yield
+        for entry in held:
+            self._outbox.offer(entry.tenant, entry.output)
 
     def delete(self, scope: Scope) -> None:
         """Let the others be told to delete a scope; the caller holds the drafter's lock."""

@@ -243,10 +243,8 @@ class EmbeddedDrafter:
 
     def flush(self) -> None:
         """Keep what was remembered in the state directory, and then replicate it."""
-        held = self._replication.held()
-        self._pools.commit()
-        for entry in held:
-            self._replication.offer(entry)
+        with self._replication.publishing():
+            self._pools.commit()
 
     def draft_context(
         self,

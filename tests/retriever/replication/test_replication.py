@@ -14,7 +14,6 @@ from retriever import DraftRequest, RemoteDrafter
 from retriever.errors import ReplicationError
 from retriever.limits import Limits
 from retriever.replication.options import ReplicationOptions, without_credentials
-from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.log.states import ids, knows, log_on, output
@@ -69,7 +68,7 @@ def test_outputs_travel_both_ways_and_open_sessions_draft_from_them(server: Redi
         soon(lambda: knows(other, 2) and knows(one, 3))
         tree = other.draft([DraftRequest("s", ids(), 8, 4)])[0]
         assert tree.token_ids.tolist() == output(2)[8:12].tolist()
-        assert len(other._sessions.get(SessionKey("", "s")).databases.context) == 8
+        assert other.census().session_tokens == 8
         soon(
             lambda: (
                 one.replication.skipped == {"own": 1} and other.replication.skipped == {"own": 1}
