@@ -40,7 +40,7 @@ from retriever.drafter import Drafter, TokenIds
 from retriever.errors import VocabularyMismatchError
 from retriever.predict.phrases import ListedPhrases
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.live_corpora import frequent_tokens
+from retriever.sessions.frequent_tokens import frequent_tokens
 from retriever.sessions.options import check_files
 
 

@@ -11,7 +11,7 @@ from retriever.errors import InvalidRequestError
 from retriever.limits import check_tenant_name
 from retriever.predict.databases import Corpus
 from retriever.predict.phrases import ListedPhrases
-from retriever.sessions.live_corpora import LiveCorpora, shared_vocabulary
+from retriever.sessions.live_corpora import LiveCorpora
 from retriever.sessions.session_table import Sessions
 
 NO_PHRASES: Final = ListedPhrases(())
@@ -147,6 +147,22 @@ class Bindings:
 
     def _all(self) -> list[LiveCorpora]:
         return [self._shared, *self._bound.values()]
+
+
+def shared_vocabulary(indexes: Sequence[Index], vocabulary: Vocabulary | None) -> Vocabulary | None:
+    """Return the one vocabulary of indexes, and of what is given.
+
+    Raises:
+        InvalidRequestError: there are several.
+    """
+    for index in indexes:
+        vocabulary = vocabulary or index.vocabulary
+        if index.vocabulary.fingerprint != vocabulary.fingerprint:
+            raise InvalidRequestError(
+                f"index {index.path} is of another tokenizer than {indexes[0].path}: "
+                "build both with the same --tokenizer"
+            )
+    return vocabulary
 
 
 def common_vocabulary(
