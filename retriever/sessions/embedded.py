@@ -1,7 +1,7 @@
 """The embedded drafter: databases, predictor and sessions in the caller's process, under one lock.
 
-The lock is held for a step, for a commit, or for a slice of longer work. While a disk, a server or a
-long prompt is waited for it is free, but for the one write when the tokenizer becomes known.
+The lock is held for a step, for a commit, or for a slice of longer work. While a disk, a server or
+a long prompt is waited for it is free, but for the one write when the tokenizer becomes known.
 """
 
 from collections.abc import Iterable, Sequence
