@@ -152,6 +152,7 @@ def known_costs(
     model: PreTrainedModel,
     store: CostStore | None,
     measure: Callable[[Target], CostSurface] = measure_costs,
+    holds: Callable[[Target, CostSurface], bool] = still_holds,
 ) -> CostSurface:
     """Return what passes of a target cost, from a store where that still holds, else measured.
 
@@ -162,13 +163,14 @@ def known_costs(
         model: the target's.
         store: where costs are kept; `None` to measure always.
         measure: how.
+        holds: whether kept costs are still to be believed.
     """
     if store is None:
         _log.info("measuring what passes cost")
         return measure(target)
     key = key_of(model) | {"packed": target.packed_bytes > 0, "padded": target.pads_passes}
     surface = store.load(key)
-    if surface is not None and still_holds(target, surface):
+    if surface is not None and holds(target, surface):
         return surface
     why = "once on this machine" if surface is None else "as they no longer take what they took"
     _log.info("measuring what passes cost, %s", why)

@@ -15,9 +15,9 @@ from decoder.drafters.draft_model import BranchCache, DraftModel
 from decoder.drafters.drawn_trees import DrawnTrees, Draws
 from decoder.drafters.model_trees import (
     Bounds,
+    JudgedDraft,
     ModelDraft,
     MostProbableTrees,
-    Outcome,
     StepCosts,
     StoppingRule,
     TreeGrower,
@@ -295,7 +295,7 @@ class ModelDrafter:
         if draft is None or len(tokens) == 0:
             return
         session.last_draft = None
-        outcome = Outcome.of(draft.tree, tokens)
+        outcome = JudgedDraft.of(draft.tree, tokens)
         self._grower.learn(draft, outcome)
         self.rule.learn(outcome, draft.num_passes)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from retriever.drafter import Drafter, DraftRequest
-from retriever.replay.calibration import Bin, Calibration, Group
+from retriever.replay.reliability_report import Bin, Group, Reliability
 from retriever.replay.traces import Trace
 from retriever.tree import DraftTree, Source
 
@@ -40,7 +40,7 @@ class ReplayReport:
     nodes: int = 0
     accepted_by_source: Counter[Source] = field(default_factory=Counter)
     draft_us: list[float] = field(default_factory=list)
-    calibration: Calibration | None = None
+    calibration: Reliability | None = None
     calibrate_after: int = 0
 
     def add(self, tree: DraftTree, path: NDArray[np.int64]) -> None:
@@ -95,7 +95,7 @@ def replay(
     """
     report = ReplayReport()
     if calibrate_after is not None:
-        report.calibration, report.calibrate_after = Calibration(), calibrate_after
+        report.calibration, report.calibrate_after = Reliability(), calibrate_after
     for trace in traces:
         replay_one(drafter, f"replay-{report.traces}", trace, budget_nodes, report)
         report.traces += 1
@@ -141,7 +141,7 @@ def _figures(report: ReplayReport) -> Table:
     return table
 
 
-def _calibration(calibration: Calibration) -> Table:
+def _calibration(calibration: Reliability) -> Table:
     table = Table("nodes", "number", "mean probability", "accepted", "error")
     table.title = f"expected calibration error {calibration.ece():.4f}"
     for each in calibration.bins():

@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.reliability import main
-from retriever.replay.calibration import Calibration
+from retriever.replay.reliability_report import Reliability
 from retriever.tree import DraftTree
 
 
@@ -28,7 +28,7 @@ class Runner:
 
 
 def report(path: Path) -> Path:
-    calibration = Calibration()
+    calibration = Reliability()
     calibration.add(DraftTree.checked([1, 2], [-1, 0], [0.9, 0.5], [1, 1]), np.array([0]))
     path.write_text(json.dumps({"calibration": calibration.as_json()}))
     return path

@@ -9,12 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoder.budget import cost_store as store
-from decoder.budget import costs as measuring
-from decoder.budget.cost_store import CostStore, key_of, known_costs, store_at
+from decoder.budget.cost_store import DIRECTORY_VARIABLE, CostStore, key_of, known_costs, store_at
 from decoder.budget.costs import CostSurface, LiveCosts, measure_costs, still_holds
-from decoder.model.cache import TreeCache
-from decoder.model.passes import CachedPasses
 from decoder.model.target import Target
 from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, decoded, decoder_with, nothing, tiny_llama
@@ -78,20 +74,23 @@ def test_measuring_leaves_no_trace(prompt: list[int]) -> None:
     surface = measure_costs(decoder.target, max_seconds=0.05)
     assert surface.widths[0] == 1
     assert all(seconds > 0 for row in surface.seconds for seconds in row)
-    assert decoder.target._committed == 0
     assert decoded(decoder, prompt, 10) == before
 
 
 def test_a_pass_behind_a_made_up_context_sees_all_of_it() -> None:
-    target = Target(tiny_llama())
+    model = tiny_llama()
+    target = Target(model)
     target.pretend(100)
+    seen: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["past_key_values"].get_seq_length()),
+        with_kwargs=True,
+    )
     target.verify(0, DraftTree.empty())
-    assert isinstance(target._passes, CachedPasses)
-    assert isinstance(target._passes.cache, TreeCache)
-    assert target._passes.cache.get_seq_length() == 101
+    assert seen == [100]
 
 
-def test_a_busy_moment_does_not_pass_for_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_moment_does_not_pass_for_a_cost() -> None:
     passes: Counter[int] = Counter()
 
     def busy_at_first(_: Target, tree: DraftTree) -> float:
@@ -99,8 +98,7 @@ def test_a_busy_moment_does_not_pass_for_a_cost(monkeypatch: pytest.MonkeyPatch)
         busy = 10.0 if passes.total() < 12 else 1.0
         return busy * (1 + passes[len(tree)] % 3 / 10) * (len(tree) + 1)
 
-    monkeypatch.setattr(measuring, "time_pass", busy_at_first)
-    surface = measure_costs(Target(tiny_llama()), (1, 2, 4), (64,))
+    surface = measure_costs(Target(tiny_llama()), (1, 2, 4), (64,), timed=busy_at_first)
     assert surface.seconds == ((1.0, 2.0, 4.0),)
 
 
@@ -118,28 +116,26 @@ def test_measuring_a_slow_model_ends_in_time(monkeypatch: pytest.MonkeyPatch) ->
         clock[0] += 1.0 + len(tree)
         return 1.0 + len(tree)
 
-    monkeypatch.setattr(measuring, "time_pass", slow)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    surface = measure_costs(Target(tiny_llama()), (1, 2, 4, 8), (16, 32), max_seconds=3.5)
+    surface = measure_costs(Target(tiny_llama()), (1, 2, 4, 8), (16, 32), 3.5, slow)
     assert surface == CostSurface((16,), (1, 2, 4), ((1.0, 2.0, 4.0),))
     assert clock[0] <= 10.0
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Whether costs hold is left to the one test of it: passes of a tiny model vary too much."""
-    monkeypatch.setattr(store, "still_holds", lambda *_: True)
+def counted() -> list[int]:
     return []
 
 
 def known(counted: list[int], where: CostStore, model: Any = None) -> CostSurface:
+    """Whether costs hold is left to the one test of it: passes of a tiny model vary too much."""
     model = model or tiny_llama()
 
     def measured(_: Target) -> CostSurface:
         counted.append(1)
         return SURFACE
 
-    return known_costs(Target(model), model, where, measured)
+    return known_costs(Target(model), model, where, measured, lambda *_: True)
 
 
 def test_a_second_start_measures_nothing(
@@ -228,20 +224,19 @@ def test_a_file_in_the_directorys_place_costs_a_measurement_only(
     assert "cannot be kept" in caplog.text
 
 
-def test_costs_that_no_longer_hold_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_that_no_longer_hold_are_found_out() -> None:
     target = Target(tiny_llama())
     surface = CostSurface.flat((1, 2, 4), (1.0, 1.5, 2.0))
     for slowness, holds in ((1.0, True), (1.25, True), (1.5, False), (0.5, False)):
-        monkeypatch.setattr(measuring, "time_pass", lambda *_, s=slowness: 2.0 * s)
-        assert still_holds(target, surface) == holds
+        assert still_holds(target, surface, lambda *_, s=slowness: 2.0 * s) == holds
 
 
 def test_nothing_is_kept_if_so_wished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(store.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     assert store_at(None) == CostStore(tmp_path)
     assert store_at("none") is None
     assert store_at("elsewhere") == CostStore(Path("elsewhere"))
-    monkeypatch.setenv(store.DIRECTORY_VARIABLE, "none")
+    monkeypatch.setenv(DIRECTORY_VARIABLE, "none")
     assert store_at(None) is None
-    monkeypatch.delenv(store.DIRECTORY_VARIABLE)
+    monkeypatch.delenv(DIRECTORY_VARIABLE)
     assert "foredraft" in str(store_at(None))

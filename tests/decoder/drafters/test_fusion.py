@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from decoder.drafters.following import DraftLimits, NoDrafter, Verified
-from decoder.drafters.fusion import FusedDrafter, Worth
+from decoder.drafters.fusion import FusedDrafter, GainEstimate
 from decoder.drafters.recycling import RecycledLogits
 from retriever.drafter import Drafter, DraftRequest
 from retriever.errors import (
@@ -201,7 +201,7 @@ def test_recycled_logits_save_passes_the_second_time() -> None:
 
 
 def test_model_is_asked_where_it_pays_and_not_where_it_does_not() -> None:
-    worth = Worth()
+    worth = GainEstimate()
     asked = {0.1: 0, 0.9: 0}
     for _ in range(400):
         for sureness, gain in ((0.1, 1.5), (0.9, 0.05)):
@@ -213,7 +213,7 @@ def test_model_is_asked_where_it_pays_and_not_where_it_does_not() -> None:
 
 
 def test_model_that_begins_to_pay_is_found_out() -> None:
-    worth = Worth()
+    worth = GainEstimate()
     for _ in range(100):
         if worth.pays(0.9, 0.02):
             worth.learn(0.9, 0.0, 0.01)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
 from decoder.drafters.drawn_trees import MAX_SIBLINGS, DrawnTrees, Draws, RankRates, drawn_below
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
-from decoder.drafters.model_trees import Bounds, Outcome, StoppingRule
+from decoder.drafters.model_trees import Bounds, JudgedDraft, StoppingRule
 from decoder.errors import ContradictoryOptionsError
 from decoder.sampling.sampled import SampledTree
 from retriever.drafter import TokenIds
@@ -101,7 +101,7 @@ def statistic(change: Callable[[SampledTree], SampledTree], seed: int = 0) -> fl
         if second < 0:
             second = int(rng.choice(SIZE, p=world.expected((first,), world.target)))
         counts[first, second] += 1
-        trees.learn(drawn, Outcome.of(drawn.tree, np.array([first, second], np.int32)))
+        trees.learn(drawn, JudgedDraft.of(drawn.tree, np.array([first, second], np.int32)))
     target = world.target
     expected = NUM_TREES * target[SIZE, SIZE][:, None] * target[:SIZE, SIZE]
     return float(np.sum((counts - expected) ** 2 / expected))
@@ -196,7 +196,7 @@ def test_rates_of_ranks_are_learned() -> None:
     second = np.array([tree.token_ids[children[1]]], np.int32)
     before = rates.rates()
     for _ in range(300):
-        rates.learn(Outcome.of(tree, second))
+        rates.learn(JudgedDraft.of(tree, second))
     after = rates.rates()
     assert after[0] < 0.2 < before[0]
     assert len(after) == MAX_SIBLINGS

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
-from decoder.drafters.model_trees import Outcome, PathCalibration, StepCosts, StoppingRule
+from decoder.drafters.model_trees import JudgedDraft, StepCosts, StoppingRule
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import decoded, decoder_with, plainly, prompt_of, tiny_llama, tree_of
 from tests.decoder.drafters.draft_models import llama
@@ -12,8 +12,8 @@ from tests.decoder.drafters.draft_models import llama
 CHAIN = tree_of([(ROOT, 1), (0, 2), (1, 3)])
 
 
-def outcome(committed: list[int]) -> Outcome:
-    return Outcome.of(CHAIN, np.array(committed, np.int32))
+def outcome(committed: list[int]) -> JudgedDraft:
+    return JudgedDraft.of(CHAIN, np.array(committed, np.int32))
 
 
 def num_passes(seed: int, costs: StepCosts) -> tuple[int, int]:
@@ -79,28 +79,13 @@ def test_pauses_grow_while_drafts_do_not_pay_and_end_when_they_do() -> None:
 
 def test_nodes_deeper_than_what_is_committed_are_not_judged() -> None:
     tree = tree_of([(ROOT, 1), (0, 2), (1, 3), (0, 4), (ROOT, 5)])
-    seen = Outcome.of(tree, np.array([1], np.int32))
+    seen = JudgedDraft.of(tree, np.array([1], np.int32))
     assert seen.path.tolist() == [0]
     assert seen.is_known.tolist() == [True, False, False, False, True]
     assert seen.decided_parents() == [ROOT]
 
 
-def test_calibration_turns_to_what_comes_true() -> None:
-    rng = np.random.default_rng(0)
-    calibration = PathCalibration()
-    stated = np.array([0.6, 0.3])
-    assert calibration.corrected(stated) == pytest.approx(stated)
-    tree = tree_of([(ROOT, 1), (ROOT, 2)])
-    for _ in range(600):
-        token = 1 if rng.random() < 0.9 else 7
-        calibration.learn(Outcome.of(tree, np.array([token], np.int32)), stated)
-    sure, unsure = calibration.corrected(stated)
-    assert sure == pytest.approx(0.9, abs=0.08)
-    assert unsure < 0.05
-    assert np.all(np.diff(calibration.corrected(np.linspace(1, 0, 300))) <= 0)
-
-
 def test_empty_draft_is_an_outcome_too() -> None:
-    nothing = Outcome.of(DraftTree.empty(), np.array([4], np.int32))
+    nothing = JudgedDraft.of(DraftTree.empty(), np.array([4], np.int32))
     assert nothing.decided_parents() == [ROOT]
     assert len(nothing.path) == 0

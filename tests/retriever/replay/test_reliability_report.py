@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from retriever.commands import app
 from retriever.drafter import DraftRequest
-from retriever.replay.calibration import Bin, Calibration, Group
+from retriever.replay.reliability_report import Bin, Group, Reliability
 from retriever.replay.replay import replay
 from retriever.replay.traces import Trace
 from retriever.tree import ROOT, DraftTree, Source
@@ -78,7 +78,7 @@ def test_traces_at_the_beginning_can_be_left_out() -> None:
 
 def test_bins_are_counted_as_one_by_one() -> None:
     rng = np.random.default_rng(3)
-    calibration, outcomes = Calibration(), []
+    calibration, outcomes = Reliability(), []
     for _ in range(300):
         probabilities = np.sort(rng.choice(np.linspace(0, 1, 101), 8)).astype(np.float32)[::-1]
         path = np.arange(rng.integers(0, 9))
@@ -93,9 +93,9 @@ def test_bins_are_counted_as_one_by_one() -> None:
     assert sum(each.nodes for each in calibration.bins()) == len(outcomes)
 
 
-def drawn(probabilities: np.ndarray[Any, Any], true: np.ndarray[Any, Any]) -> Calibration:
+def drawn(probabilities: np.ndarray[Any, Any], true: np.ndarray[Any, Any]) -> Reliability:
     """Nodes with outcomes that are drawn with other probabilities than they are given."""
-    rng, calibration = np.random.default_rng(11), Calibration()
+    rng, calibration = np.random.default_rng(11), Reliability()
     for given, chance in zip(probabilities, true, strict=True):
         hit = on_path(0) if rng.random() < chance else on_path()
         calibration.add(star([given]), hit)
@@ -114,7 +114,7 @@ def test_error_of_overconfident_nodes_is_by_how_much_they_are() -> None:
 
 
 def test_errors_of_opposite_sign_do_not_cancel() -> None:
-    calibration = Calibration()
+    calibration = Reliability()
     for _ in range(10):
         calibration.add(star([0.92]), on_path())
         calibration.add(star([0.08]), on_path(0))
@@ -123,7 +123,7 @@ def test_errors_of_opposite_sign_do_not_cancel() -> None:
 
 
 def test_depths_are_counted_in_buckets() -> None:
-    calibration = Calibration()
+    calibration = Reliability()
     calibration.add(chain(np.full(12, 0.5), Source.GENERATIONS), on_path(0, 1, 2))
     counts = {name: (each.nodes, each.accepted) for name, each in calibration.by_depth().items()}
     assert counts == {"1": (1, 1), "2": (1, 1), "3-4": (2, 0.5), "5-8": (4, 0), "9+": (4, 0)}
@@ -132,13 +132,13 @@ def test_depths_are_counted_in_buckets() -> None:
 
 @pytest.mark.parametrize("probability", [0.0, 1.0, np.nextafter(np.float32(1), np.float32(2))])
 def test_certain_nodes_have_a_bin(probability: float) -> None:
-    calibration = Calibration()
+    calibration = Reliability()
     calibration.add(star([probability]), on_path())
     assert sum(each.nodes for each in calibration.bins()) == 1
 
 
 def test_nothing_drafted_is_no_error() -> None:
-    calibration = Calibration()
+    calibration = Reliability()
     calibration.add(DraftTree.empty(), on_path())
     for empty in (calibration, replay(Oracle(), [], 8, calibrate_after=0).calibration):
         assert empty is not None

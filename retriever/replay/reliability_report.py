@@ -63,7 +63,7 @@ class Group:
     ece: float
 
 
-class Calibration:
+class Reliability:
     """Counts drafted nodes and accepted ones by probability, source and depth."""
 
     def __init__(self) -> None:

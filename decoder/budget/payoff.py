@@ -1,0 +1,133 @@
+"""Whether something that takes time pays: what it gained of late, and when to try it again."""
+
+import statistics
+from collections import deque
+
+
+class FadingRatio:
+    """A ratio of two sums in which older values count ever less.
+
+    Unlike an exponential moving average that starts at some value, it is the plain ratio of all
+    values at first, and that of the latest 1 / (1 - decay) or so later.
+
+    Args:
+        decay: what a value counts for after one more has come, between 0 and 1.
+
+    Attributes:
+        numerator: fading sum of what was added above.
+        denominator: fading sum of what was added below.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self.numerator = 0.0
+        self.denominator = 0.0
+
+    def add(self, above: float, below: float = 1.0) -> None:
+        """Add a value, by default one of a mean."""
+        self.numerator = self._decay * self.numerator + above
+        self.denominator = self._decay * self.denominator + below
+
+    def value(self, default: float = 0.0) -> float:
+        """Return the ratio, `default` before anything was added."""
+        return self.numerator / self.denominator if self.denominator else default
+
+
+class RecentMedian:
+    """The median of the latest values: fewer than half of them can be off by any amount.
+
+    Args:
+        count: how many values are kept; a lasting change shows after half as many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._values: deque[float] = deque(maxlen=count)
+
+    def add(self, value: float) -> None:
+        """Take in a value."""
+        self._values.append(value)
+
+    def value(self) -> float | None:
+        """Return the median, `None` before the first value."""
+        return statistics.median(self._values) if self._values else None
+
+
+class Payoff:
+    """Learns what asking for something gains, and decides whether to ask again.
+
+    It is asked for as long as its mean gain is worth the time that it takes. Once it is not, it
+    is left out for some steps and then tried once; each time that it still does not pay, the
+    pause doubles. The first step at which it pays again ends this.
+
+    Gains are in a unit of the caller's, such as seconds or tokens, whose worth in seconds is
+    stated when it is needed: the pace of decoding may change while nothing is learned.
+
+    Args:
+        decay: of the mean gain, for each answer.
+        trials: answers before it is judged; until then it pays.
+        first_pause: steps to leave it out for when it ceases to pay.
+        latest_counts: whether the last answer alone may show that it pays.
+    """
+
+    def __init__(
+        self,
+        decay: float,
+        *,
+        trials: int = 1,
+        first_pause: int = 1,
+        latest_counts: bool = False,
+    ) -> None:
+        self._gains = FadingRatio(decay)
+        self._latest = 0.0
+        self._latest_counts = latest_counts
+        self._untried = trials
+        self._first_pause = first_pause
+        self._pause = 0
+        self._waits = 0
+
+    @property
+    def gain(self) -> float:
+        """Mean gain of an answer of late; 0 before the first."""
+        return self._gains.value()
+
+    def learn(self, gain: float) -> None:
+        """Take in what an answer gained."""
+        self._untried = max(self._untried - 1, 0)
+        self._latest = gain
+        self._gains.add(gain)
+
+    def pays(self, unit_s: float, cost_s: float) -> bool:
+        """Return whether asking gains more than it takes, as far as is known.
+
+        Args:
+            unit_s: seconds that a unit of gain is worth now.
+            cost_s: seconds that an answer takes.
+        """
+        gain = max(self.gain, self._latest) if self._latest_counts else self.gain
+        return self._untried > 0 or gain * unit_s >= cost_s
+
+    def is_due(self, unit_s: float, cost_s: float, longest_pause: int) -> bool:
+        """Return whether to ask in this step; call it once a step.
+
+        Args:
+            unit_s: seconds that a unit of gain is worth now.
+            cost_s: seconds that an answer takes.
+            longest_pause: most steps between two trials; 0 to ask at every step.
+        """
+        if self.pays(unit_s, cost_s):
+            self._pause = self._waits = 0
+            return True
+        if self._pause == 0:
+            self._pause = self._waits = min(self._first_pause, longest_pause)
+        elif self._waits == 0:
+            self._pause = self._waits = min(2 * self._pause, longest_pause)
+            return True
+        if self._waits == 0:
+            return True
+        self._waits -= 1
+        return False
+
+    def encourage(self) -> None:
+        """Ask in the next step even if it does not pay yet: the last answer promises something."""
+        self._pause = max(self._pause, self._first_pause)
+        self._waits = 0
