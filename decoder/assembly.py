@@ -41,7 +41,7 @@ from retriever.drafter import Drafter, TokenIds
 from retriever.errors import VocabularyMismatchError
 from retriever.operations.settings import DraftSettings
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.live_corpora import frequent_tokens
+from retriever.sessions.frequent_tokens import frequent_tokens
 from retriever.sessions.options import check_files, load_phrases
 
 

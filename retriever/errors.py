@@ -69,7 +69,7 @@ class SettingsError(RetrieverError):
     """A setting is unknown, or cannot have the value: the message names both."""
 
 
-class WarmthError(RetrieverError):
+class ReplicationError(RetrieverError):
     """Outputs cannot be shared as asked for: the message says why, and what to do."""
 
 

@@ -9,7 +9,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import InvalidRequestError, LimitExceededError
 
 MAX_NAME_BYTES: Final = 256
@@ -72,7 +71,7 @@ class Limits:
     max_tenant_deletions: int = 60
 
 
-def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> TokenIds:
+def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np.int32]:
     """Return int32[n], having checked that every id is inside the vocabulary.
 
     Args:
@@ -197,15 +196,15 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
         raise InvalidRequestError(f"min_probability must lie between 0 and 1: {min_probability}")
 
 
-def check_wire(request: DraftRequest) -> None:
+def check_wire(budget_nodes: int, min_probability: float) -> None:
     """Refuse numbers of a request that a message cannot carry, or that make no sense.
 
     Raises:
         InvalidRequestError: a budget below 0 or beyond 32 bits, or a probability outside 0 to 1.
     """
-    if not 0 <= request.budget_nodes <= _MOST_NODES or not 0 <= request.min_probability <= 1:
+    if not 0 <= budget_nodes <= _MOST_NODES or not 0 <= min_probability <= 1:
         raise InvalidRequestError(
-            f"a step of {request.budget_nodes} nodes of probability {request.min_probability} "
+            f"a step of {budget_nodes} nodes of probability {min_probability} "
             "makes no sense: nodes are counted from 0, and probabilities lie between 0 and 1"
         )
 
@@ -224,25 +223,3 @@ def check_documents(max_documents: int) -> None:
             f"{max_documents} documents a node are beyond the limit of {MAX_DOCUMENTS} "
             "(MAX_DOCUMENTS)"
         )
-
-
-def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
-    """Refuse steps with too many sequences or nodes, or with one sequence twice.
-
-    Raises:
-        LimitExceededError: more than `max_batch` or `max_step_nodes`.
-        InvalidRequestError: two requests name one session.
-    """
-    if len(requests) > limits.max_batch:
-        raise LimitExceededError(
-            f"a step of {len(requests)} sequences is beyond the limit of {limits.max_batch} "
-            "(max_batch)"
-        )
-    num_nodes = sum(request.budget_nodes for request in requests)
-    if num_nodes > limits.max_step_nodes:
-        raise LimitExceededError(
-            f"a step of {num_nodes} nodes is beyond the limit of {limits.max_step_nodes} "
-            "(max_step_nodes)"
-        )
-    if len({request.session for request in requests}) != len(requests):
-        raise InvalidRequestError("a step names one session twice")

@@ -14,11 +14,12 @@ from numpy.typing import ArrayLike
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import (
     InvalidRequestError,
+    LimitExceededError,
     OutOfSequenceError,
     SessionExistsError,
     UnknownSessionError,
 )
-from retriever.limits import shown
+from retriever.limits import Limits, shown
 
 _ROOM: Final = 512
 """Tokens that a sequence has room for beyond what it begins with: most answers are shorter."""
@@ -200,6 +201,27 @@ def check_step(request: DraftRequest, num_known: int, num_new: int) -> None:
             f"{num_new}, but states a length of {request.length}: a step was lost or repeated; "
             "close the session and open it again"
         )
+
+
+def check_batch(requests: Ids[DraftRequest], limits: Limits) -> None:
+    """Refuse steps with too many sequences or nodes, or with one sequence twice.
+
+    Raises:
+        LimitExceededError: more than `max_batch` or `max_step_nodes`.
+        InvalidRequestError: two requests name one session.
+    """
+    if len(requests) > limits.max_batch:
+        raise LimitExceededError(
+            f"a step of {len(requests)} sequences is beyond the limit of {limits.max_batch} "
+            "(max_batch)"
+        )
+    num_nodes = sum(request.budget_nodes for request in requests)
+    if num_nodes > limits.max_step_nodes:
+        raise LimitExceededError(
+            f"a step of {num_nodes} nodes is beyond the limit of {limits.max_step_nodes} "
+            "(max_step_nodes)"
+        )
+    check_named_once(requests)
 
 
 def check_named_once(requests: Ids[DraftRequest]) -> None:

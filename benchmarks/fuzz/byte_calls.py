@@ -28,11 +28,11 @@ from retriever.operations.lifecycle import Lifecycle, Phase
 from retriever.operations.observer import Calls, Interceptor
 from retriever.security.access import add_token
 from retriever.security.admission import Admission, Doorkeeper
+from retriever.sequences import SessionKey
 from retriever.service.servicer import RetrieverServicer
 from retriever.service.serving import Reading
 from retriever.sessions.bindings import Bound
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.session_table import SessionKey
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 
@@ -159,7 +159,8 @@ class CalledService:
         Raises:
             LeakError: it has not.
         """
-        session = self.drafter._sessions._by_name.get(SessionKey(VICTIM, SESSION))  # noqa: SLF001
+        sessions = dict(self.drafter._sessions.items())  # noqa: SLF001
+        session = sessions.get(SessionKey(VICTIM, SESSION))
         if session is None or len(session.databases.context) != len(PROMPT) + len(SECRETS):
             raise LeakError("the victim's session is not as it was")
         drafted = self.drafter.draft_context(PROMPT, 4, tenant=VICTIM).token_ids.tolist()
@@ -173,9 +174,9 @@ class CalledService:
         self._loop.close()
 
     def _stream(self, tenant: str, contents: list[bytes]) -> None:
-        before = len(self.drafter._sessions)  # noqa: SLF001
+        before = self.drafter.num_sessions
         self.call("DraftStream", contents, self.headers[tenant])
-        if len(self.drafter._sessions) > before:  # noqa: SLF001
+        if self.drafter.num_sessions > before:
             raise CrashError("a stream left sessions behind")
 
     def _empty(self) -> None:

@@ -23,16 +23,16 @@ from retriever.drafter import DraftRequest
 from retriever.errors import CredentialsError, InvalidTreeError
 from retriever.limits import Limits
 from retriever.log import log_store as log_records
+from retriever.log.pools import Pools
 from retriever.predict.generations import Output, Scope
 from retriever.predict.weights import from_bytes
 from retriever.replication import replicated_records as records
 from retriever.replication.consumer import Consumer, Learner
 from retriever.replication.redis_streams import StreamEntry
-from retriever.replication.replicated_records import Deletions, Position, WarmthCounts
+from retriever.replication.replication_state import Deletions, Position, ReplicationCounts
 from retriever.security.access import read_access
 from retriever.security.admission import token_in
 from retriever.security.certificates import certified
-from retriever.sessions.pools import Pools
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import explanation_from_message
@@ -216,7 +216,7 @@ def _consume(contents: Sequence[bytes]) -> None:
     pools = Pools(limits, None)
     kept = pools.get(VICTIM)
     kept.generations.extend([Output(np.arange(20, dtype=np.int32), 0.0)])
-    deletions, position, counts = Deletions(), Position(), WarmthCounts()
+    deletions, position, counts = Deletions(), Position(), ReplicationCounts()
     forgotten: list[Scope] = []
     learner = Learner(
         pools,

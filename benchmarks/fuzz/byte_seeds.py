@@ -10,7 +10,8 @@ from benchmarks.fuzz.fuzzing import SESSION, VICTIM
 from retriever.log import log_store as log_records
 from retriever.predict.generations import Output, Scope, session_origin
 from retriever.predict.weights import prior_weights, to_bytes
-from retriever.replication.replicated_records import Position, Record, encode
+from retriever.replication.replicated_records import Record, encode
+from retriever.replication.replication_state import Position
 from retriever.security.access import TokenHash, new_token
 from retriever.v1 import retriever_pb2 as pb
 

@@ -16,9 +16,9 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from retriever.sequences import SessionKey
 from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.session_table import SessionKey
 from retriever.v1 import retriever_pb2 as pb
 
 VICTIM: Final = "victim"
@@ -193,7 +193,8 @@ class Fuzzer:
         tree = self.drafter.draft_context(_PREFIX, 8, tenant=VICTIM)
         if _SECRETS.isdisjoint(tree.token_ids.tolist()):
             raise LeakError("the victim's own outputs are gone")
-        if SessionKey(VICTIM, SESSION) not in self.drafter._sessions._by_name:  # noqa: SLF001
+        sessions = dict(self.drafter._sessions.items())  # noqa: SLF001
+        if SessionKey(VICTIM, SESSION) not in sessions:
             raise LeakError("the victim's session is gone")
 
 

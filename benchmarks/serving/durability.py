@@ -27,7 +27,7 @@ import typer
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.limits import Limits
 from retriever.log.generations_log import GenerationsLog
-from retriever.log.log_store import Durability, LogOptions
+from retriever.log.options import Durability, LogOptions
 from retriever.predict.generations import Output
 from retriever.sessions.embedded import EmbeddedDrafter
 

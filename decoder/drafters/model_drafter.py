@@ -33,12 +33,12 @@ from retriever.errors import (
 )
 from retriever.limits import (
     Limits,
-    check_batch,
     check_draft,
     check_length,
     check_session_name,
     checked_tokens,
 )
+from retriever.sequences import check_batch
 from retriever.tree import DraftTree
 
 _REMEMBERED_REFUSALS: Final = 1024

@@ -293,7 +293,7 @@ class Planner:
         """Return whose request it is, and its new tokens."""
         placed = self._find(request.session)
         ids, known = checked_ids(request.new_tokens, None), len(placed.sequence)
-        check_wire(request)
+        check_wire(request.budget_nodes, request.min_probability)
         if known + len(ids) != request.length:
             raise OutOfSequenceError(
                 f"session {request.session!r} has {known} tokens and the request brings "

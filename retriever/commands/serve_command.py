@@ -23,7 +23,7 @@ from retriever.operations.settings import Settings
 from retriever.operations.tracing import tracing_of
 from retriever.operations.web import Web, WebAddress
 from retriever.replay.traces import ChatEncoder
-from retriever.replication.options import WarmthOptions
+from retriever.replication.options import ReplicationOptions
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.service.listening import check_address
 from retriever.service.serving import serve as serve_forever
@@ -151,5 +151,7 @@ def _open(settings: Settings) -> EmbeddedDrafter:
         phrases=listed_phrases(settings.phrases, encoder, settings.index),
         refresh_s=settings.refresh,
         bound=BoundPaths(indexes, {tenant: own for tenant, own in listed.items() if own}),
-        warmth=WarmthOptions(settings.redis.get_secret_value()) if settings.redis else None,
+        replication=ReplicationOptions(settings.redis.get_secret_value())
+        if settings.redis
+        else None,
     )

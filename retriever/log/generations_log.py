@@ -17,10 +17,11 @@ from threading import Event, Lock, Thread
 from typing import Final
 
 from retriever.errors import StateError
-from retriever.log import log_store as records
 from retriever.log.log_files import REFUSALS, LogFiles, open_store
-from retriever.log.log_store import Entry, LogOptions, LogStore, Remembered
+from retriever.log.log_store import FINGERPRINT_KEY, NOTE_KEY, LogStore, Remembered, statistics_key
+from retriever.log.options import LogOptions
 from retriever.predict.generations import steady_time
+from retriever.predict.pool import Entry
 
 _LOGGER: Final = logging.getLogger(__name__)
 _SYNC_EVERY_S: Final = 1.0
@@ -115,7 +116,7 @@ class GenerationsLog:
 
     def put_statistics(self, tenant: str, statistics: bytes) -> None:
         """Keep opaque bytes for a tenant in the place of those put before."""
-        self._attempt(lambda: self._store.put({records.statistics_key(tenant): statistics}))
+        self._attempt(lambda: self._store.put({statistics_key(tenant): statistics}))
 
     def statistics(self, tenant: str) -> bytes | None:
         """Return the bytes put last for a tenant, with an output or alone."""
@@ -123,7 +124,7 @@ class GenerationsLog:
 
     def put_note(self, note: bytes) -> None:
         """Keep opaque bytes in the place of those put before, with an output or alone."""
-        self._attempt(lambda: self._store.put({records.NOTE_KEY: note}))
+        self._attempt(lambda: self._store.put({NOTE_KEY: note}))
 
     def note(self) -> bytes | None:
         """Return the bytes put last; None if there are none, or they cannot be read."""
@@ -131,7 +132,7 @@ class GenerationsLog:
 
         def read() -> None:
             nonlocal found
-            found = self._store.record(records.NOTE_KEY)
+            found = self._store.record(NOTE_KEY)
 
         self._attempt(read)
         return found
@@ -179,15 +180,15 @@ class GenerationsLog:
         finally:
             copy.unlink(missing_ok=True)
 
-    def let_go(self, tenant: str) -> None:
+    def evict(self, tenant: str) -> None:
         """Keep nothing of a tenant in memory until it is loaded again."""
         with self._lock:
-            self._store.let_go(tenant)
+            self._store.evict(tenant)
 
     def name_vocabulary(self, fingerprint: str) -> None:
         """State of which tokenizer the tokens are, where that was not known."""
         self.fingerprint = fingerprint
-        content = {records.FINGERPRINT_KEY: fingerprint.encode()}
+        content = {FINGERPRINT_KEY: fingerprint.encode()}
         self._attempt(lambda: self._store.put(content))
 
     def sync(self) -> None:

@@ -19,9 +19,9 @@ from typing import Final
 import lmdb
 
 from retriever.errors import StateError, VocabularyMismatchError
-from retriever.log import log_store as records
 from retriever.log import salvage as log_salvage
-from retriever.log.log_store import LogOptions, LogStore
+from retriever.log.log_store import FINGERPRINT_KEY, FORMAT_KEY, FORMAT_VERSION, LogStore
+from retriever.log.options import LogOptions
 from retriever.log.salvage import Verdict
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -293,24 +293,24 @@ def _open_whole(files: LogFiles, options: LogOptions) -> LogStore:
 
 
 def _is_introduced(store: LogStore) -> bool:
-    keys = (records.FORMAT_KEY, records.FINGERPRINT_KEY)
+    keys = (FORMAT_KEY, FINGERPRINT_KEY)
     return all(store.record(key) is not None for key in keys)
 
 
 def _check_format(store: LogStore, files: LogFiles) -> None:
-    version = store.record(records.FORMAT_KEY)
+    version = store.record(FORMAT_KEY)
     if version is None and files.writable:
-        version = bytes([records.FORMAT_VERSION])
-        store.put({records.FORMAT_KEY: version, records.FINGERPRINT_KEY: b""})
-    if version is not None and version != bytes([records.FORMAT_VERSION]):
+        version = bytes([FORMAT_VERSION])
+        store.put({FORMAT_KEY: version, FINGERPRINT_KEY: b""})
+    if version is not None and version != bytes([FORMAT_VERSION]):
         raise StateError(
             f"{files.data} has format version {version.hex()}, and this is version "
-            f"{records.FORMAT_VERSION}: upgrade foredraft, or choose another state directory"
+            f"{FORMAT_VERSION}: upgrade foredraft, or choose another state directory"
         )
 
 
 def _checked_fingerprint(store: LogStore, files: LogFiles, fingerprint: str) -> str:
-    known = (store.record(records.FINGERPRINT_KEY) or b"").decode()
+    known = (store.record(FINGERPRINT_KEY) or b"").decode()
     if fingerprint in {"", known}:
         return known
     if known or store.has_outputs():
@@ -320,5 +320,5 @@ def _checked_fingerprint(store: LogStore, files: LogFiles, fingerprint: str) -> 
             f"and not of {fingerprint[:12]}\u2026: give each tokenizer a directory of its own"
         )
     if files.writable:
-        store.put({records.FINGERPRINT_KEY: fingerprint.encode()})
+        store.put({FINGERPRINT_KEY: fingerprint.encode()})
     return fingerprint

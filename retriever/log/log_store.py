@@ -23,13 +23,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import lmdb
 import numpy as np
 
-from retriever.limits import Limits
+from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
+from retriever.predict.pool import Entry
 from retriever.predict.stores import ring_capacity
 
 FORMAT_VERSION: Final = 1
@@ -140,43 +141,10 @@ def _named(tenant: str) -> bytes:
     return _NAME_LENGTH.pack(len(name)) + name
 
 
-Durability = Literal["process", "disk"]
-"""What an acknowledged output survives: the end of the process, or that of the machine too."""
-
-DEFAULT_DURABILITY: Final[Durability] = "process"
-
-_LIMITS: Final = Limits()
 _INITIAL_MAP_BYTES: Final = 1 << 24
 _MAX_EXTENTS: Final = 1 << 12
 _MODE: Final = 0o600  # what users were told is nobody else's
 _AFTER_NUMBERS: Final = b"\xff" * 9
-
-
-@dataclass(frozen=True, slots=True)
-class LogOptions:
-    """How a log is kept.
-
-    Attributes:
-        capacity: tokens to keep of each tenant, as `Generations` counts them.
-        max_age_s: outputs older than this are removed, in seconds.
-        durability: what an acknowledged output survives.
-        max_bytes: what the file may grow to.
-    """
-
-    capacity: int = _LIMITS.generations_tokens
-    max_age_s: float = _LIMITS.generations_age_s
-    durability: Durability = DEFAULT_DURABILITY
-    max_bytes: int = 16 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An output to be written, and the statistics and the note to be written with it."""
-
-    tenant: str
-    output: Output
-    statistics: bytes | None = None
-    note: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -278,7 +246,7 @@ class LogStore:
                 extents[entry.tenant] = self._append(transaction, entry, known, now_s)
 
         self._write(append_all)
-        if len(self._extents) > _MAX_EXTENTS:  # of tenants that were let go while sessions last
+        if len(self._extents) > _MAX_EXTENTS:  # of tenants that were evicted while sessions last
             self._extents.clear()
         self._extents.update(extents)
 
@@ -293,7 +261,7 @@ class LogStore:
 
         # To remove something takes some pages too, even where no more may be added.
         self._write(delete_all, 2 * self._options.max_bytes)
-        self.let_go(tenant)
+        self.evict(tenant)
 
     def delete_origin(self, tenant: str, origin: bytes) -> int:
         """Remove the outputs of an origin; return how many these were."""
@@ -311,10 +279,10 @@ class LogStore:
                     found = cursor.delete() and bool(cursor.key()) if is_meant else cursor.next()
 
         self._write(delete_all, 2 * self._options.max_bytes)
-        self.let_go(tenant)
+        self.evict(tenant)
         return num_removed
 
-    def let_go(self, tenant: str) -> None:
+    def evict(self, tenant: str) -> None:
         """Keep nothing of a tenant in memory."""
         self._extents.pop(tenant, None)
 

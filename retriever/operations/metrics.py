@@ -20,9 +20,9 @@ from prometheus_client.registry import Collector
 from indexer.reader import Index
 from retriever.operations.lifecycle import Phase
 from retriever.operations.observer import Operator
-from retriever.replication.replicated_records import SKIPPED, WarmthCounts
-from retriever.sessions.embedded import NOTHING_HELD, Census, EmbeddedDrafter
-from retriever.sessions.tally import BOUNDS_S, Latencies, Tally
+from retriever.replication.replication_state import SKIPPED, ReplicationCounts
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.tally import BOUNDS_S, NOTHING_HELD, Census, Latencies, Tally
 from retriever.tree import Source
 from retriever.v1 import retriever_pb2 as pb
 
@@ -78,9 +78,9 @@ class Service:
         return self.drafter.refresh_failures if self.drafter is not None else 0
 
     @property
-    def warmth(self) -> WarmthCounts:
+    def replication(self) -> ReplicationCounts:
         """What became of the outputs that are shared with other services."""
-        return self.drafter.warmth if self.drafter is not None else WarmthCounts()
+        return self.drafter.replication if self.drafter is not None else ReplicationCounts()
 
     def census(self) -> Census:
         """Return what is held now."""
@@ -146,7 +146,7 @@ class ServiceCollector(Collector):
         yield from self._of_indexes()
         yield from self._of_failures()
         yield from self._of_clients()
-        yield from self._of_warmth()
+        yield from self._of_replication()
 
     def _of_life(self) -> Iterator[Metric]:
         ready = self._service.operator.lifecycle.phase is Phase.READY
@@ -252,7 +252,9 @@ class ServiceCollector(Collector):
         )
 
     def _of_clients(self) -> Iterator[Metric]:
-        counts = zip(SHOWN_FAIL_OPENS, self._service.tally.fail_opens, strict=True)
+        told = self._service.tally.fail_opens
+        numbers = pb.FailOpenReason.values()
+        counts = [(name, told[n]) for name, n in zip(SHOWN_FAIL_OPENS, numbers, strict=True)]
         yield _labelled(
             CounterMetricFamily(
                 "foredraft_client_fail_opens",
@@ -262,31 +264,31 @@ class ServiceCollector(Collector):
             [((reason,), times) for reason, times in counts],
         )
 
-    def _of_warmth(self) -> Iterator[Metric]:
-        counts = self._service.warmth
+    def _of_replication(self) -> Iterator[Metric]:
+        counts = self._service.replication
         for name, text, value in (
             ("published", "Records of outputs that the server took.", counts.published),
             ("dropped", "Records that were not sent: too many waited.", counts.dropped),
             ("learned", "Records of other services that were remembered.", counts.learned),
             ("failures", "Times that the server was away, or refused.", counts.failures),
         ):
-            yield _counter(f"warmth_{name}", text, value)
+            yield _counter(f"replication_{name}", text, value)
         yield _labelled(
             CounterMetricFamily(
-                "foredraft_warmth_skipped",
+                "foredraft_replication_skipped",
                 "Records of other services that were not remembered, by reason.",
                 labels=["reason"],
             ),
             [((reason,), counts.skipped.get(reason, 0)) for reason in SKIPPED],
         )
-        yield _gauge("warmth_queued", "Records that wait to be sent.", counts.queued)
+        yield _gauge("replication_queued", "Records that wait to be sent.", counts.queued)
         yield _gauge(
-            "warmth_connected",
+            "replication_connected",
             "Whether the server that outputs are shared through answered last: 1 or 0.",
             float(counts.connected),
         )
         yield _gauge(
-            "warmth_unsent_deletions",
+            "replication_unsent_deletions",
             "Deletions that the server does not know of yet.",
             counts.unsent_deletions,
         )

@@ -18,7 +18,7 @@ from indexer.tokenizer import DEFAULT_MODEL
 from retriever.client.credentials import VARIABLES, Credentials
 from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
-from retriever.log.log_store import DEFAULT_DURABILITY, Durability
+from retriever.log.options import DEFAULT_DURABILITY, Durability
 from retriever.replication.options import without_credentials
 
 LogLevel = Literal["debug", "info", "warning", "error"]

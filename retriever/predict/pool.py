@@ -3,9 +3,25 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from retriever.log.log_store import Entry
 from retriever.predict.generations import Generations, Output
 from retriever.predict.weights import Weights, prior_weights, to_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An output to be kept, and what is kept with it.
+
+    Attributes:
+        tenant: whose it is.
+        output: what was generated.
+        statistics: the tenant's weights as bytes, where they have learned since they were kept.
+        note: opaque, in the place of the note before; see `retriever.replication`.
+    """
+
+    tenant: str
+    output: Output
+    statistics: bytes | None = None
+    note: bytes | None = None
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

@@ -1,1 +1,1 @@
-"""Shared warmth: drafters learn from one another's outputs through streams of a Redis server."""
+"""Replication: drafters learn from one another's outputs through streams of a Redis server."""

@@ -7,21 +7,21 @@ from threading import Event, Lock
 from typing import Final
 
 from retriever.limits import Limits
+from retriever.log.pools import Pools
 from retriever.predict.generations import Output, Scope, steady_time
 from retriever.replication.redis_streams import PAGE, StreamEntry, Streams
-from retriever.replication.replicated_records import (
+from retriever.replication.replicated_records import Record, UnreadableRecordError, decode
+from retriever.replication.replication_state import (
     BEGINNING,
     Deletions,
     Position,
-    Record,
+    ReplicationCounts,
     Surplus,
-    UnreadableRecordError,
-    WarmthCounts,
-    decode,
 )
-from retriever.sessions.pools import Pools
 
 _AT_ONCE_TOKENS: Final = 1024  # drafts wait for them: a third of a millisecond
+_BLOCK_MS: Final = 250  # within it a thread that waits for the server sees that it is to stop
+_GATHER_S: Final = 0.01  # what comes within it is learned at once
 
 
 class Learner:
@@ -50,7 +50,7 @@ class Learner:
         deletions: Deletions,
         position: Position,
         forget: Callable[[Scope], None],
-        counts: WarmthCounts,
+        counts: ReplicationCounts,
         clock: Callable[[], float] = steady_time,
     ) -> None:
         self._pools = pools
@@ -137,10 +137,6 @@ class Learner:
         self._pools.put_note(self._position.to_bytes())
 
 
-_BLOCK_MS: Final = 250
-_GATHER_S: Final = 0.01  # what comes within it is learned at once
-
-
 class Consumer:
     """Reads the streams from where it was, and lets the learner learn.
 
@@ -157,7 +153,7 @@ class Consumer:
         streams: Streams,
         learner: Learner,
         position: Position,
-        counts: WarmthCounts,
+        counts: ReplicationCounts,
         stopped: Event,
     ) -> None:
         self._streams = streams

@@ -1,4 +1,4 @@
-"""Where warmth is shared, and within what bounds."""
+"""Where outputs are replicated, and within what bounds."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,7 +9,7 @@ MAX_RECORD_TOKENS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class WarmthOptions:
+class ReplicationOptions:
     """How a drafter shares what it has generated.
 
     Attributes:

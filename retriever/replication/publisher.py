@@ -8,21 +8,16 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from retriever.drafter import TokenIds
 from retriever.predict.generations import Output, Scope
 from retriever.replication.options import MAX_RECORD_TOKENS
 from retriever.replication.redis_streams import Streams
-from retriever.replication.replicated_records import (
-    Deletions,
-    Position,
-    Record,
-    UnreadableRecordError,
-    WarmthCounts,
-    decode,
-    encode,
-)
+from retriever.replication.replicated_records import Record, UnreadableRecordError, decode, encode
+from retriever.replication.replication_state import Deletions, Position, ReplicationCounts
 
 _RECORD_TOKENS: Final = 64  # what a record takes beside its tokens, as tokens of 4 bytes
+_MAX_OUTPUTS: Final = 16  # at once: to encode them holds up other threads for half a millisecond
+_WAIT_S: Final = 0.5  # an idle publisher looks this often whether it is to stop
+_NO_TOKENS: Final = np.empty(0, np.int32)
 
 
 class Batch(NamedTuple):
@@ -43,7 +38,7 @@ class Outbox:
     """
 
     def __init__(
-        self, position: Position, deletions: Deletions, max_tokens: int, counts: WarmthCounts
+        self, position: Position, deletions: Deletions, max_tokens: int, counts: ReplicationCounts
     ) -> None:
         self._position = position
         self._deletions = deletions
@@ -130,11 +125,6 @@ def _size(record: Record) -> int:
     return _RECORD_TOKENS + len(record.tokens)
 
 
-_MAX_OUTPUTS: Final = 16  # at once: to encode them holds up other threads for half a millisecond
-_WAIT_S: Final = 0.5
-_NO_TOKENS: Final[TokenIds] = np.empty(0, np.int32)
-
-
 class Publisher:
     """Takes what waits in the outbox to the streams.
 
@@ -146,7 +136,7 @@ class Publisher:
     """
 
     def __init__(
-        self, streams: Streams, outbox: Outbox, position: Position, counts: WarmthCounts
+        self, streams: Streams, outbox: Outbox, position: Position, counts: ReplicationCounts
     ) -> None:
         self._streams = streams
         self._outbox = outbox

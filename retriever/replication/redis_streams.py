@@ -13,9 +13,9 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection, ConnectionPool, parse_url
 from redis.retry import Retry
 
-from retriever.errors import WarmthError
-from retriever.replication.options import WarmthOptions
-from retriever.replication.replicated_records import MAX_DELETIONS
+from retriever.errors import ReplicationError
+from retriever.replication.options import ReplicationOptions
+from retriever.replication.replication_state import MAX_DELETIONS
 
 REFUSALS: Final = (redis.RedisError, OSError)
 """What the server and the way to it raise."""
@@ -76,10 +76,10 @@ class Streams:
         deletions: key of the stream of deletions.
 
     Raises:
-        WarmthError: the URL is none of a Redis server.
+        ReplicationError: the URL is none of a Redis server.
     """
 
-    def __init__(self, options: WarmthOptions, fingerprint: str) -> None:
+    def __init__(self, options: ReplicationOptions, fingerprint: str) -> None:
         self.outputs = f"foredraft:{{{fingerprint}}}:outputs".encode()
         self.deletions = f"foredraft:{{{fingerprint}}}:deletions".encode()
         self._max_records = options.max_records
@@ -144,16 +144,16 @@ class Streams:
         self._pool.disconnect()
 
 
-def check_url(options: WarmthOptions) -> None:
+def check_url(options: ReplicationOptions) -> None:
     """Refuse a URL that cannot be one of a server.
 
     Raises:
-        WarmthError: it cannot.
+        ReplicationError: it cannot.
     """
     _connection(options)
 
 
-def _connection(options: WarmthOptions) -> dict[str, Any]:
+def _connection(options: ReplicationOptions) -> dict[str, Any]:
     """Return what a pool of connections is made from."""
     return _parsed(options.url) | {
         "protocol": 2,
@@ -181,7 +181,7 @@ def _parsed(url: str) -> dict[str, Any]:
         is_known = False
     if not is_known:
         # What went wrong exactly is not shown, for it may be a part of the password.
-        raise WarmthError(_URLS) from None
+        raise ReplicationError(_URLS) from None
     return parsed
 
 

@@ -5,58 +5,53 @@ from collections.abc import Callable
 from threading import Event, Thread
 from typing import Final
 
+from retriever.backoff import Backoff
 from retriever.errors import LimitExceededError, StateError
 from retriever.replication.consumer import Consumer, Learner
-from retriever.replication.options import WarmthOptions, without_credentials
+from retriever.replication.options import ReplicationOptions, without_credentials
 from retriever.replication.publisher import Outbox, Publisher
 from retriever.replication.redis_streams import REFUSALS, Streams
-from retriever.replication.replicated_records import Position, WarmthCounts
+from retriever.replication.replication_state import Position, ReplicationCounts
 
-_FIRST_BACKOFF_S: Final = 0.1
+_JOIN_S: Final = 2.0  # the longest that a call of the server holds up the end, once it is cut off
 
 _logger = logging.getLogger(__name__)
 
 
-class Link:
-    """What a thread knows of the server.
+class Attempts:
+    """What becomes of a thread's calls of the server: counted, logged, and spaced after failures.
 
     Args:
-        doing: what cannot be done without it, for the log.
-        max_backoff_s: longest wait before the next try, in seconds.
+        doing: what cannot be done without the server, for the log.
+        max_backoff_s: longest pause before the next attempt, in seconds.
         counts: where failures are counted.
         stopped: set once nothing is to be tried any more.
     """
 
     def __init__(
-        self, doing: str, max_backoff_s: float, counts: WarmthCounts, stopped: Event
+        self, doing: str, max_backoff_s: float, counts: ReplicationCounts, stopped: Event
     ) -> None:
         self._doing = doing
-        self._max_backoff_s = max_backoff_s
+        self._backoff = Backoff(last_s=max_backoff_s)
         self._counts = counts
         self._stopped = stopped
-        self._num_failures = 0
 
     def worked(self) -> None:
         """Note that the server answered."""
         self._counts.connected = True
-        if self._num_failures:
-            self._num_failures = 0
+        if self._backoff.num_failures:
+            self._backoff.succeed()
             _logger.info("outputs are %s again", self._doing)
 
     def failed(self, error: Exception) -> None:
-        """Note that it did not, and wait; longer with each failure that follows another."""
+        """Note that it did not, and pause; longer with each failure that follows another."""
         if self._stopped.is_set():
             return
         self._counts.failures += 1
         self._counts.connected = False
-        if not self._num_failures:
+        if not self._backoff.num_failures:
             _logger.warning("outputs are not %s: %s; drafting goes on", self._doing, error)
-        backoff_s = _FIRST_BACKOFF_S * 2 ** min(self._num_failures, 30)
-        self._num_failures += 1
-        self._stopped.wait(min(backoff_s, self._max_backoff_s))
-
-
-_JOIN_S: Final = 2.0
+        self._stopped.wait(self._backoff.fail())
 
 
 class Threads:
@@ -73,12 +68,12 @@ class Threads:
 
     def __init__(  # noqa: PLR0913, PLR0917  (what the threads are made of)
         self,
-        options: WarmthOptions,
+        options: ReplicationOptions,
         fingerprint: str,
         outbox: Outbox,
         learner: Learner,
         position: Position,
-        counts: WarmthCounts,
+        counts: ReplicationCounts,
     ) -> None:
         self._stopped = Event()
         self._streams = Streams(options, fingerprint)
@@ -86,8 +81,8 @@ class Threads:
         publisher = Publisher(self._streams, outbox, position, counts)
         consumer = Consumer(self._streams, learner, position, counts, self._stopped)
         server, longest = without_credentials(options.url), options.max_backoff_s
-        publishing = Link(f"published to {server}", longest, counts, self._stopped)
-        learning = Link(f"learned from {server}", longest, counts, self._stopped)
+        publishing = Attempts(f"published to {server}", longest, counts, self._stopped)
+        learning = Attempts(f"learned from {server}", longest, counts, self._stopped)
         self._threads = [
             self._begin("foredraft-publish", publisher.turn, publishing),
             self._begin("foredraft-learn", consumer.turn, learning),
@@ -101,19 +96,19 @@ class Threads:
         for thread in self._threads:
             thread.join(_JOIN_S)
 
-    def _begin(self, name: str, turn: Callable[[], bool], link: Link) -> Thread:
-        thread = Thread(target=self._run, args=(turn, link), name=name, daemon=True)
+    def _begin(self, name: str, turn: Callable[[], bool], attempts: Attempts) -> Thread:
+        thread = Thread(target=self._run, args=(turn, attempts), name=name, daemon=True)
         thread.start()
         return thread
 
-    def _run(self, turn: Callable[[], bool], link: Link) -> None:
+    def _run(self, turn: Callable[[], bool], attempts: Attempts) -> None:
         while not self._stopped.is_set():
             try:
                 if turn():
-                    link.worked()
+                    attempts.worked()
             except (*REFUSALS, StateError, LimitExceededError) as error:
-                link.failed(error)
+                attempts.failed(error)
             except Exception as error:
                 if not self._stopped.is_set():  # connections end while they are used, then
                     _logger.exception("outputs are not shared for a while")
-                link.failed(error)
+                attempts.failed(error)

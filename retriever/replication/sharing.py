@@ -1,22 +1,22 @@
-"""A drafter's part in shared warmth: what it offers, and what is told it."""
+"""A drafter's part in replication: what it publishes, and what it is told."""
 
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from indexer.reader import Vocabulary
-from retriever.errors import WarmthError
+from retriever.errors import ReplicationError
 from retriever.limits import Limits
-from retriever.log.log_store import Entry
+from retriever.log.pools import Pools
 from retriever.predict.generations import Scope, steady_time
+from retriever.predict.pool import Entry
 from retriever.replication.consumer import Learner
-from retriever.replication.options import WarmthOptions
+from retriever.replication.options import ReplicationOptions
 from retriever.replication.publisher import Outbox
-from retriever.replication.replicated_records import Deletions, Position, WarmthCounts
-from retriever.sessions.pools import Pools
+from retriever.replication.replication_state import Deletions, Position, ReplicationCounts
 
 if TYPE_CHECKING:
     from retriever.replication.replication_threads import Threads
@@ -24,31 +24,29 @@ if TYPE_CHECKING:
 Forget = Callable[[Scope, Callable[[Scope], None]], None]
 """Forgets what is of a scope; before it does, while nothing is remembered, calls a function."""
 
-_FLUSH_S: Final = 1.0
+_FLUSH_S: Final = 1.0  # some 10 ms are enough where the server answers; and an end is not held up
 
 
-class NoWarmth:
-    """Shares nothing.
+class NoReplication:
+    """Replicates nothing.
 
     Attributes:
-        counts: of outputs that are shared.
+        counts: of outputs that are replicated.
     """
 
     def __init__(self) -> None:
-        self.counts = WarmthCounts()
+        self.counts = ReplicationCounts()
 
     def start(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
-        """Share outputs of this vocabulary from now on."""
+        """Replicate outputs of this vocabulary from now on."""
 
     def hold(self, entry: Entry | None) -> None:
-        """Take an output that was remembered, to be offered once it is kept."""
+        """Take an output that was remembered, to be published once it is kept; a microsecond."""
 
-    def held(self) -> list[Entry]:
-        """Give what was taken, once."""
-        return []
-
-    def offer(self, entry: Entry) -> None:
-        """Let an output be published that was remembered and is kept; takes microseconds."""
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Let what was held before the block be published after it, for the block keeps it."""
+        yield
 
     def delete(self, scope: Scope) -> None:
         """Let the others be told to delete a scope; the caller holds the drafter's lock."""
@@ -60,8 +58,8 @@ class NoWarmth:
         """End the threads; what waits to be published has a second left."""
 
 
-class SharedWarmth(NoWarmth):
-    """Shares outputs through a Redis server, from `start` on.
+class Replication(NoReplication):
+    """Replicates outputs through a Redis server, from `start` on.
 
     Args:
         options: where, and within what bounds; checked.
@@ -69,11 +67,10 @@ class SharedWarmth(NoWarmth):
         lock: held while drafts are made.
         limits: of the drafter.
         forget: forgets what the drafter has of a scope.
-
     """
 
     def __init__(
-        self, options: WarmthOptions, pools: Pools, lock: Lock, limits: Limits, forget: Forget
+        self, options: ReplicationOptions, pools: Pools, lock: Lock, limits: Limits, forget: Forget
     ) -> None:
         super().__init__()
         self._options = options
@@ -98,40 +95,41 @@ class SharedWarmth(NoWarmth):
     @classmethod
     def join(
         cls,
-        options: WarmthOptions | None,
+        options: ReplicationOptions | None,
         pools: Pools,
         lock: Lock,
         limits: Limits,
         forget: Forget,
-    ) -> NoWarmth | Self:
-        """Return what shares as these options say, or nothing where there are none."""
-        return cls(options, pools, lock, limits, forget) if options is not None else NoWarmth()
+    ) -> NoReplication | Self:
+        """Return what replicates as these options say; `NoReplication` where there are none."""
+        return cls(options, pools, lock, limits, forget) if options is not None else NoReplication()
 
     def start(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
-        """Share outputs of this vocabulary from now on."""
+        """Replicate outputs of this vocabulary from now on."""
         self.keep_position()
         if vocabulary is not None:
             self._learner.vocabulary_size = vocabulary.size
-        self._running = _threads().Threads(
+        with _needing_redis():
+            from retriever.replication.replication_threads import Threads  # noqa: PLC0415  (an extra)
+        self._running = Threads(
             self._options, fingerprint, self._outbox, self._learner, self._position, self.counts
         )
 
     def hold(self, entry: Entry | None) -> None:
-        """Take an output that was remembered, to be offered once it is kept."""
+        """Take an output that was remembered, to be published once it is kept; a microsecond."""
         if entry is not None:
             self._held.append(entry)
 
-    def held(self) -> list[Entry]:
-        """Give what was taken, once."""
-        found: list[Entry] = []
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Let what was held before the block be published after it, for the block keeps it."""
+        held: list[Entry] = []
         with suppress(IndexError):
             while True:
-                found.append(self._held.popleft())
-        return found
-
-    def offer(self, entry: Entry) -> None:
-        """Let an output be published that was remembered and is kept; takes microseconds."""
-        self._outbox.offer(entry.tenant, entry.output)
+                held.append(self._held.popleft())
+        yield
+        for entry in held:
+            self._outbox.offer(entry.tenant, entry.output)
 
     def delete(self, scope: Scope) -> None:
         """Let the others be told to delete a scope; the caller holds the drafter's lock."""
@@ -155,23 +153,24 @@ class SharedWarmth(NoWarmth):
         self.keep_position()
 
 
-def check_warmth(options: WarmthOptions | None) -> None:
-    """Refuse options that nothing can be shared by.
+def check_replication(options: ReplicationOptions | None) -> None:
+    """Refuse options by which nothing can be replicated.
 
     Raises:
-        WarmthError: the library redis is missing, or the URL cannot be one of a server.
+        ReplicationError: the library redis is missing, or the URL cannot be one of a server.
     """
     if options is not None:
-        _threads().check_url(options)
+        with _needing_redis():
+            from retriever.replication.redis_streams import check_url  # noqa: PLC0415  (an extra)
+        check_url(options)
 
 
-def _threads() -> Any:
-    """Load what needs the library."""
+@contextmanager
+def _needing_redis() -> Iterator[None]:
     try:
-        from retriever.replication import replication_threads as threads  # noqa: PLC0415  (an extra)
+        yield
     except ModuleNotFoundError as error:
-        raise WarmthError(
+        raise ReplicationError(
             f"outputs are shared by the library {error.name}, which is missing: "
             "run `pip install 'foredraft[redis]'`"
         ) from error
-    return threads

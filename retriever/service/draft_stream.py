@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -10,9 +11,9 @@ import grpc
 
 from retriever.drafter import DraftRequest
 from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
-from retriever.limits import check_batch
-from retriever.sessions.embedded import EmbeddedDrafter, Step
-from retriever.sessions.session_table import Session, SessionKey
+from retriever.sequences import SessionKey, check_batch
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.session_table import Session, Step
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire import messages as wire
 
@@ -86,6 +87,26 @@ LONG_PROMPT: Final = 1 << 12
 _COMMITS_AT_ONCE: Final = 32
 
 
+MOST_FAIL_OPENS: Final = 1 << 20
+"""As many drafts that a client went without are counted of one message, for each reason.
+
+More than any client misses between two messages; what one that lies adds is bounded.
+"""
+
+
+def bounded_fail_opens(told: Iterable[pb.FailOpenCount]) -> Counter[int]:
+    """Return by reason what a client says that it went without; it may say anything.
+
+    Of one reason at most `MOST_FAIL_OPENS` count, and reasons that are not known as not stated.
+    """
+    known = set(pb.FailOpenReason.values())
+    counts: Counter[int] = Counter()
+    for each in told:
+        reason = each.reason if each.reason in known else pb.FAIL_OPEN_REASON_UNSPECIFIED
+        counts[reason] = min(counts[reason] + each.count, MOST_FAIL_OPENS)
+    return counts
+
+
 class DraftStream:
     """Answers the messages of one stream; see `DraftStream` of the wire contract.
 
@@ -136,7 +157,7 @@ class DraftStream:
         if message.openings or message.closings:
             raise InvalidRequestError("messages that open or close sessions have a sequence_number")
         requests = wire.requests_from_message(message)
-        trees = self._drafter.steps.make(requests, self._tenant)
+        trees = self._drafter.draft(requests, namespace=self._tenant)
         return pb.DraftStreamResponse(trees=map(wire.tree_to_message, trees))
 
     async def _work(
@@ -144,7 +165,7 @@ class DraftStream:
     ) -> pb.DraftStreamResponse:
         response = pb.DraftStreamResponse(sequence_number=message.sequence_number)
         if message.fail_opens:
-            self._drafter.tally.failed_open(message.fail_opens)
+            self._drafter.tally.failed_open(bounded_fail_opens(message.fail_opens))
         try:
             requests = wire.requests_from_message(message)
             check_batch(requests, self._drafter.limits)
@@ -159,7 +180,7 @@ class DraftStream:
         deadline_s = read_at_s + message.timeout_us / 1e6 if message.timeout_us else None
         await self._draft(steps, response, deadline_s)
         if steps:
-            self._drafter.steps.count(len(steps), time.perf_counter() - began_s)
+            self._drafter.count_step(len(steps), time.perf_counter() - began_s)
         for closing in message.closings:
             self._close(closing, response)
         return response
@@ -188,7 +209,7 @@ class DraftStream:
         began_s = time.monotonic()
         for first in range(0, len(requests), _COMMITS_AT_ONCE):
             part = requests[first : first + _COMMITS_AT_ONCE]
-            committed = self._drafter.steps.commit_each(part, self._tenant)
+            committed = self._drafter.commit_each(part, self._tenant)
             for request, step in zip(part, committed, strict=True):
                 if not isinstance(step, RetrieverError):
                     steps.append(step)
@@ -215,7 +236,7 @@ class DraftStream:
             if step is None:
                 response.trees.add()
                 continue
-            (tree,) = self._drafter.steps.draft_each([step])
+            (tree,) = self._drafter.draft_each([step])
             response.trees.append(wire.tree_to_message(tree))
             began_s = await self._turns.give_way(began_s)
 

@@ -19,9 +19,9 @@ from grpc import aio
 from indexer.reader import Index
 from retriever.errors import LimitExceededError, RetrieverError
 from retriever.operations.logs import log_event
+from retriever.sequences import SessionKey
 from retriever.service.draft_stream import DraftStream, Flushing, Turns, end_session, open_session
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.session_table import SessionKey
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 from retriever.wire import messages as wire

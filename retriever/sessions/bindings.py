@@ -1,15 +1,18 @@
 """What each tenant drafts from: what is shared with all, and what is bound to it alone."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 from indexer.reader import Index, Vocabulary
 from retriever.errors import InvalidRequestError
 from retriever.limits import check_tenant_name
+from retriever.predict.databases import Corpus
 from retriever.predict.phrases import ListedPhrases
 from retriever.sessions.live_corpora import LiveCorpora
+from retriever.sessions.session_table import Sessions
 
 NO_PHRASES: Final = ListedPhrases(())
 
@@ -75,23 +78,25 @@ class Bindings:
     """Corpora and listed phrases by tenant.
 
     Args:
-        shared: what is drafted from for whoever has nothing of its own.
+        indexes: open; drafted from by each tenant that has none of its own.
         phrases: likewise.
-        bound: of those who have.
-        open_corpora: makes corpora of open indexes.
+        bound: what tenants have of their own.
+        sessions: what drafts from them.
+        lock: held while the sessions are used.
     """
 
     def __init__(
         self,
-        shared: LiveCorpora,
+        indexes: Sequence[Index],
         phrases: ListedPhrases,
         bound: Mapping[str, Bound],
-        open_corpora: Callable[[Sequence[Index]], LiveCorpora],
+        sessions: Sessions,
+        lock: Lock,
     ) -> None:
-        self._shared = shared
+        self._shared = LiveCorpora(indexes, sessions, lock)
         self._phrases = phrases
         self._bound = {
-            tenant: open_corpora(each.indexes)
+            tenant: LiveCorpora(each.indexes, sessions, lock)
             for tenant, each in bound.items()
             if each.indexes is not None
         }
@@ -102,6 +107,10 @@ class Bindings:
     def corpora(self, tenant: str) -> LiveCorpora:
         """Return the indexes that a tenant drafts from."""
         return self._bound.get(tenant, self._shared)
+
+    def corpus(self, tenant: str) -> Corpus:
+        """Return the corpus that a tenant drafts from now."""
+        return self.corpora(tenant).current.corpus
 
     def has_corpus(self, tenant: str) -> bool:
         """Tell whether a tenant drafts from any index."""
@@ -138,6 +147,55 @@ class Bindings:
 
     def _all(self) -> list[LiveCorpora]:
         return [self._shared, *self._bound.values()]
+
+
+def shared_vocabulary(indexes: Sequence[Index], vocabulary: Vocabulary | None) -> Vocabulary | None:
+    """Return the one vocabulary of indexes, and of what is given.
+
+    Raises:
+        InvalidRequestError: there are several.
+    """
+    for index in indexes:
+        vocabulary = vocabulary or index.vocabulary
+        if index.vocabulary.fingerprint != vocabulary.fingerprint:
+            raise InvalidRequestError(
+                f"index {index.path} is of another tokenizer than {indexes[0].path}: "
+                "build both with the same --tokenizer"
+            )
+    return vocabulary
+
+
+def common_vocabulary(
+    indexes: Sequence[Index],
+    phrases: ListedPhrases,
+    bound: Mapping[str, Bound],
+    vocabulary: Vocabulary | None,
+) -> Vocabulary | None:
+    """Return the one vocabulary of all that is drafted from; None where it is not known.
+
+    Args:
+        indexes: open, those that are shared.
+        phrases: likewise.
+        bound: what tenants have of their own.
+        vocabulary: that all must be of; None: of that of the first index.
+
+    Raises:
+        InvalidRequestError: there are several, or a phrase has a token that it does not have.
+    """
+    vocabulary = shared_vocabulary(indexes, vocabulary)
+    for each in bound.values():
+        vocabulary = shared_vocabulary(each.indexes or (), vocabulary)
+        _check_phrases(each.phrases or NO_PHRASES, vocabulary)
+    _check_phrases(phrases, vocabulary)
+    return vocabulary
+
+
+def _check_phrases(phrases: ListedPhrases, vocabulary: Vocabulary | None) -> None:
+    if vocabulary is not None and phrases.highest_token >= vocabulary.size:
+        raise InvalidRequestError(
+            f"a listed phrase holds the token id {phrases.highest_token}, which is outside the "
+            f"vocabulary of {vocabulary.size}: list it as text, or with the index's tokenizer"
+        )
 
 
 def parsed_bindings(options: Iterable[str], what: str) -> dict[str, list[Path]]:

@@ -16,9 +16,8 @@ from typing import Final, Self
 import numpy as np
 
 from indexer.errors import IndexerError
-from indexer.reader import COUNT_VALUES, Index, Vocabulary
+from indexer.reader import Index
 from retriever.drafter import TokenIds
-from retriever.errors import InvalidRequestError
 from retriever.kernels.compiling import tell_compiling
 from retriever.kernels.entries import grow_tree
 from retriever.kernels.layout import MAX_MATCH
@@ -28,7 +27,10 @@ from retriever.predict.pool import Pool
 from retriever.predict.predictor import Predictor
 from retriever.sessions.session_table import Sessions
 
-_REHEARSAL_NODES: Final = 32
+_logger = logging.getLogger(__name__)
+
+_REHEARSED_SESSIONS: Final = 128  # the last used: 6 ms of drafts, and their pages
+_REHEARSAL_NODES: Final = 32  # what an engine with trees asks for
 _PAGE_ENTRIES: Final = 1024
 """Entries of `Segment.starts` in a page of memory."""
 
@@ -105,56 +107,8 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
         predictor.commit(nobody, context[:1])
 
 
-def shared_vocabulary(indexes: Sequence[Index], vocabulary: Vocabulary | None) -> Vocabulary | None:
-    """Return the one vocabulary of indexes, and of what is given.
-
-    Raises:
-        InvalidRequestError: there are several.
-    """
-    for index in indexes:
-        vocabulary = vocabulary or index.vocabulary
-        if index.vocabulary.fingerprint != vocabulary.fingerprint:
-            raise InvalidRequestError(
-                f"index {index.path} is of another tokenizer than {indexes[0].path}: "
-                "build both with the same --tokenizer"
-            )
-    return vocabulary
-
-
 def _phrases(indexes: Iterable[Index]) -> list[object]:
     return [index.phrases for index in indexes]
-
-
-def frequent_tokens(indexes: Sequence[Index], size: int) -> TokenIds:
-    """Return the most frequent tokens of open indexes.
-
-    A draft model that computes these alone drafts faster and hardly less (FR-Spec: Zhao et al.,
-    2025, arXiv:2502.14856). Counts are rounded as in phrase tables, of single tokens by 6% at most;
-    of equally frequent tokens the lowest ids are taken.
-
-    Args:
-        indexes: of one vocabulary.
-        size: how many tokens.
-
-    Returns:
-        int32[n], rising; fewer than `size` where fewer occur.
-
-    Raises:
-        InvalidRequestError: the indexes are of several vocabularies.
-    """
-    shared = shared_vocabulary(indexes, None)
-    if shared is None:
-        return np.empty(0, np.int32)
-    counts = np.zeros(shared.size)
-    for index in indexes:
-        counts += COUNT_VALUES[index.phrases.counts[0]]
-    order = np.argsort(-counts, kind="stable")[: min(size, np.count_nonzero(counts))]
-    return np.sort(order).astype(np.int32)
-
-
-_REHEARSED_SESSIONS: Final = 128
-
-_logger = logging.getLogger(__name__)
 
 
 class LiveCorpora:

@@ -8,10 +8,10 @@ from typing import Final, TypedDict
 
 from indexer.reader import Index, Vocabulary
 from retriever.limits import Limits
-from retriever.log.log_store import Durability
+from retriever.log.options import Durability
 from retriever.predict.phrases import Encode, ListedPhrases, Track, read_lines
 from retriever.predict.predictor import Predictor
-from retriever.replication.options import WarmthOptions
+from retriever.replication.options import ReplicationOptions
 from retriever.sessions.bindings import Bound, BoundPaths
 
 
@@ -84,8 +84,8 @@ class OpeningOptions(TypedDict, total=False):
         refresh_s: look every so many seconds whether an index has changed, in a thread of our own,
             and draft from what it has become; 0 for never. `refresh` does so at once.
         predictor: what grows the trees, with room for `limits`; made where there is none.
-        warmth: where outputs are shared with other drafters of the same vocabulary, which learn
-            from them as this one learns from theirs; None to share nothing.
+        replication: through which server outputs are replicated to other drafters of the same
+            vocabulary, and theirs to this one; None for none.
     """
 
     vocabulary: Vocabulary | None
@@ -95,7 +95,7 @@ class OpeningOptions(TypedDict, total=False):
     phrases: ListedPhrases | None
     refresh_s: float
     predictor: Predictor | None
-    warmth: WarmthOptions | None
+    replication: ReplicationOptions | None
 
 
 class DrafterOptions(OpeningOptions, total=False):

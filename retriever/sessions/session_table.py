@@ -2,29 +2,18 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from retriever.drafter import TokenIds
-from retriever.errors import LimitExceededError, SessionExistsError, UnknownSessionError
-from retriever.limits import Limits, shown
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import LimitExceededError
+from retriever.limits import Limits
 from retriever.predict.databases import Corpus, Databases
 from retriever.predict.pool import Pool
+from retriever.sequences import OpenSessions, SessionKey
 from retriever.tree import DraftTree
-
-
-class SessionKey(NamedTuple):
-    """What a session is found by.
-
-    Attributes:
-        namespace: whose name it is; names of different namespaces never meet.
-        name: as the caller knows it.
-    """
-
-    namespace: str
-    name: str
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +40,20 @@ class Session:
         return self.databases.pool.tenant
 
 
+class Step(NamedTuple):
+    """A request that has been checked against its session.
+
+    Attributes:
+        session: whose sequence it is.
+        new_tokens: int32[n], inside the vocabulary.
+        request: as it came.
+    """
+
+    session: Session
+    new_tokens: TokenIds
+    request: DraftRequest
+
+
 class Sessions:
     """Sessions by name, the longest idle first. Callers hold a lock.
 
@@ -62,13 +65,13 @@ class Sessions:
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._by_name: dict[SessionKey, Session] = {}
+        self._open: OpenSessions[SessionKey, Session] = OpenSessions()
         self._num_tokens = 0
         self._tenant_sessions: Counter[str] = Counter()
         self._tenant_tokens: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._open)
 
     @property
     def num_tokens(self) -> int:
@@ -82,13 +85,12 @@ class Sessions:
             SessionExistsError: the name is taken.
             LimitExceededError: there are as many as there may be, and none is idle.
         """
-        if key in self._by_name:
-            raise SessionExistsError(f"session {shown(key.name)} is open already")
+        self._open.check_free(key)
         self.end_idle()
         self._check_count(session.tenant)
         self.charge(session, len(session.databases.context))
         session.last_used_s = self._clock()
-        self._by_name[key] = session
+        self._open.add(key, session)
         self._tenant_sessions[session.tenant] += 1
 
     def get(self, key: SessionKey) -> Session:
@@ -97,11 +99,8 @@ class Sessions:
         Raises:
             UnknownSessionError: there is none of this name.
         """
-        session = self._by_name.pop(key, None)
-        if session is None:
-            raise _unknown(key)
+        session = self._open.use(key)
         session.last_used_s = self._clock()
-        self._by_name[key] = session
         return session
 
     def charge(self, session: Session, num_tokens: int) -> None:
@@ -126,15 +125,29 @@ class Sessions:
         self._num_tokens = total
         self._tenant_tokens[tenant] = of_tenant
 
+    def charge_all(self, charges: Sequence[tuple[Session, int]]) -> None:
+        """Count the tokens that sequences are to take: of all, or of none.
+
+        Raises:
+            LimitExceededError: there is no room for the tokens of one.
+        """
+        charged: list[tuple[Session, int]] = []
+        try:
+            for session, num_tokens in charges:
+                self.charge(session, num_tokens)
+                charged.append((session, num_tokens))
+        except LimitExceededError:
+            for session, num_tokens in charged:
+                self.charge(session, -num_tokens)
+            raise
+
     def remove(self, key: SessionKey) -> Session:
         """End a session and return it.
 
         Raises:
             UnknownSessionError: there is none of this name.
         """
-        session = self._by_name.pop(key, None)
-        if session is None:
-            raise _unknown(key)
+        session = self._open.remove(key)
         tenant, num_tokens = session.tenant, len(session.databases.context)
         self._num_tokens -= num_tokens
         self._tenant_tokens[tenant] -= num_tokens
@@ -145,7 +158,7 @@ class Sessions:
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
         """End those that are open still; return how many. One of the same name may have come."""
-        gone = [key for key, session in ended if self._by_name.get(key) is session]
+        gone = [key for key, session in ended if self._open.find(key) is session]
         for key in gone:
             self.remove(key)
         return len(gone)
@@ -154,52 +167,52 @@ class Sessions:
         """End the sessions that have been idle for too long; return how many."""
         idle_since_s = self._clock() - self._limits.idle_session_s
         num_ended = 0
-        while self._by_name:
-            key, session = next(iter(self._by_name.items()))
-            if session.last_used_s > idle_since_s:
+        while self._open:
+            longest_idle = next(iter(self._open))
+            if self._open.get(longest_idle).last_used_s > idle_since_s:
                 break
-            self.remove(key)
+            self.remove(longest_idle)
             num_ended += 1
         return num_ended
 
     def all(self) -> list[Session]:
         """Return the sessions that are open."""
-        return list(self._by_name.values())
+        return self._open.values()
 
     def items(self) -> list[tuple[SessionKey, Session]]:
         """Return the sessions that are open, with their names."""
-        return list(self._by_name.items())
+        return self._open.items()
 
     def of(self, tenant: str) -> list[tuple[SessionKey, Session]]:
         """Return a tenant's sessions that are open."""
-        return [item for item in self._by_name.items() if item[1].tenant == tenant]
+        return [item for item in self._open.items() if item[1].tenant == tenant]
 
     def wipe(self, ended: Iterable[tuple[SessionKey, Session]]) -> None:
         """End those that are open still, and overwrite their tokens."""
         for key, session in ended:
-            if self._by_name.get(key) is session:
+            if self._open.find(key) is session:
                 self.remove(key).databases.context.clear()
 
     def forget(self, pool: Pool) -> None:
         """Let no open session of a tenant be learned from, or remembered when it ends."""
-        for session in self._by_name.values():
+        for session in self._open.values():
             if session.databases.pool is pool:
                 session.remember = session.databases.learns = False
 
     def last_tokens(self, max_sessions: int, num_tokens: int) -> list[TokenIds]:
         """Return copies of the last tokens, int32[n] each, of the sessions that were used last."""
-        latest = islice(reversed(self._by_name.values()), max_sessions)
+        latest = islice(reversed(self._open.values()), max_sessions)
         return [session.databases.context.last(num_tokens).copy() for session in latest]
 
     def turn_to(self, corpus: Corpus, older: Corpus) -> None:
         """Draft from this corpus what drafted from an older one: idle sessions keep none open."""
-        for session in self._by_name.values():
+        for session in self._open.values():
             if session.databases.corpus is older:
                 session.databases.turn_to(corpus)
 
     def _check_count(self, tenant: str) -> None:
         limits, of_tenant = self._limits, self._tenant_sessions[tenant]
-        if len(self._by_name) >= limits.max_sessions:
+        if len(self._open) >= limits.max_sessions:
             raise LimitExceededError(
                 f"there is no room for one more session: at most {limits.max_sessions} are open, "
                 "of all tenants together (max_sessions)"
@@ -209,7 +222,3 @@ class Sessions:
                 f"{of_tenant} sessions of the tenant are open, which is the limit "
                 "(max_tenant_sessions)"
             )
-
-
-def _unknown(key: SessionKey) -> UnknownSessionError:
-    return UnknownSessionError(f"no session {shown(key.name)} is open: open it first")

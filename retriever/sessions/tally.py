@@ -1,7 +1,11 @@
-"""What a drafter has done, in numbers that cost a microsecond a step to keep."""
+"""What a drafter has done, in numbers that cost a microsecond a step to keep, and what it holds."""
 
+import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
 from typing import Final
 
 import numpy as np
@@ -9,17 +13,15 @@ from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
 from retriever.kernels.entries import count_outcome
+from retriever.predict.pool import Pool
+from retriever.sessions.session_table import Session
 from retriever.tree import DraftTree, Source
-from retriever.v1 import retriever_pb2 as pb
 
 BOUNDS_S: Final = (
     *(float(f"{step}e{power}") for power in range(-5, 0) for step in (1, 1.6, 2.5, 4, 6.3)),
     1.0,
 )
 """Upper bounds of the latencies that are counted together, in seconds: from 10 us to 1 s."""
-
-MOST_FAIL_OPENS: Final = 1 << 20
-"""As many drafts that a client went without are counted of one message, for each reason."""
 
 _NOTHING: Final = np.zeros(1, np.int32)
 
@@ -60,7 +62,7 @@ class Tally:
         num_bare: drafts of bare contexts among them.
         num_outcomes: drafts of which it is known what became of them.
         num_committed: tokens that were committed after those.
-        fail_opens: drafts that clients say they went without, by `FailOpenReason`.
+        fail_opens: drafts that clients say they went without, by the reason's number on the wire.
     """
 
     def __init__(self) -> None:
@@ -70,7 +72,7 @@ class Tally:
         self.num_bare = 0
         self.num_outcomes = 0
         self.num_committed = 0
-        self.fail_opens = [0] * len(pb.FailOpenReason.values())
+        self.fail_opens: Counter[int] = Counter()
 
     def stepped(self, num_drafts: int, seconds: float) -> None:
         """Count a step of so many sequences that took so long."""
@@ -89,19 +91,77 @@ class Tally:
         self.num_outcomes += 1
         self.num_committed += len(tokens)
 
-    def failed_open(self, told: Iterable[pb.FailOpenCount]) -> None:
-        """Count what a client says that it went without; it may say anything.
-
-        Of one reason at most `MOST_FAIL_OPENS` count, and reasons that are not known as not stated.
-        """
-        most = dict.fromkeys(pb.FailOpenReason.values(), MOST_FAIL_OPENS)
-        for each in told:
-            reason = each.reason if each.reason in most else pb.FAIL_OPEN_REASON_UNSPECIFIED
-            counted = min(each.count, most[reason])
-            most[reason] -= counted
-            self.fail_opens[reason] += counted
+    def failed_open(self, told: Mapping[int, int]) -> None:
+        """Count drafts that a client says it went without, by reason."""
+        self.fail_opens.update(told)
 
     def warm(self) -> None:
         """Compile or load the kernel, without counting anything."""
         tree = DraftTree.empty()
         count_outcome(tree.token_ids, tree.parents, tree.sources, _NOTHING, self.by_source)
+
+
+_BETWEEN_PAUSES: Final = 256
+"""Sessions that are counted without a pause: a tenth of a millisecond's work."""
+
+_PAUSE_S: Final = 1e-4
+"""Long enough that the interpreter goes to a thread that waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What a drafter holds.
+
+    Attributes:
+        sessions: how many are open, by tenant.
+        session_tokens: tokens of their sequences.
+        session_bytes: memory of the sequences.
+        tenants: tenants whose recent outputs are in memory.
+        generations_tokens: tokens of these outputs, and one for the end of each.
+        generations_bytes: memory of the outputs.
+    """
+
+    sessions: Mapping[str, int]
+    session_tokens: int
+    session_bytes: int
+    tenants: int
+    generations_tokens: int
+    generations_bytes: int
+
+
+NOTHING_HELD: Final = Census({}, 0, 0, 0, 0, 0)
+"""The census of a drafter that is not open yet."""
+
+
+def census_of(sessions: Sequence[Session], pools: Sequence[Pool], lock: Lock) -> Census:
+    """Return what these are together.
+
+    Pauses now and then, so that whoever drafts meanwhile gets the interpreter.
+
+    Args:
+        sessions: some that were open a moment ago.
+        pools: what is in memory.
+        lock: held while a pool is used.
+    """
+    by_tenant: Counter[str] = Counter()
+    num_tokens = num_bytes = 0
+    for begin in range(0, len(sessions), _BETWEEN_PAUSES):
+        for session in sessions[begin : begin + _BETWEEN_PAUSES]:
+            databases = session.databases
+            by_tenant[databases.pool.tenant] += 1
+            num_tokens += len(databases.context)
+            num_bytes += databases.context.num_bytes
+        time.sleep(_PAUSE_S)
+    return Census(
+        sessions=by_tenant,
+        session_tokens=num_tokens,
+        session_bytes=num_bytes,
+        tenants=len(pools),
+        generations_tokens=sum(_tokens_of(pool, lock) for pool in pools),
+        generations_bytes=sum(pool.generations.num_bytes for pool in pools),
+    )
+
+
+def _tokens_of(pool: Pool, lock: Lock) -> int:
+    with lock:
+        return pool.generations.num_tokens

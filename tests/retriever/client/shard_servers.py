@@ -94,7 +94,7 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
 
     def lengths(self) -> list[int]:
         """Return the lengths of the open sessions' sequences."""
-        sessions = self.drafter._sessions._by_name.values()
+        sessions = self.drafter._sessions.all()
         return [len(session.databases.context) for session in sessions]
 
     @staticmethod

@@ -21,8 +21,9 @@ from retriever.client.conversation import Conversation, FailOpen
 from retriever.client.tracking import TrackedSequence, TrackedStep
 from retriever.security.access import add_token
 from retriever.security.protection import Protection, ProtectionFiles
+from retriever.service.draft_stream import MOST_FAIL_OPENS, bounded_fail_opens
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.tally import MOST_FAIL_OPENS, Tally
+from retriever.sessions.tally import Tally
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.padding import pad_request
 from tests.retriever.conftest import start_service, stop_service
@@ -88,7 +89,7 @@ def test_what_a_client_went_without_its_server_is_told_once(client: Client) -> N
             for length in range(len(PROMPT) + 5, len(PROMPT) + 8):
                 drafter.draft([DraftRequest("s", ids(1), length, 4)])
         assert drafter.fail_opens == {FailOpen.DOWN: 5}
-    assert service.tally.fail_opens[DOWN] == sum(service.tally.fail_opens) == 5
+    assert service.tally.fail_opens[DOWN] == service.tally.fail_opens.total() == 5
     service.shut_down()
 
 
@@ -116,10 +117,10 @@ def test_a_client_that_lies_moves_counts_within_bounds() -> None:
     tally = Tally()
     huge = pb.FailOpenCount(reason=DOWN, count=(1 << 32) - 1)
     unknown = pb.FailOpenCount(reason=99, count=7)  # type: ignore[arg-type]
-    tally.failed_open([huge, huge, unknown])
+    tally.failed_open(bounded_fail_opens([huge, huge, unknown]))
     assert tally.fail_opens[DOWN] == MOST_FAIL_OPENS
     assert tally.fail_opens[pb.FAIL_OPEN_REASON_UNSPECIFIED] == 7
-    assert sum(tally.fail_opens) == MOST_FAIL_OPENS + 7
+    assert tally.fail_opens.total() == MOST_FAIL_OPENS + 7
 
 
 @both

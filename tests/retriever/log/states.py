@@ -11,8 +11,9 @@ from indexer.reader import Vocabulary
 from retriever import TokenIds
 from retriever.limits import Limits
 from retriever.log.generations_log import GenerationsLog
-from retriever.log.log_store import Entry, LogOptions
+from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
+from retriever.predict.pool import Entry
 from retriever.sessions.embedded import EmbeddedDrafter
 
 NUM_OUTPUTS = 120

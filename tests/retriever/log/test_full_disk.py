@@ -13,8 +13,9 @@ import pytest
 from benchmarks.serving import durability
 from retriever import DraftRequest, StateError, TokenIds
 from retriever.log.generations_log import GenerationsLog
-from retriever.log.log_store import Entry, LogOptions
+from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
+from retriever.predict.pool import Entry
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.log.states import NUM_OUTPUTS, fill
 

@@ -15,8 +15,9 @@ from retriever import (
     VocabularyMismatchError,
 )
 from retriever.limits import Limits
-from retriever.log.log_store import Entry, LogOptions
+from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
+from retriever.predict.pool import Entry
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.log.states import drafter_on, ids, keep, kept, knows, log_on, output, tree_of
 

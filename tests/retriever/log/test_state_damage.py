@@ -14,8 +14,10 @@ from benchmarks.serving import durability
 from retriever import StateError, TokenIds
 from retriever.log import log_store as records
 from retriever.log.generations_log import GenerationsLog
-from retriever.log.log_store import Entry, LogOptions, LogStore
+from retriever.log.log_store import LogStore
+from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
+from retriever.predict.pool import Entry
 from tests.retriever.log.states import NUM_OUTPUTS, fill
 
 ROOT = Path(__file__).parents[3]

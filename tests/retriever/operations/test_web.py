@@ -68,7 +68,7 @@ def test_metrics_are_what_the_drafter_did(index: Path, tmp_path: Path) -> None:
     assert 0 < value(found, "index_snapshot_age_seconds", index="corpus") < 3600
     assert value(found, "ready") == 1
     assert value(found, "log_failures_total") == 0
-    assert value(found, "warmth_connected") == value(found, "warmth_published_total") == 0
+    assert value(found, "replication_connected") == value(found, "replication_published_total") == 0
     assert found["process_resident_memory_bytes", frozenset()] > 1e6
 
 

@@ -16,7 +16,7 @@ import redis
 
 from indexer.reader import Vocabulary
 from retriever.limits import Limits
-from retriever.replication.options import WarmthOptions
+from retriever.replication.options import ReplicationOptions
 from retriever.sessions.embedded import EmbeddedDrafter
 
 PROGRAM = shutil.which("redis-server")
@@ -105,7 +105,7 @@ def sharing(
         vocabulary=vocabulary,
         state=state,
         limits=limits or Limits(generations_tokens=1 << 14),
-        warmth=WarmthOptions(url, **{"timeout_s": 1.0, "max_backoff_s": 0.2, **options}),
+        replication=ReplicationOptions(url, **{"timeout_s": 1.0, "max_backoff_s": 0.2, **options}),
     )
     try:
         yield drafter

@@ -1,4 +1,4 @@
-"""Drafters that share warmth through a real Redis server."""
+"""Drafters that replicate outputs through a real Redis server."""
 
 import shutil
 import subprocess
@@ -11,11 +11,10 @@ import pytest
 import retriever.replication
 from indexer.reader import Vocabulary
 from retriever import DraftRequest, RemoteDrafter
-from retriever.errors import WarmthError
+from retriever.errors import ReplicationError
 from retriever.limits import Limits
-from retriever.replication.options import WarmthOptions, without_credentials
+from retriever.replication.options import ReplicationOptions, without_credentials
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.session_table import SessionKey
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.log.states import ids, knows, log_on, output
 from tests.retriever.replication.redis_server import (
@@ -69,16 +68,24 @@ def test_outputs_travel_both_ways_and_open_sessions_draft_from_them(server: Redi
         soon(lambda: knows(other, 2) and knows(one, 3))
         tree = other.draft([DraftRequest("s", ids(), 8, 4)])[0]
         assert tree.token_ids.tolist() == output(2)[8:12].tolist()
-        assert len(other._sessions.get(SessionKey("", "s")).databases.context) == 8
-        soon(lambda: one.warmth.skipped == {"own": 1} and other.warmth.skipped == {"own": 1})
-        assert (one.warmth.learned, one.warmth.learned_tokens, one.warmth.published) == (1, 20, 1)
+        assert other.census().session_tokens == 8
+        soon(
+            lambda: (
+                one.replication.skipped == {"own": 1} and other.replication.skipped == {"own": 1}
+            )
+        )
+        assert (
+            one.replication.learned,
+            one.replication.learned_tokens,
+            one.replication.published,
+        ) == (1, 20, 1)
 
 
 def test_long_outputs_and_large_ids_travel_whole(server: RedisServer) -> None:
     long = np.arange(1 << 19, (1 << 19) + 10_000, dtype=np.int32)
     with sharing(server.url) as one, sharing(server.url) as other:
         one.remember(long)
-        soon(lambda: other.warmth.learned_tokens == len(long))
+        soon(lambda: other.replication.learned_tokens == len(long))
         for start in (100, 4090, 9_000):
             if start != 4090:  # the parts meet there
                 tree = other.draft_context(long[start : start + 8], 4)
@@ -90,7 +97,7 @@ def test_tenants_stay_apart(server: RedisServer) -> None:
     with sharing(server.url) as one, sharing(server.url) as other:
         for number, tenant in enumerate(tenants):
             one.remember(output(number), tenant=tenant)
-        soon(lambda: other.warmth.learned == len(tenants))
+        soon(lambda: other.replication.learned == len(tenants))
         assert leaks(other, tenants) == []
 
 
@@ -106,7 +113,7 @@ def test_a_planted_leak_between_tenants_is_caught(
         )
         for number, tenant in enumerate(["", "a"]):
             one.remember(output(number), tenant=tenant)
-        soon(lambda: other.warmth.learned == 2)
+        soon(lambda: other.replication.learned == 2)
         assert leaks(other, ["", "a"]) == [("", 0), ("a", 0)]
 
 
@@ -125,9 +132,13 @@ def test_other_vocabularies_share_nothing(server: RedisServer) -> None:
     with sharing(server.url) as one, sharing(server.url, vocabulary=another) as other:
         one.remember(output(1))
         other.remember(output(2))
-        soon(lambda: one.warmth.skipped == {"own": 1} and other.warmth.skipped == {"own": 1})
+        soon(
+            lambda: (
+                one.replication.skipped == {"own": 1} and other.replication.skipped == {"own": 1}
+            )
+        )
         assert not knows(other, 1)
-        assert (one.warmth.learned, other.warmth.learned) == (0, 0)
+        assert (one.replication.learned, other.replication.learned) == (0, 0)
 
 
 def test_nothing_is_published_of_what_is_forgotten(server: RedisServer) -> None:
@@ -137,10 +148,10 @@ def test_nothing_is_published_of_what_is_forgotten(server: RedisServer) -> None:
         one.open("closed", ids(9))
         one.close("closed", output(2), remember=False)
         one.remember(output(3))
-        soon(lambda: one.warmth.published == 1)
+        soon(lambda: one.replication.published == 1)
     with server.client() as client, sharing(server.url) as other:
         assert client.xlen(OUTPUTS) == 1
-        soon(lambda: other.warmth.learned == 1)
+        soon(lambda: other.replication.learned == 1)
         assert [number for number in (1, 2, 3) if knows(other, number)] == [3]
 
 
@@ -151,14 +162,14 @@ def test_one_that_was_away_catches_up_from_where_it_was(
         with sharing(server.url, tmp_path / "state") as away:
             one.remember(output(1))
             away.remember(output(2))
-            soon(lambda: away.warmth.learned == 1 and away.warmth.skipped == {"own": 1})
+            soon(lambda: away.replication.learned == 1 and away.replication.skipped == {"own": 1})
         for number in (3, 4):
             one.remember(output(number))
-        soon(lambda: one.warmth.published == 3)
+        soon(lambda: one.replication.published == 3)
         with sharing(server.url, tmp_path / "state") as away:
-            soon(lambda: away.warmth.learned == 2)
+            soon(lambda: away.replication.learned == 2)
             assert all(knows(away, number) for number in (1, 2, 3, 4))
-            assert away.warmth.skipped == {}  # nothing was read twice
+            assert away.replication.skipped == {}  # nothing was read twice
             away.remember(output(5))
             soon(lambda: knows(one, 5))
     with log_on(tmp_path / "state") as log:
@@ -171,17 +182,17 @@ def test_a_new_one_reads_back_what_its_ring_holds(server: RedisServer) -> None:
         for number in range(400):
             one.remember(output(number))
             one.remember(output(number + 1000, 1000), tenant="large")
-        soon(lambda: one.warmth.published == 800)
+        soon(lambda: one.replication.published == 800)
         # Of tenants that were heard of last each fills its ring: 48 outputs, and 1 of the large.
         with sharing(server.url, limits=Limits(generations_tokens=1024)) as new:
-            soon(lambda: new.warmth.learned >= 98)
-            assert new.warmth.learned <= 102
+            soon(lambda: new.replication.learned >= 98)
+            assert new.replication.learned <= 102
             assert knows(new, 399)
             assert knows(new, 353)
             assert knows(new, 1399, "large")
         # One tenant alone cannot have filled what the other's ring holds.
         with sharing(server.url, limits=Limits(generations_tokens=1 << 20)) as new:
-            soon(lambda: new.warmth.learned == 800)
+            soon(lambda: new.replication.learned == 800)
             assert knows(new, 0)
 
 
@@ -196,8 +207,12 @@ def test_tenants_beyond_the_limit_are_learned_by_the_log_or_not_at_all(
     ):
         for number in range(5):
             one.remember(output(number), tenant=str(number))
-        soon(lambda: logged.warmth.learned == 5)
-        soon(lambda: without.warmth.learned == 1 and without.warmth.skipped == {"no-room": 4})
+        soon(lambda: logged.replication.learned == 5)
+        soon(
+            lambda: (
+                without.replication.learned == 1 and without.replication.skipped == {"no-room": 4}
+            )
+        )
         assert all(knows(logged, number, str(number)) for number in range(5))
         assert knows(without, 0, "0")
 
@@ -206,7 +221,7 @@ def test_the_stream_is_bounded(server: RedisServer) -> None:
     with sharing(server.url, max_records=100) as one:
         for number in range(1000):
             one.remember(output(number))
-        soon(lambda: one.warmth.published == 1000)
+        soon(lambda: one.replication.published == 1000)
     with server.client() as client:
         assert 100 <= client.xlen(OUTPUTS) <= 200  # "about": whole nodes of 100 entries leave
 
@@ -222,13 +237,17 @@ def test_services_without_the_server_start_and_share_later(
     ):
         for number in range(30):
             one.remember(output(number))
-        soon(lambda: one.warmth.failures > 3)
+        soon(lambda: one.replication.failures > 3)
         assert knows(one, 7)
-        assert (one.warmth.queued, one.warmth.dropped, one.warmth.connected) == (10, 20, False)
+        assert (one.replication.queued, one.replication.dropped, one.replication.connected) == (
+            10,
+            20,
+            False,
+        )
         late.arguments = ("--user", "me", "on", ">secret-word", "~*", "&*", "+@all")
         late.start()
         try:
-            soon(lambda: other.warmth.learned == 10)
+            soon(lambda: other.replication.learned == 10)
             assert [number for number in range(30) if knows(other, number)] == [*range(20, 30)]
             warnings = [record for record in caplog.records if record.levelname == "WARNING"]
         finally:
@@ -247,23 +266,23 @@ def test_a_password_is_never_shown(
 ) -> None:
     with server.client() as client:
         client.config_set("requirepass", "secret-word")
-    options = WarmthOptions("redis://:secret-word@host/0")
+    options = ReplicationOptions("redis://:secret-word@host/0")
     assert "secret" not in repr(options)
     assert without_credentials(options.url) == "redis://host/0"
     for mark in "/?#":
         assert "12" not in without_credentials(f"redis://:12{mark}3@host/0")
     with sharing(server.url.replace("//", "//:wrong-word@")) as one:
-        soon(lambda: one.warmth.failures > 1)
+        soon(lambda: one.replication.failures > 1)
     monkeypatch.setenv("FOREDRAFT_REDIS_PASSWORD", "secret-word")
     with sharing(server.url) as one:
         one.remember(output(1))
-        soon(lambda: one.warmth.published == 1)
+        soon(lambda: one.replication.published == 1)
     assert "not learned" in caplog.text
     assert "-word" not in caplog.text
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the program openssl is missing")
-def test_warmth_is_shared_over_tls(tmp_path: Path) -> None:
+def test_outputs_are_replicated_over_tls(tmp_path: Path) -> None:
     """With a server whose certificate is trusted, and with no other."""
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     subprocess.run(
@@ -287,8 +306,8 @@ def test_warmth_is_shared_over_tls(tmp_path: Path) -> None:
     try:
         with sharing(f"{url}?ssl_ca_certs={certificate}") as one, sharing(url) as stranger:
             one.remember(output(1))
-            soon(lambda: one.warmth.published == 1 and stranger.warmth.failures > 0)
-            assert (one.warmth.failures, stranger.warmth.connected) == (0, False)
+            soon(lambda: one.replication.published == 1 and stranger.replication.failures > 0)
+            assert (one.replication.failures, stranger.replication.connected) == (0, False)
     finally:
         started.kill()
 
@@ -298,8 +317,8 @@ def test_warmth_is_shared_over_tls(tmp_path: Path) -> None:
     ["", "host", "http://host/0", "redis://:pass/word@host", "redis://host:port", "redis://h?x=1"],
 )
 def test_urls_that_are_none_are_refused(url: str) -> None:
-    with pytest.raises(WarmthError, match="redis://HOST:PORT") as raised:
-        EmbeddedDrafter(warmth=WarmthOptions(url))
+    with pytest.raises(ReplicationError, match="redis://HOST:PORT") as raised:
+        EmbeddedDrafter(replication=ReplicationOptions(url))
     assert "pass" not in str(raised.value).replace("a password", "")
     assert raised.value.__cause__ is None
     assert "word" not in without_credentials(url)
@@ -310,5 +329,5 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("replication_threads", "redis_streams", "publisher", "consumer"):
         monkeypatch.delitem(sys.modules, f"retriever.replication.{name}", raising=False)
         monkeypatch.delattr(retriever.replication, name, raising=False)
-    with pytest.raises(WarmthError, match=r"pip install 'foredraft\[redis\]'"):
-        EmbeddedDrafter(warmth=WarmthOptions("redis://localhost"))
+    with pytest.raises(ReplicationError, match=r"pip install 'foredraft\[redis\]'"):
+        EmbeddedDrafter(replication=ReplicationOptions("redis://localhost"))

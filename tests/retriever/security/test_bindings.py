@@ -11,9 +11,9 @@ from indexer.reader import Vocabulary
 from retriever import Credentials, DraftRequest, InvalidRequestError, RemoteDrafter
 from retriever.predict.phrases import ListedPhrases
 from retriever.security.access import add_token
+from retriever.sequences import SessionKey
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.session_table import SessionKey
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.log.states import ids
 
@@ -47,7 +47,7 @@ def known_to(drafter: EmbeddedDrafter, tenant: str) -> set[int]:
     explained = drafter.explain(COMMON, 64, tenant=tenant).tree
     key = SessionKey(tenant, "s")
     drafter.begin(key, drafter.prepare(COMMON[:6], tenant=tenant))
-    (tree,) = drafter.steps.make([DraftRequest("s", ids(7, 8), 8, 64)], tenant)
+    (tree,) = drafter.draft([DraftRequest("s", ids(7, 8), 8, 64)], namespace=tenant)
     drafter.end(key)
     for other in (explained, tree):
         assert set(other.token_ids // 100) == set(alone.token_ids // 100)
@@ -92,7 +92,7 @@ def test_sessions_keep_to_their_own_when_an_index_changes(paths: dict[str, Path]
         assert drafter.refresh()
         for tenant, expected in (("a", {1, 2, 4}), ("b", {1, 3}), ("c", {1})):
             request = DraftRequest("t", ids(7, 8), 8, 64)
-            (tree,) = drafter.steps.make([request], tenant)
+            (tree,) = drafter.draft([request], namespace=tenant)
             assert set((tree.token_ids // 100).tolist()) - {0} == expected
             assert known_to(drafter, tenant) == expected
 

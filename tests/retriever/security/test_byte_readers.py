@@ -14,10 +14,10 @@ from benchmarks.fuzz.byte_calls import METHODS, TENANTS, Call, CalledService, ca
 from benchmarks.fuzz.byte_readers import readers
 from benchmarks.fuzz.byte_seeds import seeds
 from benchmarks.fuzz.fuzzing import CrashError, LeakError
+from retriever.log.pools import Pools
 from retriever.predict.pool import Pool
 from retriever.replication import replicated_records as records
 from retriever.security.admission import Doorkeeper
-from retriever.sessions.pools import Pools
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire import messages as forests
 from retriever.wire import messages as wire

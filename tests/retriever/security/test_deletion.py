@@ -13,7 +13,7 @@ import pytest
 
 from retriever import Credentials, DraftRequest, RemoteDrafter, TokenIds, UnknownSessionError
 from retriever.limits import Limits
-from retriever.log.log_store import LogOptions
+from retriever.log.options import LogOptions
 from retriever.predict.generations import Generations, Output
 from retriever.security.access import add_token
 from retriever.security.protection import Protection, ProtectionFiles

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from retriever.client.credentials import Credentials
 from retriever.limits import Limits
+from retriever.log.pools import Pools
 from retriever.predict.pool import Pool
 from retriever.security.access import add_token
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.service import servicer
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.pools import Pools
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.security.in_process import serving

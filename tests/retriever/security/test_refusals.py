@@ -12,9 +12,9 @@ import pytest
 from retriever import LimitExceededError, RemoteDrafter
 from retriever.errors import InvalidRequestError, RetrieverError, StateError
 from retriever.limits import Limits
+from retriever.sequences import SessionKey
 from retriever.service.servicer import Deleting
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.session_table import SessionKey
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.log.states import drafter_on, ids

@@ -14,9 +14,9 @@ import pytest
 from retriever import LimitExceededError, UnknownSessionError
 from retriever.drafter import DraftRequest
 from retriever.limits import Limits
+from retriever.sequences import SessionKey
 from retriever.service.serving import sweeping
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.session_table import SessionKey
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.conftest import start_service, stop_service
@@ -219,7 +219,7 @@ def test_tenants_cannot_reach_one_anothers_sessions_and_share_limits_fairly() ->
     drafter.end(SessionKey("a", "s"))
     drafter.end(SessionKey("b", "t"))
     drafter.open("mine", prompt[:1])
-    (full,) = drafter.steps.commit_each([request("s", 21)], "b")
+    (full,) = drafter.commit_each([request("s", 21)], "b")
     assert isinstance(full, LimitExceededError)
     assert "max_tenant_tokens" in str(full)
     assert drafter._sessions.num_tokens == 21

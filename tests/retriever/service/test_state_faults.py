@@ -17,8 +17,9 @@ from retriever import DraftRequest, DraftTree, RemoteDrafter, Source
 from retriever.client.conversation import FailOpen
 from retriever.client.resilient import ResilientDrafter
 from retriever.log.generations_log import GenerationsLog
-from retriever.log.log_store import Entry, LogOptions
+from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
+from retriever.predict.pool import Entry
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import NUM_WORDS, Library, document, text
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until

@@ -9,7 +9,7 @@ import pytest
 from indexer.build import build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever.errors import InvalidRequestError
-from retriever.sessions.live_corpora import frequent_tokens
+from retriever.sessions.frequent_tokens import frequent_tokens
 
 
 def test_tokens_are_ranked_over_all_indexes(tmp_path: Path, vocabulary: Vocabulary) -> None:

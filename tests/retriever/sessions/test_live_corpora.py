@@ -19,7 +19,7 @@ from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
 from retriever import Drafter, DraftRequest, DraftTree, RemoteDrafter, Source
 from retriever.predict.provenance import trace_nodes
-from retriever.sessions import embedded as bare_contexts
+from retriever.sessions import embedded
 from retriever.sessions import live_corpora as live
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
@@ -147,14 +147,14 @@ def test_the_old_snapshot_is_let_go_of(library: Library, drafter: EmbeddedDrafte
 def test_who_still_uses_the_old_snapshot_keeps_it(
     library: Library, drafter: EmbeddedDrafter
 ) -> None:
-    current = drafter._live.corpora("").current
+    held = drafter.indexes
     library.remove(5)
     drafter.refresh()
     library.add(100)
     library.add(101)
     assert 0 in library.snapshots()
-    assert current.indexes[0].document_at(0, 0).name.endswith("document-0.txt")
-    del current
+    assert held[0].document_at(0, 0).name.endswith("document-0.txt")
+    del held
     library.add(102)
     assert 0 not in library.snapshots()
 
@@ -167,7 +167,7 @@ def test_what_is_explained_is_the_corpus_that_was_drafted_from(
         assert drafter.refresh()
         return trace_nodes(*arguments)
 
-    monkeypatch.setattr(bare_contexts, "trace_nodes", trace_late)
+    monkeypatch.setattr(embedded, "trace_nodes", trace_late)
     explanation = drafter.explain(document(5)[:SEEN], 16)
     assert is_known(explanation.tree, 5)
     names = [each.name for node in explanation.nodes for each in node.documents]
@@ -181,19 +181,19 @@ def test_only_what_changed_is_opened_anew(
     (tmp_path / "other").mkdir()
     other = Library(tmp_path / "other", tokenizer, range(300, 340))
     drafter = EmbeddedDrafter.open_indexes([library.path, other.path])
-    before, tables = drafter.indexes, drafter._live.corpora("").current.corpus.tables
+    before, tables = drafter.indexes, drafter._bindings.corpus("").tables
     other.add(400)
     assert drafter.refresh()
     assert drafter.indexes[0] is before[0]
     assert drafter.indexes[1].segments[0] is before[1].segments[0]
     assert (
-        drafter._live.corpora("").current.corpus.tables is tables
+        drafter._bindings.corpus("").tables is tables
     )  # few documents more are not counted at once
     assert is_known(drafter.draft_context(document(400)[:SEEN], 16), 400)
     other.compact()
     library.remove(7)
     assert drafter.refresh()
-    assert drafter._live.corpora("").current.corpus.tables is not tables
+    assert drafter._bindings.corpus("").tables is not tables
     for number in (8, 320, 400):
         tokens = document(number)[:SEEN]
         tree = drafter.draft_context(tokens, 16)

@@ -9,13 +9,15 @@ from threading import Lock
 from typing import Self
 from weakref import WeakValueDictionary
 
-from retriever.drafter import TokenIds
+import numpy as np
+from numpy.typing import NDArray
+
 from retriever.errors import LimitExceededError
 from retriever.limits import Limits
 from retriever.log.generations_log import GenerationsLog
-from retriever.log.log_store import Durability, Entry, LogOptions
+from retriever.log.options import Durability, LogOptions
 from retriever.predict.generations import Generations, Output, Scope, session_origin, steady_time
-from retriever.predict.pool import Pool
+from retriever.predict.pool import Entry, Pool
 from retriever.predict.stores import GENERATIONS_ALONE, GENERATIONS_LIMITS
 from retriever.predict.weights import from_bytes, to_bytes
 
@@ -108,10 +110,10 @@ class Pools:
             self._recent[tenant] = pool
             self._recent.move_to_end(tenant)
             if len(self._recent) > self._limits.max_tenants:
-                self._let_go(*self._recent.popitem(last=False))
+                self._evict(*self._recent.popitem(last=False))
             return pool
 
-    def remember(self, pool: Pool, output: TokenIds, name: str = "") -> Entry | None:
+    def remember(self, pool: Pool, output: NDArray[np.int32], name: str = "") -> Entry | None:
         """Add int32[n], an output, to a pool; the log keeps it once `commit` was called.
 
         Args:
@@ -220,7 +222,7 @@ class Pools:
             with self._lock:
                 self._deleting.discard(tenant)
 
-    def let_go(self, tenant: str) -> None:
+    def evict(self, tenant: str) -> None:
         """Keep a tenant's pool in memory no longer than sessions use it, and not for its sake."""
         with self._lock:
             self._recent.pop(tenant, None)
@@ -247,7 +249,7 @@ class Pools:
         """Write the statistics that the log does not have yet, and close it."""
         with self._lock:
             for tenant, pool in self._recent.items():
-                self._let_go(tenant, pool)
+                self._evict(tenant, pool)
         if self._log is not None:
             self._log.close()
 
@@ -259,13 +261,13 @@ class Pools:
         self._in_use[tenant] = self._recent[tenant] = pool
         return pool
 
-    def _let_go(self, tenant: str, pool: Pool) -> None:
+    def _evict(self, tenant: str, pool: Pool) -> None:
         if self._log is None:
             return
         if pool.learned != pool.logged:
             self._log.put_statistics(tenant, to_bytes(pool.weights))
             pool.logged = pool.learned
-        self._log.let_go(tenant)
+        self._log.evict(tenant)
 
     def _load(self, tenant: str) -> Pool:
         limits = self._limits

@@ -1,0 +1,72 @@
+"""How a drafter forgets: at once in memory, then on disk, in slices between which others draft."""
+
+import time
+from collections.abc import Callable, Iterator
+from threading import Lock
+from typing import Final
+
+from retriever.log.pools import Pools
+from retriever.predict.generations import Scope, session_origin
+from retriever.predict.pool import Pool
+from retriever.sequences import SessionKey
+from retriever.sessions.session_table import Session, Sessions
+
+_DONE: Final = object()
+
+
+def forget(
+    sessions: Sessions,
+    pools: Pools,
+    lock: Lock,
+    scope: Scope,
+    tell: Callable[[Scope], None],
+) -> None:
+    """Forget what is of a scope, and tell of it before anything that comes later is learned.
+
+    While the disk is waited for, others draft.
+
+    Args:
+        sessions: those that are open.
+        pools: recent outputs, and their log.
+        lock: held while either is used.
+        scope: what to forget.
+        tell: called with the scope, and with the lock held, before anything is removed.
+
+    Raises:
+        StateError: the disk refuses; what is in memory is forgotten all the same.
+        LimitExceededError: the tenant's data is being deleted already.
+    """
+    with pools.deletion(scope.tenant) as pool:
+        ended = _sessions_of(scope, sessions, lock)
+        with lock:
+            tell(scope)
+            sessions.wipe(ended)
+            rest = _emptying(pool, scope, sessions)
+            is_done = next(rest, _DONE) is _DONE
+        while not is_done:
+            time.sleep(0)  # others may draft
+            with lock:
+                is_done = next(rest, _DONE) is _DONE
+        if not scope.origin:
+            pools.evict(scope.tenant)
+        pools.delete_logged(scope)
+
+
+def _sessions_of(scope: Scope, sessions: Sessions, lock: Lock) -> list[tuple[SessionKey, Session]]:
+    """Return the open sessions of an origin: those of a whole tenant go on."""
+    if not scope.origin:
+        return []
+    with lock:
+        found = sessions.of(scope.tenant)
+    return [each for each in found if session_origin(each[0].name) == scope.origin]
+
+
+def _emptying(pool: Pool | None, scope: Scope, sessions: Sessions) -> Iterator[None]:
+    """Empty a pool of what is of a scope, which is gone with the first step."""
+    if pool is None:
+        return
+    if scope.origin:
+        yield from pool.forgetting(scope.origin)
+    else:
+        pool.clear()
+        sessions.forget(pool)
