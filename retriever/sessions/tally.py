@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
 from retriever.kernels.entries import count_outcome
-from retriever.tree import DraftTree, Source
+from retriever.tree import MAX_SOURCES, DraftTree
 from retriever.v1 import retriever_pb2 as pb
 
 BOUNDS_S: Final = (
@@ -54,7 +54,7 @@ class Tally:
     the draft had cut it off: so this is what could be accepted at most.
 
     Attributes:
-        by_source: int64[2, sources], nodes and those that came true.
+        by_source: int64[2, MAX_SOURCES], nodes and those that came true.
         steps: how long steps took, waiting for other drafts included.
         drafts: how long a sequence of a step took on average, counted for each.
         num_bare: drafts of bare contexts among them.
@@ -64,7 +64,7 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.by_source: NDArray[np.int64] = np.zeros((2, len(Source)), np.int64)
+        self.by_source: NDArray[np.int64] = np.zeros((2, MAX_SOURCES), np.int64)
         self.steps = Latencies()
         self.drafts = Latencies()
         self.num_bare = 0
