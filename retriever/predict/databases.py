@@ -281,7 +281,8 @@ class DatabaseKind:
 
 
 # The sequence itself says more of what comes next than what others wrote, and what somebody listed
-# is meant to be written again. That is where mixing begins: learned weights correct it.
+# is meant to be written again. Learned weights correct it: trust twice or half as large changed
+# tokens per step by less than 0.2% (docs/decisions/2026-11-21-mixing.md).
 DATABASES: Final = [
     DatabaseKind(Source.CONTEXT, 6.0, lambda all_: all_.context),
     DatabaseKind(Source.GENERATIONS, 0.6, lambda all_: all_.pool.generations),

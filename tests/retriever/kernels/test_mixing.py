@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from retriever.kernels.layout import MAX_MATCH, Evidence, Scratch, Traits, Work
 from retriever.kernels.mixing import depth_bucket, learn, match_bucket, mix, to_traits
 from retriever.predict.predictor import DEFAULT_PRIOR
-from retriever.predict.weights import Weights, blank_weights, prior_weights
+from retriever.predict.weights import Weights, blank_weights, from_values, prior_weights, values_of
 from retriever.tree import Source
 from tests.retriever.kernels.twins import mixing_twin
 from tests.retriever.kernels.twins.mixing_twin import Parameters
@@ -70,9 +70,11 @@ def random_node(rng: np.random.Generator, most: int = 12) -> Node:
 def random_weights(rng: np.random.Generator, spread: float = 0.8) -> Weights:
     """A whole network whose scores are of the size of logarithms."""
     weights = blank_weights()
-    noise = rng.normal(0, rng.uniform(0.1, spread), weights.nbytes // 4)
-    weights.view(np.float32)[:] += noise.astype(np.float32)
-    weights["escape"] = rng.normal(0, 2, weights["escape"].shape)
+    values = values_of(weights)
+    values += rng.normal(0, rng.uniform(0.1, spread), len(values)).astype(np.float32)
+    weights = from_values(values)
+    rows = weights["escape"][0, : len(Source)]
+    rows[:] = rng.normal(0, 2, rows.shape)
     return weights
 
 
@@ -135,8 +137,9 @@ def test_learning_goes_down_the_gradient_of_the_surprise() -> None:
         assert node.learn(weights, outcome, rate) == 1
         gradient = (flat(before) - flat(mixing_twin.parameters(weights))) / rate
         scale = max(float(np.abs(gradient).max()), 1e-2)
-        single = np.eye(len(gradient))[rng.choice(len(gradient), 25, replace=False)]
-        every = rng.normal(0, 1, (5, len(gradient))) / math.sqrt(len(gradient))
+        known = len(values_of(weights))  # no source has the rows after these
+        single = np.eye(len(gradient))[rng.choice(known, 25, replace=False)]
+        every = rng.normal(0, 1, (5, known)) / math.sqrt(known) @ np.eye(known, len(gradient))
         for direction in (*single, *every, gradient / max(float(np.linalg.norm(gradient)), 1e-9)):
             ahead, behind = (
                 surprise(node, shaped(flat(before) + way * direction, before), fixed, outcome)
