@@ -64,7 +64,7 @@ class Explanation:
                 "text": text_of(token) if text_of is not None else None,
                 "parent": parent,
                 "probability": probability,
-                "source": source.name.lower(),
+                "source": source.label,
                 **asdict(node),
             }
             for (token, parent, probability), source, node in zip(

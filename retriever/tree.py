@@ -1,8 +1,8 @@
 """The draft tree: the one value that drafters give and verifiers take."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,18 +16,110 @@ PROBABILITY_SLACK: Final = 1e-6
 """By so much a probability may be beyond its bound: it is rounding."""
 
 
-class Source(IntEnum):
-    """Which database spoke for a node. The numbers are those of the wire contract.
+MAX_SOURCES: Final = 16
+"""Numbers of sources are below this: arrays that count by source have so many places.
+
+Four databases, models and "unspecified" take 6. One more number costs 140 bytes of every tenant's
+weights.
+"""
+
+
+class _Listing(type):
+    """The type of a class whose members can be gone through, in the order of their numbers."""
+
+    def __iter__(cls) -> Iterator["Source"]:
+        return iter(_SOURCES)
+
+    def __len__(cls) -> int:
+        return len(_SOURCES)
+
+
+_SOURCES: Final[list["Source"]] = []
+
+
+class Source(int, metaclass=_Listing):
+    """Which database spoke for a node: a number, of which it is known whose it is.
+
+    The numbers are those of the wire contract and follow one another: those below `len(Source)`
+    are known. `Source(2)` is the source of a number, `for source in Source` goes through all.
+    Whatever is told by source (weights, counters, labels) follows from this list.
 
     `MODEL` stands for models: a draft model, or the target's own logits of earlier passes.
+
+    Attributes:
+        name: in capitals, as the wire contract has it; weights are kept by it.
+        colour: on charts; empty for what is no database that a service drafts from.
     """
 
-    UNSPECIFIED = 0
-    CONTEXT = 1
-    GENERATIONS = 2
-    PHRASES = 3
-    CORPUS = 4
-    MODEL = 5
+    UNSPECIFIED: ClassVar["Source"]
+    CONTEXT: ClassVar["Source"]
+    GENERATIONS: ClassVar["Source"]
+    PHRASES: ClassVar["Source"]
+    CORPUS: ClassVar["Source"]
+    MODEL: ClassVar["Source"]
+
+    name: str
+    colour: str
+
+    def __new__(cls, number: int) -> "Source":  # noqa: PYI034  (there are no subclasses)
+        """Return the source of a number.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not 0 <= number < len(_SOURCES):
+            raise ValueError(f"{number} is no source: {len(_SOURCES)} are registered")
+        return _SOURCES[number]
+
+    @classmethod
+    def register(cls, number: int, name: str, colour: str = "") -> "Source":
+        """Add a source, before anything is drafted.
+
+        Args:
+            number: the next one: numbers are never given twice.
+            name: in capitals.
+            colour: `#rrggbb`, for a database that a service drafts from.
+
+        Raises:
+            ValueError: the number is not the next one, or the name is taken or not in capitals.
+        """
+        if number != len(_SOURCES) or number >= MAX_SOURCES:
+            raise ValueError(
+                f"source {name} cannot have number {number}: the next one is {len(_SOURCES)}, "
+                f"and {MAX_SOURCES - 1} is the last"
+            )
+        if not (name.isidentifier() and name.isupper() and name.isascii()) or hasattr(cls, name):
+            raise ValueError(f"a source cannot be named {name!r}: take another name, in capitals")
+        source = int.__new__(cls, number)
+        source.name, source.colour = name, colour
+        _SOURCES.append(source)
+        setattr(cls, name, source)
+        return source
+
+    @property
+    def label(self) -> str:
+        """The name as it is shown."""
+        return self.name.lower()
+
+    def __repr__(self) -> str:
+        return f"Source.{self.name}"
+
+    def __str__(self) -> str:
+        return str(int(self))
+
+
+# Of Okabe and Ito's colours, which the colour-blind tell apart as well.
+Source.register(0, "UNSPECIFIED")
+Source.register(1, "CONTEXT", "#0072b2")
+Source.register(2, "GENERATIONS", "#e69f00")
+Source.register(3, "PHRASES", "#009e73")
+Source.register(4, "CORPUS", "#cc79a7")
+Source.register(5, "MODEL")
+
+
+def drafted_sources() -> list[Source]:
+    """Return the databases that a service drafts from."""
+    return [source for source in Source if source.colour]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +280,7 @@ def _check_values(tree: DraftTree, vocabulary_size: int | None) -> None:
         )
     if not np.all((tree.probabilities >= 0) & (tree.probabilities <= 1 + PROBABILITY_SLACK)):
         raise InvalidTreeError("probabilities must lie between 0 and 1")
-    if tree.sources.max() > max(Source):
+    if tree.sources.max() >= len(Source):
         raise InvalidTreeError(f"unknown source {tree.sources.max()}")
 
 

@@ -15,7 +15,7 @@ from benchmarks.fit_prior.outcomes import Outcomes
 from benchmarks.fit_prior.recording import record, variants
 from benchmarks.workloads import Workload, WorkloadError, WorkloadFiles
 from retriever.commands.options import clear_errors
-from retriever.predict.weights import Weights, prior_weights
+from retriever.predict.weights import Weights, prior_weights, values_of
 from retriever.replay.traces import ChatEncoder
 
 BUDGETS: Final = (16, 64)
@@ -72,7 +72,7 @@ def main(
 def _write(weights: Weights, path: Path) -> None:
     try:
         with path.open("wb") as file:
-            np.save(file, weights.view("<f4"))
+            np.save(file, values_of(weights))
     except OSError as error:
         raise WorkloadError(f"{path} cannot be written: {error}") from error
 

@@ -13,7 +13,7 @@ from benchmarks.fit_prior.outcomes import Outcomes
 from retriever.kernels.layout import WEIGHTS
 from retriever.predict.weights import Weights
 
-_DOUBT_DECAY: Final = 1e-4
+_ESCAPE_DECAY: Final = 1e-4
 """Pulls what is added to "none of these" to 0 where it was seldom needed."""
 
 _SPREAD: Final = 0.4
@@ -59,8 +59,8 @@ class Network(torch.nn.Module):
         base = traits @ given["traits"] + given["bias"]
         hidden = relu(torch.from_numpy(outcomes.features) @ given["evidence"] + base[nodes])
         scores = hidden @ given["output"]
-        doubt = relu(traits @ given["doubt_traits"] + given["doubt_bias"])
-        none = doubt @ given["doubt_output"] + given["doubt"][tuple(outcomes.places.T)]
+        escape = relu(traits @ given["escape_traits"] + given["escape_bias"])
+        none = escape @ given["escape_output"] + given["escape"][tuple(outcomes.places.T)]
         return _surprise(scores, none, nodes, outcomes)
 
     def to_weights(self) -> Weights:
@@ -74,9 +74,9 @@ class Network(torch.nn.Module):
 def random_weights(rng: np.random.Generator) -> Weights:
     """Return weights to begin fitting with; every hidden unit has another."""
     weights = np.zeros(1, WEIGHTS)
-    for name in ("evidence", "traits", "output", "doubt_traits", "doubt_output"):
+    for name in ("evidence", "traits", "output", "escape_traits", "escape_output"):
         weights[name] = rng.normal(0, _SPREAD, weights[name].shape)
-    for name in ("bias", "doubt_bias"):
+    for name in ("bias", "escape_bias"):
         weights[name] = rng.random(weights[name].shape)
     return weights
 
@@ -98,7 +98,7 @@ def fit(outcomes: Outcomes, schedule: Schedule, start: Weights | None = None) ->
     for nodes in batches:
         optimizer.zero_grad()
         loss = network(outcomes.take(nodes)).mean()
-        (loss + _DOUBT_DECAY * network.weights["doubt"].square().sum()).backward()
+        (loss + _ESCAPE_DECAY * network.weights["escape"].square().sum()).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         rates.step()

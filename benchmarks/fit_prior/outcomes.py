@@ -16,7 +16,7 @@ class Outcome(NamedTuple):
     Attributes:
         features: float32[candidates, Evidence.SIZE].
         traits: float32[Traits.SIZE].
-        place: where the node stands in `doubt`: its voice, and the buckets of match and depth.
+        place: where the node stands in `escape`: its dominant, and the buckets of match and depth.
         chosen: the candidate that came true, -1 for none.
     """
 

@@ -65,7 +65,7 @@ def outcomes_of(work: Work, tokens: TokenIds) -> Iterator[Outcome]:
         traits = work.traits[node["place"] + 1].copy()
         hits = np.flatnonzero(work.nodes["token"][first:end] == token)
         chosen = int(hits[0]) if len(hits) else -1
-        place = (int(node["voice"]), int(match_bucket(traits)), int(depth_bucket(traits)))
+        place = (int(node["dominant"]), int(match_bucket(traits)), int(depth_bucket(traits)))
         yield Outcome(work.evidence[first:end, : Evidence.SIZE].copy(), traits, place, chosen)
         current = first + chosen
         if chosen < 0 or work.nodes[current]["place"] < 0:

@@ -42,7 +42,7 @@ def rendered(explanation: Explanation, text_of: Callable[[int], str] | None) -> 
         token = int(tree.token_ids[node])
         shown = escape(repr(text_of(token))) if text_of is not None else f"token {token}"
         probability = float(tree.probabilities[node])
-        source = Source(int(tree.sources[node])).name.lower()
+        source = Source(int(tree.sources[node])).label
         branch = branches[int(tree.parents[node])].add(
             f"[bold]{shown}[/bold] {probability:.3f} {source}{_evidence(provenance)}"
         )

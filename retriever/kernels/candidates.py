@@ -28,16 +28,16 @@ def add_rows(
     """Divide a node's rows among its children; return the node count and the sums of weights."""
     node = nodes[current]
     depth = node.depth
-    total, kindred, longest, node.voice = 0.0, 0.0, 0, 0
+    total, similar, longest, node.dominant = 0.0, 0.0, 0, 0
     index = node.first_row
     while index >= 0:
         row = rows[index]
         following = row.next
-        affine = row.weight * row.affinity
+        similar_weight = row.weight * row.similarity
         total += row.weight
-        kindred += affine
+        similar += similar_weight
         if row.match > longest:
-            longest, node.voice = row.match, row.source
+            longest, node.dominant = row.match, row.source
         if depth < row.length:
             child, num_nodes = child_with(
                 continuations[index, depth], nodes, evidence, slots, current, num_nodes, row.source
@@ -45,11 +45,11 @@ def add_rows(
             if child >= 0:
                 _join(rows, index, nodes, child)
                 evidence[child, Evidence.ROWS] += row.weight
-                evidence[child, Evidence.AFFINE] += affine
+                evidence[child, Evidence.SIMILAR] += similar_weight
         index = following
     traits[Traits.MATCH] = longest + depth if longest > 0 else 0
     traits[Traits.DEPTH] = depth
-    return num_nodes, total, kindred
+    return num_nodes, total, similar
 
 
 @kernel()

@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.kernels.affinity import affinity_of
 from retriever.kernels.compiling import kernel, prefetch
-from retriever.kernels.layout import Chains
+from retriever.kernels.layout import Chains, Found, Orders
+from retriever.kernels.similarity import similarity_of
 
 SEPARATOR: Final = -1
 """Ends a document in a store; no token has this id."""
@@ -117,38 +117,33 @@ def _link(chains: Chains, order: int, row: int, first: int, document: int) -> No
 @kernel()
 def collect_chains(
     chains: Chains,
-    orders: NDArray[np.int64],
-    max_rows: NDArray[np.int64],
+    indexed: Orders,
     query: NDArray[np.int32],
-    recent: NDArray[np.float32],
     source: int,
     wrap: bool,
     depth: int,
-    rows: NDArray[Any],
-    continuations: NDArray[np.int32],
+    found: Found,
     row: int,
 ) -> int:
     """Write what followed earlier occurrences of the query's end, longest matches first.
 
     Args:
         chains: a store.
-        orders: int64[orders], longest first.
-        max_rows: int64[orders], most rows that each order may add.
+        indexed: the n-grams that it indexes.
         query: int32[q], the last tokens of the context.
-        recent: float32[RECENT_SIZE], rarity of the context's last tokens by id.
         source: database that the rows are marked with.
         wrap: whether the store is the context itself: its end is then no occurrence, and a
             continuation that reaches the end starts over, so that a loop goes on as a loop.
         depth: most tokens to copy for each occurrence.
-        rows: ROW[max_rows], written from `row` on.
-        continuations: int32[max_rows, max_depth], likewise.
+        found: rows and continuations are written from `row` on.
         row: first free row.
 
     Returns:
         The first free row afterwards.
     """
     tokens, heads, links = chains.tokens, chains.heads, chains.links
-    state = chains.state
+    state, orders, max_rows = chains.state, indexed.orders, indexed.max_rows
+    rows, continuations, recent = found.rows, found.continuations, found.recent
     total = state[0]
     mask = tokens.shape[0] - 1
     oldest = max(state[2], total - tokens.shape[0])
@@ -171,7 +166,9 @@ def collect_chains(
                     _write(rows[row], length, match, source)
                     rows[row].position = position + 1
                     end = position + 1 - match
-                    rows[row].affinity = affinity_of(tokens, mask, end, oldest, SEPARATOR, recent)
+                    rows[row].similarity = similarity_of(
+                        tokens, mask, end, oldest, SEPARATOR, recent
+                    )
                     row += 1
             distance = links[index, position & (tokens.shape[0] - 1)]
             if distance == 0:

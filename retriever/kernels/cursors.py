@@ -26,7 +26,8 @@ _LOST: Final = 64  # tokens without agreement after which the cursor is given up
 _MOST: Final = 4  # places that are offered
 _NEAR: Final = 8.0  # occurrences that one near the cursor counts for
 _BLIND: Final = 0.5  # and those for which no token speaks
-_CONTEXT: Final = int(Source.CONTEXT)
+CONTEXT: Final = int(Source.CONTEXT)
+"""What rows of the sequence itself are marked with."""
 
 
 @kernel()
@@ -108,10 +109,10 @@ def collect_cursor(
         length = copy_tokens(tokens, place, total, True, depth, continuations[row])
         if length > 0:
             out = rows[row]
-            out.length, out.match, out.source = length, max(match, 1), _CONTEXT
+            out.length, out.match, out.source = length, max(match, 1), CONTEXT
             out.count = _NEAR if match > 0 else _BLIND
             out.position = place
-            out.affinity = 1.0
+            out.similarity = 1.0
             found += 1 if match > 0 else 0
             row += 1
     return row

@@ -8,10 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.kernels import affinity, chains, cursors, mixing, suffixes
+from retriever.kernels import chains, cursors, mixing, phrase_matching, similarity, suffixes
 from retriever.kernels import tree_growth as growth
 from retriever.kernels.compiling import kernel
-from retriever.kernels.layout import Chains, SegmentArrays, Tables, Work, borrow
+from retriever.kernels.layout import (
+    Chains,
+    Cursor,
+    Found,
+    Grown,
+    Orders,
+    PhraseArrays,
+    SegmentArrays,
+    Tables,
+    Work,
+    unpack,
+)
 
 
 @kernel()
@@ -29,7 +40,7 @@ def count_outcome(
         parents: int32[N], their parents, each before its children; -1 for the root.
         sources: uint8[N], which database spoke for each.
         tokens: int32[n], what came after the last committed token.
-        counts: int64[2, sources], nodes and those that came true by source; updated.
+        counts: int64[2, MAX_SOURCES], nodes and those that came true by source; updated.
 
     Returns:
         How many of the tokens the tree had.
@@ -45,130 +56,130 @@ def count_outcome(
 
 
 @kernel()
-def append_tokens(
-    store: NDArray[Any], orders: NDArray[np.int64], new_tokens: NDArray[np.int32]
-) -> None:
+def append_tokens(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
     """Append tokens to a store; see `chains.append_tokens`."""
-    chains.append_tokens(borrow(store[0], Chains), orders, new_tokens)
+    chains.append_tokens(unpack(store[0], Chains), unpack(store[0], Orders).orders, new_tokens)
 
 
 @kernel()
-def extend_sequence(
-    store: NDArray[Any],
-    orders: NDArray[np.int64],
-    cursor: NDArray[np.int64],
-    new_tokens: NDArray[np.int32],
-) -> None:
+def extend_sequence(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
     """Append tokens to a sequence's store and move its cursor."""
-    sequence = borrow(store[0], Chains)
+    sequence = unpack(store[0], Chains)
     begin = sequence.state[0]
-    chains.append_tokens(sequence, orders, new_tokens)
-    cursors.move_cursor(cursor, sequence, begin)
+    chains.append_tokens(sequence, unpack(store[0], Orders).orders, new_tokens)
+    cursors.move_cursor(unpack(store[0], Cursor).cursor, sequence, begin)
 
 
 @kernel()
 def collect_sequence(
     store: NDArray[Any],
-    orders: NDArray[np.int64],
-    max_rows: NDArray[np.int64],
-    cursor: NDArray[np.int64],
     query: NDArray[np.int32],
     rarity: NDArray[np.float32],
-    recent: NDArray[np.float32],
-    marked: NDArray[np.int32],
-    source: int,
     depth: int,
-    rows: NDArray[Any],
-    continuations: NDArray[np.int32],
+    scratch: NDArray[Any],
+    row: int,
 ) -> int:
     """Mark what is recent and write what followed in the sequence itself and near its cursor.
 
-    Returns the number of rows, the first of a draft.
+    Returns the first free row; the sequence comes before all other databases.
     """
-    affinity.mark_recent(query, rarity, recent, marked)
-    sequence = borrow(store[0], Chains)
-    num_rows = chains.collect_chains(
-        sequence, orders, max_rows, query, recent, source, True, depth, rows, continuations, 0
+    sequence, cursor = unpack(store[0], Chains), unpack(store[0], Cursor).cursor
+    found = unpack(scratch[0], Found)
+    similarity.mark_recent(query, rarity, found.recent, found.marked)
+    end = chains.collect_chains(
+        sequence, unpack(store[0], Orders), query, cursors.CONTEXT, True, depth, found, row
     )
-    cursors.set_cursor(cursor, rows, num_rows)
-    return cursors.collect_cursor(cursor, sequence, query, depth, rows, continuations, num_rows)
+    cursors.set_cursor(cursor, found.rows, end)
+    return cursors.collect_cursor(
+        cursor, sequence, query, depth, found.rows, found.continuations, end
+    )
 
 
 @kernel()
 def collect_outputs(
     store: NDArray[Any],
-    orders: NDArray[np.int64],
-    max_rows: NDArray[np.int64],
-    query: NDArray[np.int32],
-    recent: NDArray[np.float32],
     source: int,
+    query: NDArray[np.int32],
     depth: int,
-    rows: NDArray[Any],
-    continuations: NDArray[np.int32],
+    scratch: NDArray[Any],
     row: int,
 ) -> int:
     """Write what followed in other sequences; return the first free row."""
-    outputs = borrow(store[0], Chains)
     return chains.collect_chains(
-        outputs, orders, max_rows, query, recent, source, False, depth, rows, continuations, row
-    )
+        unpack(store[0], Chains), unpack(store[0], Orders), query, source, False, depth,
+        unpack(scratch[0], Found), row,
+    )  # fmt: skip
+
+
+@kernel()
+def collect_phrases(
+    phrases: NDArray[Any],
+    source: int,
+    longest: int,
+    max_rows: int,
+    depth: int,
+    scratch: NDArray[Any],
+    row: int,
+) -> int:
+    """Write how listed phrases go on; see `phrase_matching.collect_phrases`."""
+    return phrase_matching.collect_phrases(
+        unpack(phrases[0], PhraseArrays), source, longest, max_rows, depth,
+        unpack(scratch[0], Found), row,
+    )  # fmt: skip
 
 
 @kernel()
 def collect_segment(
     segment: NDArray[Any],
     query: NDArray[np.int32],
-    recent: NDArray[np.float32],
     longest: int,
-    shortest: int,
-    samples: int,
-    enough: int,
-    source: int,
     depth: int,
-    rows: NDArray[Any],
-    continuations: NDArray[np.int32],
+    scratch: NDArray[Any],
     row: int,
 ) -> tuple[int, int]:
     """Write what followed in a segment; see `suffixes.collect_suffixes`."""
-    tokens, in_order, starts = borrow(segment[0], SegmentArrays)
     return suffixes.collect_suffixes(
-        tokens, in_order, starts, query, recent, longest, shortest, samples, enough, source, depth,
-        rows, continuations, row,
-    )  # fmt: skip
+        unpack(segment[0], SegmentArrays), query, longest, depth, unpack(scratch[0], Found), row
+    )
 
 
 @kernel()
 def grow_tree(
-    rows: NDArray[Any],
-    continuations: NDArray[np.int32],
-    num_rows: int,
-    trust: NDArray[np.float64],
-    escape: float,
-    counts: NDArray[np.float64],
-    query: NDArray[np.int32],
-    tables: NDArray[Any],
+    scratch: NDArray[Any],
+    sequence: NDArray[Any],
     live: NDArray[np.int64],
-    context: NDArray[Any],
+    tables: NDArray[Any],
     weights: NDArray[Any],
-    doubt: float,
+    prior: NDArray[Any],
+    num_rows: int,
     budget: int,
     min_probability: float,
-    work: NDArray[Any],
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    probabilities: NDArray[np.float32],
-    sources: NDArray[np.uint8],
 ) -> int:
-    """Weigh the rows and grow a tree; see `growth.weigh_rows` and `growth.grow_tree`."""
-    growth.weigh_rows(rows, num_rows, trust, escape, counts)
+    """Weigh the rows and grow a tree; see `growth.weigh_rows` and `growth.grow_tree`.
+
+    Args:
+        scratch: `Found`, `Work` and `Grown`, packed.
+        sequence: `Chains`, packed.
+        live: int64[sets, WAYS], of generations.
+        tables: `Tables`, packed.
+        weights: WEIGHTS[1].
+        prior: PRIOR[1].
+        num_rows: rows in use.
+        budget: most nodes to take.
+        min_probability: candidates below it are not considered.
+    """
+    found = unpack(scratch[0], Found)
+    growth.weigh_rows(found.rows, num_rows, prior[0].trust, prior[0].backoff, found.counts)
     return growth.grow_tree(
-        rows, continuations, num_rows, query, borrow(tables[0], Tables), live,
-        borrow(context[0], Chains), weights, doubt, budget, min_probability, borrow(work[0], Work),
-        token_ids, parents, probabilities, sources,
+        found, num_rows, unpack(sequence[0], Chains), live, unpack(tables[0], Tables), weights,
+        prior[0].escape, unpack(scratch[0], Work), unpack(scratch[0], Grown), budget,
+        min_probability,
     )  # fmt: skip
 
 
 @kernel()
-def learn(weights: NDArray[Any], work: NDArray[Any], tokens: NDArray[np.int32], rate: float) -> int:
+def learn(
+    weights: NDArray[Any], scratch: NDArray[Any], tokens: NDArray[np.int32], rate: float
+) -> int:
     """Move the weights by what came next; see `mixing.learn`."""
-    return mixing.learn(weights, borrow(work[0], Work), tokens, rate)
+    return mixing.learn(weights, unpack(scratch[0], Work), tokens, rate)

@@ -22,12 +22,12 @@ _NEVER: Final = float(1 << 20)  # distance of a token that is not in the sequenc
 
 
 @kernel()
-def plant(rows: NDArray[Any], num_rows: int, query: NDArray[np.int32], nodes: NDArray[Any]) -> None:
-    """Make candidate 0 the root, with all rows, after the query's last tokens."""
-    root = nodes[0]
-    root.token = query[-1]
-    root.before = query[-2] if query.shape[0] > 1 else -1
-    root.earlier = query[-3] if query.shape[0] > 2 else -1  # noqa: PLR2004
+def plant(rows: NDArray[Any], num_rows: int, sequence: Chains, nodes: NDArray[Any]) -> None:
+    """Make candidate 0 the root, with all rows, after the last tokens of a sequence."""
+    root, tokens, end = nodes[0], sequence.tokens, sequence.state[0]
+    root.token = tokens[end - 1]
+    root.before = tokens[end - 2] if end > 1 else -1
+    root.earlier = tokens[end - 3] if end > 2 else -1  # noqa: PLR2004
     root.depth, root.place, root.parent = 0, -1, 0
     root.pair, root.triple = UNKNOWN, UNKNOWN
     root.end_child = 0
@@ -44,7 +44,7 @@ def gather(
     tables: Tables,
     live: NDArray[np.int64],
     context: Chains,
-    doubt: float,
+    escape: float,
     work: Work,
     current: int,
     num_nodes: int,
@@ -58,9 +58,9 @@ def gather(
         rows: ROW[max_rows], weighed evidence; those of the node are divided among its children.
         continuations: int32[max_rows, max_depth].
         tables: phrase tables; what is beyond the vocabulary is left out.
-        live: int64[sets, WAYS], of recent outputs.
+        live: int64[sets, WAYS], of generations.
         context: of the sequence.
-        doubt: weight that stands for whatever no row predicts.
+        escape: weight that stands for whatever no row predicts.
         work: scratch; children and their evidence are written from `num_nodes` on, and the node's
             traits.
         current: the node.
@@ -72,7 +72,7 @@ def gather(
     traits = work.traits[node.place + 1]
     node.first_child = num_nodes
     tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
-    end, total, kindred = add_rows(
+    end, total, similar = add_rows(
         rows, continuations, nodes, evidence, slots, current, num_nodes, traits
     )
     set_states(tables.starts1, tables.starts2, tables.tokens2, tables.tokens3, nodes, current)
@@ -99,8 +99,8 @@ def gather(
     for order in (3, 2):
         end, left = add_live(live, order, left, nodes, evidence, slots, tail, current, end, traits)
     node.end_child = end
-    traits[Traits.ROWS] = total + doubt
-    _estimate(shares, doubt, corpus_left, left, total, kindred, nodes, evidence, num_nodes, end)
+    traits[Traits.ROWS] = total + escape
+    _estimate(shares, escape, corpus_left, left, total, similar, nodes, evidence, num_nodes, end)
     _date(
         context.tokens, context.last, context.state[0] + node.depth, nodes, evidence, num_nodes, end
     )
@@ -112,30 +112,30 @@ def gather(
 @kernel()
 def _estimate(
     shares: NDArray[np.float32],
-    doubt: float,
+    escape: float,
     corpus_left: np.float32,
     left: np.float32,
     total: float,
-    kindred: float,
+    similar: float,
     nodes: NDArray[Any],
     evidence: NDArray[np.float32],
     first: int,
     end: int,
 ) -> None:
     """Turn a node's sums into probabilities."""
-    scale = np.float32(1.0 / (total + doubt))
-    kindred_scale = np.float32(1.0 / kindred) if kindred > 0 else np.float32(0.0)
+    scale = np.float32(1.0 / (total + escape))
+    similar_scale = np.float32(1.0 / similar) if similar > 0 else np.float32(0.0)
     for child in range(first, end):
         token = nodes[child].token
         unigram = shares[token] if token < shares.shape[0] else np.float32(_UNKNOWN_SHARE)
         corpus = evidence[child, Evidence.CORPUS] + corpus_left * unigram
         recent = evidence[child, Evidence.LIVE] + left * corpus
-        weight = evidence[child, Evidence.ROWS] + np.float32(doubt) * recent
+        weight = evidence[child, Evidence.ROWS] + np.float32(escape) * recent
         evidence[child, Evidence.UNIGRAM] = unigram
         evidence[child, Evidence.CORPUS] = corpus
         evidence[child, Evidence.LIVE] = recent
         evidence[child, Evidence.ROWS] = scale * weight
-        evidence[child, Evidence.AFFINE] *= kindred_scale
+        evidence[child, Evidence.SIMILAR] *= similar_scale
 
 
 @kernel()

@@ -1,11 +1,11 @@
 """The records that kernels share, the scratch memory of one draft, and how arrays are handed over.
 
-To hand over an array, Python takes up to 0.2 microseconds, and a draft works on some fifty. What is
-packed instead is one record that tells where each array lies; the kernel unpacks them again by the
-same named tuple. Whoever packs must keep the arrays, unmoved, as long as the record is in use.
+To hand over an array, Python takes up to 0.2 microseconds, and a draft works on some fifty. So the
+arrays of named tuples are packed into one record that tells where each lies, and a kernel unpacks
+those that it needs, by a named tuple with their names. Whoever packs must keep the arrays, unmoved,
+as long as the record is in use.
 """
 
-from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -16,21 +16,29 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 from numpy.typing import NDArray
 
+from retriever.tree import MAX_SOURCES
+
 _Arrays = TypeVar("_Arrays", bound=NamedTuple)
 
 
-def lend(arrays: NamedTuple) -> NDArray[Any]:
+def pack(*tuples: NamedTuple) -> NDArray[Any]:
     """Return one record: of each C-contiguous array its address and shape.
 
-    It has a field of the type of the elements as well, never set, from which `borrow` knows it.
+    It has a field of the type of the elements as well, never set, from which `unpack` knows it.
+
+    Args:
+        tuples: named tuples of arrays; no two arrays have the same name.
 
     Raises:
-        ValueError: an array has gaps between its elements.
+        ValueError: an array has gaps between its elements, or the name of another.
     """
-    named = arrays._asdict()
-    for name, each in named.items():
+    named: dict[str, NDArray[Any]] = {}
+    for name, each in (item for arrays in tuples for item in arrays._asdict().items()):
         if not each.flags.c_contiguous:
-            raise ValueError(f"{name} cannot be lent: it is not C-contiguous")
+            raise ValueError(f"{name} cannot be packed: it is not C-contiguous")
+        if name in named:
+            raise ValueError(f"{name} cannot be packed: another array has this name")
+        named[name] = each
     record = np.zeros(
         1, _dtype(tuple((name, each.ndim, each.dtype) for name, each in named.items()))
     )
@@ -54,23 +62,24 @@ def _dtype(kinds: tuple[tuple[str, int, np.dtype[Any]], ...]) -> np.dtype[Any]:
 
 if TYPE_CHECKING:
 
-    def borrow(record: Any, kind: type[_Arrays]) -> _Arrays:
-        """Return the arrays that were lent as one record."""
+    def unpack(record: Any, kind: type[_Arrays]) -> _Arrays:
+        """Return those of the arrays in a record that a named tuple names."""
         ...
 
 else:
 
     @intrinsic
-    def borrow(_context: Any, record: types.Record, kind: types.NamedTupleClass) -> Any:
-        """Return the arrays that were lent as one record."""
-        lent = [record.typeof(name) for name in record.fields]
-        kinds = [types.Array(of.typeof("element"), *of.typeof("shape").shape, "C") for of in lent]
+    def unpack(_context: Any, record: types.Record, kind: types.NamedTupleClass) -> Any:
+        """Return those of the arrays in a record that a named tuple names."""
+        names = kind.instance_class._fields
+        packed = [record.typeof(name) for name in names]
+        kinds = [types.Array(of.typeof("element"), *of.typeof("shape").shape, "C") for of in packed]
         result = types.NamedTuple(kinds, kind.instance_class)
 
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             arrays = [
                 _array_at(context, builder, arguments[0], record.offset(name), of, array)
-                for name, of, array in zip(record.fields, lent, kinds, strict=True)
+                for name, of, array in zip(names, packed, kinds, strict=True)
             ]
             return context.make_tuple(builder, result, arrays)
 
@@ -78,9 +87,9 @@ else:
 
 
 def _array_at(
-    context: Any, builder: Any, record: Any, offset: int, lent: types.Record, kind: types.Array
+    context: Any, builder: Any, record: Any, offset: int, packed: types.Record, kind: types.Array
 ) -> Any:
-    """Emit code that makes an array of what is lent at an offset in a record."""
+    """Emit code that makes an array of what is packed at an offset in a record."""
     number = ir.IntType(64)
 
     def load(offset: int) -> Any:
@@ -90,12 +99,12 @@ def _array_at(
 
     array = context.make_array(kind)(context, builder)
     itemsize = context.get_abi_sizeof(context.get_data_type(kind.dtype))
-    shape_at = offset + lent.offset("shape")
+    shape_at = offset + packed.offset("shape")
     shape = [load(shape_at + 8 * axis) for axis in range(kind.ndim)]
     strides = [number(itemsize)]
     for extent in reversed(shape[1:]):
         strides.insert(0, builder.mul(strides[0], extent))
-    address = builder.inttoptr(load(offset + lent.offset("address")), array.data.type)
+    address = builder.inttoptr(load(offset + packed.offset("address")), array.data.type)
     populate: Any = populate_array
     populate(array, address, shape, strides, itemsize, None)
     return array._getvalue()  # noqa: SLF001
@@ -115,7 +124,7 @@ NUM_RANKS: Final = 256
 
 MAX_SUCCESSORS: Final = 104
 """Most candidates for a node that no row predicts: 64 from the phrase tables, 24 from the sequence
-and 16 from recent outputs."""
+and 16 from generations."""
 
 NUM_TABLE_ORDERS: Final = 3
 """Phrase tables know contexts of up to this many tokens."""
@@ -129,7 +138,7 @@ ROW: Final = np.dtype(
         ("position", np.int64),  # of the continuation in its store; set by chains and cursors only
         ("count", np.float64),  # occurrences that the row stands for
         ("weight", np.float64),  # its share in the prediction
-        ("affinity", np.float64),  # 1 and more, the more words before it are those of the context
+        ("similarity", np.float64),  # 1 and more, the more words before it are those of the context
     ],
     align=True,
 )
@@ -149,7 +158,7 @@ NODE: Final = np.dtype(
         ("slot", np.int32),  # where the token stands in the table of siblings
         ("place", np.int32),  # index in the tree, -1 for the root and for what is not in it
         ("source", np.int16),
-        ("voice", np.int16),  # database of the longest match that agrees with the path
+        ("dominant", np.int16),  # database of the longest match that agrees with the path
         ("first_child", np.int32),  # its candidates are first_child to end_child
         ("end_child", np.int32),  # 0 while none were considered
         ("heaviest", np.float32),  # weight of its heaviest row, whose source it has
@@ -164,9 +173,9 @@ class _EvidenceColumns(NamedTuple):
     """Columns of the evidence about candidates: sums at first, features once a node is complete."""
 
     ROWS: int = 0  # weight of the candidate's rows; then how probable they make it
-    LIVE: int = 1  # the tables' estimate, corrected by recent outputs and the sequence
+    LIVE: int = 1  # the tables' estimate, corrected by generations and the sequence
     CORPUS: int = 2  # the phrase tables' estimate
-    AFFINE: int = 3  # as ROWS, occurrences in kindred text counting more
+    SIMILAR: int = 3  # as ROWS, occurrences in similar text counting more
     RECENCY: int = 4  # distance to the candidate's last occurrence in the sequence
     UNIGRAM: int = 5  # its share in the corpus
     SIZE: int = 6
@@ -196,7 +205,6 @@ Traits: Final = _TraitColumns()
 
 
 HIDDEN: Final = 16
-NUM_SOURCES: Final = 6
 MATCH_BUCKETS: Final = 7
 DEPTH_BUCKETS: Final = 5
 
@@ -206,15 +214,35 @@ WEIGHTS: Final = np.dtype(
         ("traits", np.float32, (Traits.SIZE, HIDDEN)),
         ("bias", np.float32, (HIDDEN,)),
         ("output", np.float32, (HIDDEN,)),
-        ("doubt_traits", np.float32, (Traits.SIZE, HIDDEN)),
-        ("doubt_bias", np.float32, (HIDDEN,)),
-        ("doubt_output", np.float32, (HIDDEN,)),
-        ("doubt", np.float32, (NUM_SOURCES, MATCH_BUCKETS, DEPTH_BUCKETS)),
+        ("escape_traits", np.float32, (Traits.SIZE, HIDDEN)),
+        ("escape_bias", np.float32, (HIDDEN,)),
+        ("escape_output", np.float32, (HIDDEN,)),
+        ("escape", np.float32, (MAX_SOURCES, MATCH_BUCKETS, DEPTH_BUCKETS)),
     ]
 )
 """How evidence is mixed: one hidden layer that scores a candidate, one that scores "none of
-these", and what is added to the latter by the database with the longest match, its length and the
-depth. Scores are logarithms to the base 2."""
+these", the escape, and what is added to the latter by the dominant source, the length of its match
+and the depth. Scores are logarithms to the base 2. `retriever.predict.weights` says in what form
+they are kept."""
+
+PRIOR: Final = np.dtype(
+    [
+        ("trust", np.float64, (MAX_SOURCES,)),
+        ("backoff", np.float64),
+        ("escape", np.float64),
+    ]
+)
+"""What rows are worth beside one another before they are mixed; see `predict.predictor.Prior`."""
+
+SEGMENT_LIMITS: Final = np.dtype(
+    [
+        ("source", np.int64),  # database that rows are marked with
+        ("shortest", np.int64),  # matches shorter than this are not looked for; 1 or more
+        ("samples", np.int64),  # most occurrences to read for each match length
+        ("enough", np.int64),  # shorter matches are not looked for once a length occurs this often
+    ]
+)
+"""How a segment of the corpus is searched."""
 
 
 class Tables(NamedTuple):
@@ -256,12 +284,70 @@ class Chains(NamedTuple):
     last: NDArray[np.int32]
 
 
+class Orders(NamedTuple):
+    """The n-grams that a store indexes.
+
+    Attributes:
+        orders: int64[orders], their lengths, longest first.
+        max_rows: int64[orders], most rows that each may add to a draft.
+    """
+
+    orders: NDArray[np.int64]
+    max_rows: NDArray[np.int64]
+
+
+class Cursor(NamedTuple):
+    """Where a sequence is being copied from: int64[2]; see `kernels.cursors`."""
+
+    cursor: NDArray[np.int64]
+
+
 class SegmentArrays(NamedTuple):
-    """The arrays of a segment of the corpus; see `kernels.suffixes`."""
+    """The arrays of a segment of the corpus, and how it is searched; see `kernels.suffixes`."""
 
     tokens: NDArray[Any]
     suffixes: NDArray[Any]
     starts: NDArray[Any]
+    limits: NDArray[Any]  # SEGMENT_LIMITS[1]
+
+
+class PhraseArrays(NamedTuple):
+    """The arrays of listed phrases; see `kernels.phrase_matching`.
+
+    Attributes:
+        tokens: int32[tokens of all phrases].
+        starts: int64[phrases + 1], where in `tokens` each phrase begins.
+        first_phrases: int32[beginnings], the first phrase that goes on from each.
+        last_phrases: int32[beginnings], the last one that does.
+        lengths: int32[beginnings], in tokens.
+        shorter: int32[beginnings].
+    """
+
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    first_phrases: NDArray[np.int32]
+    last_phrases: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    shorter: NDArray[np.int32]
+
+
+class Found(NamedTuple):
+    """The rows of evidence that a draft grows from, and what they are found with."""
+
+    rows: NDArray[Any]  # ROW[max_rows]
+    continuations: NDArray[np.int32]  # int32[max_rows, max_depth], what followed each occurrence
+    recent: NDArray[np.float32]  # float32[RECENT_SIZE], rarity of the last tokens, 0 for others
+    marked: NDArray[np.int32]  # int32[MAX_MATCH], the tokens that are marked there
+    counts: NDArray[np.float64]  # float64[MAX_MATCH + 1], evidence by match length
+
+
+class Grown(NamedTuple):
+    """The nodes of the tree, in the order in which they were taken."""
+
+    token_ids: NDArray[np.int32]  # int32[max_depth]
+    parents: NDArray[np.int32]  # int32[max_depth]
+    probabilities: NDArray[np.float32]  # float32[max_depth]
+    sources: NDArray[np.uint8]  # uint8[max_depth]
 
 
 class Work(NamedTuple):
@@ -279,51 +365,56 @@ class Work(NamedTuple):
     sums: NDArray[np.float32]  # float32[HIDDEN], inputs of the hidden units
 
 
-@dataclass(frozen=True, slots=True)
 class Scratch:
     """Memory for one draft at a time, made once.
 
+    Args:
+        max_depth: most nodes of a tree, and tokens of a continuation.
+        max_rows: most rows of evidence.
+        max_nodes: most candidates that are considered.
+
     Attributes:
-        rows: ROW[max_rows], the evidence.
-        continuations: int32[max_rows, max_depth], what followed each occurrence.
+        found: rows of evidence.
         work: where the tree grows.
-        lent: the same, lent to kernels.
-        counts: float64[MAX_MATCH + 1], evidence by match length.
-        recent: float32[RECENT_SIZE], rarity of the last tokens at their id modulo the size, 0 for
-            all other tokens.
-        marked: int32[MAX_MATCH], the tokens that are marked there.
+        grown: the tree.
+        packed: all of these, packed for kernels.
     """
 
-    max_depth: int
-    max_rows: int = 1024
-    max_nodes: int = 1 << 14
-    rows: NDArray[Any] = field(init=False)
-    continuations: NDArray[np.int32] = field(init=False)
-    work: Work = field(init=False)
-    lent: NDArray[Any] = field(init=False)
-    counts: NDArray[np.float64] = field(init=False)
-    recent: NDArray[np.float32] = field(init=False)
-    marked: NDArray[np.int32] = field(init=False)
-
-    def __post_init__(self) -> None:
-        num_slots = 2 << (self.max_rows + MAX_SUCCESSORS - 1).bit_length()
-        object.__setattr__(self, "rows", np.zeros(self.max_rows, ROW))
-        continuations = np.zeros((self.max_rows, self.max_depth), np.int32)
-        object.__setattr__(self, "continuations", continuations)
-        work = Work(
-            np.zeros(self.max_nodes, NODE),
-            np.zeros((self.max_nodes, Evidence.WIDTH), np.float32),
-            np.zeros(self.max_nodes, np.float32),
-            np.zeros((self.max_depth + 1, Traits.SIZE), np.float32),
-            np.zeros(self.max_nodes, np.int64),
+    def __init__(self, max_depth: int, max_rows: int = 1024, max_nodes: int = 1 << 14) -> None:
+        num_slots = 2 << (max_rows + MAX_SUCCESSORS - 1).bit_length()
+        self.found = Found(
+            np.zeros(max_rows, ROW),
+            np.zeros((max_rows, max_depth), np.int32),
+            np.zeros(RECENT_SIZE, np.float32),
+            np.zeros(MAX_MATCH, np.int32),
+            np.zeros(MAX_MATCH + 1),
+        )
+        self.work = Work(
+            np.zeros(max_nodes, NODE),
+            np.zeros((max_nodes, Evidence.WIDTH), np.float32),
+            np.zeros(max_nodes, np.float32),
+            np.zeros((max_depth + 1, Traits.SIZE), np.float32),
+            np.zeros(max_nodes, np.int64),
             np.zeros(NUM_RANKS, np.int32),
             np.full(num_slots, -1, np.int32),
             np.zeros(NUM_TABLE_ORDERS, np.int32),
             np.zeros(MAX_FOLLOWERS, np.int32),
             np.zeros(HIDDEN, np.float32),
         )
-        object.__setattr__(self, "work", work)
-        object.__setattr__(self, "lent", lend(work))
-        object.__setattr__(self, "counts", np.zeros(MAX_MATCH + 1))
-        object.__setattr__(self, "recent", np.zeros(RECENT_SIZE, np.float32))
-        object.__setattr__(self, "marked", np.zeros(MAX_MATCH, np.int32))
+        self.grown = Grown(
+            np.zeros(max_depth, np.int32),
+            np.zeros(max_depth, np.int32),
+            np.zeros(max_depth, np.float32),
+            np.zeros(max_depth, np.uint8),
+        )
+        self.packed = pack(self.found, self.work, self.grown)
+
+    @property
+    def rows(self) -> NDArray[Any]:
+        """ROW[max_rows], the evidence."""
+        return self.found.rows
+
+    @property
+    def continuations(self) -> NDArray[np.int32]:
+        """int32[max_rows, max_depth], what followed each occurrence."""
+        return self.found.continuations

@@ -23,7 +23,7 @@ from retriever.kernels.layout import (
     Work,
 )
 
-_LEAST_BLAME: Final = np.float32(0.002)  # that a candidate's score is moved for
+_LEAST_GRADIENT: Final = np.float32(0.002)  # that a candidate's score is moved for
 
 # Of evidence by its kind: what is added to it, and how its logarithm is moved and scaled.
 _LEAST: Final = np.array([1e-6, 1e-6, 1e-6, 1e-3, 0, 1e-6, 1, 1], np.float32)
@@ -89,10 +89,10 @@ def score(
 
 
 @kernel(fastmath={"contract", "reassoc", "nsz"})
-def score_doubt(weights: Any, traits: NDArray[np.float32], source: int) -> float:
+def score_escape(weights: Any, traits: NDArray[np.float32], source: int) -> float:
     """Return the score of "none of the candidates"."""
-    bias, output, of_traits = weights.doubt_bias, weights.doubt_output, weights.doubt_traits
-    total = weights.doubt[source, match_bucket(traits), depth_bucket(traits)]
+    bias, output, of_traits = weights.escape_bias, weights.escape_output, weights.escape_traits
+    total = weights.escape[source, match_bucket(traits), depth_bucket(traits)]
     for unit in range(HIDDEN):
         sum_ = bias[unit]
         for trait in range(Traits.SIZE):
@@ -114,12 +114,12 @@ def depth_bucket(traits: NDArray[np.float32]) -> int:
 
 
 @kernel(fastmath={"contract", "reassoc", "nsz"})
-def to_shares(shares: NDArray[np.float32], doubt: float) -> None:
+def to_shares(shares: NDArray[np.float32], escape: float) -> None:
     """Replace scores by probabilities, which leave room for "none of these"."""
-    highest = np.float32(doubt)
+    highest = np.float32(escape)
     for index in range(shares.shape[0]):
         highest = max(highest, shares[index])
-    total = fast_exp2(np.float32(doubt) - highest)
+    total = fast_exp2(np.float32(escape) - highest)
     for index in range(shares.shape[0]):
         shares[index] = fast_exp2(shares[index] - highest)
         total += shares[index]
@@ -143,7 +143,7 @@ def mix(weights: Any, work: Work, current: int) -> None:
     to_traits(traits)
     scores = work.shares[first:end]
     score(weights, traits, work.evidence, scores, first, end, work.sums)
-    to_shares(scores, score_doubt(weights, traits, node.voice))
+    to_shares(scores, score_escape(weights, traits, node.dominant))
 
 
 @kernel()
@@ -191,16 +191,16 @@ def _descend(
     left = np.float32(1.0)
     for child in range(node.first_child, node.end_child):
         left -= shares[child]
-        blame = shares[child] - np.float32(1.0 if child == outcome else 0.0)
-        if abs(blame) > _LEAST_BLAME:
-            _blame_candidate(weights, evidence[child], traits, rate * blame)
-    blame = rate * (max(left, np.float32(0.0)) - np.float32(1.0 if outcome < 0 else 0.0))
-    weights.doubt[node.voice, match_bucket(traits), depth_bucket(traits)] -= blame
-    _blame_doubt(weights, traits, blame)
+        gradient = shares[child] - np.float32(1.0 if child == outcome else 0.0)
+        if abs(gradient) > _LEAST_GRADIENT:
+            _move_candidate(weights, evidence[child], traits, rate * gradient)
+    gradient = rate * (max(left, np.float32(0.0)) - np.float32(1.0 if outcome < 0 else 0.0))
+    weights.escape[node.dominant, match_bucket(traits), depth_bucket(traits)] -= gradient
+    _move_escape(weights, traits, gradient)
 
 
 @kernel(fastmath={"contract", "reassoc", "nsz"})
-def _blame_candidate(
+def _move_candidate(
     weights: Any, features: NDArray[np.float32], traits: NDArray[np.float32], step: float
 ) -> None:
     bias, of_traits, of_evidence = weights.bias, weights.traits, weights.evidence
@@ -221,8 +221,8 @@ def _blame_candidate(
 
 
 @kernel(fastmath={"contract", "reassoc", "nsz"})
-def _blame_doubt(weights: Any, traits: NDArray[np.float32], step: float) -> None:
-    bias, output, of_traits = weights.doubt_bias, weights.doubt_output, weights.doubt_traits
+def _move_escape(weights: Any, traits: NDArray[np.float32], step: float) -> None:
+    bias, output, of_traits = weights.escape_bias, weights.escape_output, weights.escape_traits
     for unit in range(HIDDEN):
         sum_ = bias[unit]
         for trait in range(Traits.SIZE):

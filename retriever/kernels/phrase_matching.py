@@ -6,13 +6,13 @@ token. It has a number, and of every beginning are known: the phrases that go on
 length, and the longest shorter beginning that it ends with (`shorter`, `NO_BEGINNING` for none).
 """
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retriever.kernels.compiling import kernel
-from retriever.kernels.layout import MAX_MATCH
+from retriever.kernels.layout import MAX_MATCH, Found, PhraseArrays
 
 NO_BEGINNING: Final = -1
 """The number that no beginning has."""
@@ -23,18 +23,12 @@ MAX_BEGINNINGS: Final = 32
 
 @kernel()
 def collect_phrases(
-    tokens: NDArray[np.int32],
-    starts: NDArray[np.int64],
-    first_phrases: NDArray[np.int32],
-    last_phrases: NDArray[np.int32],
-    lengths: NDArray[np.int32],
-    shorter: NDArray[np.int32],
+    phrases: PhraseArrays,
+    source: int,
     longest: int,
     max_rows: int,
-    source: int,
     depth: int,
-    rows: NDArray[Any],
-    continuations: NDArray[np.int32],
+    found: Found,
     row: int,
 ) -> int:
     """Write how the phrases go on whose beginnings end the context, longest beginnings first.
@@ -44,23 +38,24 @@ def collect_phrases(
     an even sample of them is read.
 
     Args:
-        tokens: int32[tokens of all phrases].
-        starts: int64[phrases + 1], where in `tokens` each phrase begins.
-        first_phrases: int32[beginnings], the first phrase that goes on from each.
-        last_phrases: int32[beginnings], the last one that does.
-        lengths: int32[beginnings], in tokens.
-        shorter: int32[beginnings].
+        phrases: what is listed.
+        source: database that the rows are marked with.
         longest: the longest beginning that the context ends with, or `NO_BEGINNING`.
         max_rows: most rows to write.
-        source: database that the rows are marked with.
         depth: most tokens to copy of each phrase.
-        rows: ROW[max_rows], written from `row` on.
-        continuations: int32[max_rows, max_depth], likewise.
+        found: rows and continuations are written from `row` on.
         row: first free row.
 
     Returns:
         The first free row afterwards.
     """
+    tokens, starts, lengths = phrases.tokens, phrases.starts, phrases.lengths
+    first_phrases, last_phrases, shorter = (
+        phrases.first_phrases,
+        phrases.last_phrases,
+        phrases.shorter,
+    )
+    rows, continuations = found.rows, found.continuations
     end_row = min(row + max_rows, rows.shape[0])
     beginning = longest
     for _ in range(MAX_BEGINNINGS):
@@ -81,7 +76,7 @@ def collect_phrases(
             rows[row].match = min(length, MAX_MATCH)
             rows[row].source = source
             rows[row].count = 1.0 / num_read
-            rows[row].affinity = 1.0
+            rows[row].similarity = 1.0
             row += 1
         beginning = shorter[beginning]
     return row

@@ -1,4 +1,4 @@
-"""What followed the last one to three tokens: in the corpus, in the sequence, in recent outputs.
+"""What followed the last one to three tokens: in the corpus, in the sequence, in generations.
 
 Each function adds the successors of one context to a node's candidates, and returns what share of
 the estimate is left for the next shorter context.
@@ -233,7 +233,7 @@ def add_live(
     num_nodes: int,
     traits: NDArray[np.float32],
 ) -> tuple[int, np.float32]:
-    """Add what followed the last `order` tokens in recent outputs."""
+    """Add what followed the last `order` tokens in generations."""
     trait = Traits.LIVE_3 if order == 3 else Traits.LIVE_2  # noqa: PLR2004
     traits[trait] = 0.0
     if tail[3 - order] < 0:

@@ -10,25 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.kernels.affinity import affinity_of
 from retriever.kernels.compiling import kernel
+from retriever.kernels.layout import Found, SegmentArrays
+from retriever.kernels.similarity import similarity_of
 
 
 @kernel()
 def collect_suffixes(
-    tokens: NDArray[Any],
-    suffixes: NDArray[Any],
-    starts: NDArray[Any],
+    segment: SegmentArrays,
     query: NDArray[np.int32],
-    recent: NDArray[np.float32],
     longest: int,
-    shortest: int,
-    samples: int,
-    enough: int,
-    source: int,
     depth: int,
-    rows: NDArray[Any],
-    continuations: NDArray[np.int32],
+    found: Found,
     row: int,
 ) -> tuple[int, int]:
     """Write what followed the longest ends of the query, sampled evenly over their occurrences.
@@ -36,25 +29,21 @@ def collect_suffixes(
     Occurrences stand in the order of their continuations, so that an even sample keeps the shares.
 
     Args:
-        tokens: of a segment.
-        suffixes: of a segment.
-        starts: of a segment.
+        segment: what to search, and how.
         query: int32[q], the last tokens of the context, ids inside the vocabulary.
-        recent: float32[RECENT_SIZE], rarity of the context's last tokens by id.
         longest: ends of the query longer than this are known not to occur.
-        shortest: ends of the query shorter than this are not asked; 1 or more.
-        samples: most occurrences to read for each length.
-        enough: shorter ends are not asked once one occurs this often.
-        source: database that the rows are marked with.
         depth: most tokens to copy for each occurrence.
-        rows: ROW[max_rows], written from `row` on.
-        continuations: int32[max_rows, max_depth], likewise.
+        found: rows and continuations are written from `row` on.
         row: first free row.
 
     Returns:
         The first free row afterwards, and the length of the longest match.
     """
-    found = 0
+    tokens, suffixes, starts = segment.tokens, segment.suffixes, segment.starts
+    rows, continuations, recent = found.rows, found.continuations, found.recent
+    limits = segment.limits[0]
+    shortest, samples, enough = limits.shortest, limits.samples, limits.enough
+    longest_match = 0
     if longest > shortest and not _occurs(tokens, suffixes, starts, query, shortest):
         return row, 0  # nor does any longer end
     separator = np.int64(np.iinfo(tokens.dtype).max)
@@ -63,11 +52,11 @@ def collect_suffixes(
         begin, end = find_interval(tokens, suffixes, starts, pattern)
         if begin == end:
             continue
-        found = max(found, length)
+        longest_match = max(longest_match, length)
         read = min(end - begin, samples)
         for sample in range(read):
             if row == rows.shape[0]:
-                return row, found
+                return row, longest_match
             position = np.int64(suffixes[begin + (end - begin) * sample // read])
             if _goes_on(tokens, position, query, length):
                 continue  # it is among the occurrences of the longer end
@@ -75,12 +64,12 @@ def collect_suffixes(
                 tokens, position + length, starts.shape[0] - 1, depth, continuations[row]
             )
             if copied > 0:
-                _write(rows[row], copied, length, source, (end - begin) / read)
-                rows[row].affinity = affinity_of(tokens, -1, position, 0, separator, recent)
+                _write(rows[row], copied, length, limits.source, (end - begin) / read)
+                rows[row].similarity = similarity_of(tokens, -1, position, 0, separator, recent)
                 row += 1
         if end - begin >= enough:
             break
-    return row, found
+    return row, longest_match
 
 
 @kernel()

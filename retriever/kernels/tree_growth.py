@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from retriever.kernels.compiling import fast_exp2, fast_log2, kernel
 from retriever.kernels.evidence import gather, plant
-from retriever.kernels.layout import NUM_RANKS, Chains, Tables, Work
+from retriever.kernels.layout import NUM_RANKS, Chains, Found, Grown, Tables, Work
 from retriever.kernels.mixing import mix
 from retriever.kernels.succession import call_from_memory
 
@@ -88,20 +88,20 @@ def weigh_rows(
     rows: NDArray[Any],
     num_rows: int,
     trust: NDArray[np.float64],
-    escape: float,
+    backoff: float,
     counts: NDArray[np.float64],
 ) -> None:
     """Set the rows' weights by interpolating match lengths, the longest first.
 
-    A length k with the trusted count N takes the share N / (N + escape / k) of what longer matches
+    A length k with the trusted count N takes the share N / (N + backoff / k) of what longer matches
     left, and divides it among its rows: Witten-Bell's back-off with an escape that shrinks as
     matches grow.
 
     Args:
         rows: ROW[max_rows], the evidence.
         num_rows: rows in use.
-        trust: float64[sources], what one occurrence in each database counts.
-        escape: count at which a match of one token takes half of what is left.
+        trust: float64[MAX_SOURCES], what one occurrence in each database counts.
+        backoff: count at which a match of one token takes half of what is left.
         counts: float64[longest match + 1], scratch.
     """
     counts[:] = 0.0
@@ -112,7 +112,7 @@ def weigh_rows(
     left = 1.0
     for match in range(counts.shape[0] - 1, 0, -1):
         if counts[match] > 0:
-            scale = left / (counts[match] + escape / match)
+            scale = left / (counts[match] + backoff / match)
             left -= scale * counts[match]
             counts[match] = scale
     for index in range(num_rows):
@@ -121,22 +121,17 @@ def weigh_rows(
 
 @kernel()
 def grow_tree(
-    rows: NDArray[Any],
-    continuations: NDArray[np.int32],
+    found: Found,
     num_rows: int,
-    query: NDArray[np.int32],
-    tables: Tables,
+    sequence: Chains,
     live: NDArray[np.int64],
-    context: Chains,
+    tables: Tables,
     weights: NDArray[Any],
-    doubt: float,
+    escape: float,
+    work: Work,
+    grown: Grown,
     budget: int,
     min_probability: float,
-    work: Work,
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    probabilities: NDArray[np.float32],
-    sources: NDArray[np.uint8],
 ) -> int:
     """Grow a tree best-first: take the most probable candidate, then consider its children.
 
@@ -144,36 +139,34 @@ def grow_tree(
     candidate that was considered first is taken.
 
     Args:
-        rows: ROW[max_rows], weighed evidence; `next` is overwritten.
-        continuations: int32[max_rows, max_depth].
+        found: weighed evidence; `next` of the rows is overwritten.
         num_rows: rows in use.
-        query: int32[q], the last tokens of the context; at least one.
+        sequence: of at least one token.
+        live: int64[sets, WAYS], of generations.
         tables: phrase tables.
-        live: int64[sets, WAYS], of recent outputs.
-        context: of the sequence.
         weights: WEIGHTS[1].
-        doubt: weight that stands for whatever no row predicts.
-        budget: most nodes to take.
-        min_probability: candidates below it are not considered.
+        escape: weight that stands for whatever no row predicts.
         work: scratch; when its nodes are used up no further candidates are considered. Holds
             what there is to learn from until the next call.
-        token_ids: int32[budget], the tree's tokens; written.
-        parents: int32[budget], the tree's parents; written.
-        probabilities: float32[budget], written.
-        sources: uint8[budget], written.
+        grown: the tree; written.
+        budget: most nodes to take; there is room for them.
+        min_probability: candidates below it are not considered.
 
     Returns:
         The number of nodes taken.
     """
     nodes, heap, ranks = work.nodes, work.heap, work.ranks
-    plant(rows, num_rows, query, nodes)
+    rows, continuations = found.rows, found.continuations
+    token_ids, parents = grown.token_ids, grown.parents
+    probabilities, sources = grown.probabilities, grown.sources
+    plant(rows, num_rows, sequence, nodes)
     ranks[:] = 0
     num_nodes, heap_size, size, current = 1, 0, 0, 0
     lowest, spare = NUM_RANKS - 1, -budget
     while True:
         if rank_of(nodes[current].probability * _HOPE) <= lowest:
             num_nodes = gather(
-                rows, continuations, tables, live, context, doubt, work, current, num_nodes
+                rows, continuations, tables, live, sequence, escape, work, current, num_nodes
             )
             mix(weights[0], work, current)
             num_offered = _offer_children(

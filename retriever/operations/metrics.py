@@ -23,7 +23,7 @@ from retriever.operations.observer import Operator
 from retriever.replication.replication_state import SKIPPED, ReplicationCounts
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.tally import BOUNDS_S, NOTHING_HELD, Census, Latencies, Tally
-from retriever.tree import Source
+from retriever.tree import drafted_sources
 from retriever.v1 import retriever_pb2 as pb
 
 
@@ -112,10 +112,6 @@ def _report(index: Index, *, unique: bool) -> IndexReport:
     )
 
 
-SHOWN_SOURCES: Final = (Source.CONTEXT, Source.GENERATIONS, Source.PHRASES, Source.CORPUS)
-"""The databases that a service drafts from."""
-
-
 SHOWN_FAIL_OPENS: Final = tuple(
     name.removeprefix("FAIL_OPEN_REASON_").lower() for name, _ in pb.FailOpenReason.items()
 )
@@ -183,7 +179,7 @@ class ServiceCollector(Collector):
         ):
             yield _labelled(
                 CounterMetricFamily(f"foredraft_{name}", text, labels=["source"]),
-                [((each.name.lower(),), counts[each]) for each in SHOWN_SOURCES],
+                [((each.label,), counts[each]) for each in drafted_sources()],
             )
         yield _counter("outcomes", "Drafts whose outcome is known.", tally.num_outcomes)
         yield _counter(

@@ -16,7 +16,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from retriever.operations.metrics import Service, installed_version
 from retriever.sessions.tally import BOUNDS_S, Latencies, Tally
-from retriever.tree import Source
+from retriever.tree import Source, drafted_sources
 
 SAMPLE_S: Final = 10.0
 MAX_SAMPLES: Final = 361
@@ -73,14 +73,6 @@ class History:
         ]
 
 
-COLOURS: Final = {
-    Source.CONTEXT: "#0072b2",
-    Source.GENERATIONS: "#e69f00",
-    Source.PHRASES: "#009e73",
-    Source.CORPUS: "#cc79a7",
-}
-"""By database; told apart by the colour-blind as well."""
-
 _WIDTH: Final = 720
 _HEIGHT: Final = 160
 _MARGIN: Final = 24
@@ -94,14 +86,13 @@ def stacked_areas(rates: Sequence[Rates]) -> Element:
         _text(drawing, _WIDTH / 2, _HEIGHT / 2, "middle", "No samples yet: look again in a moment.")
         return drawing
     begin, end = rates[0].begin_s, rates[-1].end_s
-    stacked = [
-        list(accumulate((each.per_second[s] for s in COLOURS), initial=0.0)) for each in rates
-    ]
+    shown = drafted_sources()
+    stacked = [list(accumulate((each.per_second[s] for s in shown), initial=0.0)) for each in rates]
     top = max(stack[-1] for stack in stacked) or 1.0
-    for layer, colour in enumerate(COLOURS.values()):
+    for layer, source in enumerate(shown):
         places = _outline(rates, stacked, layer, top)
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        SubElement(drawing, "polygon", points=points, fill=colour)
+        SubElement(drawing, "polygon", points=points, fill=source.colour)
     _text(drawing, 4, 14, "start", f"{top:,.0f} tokens/s")
     _text(drawing, 0, _HEIGHT + 16, "start", f"{(end - begin) / 60:.0f} min ago")
     _text(drawing, _WIDTH, _HEIGHT + 16, "end", "now")
@@ -136,7 +127,7 @@ def _outline(
 def swatch(source: Source) -> Element:
     """Return a small square in the colour of a database."""
     square = Element("svg", width="12", height="12")
-    SubElement(square, "rect", width="12", height="12", fill=COLOURS[source])
+    SubElement(square, "rect", width="12", height="12", fill=source.colour)
     return square
 
 
@@ -209,10 +200,10 @@ def _outcomes(body: Element, service: Service, history: History) -> None:
     body.append(stacked_areas(history.rates()))
     nodes, accepted = tally.by_source.tolist()
     rows = _table(body, "sources", "database", "nodes", "accepted", "share")
-    for source in COLOURS:
+    for source in drafted_sources():
         row = _row(rows, "", nodes[source], accepted[source], _share(accepted, nodes, source))
         row[0].append(swatch(source))
-        row[0][0].tail = f" {source.name.lower()}"
+        row[0][0].tail = f" {source.label}"
 
 
 def _indexes(body: Element, service: Service) -> None:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
 from retriever.kernels.chains import SEPARATOR
-from retriever.kernels.layout import Scratch
 from retriever.kernels.live_table import WAYS, count_tokens
+from retriever.predict.question import Question
 from retriever.predict.stores import GENERATIONS_LIMITS, ChainLimits, ChainStore, ring_capacity
 from retriever.tree import Source
 
@@ -85,7 +85,7 @@ class _End(NamedTuple):
 
 
 class Generations:
-    """Recent outputs, the newest `capacity` tokens of them, none older than `max_age_s`.
+    """generations, the newest `capacity` tokens of them, none older than `max_age_s`.
 
     The ring grows with what it holds, by doubling. An output takes one place more than it has
     tokens. Callers hold a lock.
@@ -195,11 +195,14 @@ class Generations:
         self._ends.clear()
         self._expires_at_s = math.inf
 
-    def collect(self, query: TokenIds, depth: int, scratch: Scratch, row: int) -> int:
+    def commit(self, tokens: TokenIds) -> None:
+        """Do nothing: a sequence is no generation before it ends; see `add`."""
+
+    def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row."""
         if self._expires_at_s < math.inf and self._expires_at_s < self._clock():
             self._expire()
-        return self._store.collect(query, depth, scratch, row)
+        return self._store.collect(question, row)
 
     def _make_room(self, num_tokens: int) -> None:
         """Move to a larger ring where the tokens would overwrite what may stay.

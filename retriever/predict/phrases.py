@@ -22,9 +22,11 @@ from numpy.typing import ArrayLike
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 from retriever.errors import InvalidRequestError, PhrasesError
-from retriever.kernels.layout import Scratch
-from retriever.kernels.phrase_matching import NO_BEGINNING, collect_phrases
+from retriever.kernels.entries import collect_phrases
+from retriever.kernels.layout import PhraseArrays, Scratch, pack
+from retriever.kernels.phrase_matching import NO_BEGINNING
 from retriever.limits import checked_tokens
+from retriever.predict.question import Question
 from retriever.tree import Source
 
 MAX_PHRASE_TOKENS: Final = 1024
@@ -175,6 +177,7 @@ _SYMBOL_BITS: Final = 8
 _LOW: Final = (1 << _SYMBOL_BITS) - 1
 _HIGH: Final = 1 << _SYMBOL_BITS
 
+_SOURCE: Final = int(Source.PHRASES)
 _MIB: Final = 2**20
 _MAX_SHOWN: Final = 10
 
@@ -207,17 +210,24 @@ class ListedPhrases:
     ) -> None:
         listed = sorted(set(phrases))
         self.problems = list(problems)
-        self._tokens = np.array([token for phrase in listed for token in phrase], np.int32)
-        self._starts = np.cumsum([0, *map(len, listed)], dtype=np.int64)
+        tokens = np.array([token for phrase in listed for token in phrase], np.int32)
+        starts = np.cumsum([0, *map(len, listed)], dtype=np.int64)
         self._automaton = ahocorasick.Automaton(ahocorasick.STORE_INTS, ahocorasick.KEY_SEQUENCE)
         first_phrases, last_phrases, lengths = self._add_beginnings(track(listed, "listing"))
-        self._first_phrases = np.array(first_phrases, np.int32)
-        self._last_phrases = np.array(last_phrases, np.int32)
-        self._lengths = np.array(lengths, np.int32)
         self.longest_beginning = max(lengths, default=0)
         self._automaton.make_automaton()
-        shorter = self._shorter_beginnings(track(listed, "linking") if lengths else ())
-        self._shorter = np.array(shorter, np.int32)
+        shorter = self._shorter_beginnings(
+            track(listed, "linking") if lengths else (), len(lengths)
+        )
+        self._arrays = PhraseArrays(
+            tokens,
+            starts,
+            np.array(first_phrases, np.int32),
+            np.array(last_phrases, np.int32),
+            np.array(lengths, np.int32),
+            np.array(shorter, np.int32),
+        )
+        self._packed = pack(self._arrays)
 
     @classmethod
     def load(
@@ -248,24 +258,23 @@ class ListedPhrases:
 
     def __len__(self) -> int:
         """Return how many phrases there are, variants of one text counted apart."""
-        return len(self._starts) - 1
+        return len(self._arrays.starts) - 1
 
     @property
     def num_tokens(self) -> int:
         """Tokens in all phrases."""
-        return len(self._tokens)
+        return len(self._arrays.tokens)
 
     @property
     def highest_token(self) -> int:
         """The highest token id of all phrases, -1 where there is none."""
-        return int(self._tokens.max(initial=-1))
+        return int(self._arrays.tokens.max(initial=-1))
 
     @property
     def num_bytes(self) -> int:
         """Memory of the phrases and of the automaton, in bytes."""
-        beginnings = 4 * self._lengths.nbytes  # four arrays have a number for each
         nodes: int = self._automaton.get_stats()["total_size"]
-        return self._tokens.nbytes + self._starts.nbytes + beginnings + nodes
+        return sum(array.nbytes for array in self._arrays) + nodes
 
     def summary(self) -> Iterator[str]:
         """Say in a few lines what was loaded and what was not."""
@@ -284,9 +293,9 @@ class ListedPhrases:
 
     def search(self) -> Any:
         """Return a new search of the automaton; None where there is nothing to find."""
-        return self._automaton.iter(()) if len(self._lengths) else None
+        return self._automaton.iter(()) if len(self._arrays.lengths) else None
 
-    def collect(self, longest: int, depth: int, scratch: Scratch, row: int) -> int:
+    def search_from(self, longest: int, depth: int, scratch: Scratch, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row.
 
         Args:
@@ -295,27 +304,14 @@ class ListedPhrases:
             scratch: written.
             row: first free row.
         """
-        return int(
-            collect_phrases(
-                self._tokens,
-                self._starts,
-                self._first_phrases,
-                self._last_phrases,
-                self._lengths,
-                self._shorter,
-                longest,
-                MAX_PHRASE_ROWS,
-                int(Source.PHRASES),
-                depth,
-                scratch.rows,
-                scratch.continuations,
-                row,
-            )
+        end: int = collect_phrases(
+            self._packed, _SOURCE, longest, MAX_PHRASE_ROWS, depth, scratch.packed, row
         )
+        return end
 
     def warm(self) -> None:
         """Compile or load the kernel now, so that no draft waits for it."""
-        self.collect(NO_BEGINNING, 1, Scratch(max_depth=1, max_rows=1, max_nodes=1), 0)
+        self.search_from(NO_BEGINNING, 1, Scratch(max_depth=1, max_rows=1, max_nodes=1), 0)
 
     def _add_beginnings(self, listed: Iterable[Phrase]) -> tuple[list[int], list[int], list[int]]:
         """Add the beginnings of sorted phrases to the automaton, numbered as they come.
@@ -342,9 +338,9 @@ class ListedPhrases:
             before = phrase
         return first_phrases, last_phrases, lengths
 
-    def _shorter_beginnings(self, listed: Iterable[Phrase]) -> list[int]:
+    def _shorter_beginnings(self, listed: Iterable[Phrase], num_beginnings: int) -> list[int]:
         """Return of each beginning the longest shorter one that it ends with."""
-        shorter = [NO_BEGINNING] * len(self._lengths)
+        shorter = [NO_BEGINNING] * num_beginnings
         for phrase in listed:
             at, beginning = -1, NO_BEGINNING
             # At each end the longest comes first, which is the phrase's own.
@@ -377,11 +373,11 @@ class PhraseCursor:
             found = list(self._search)  # to the end: what is left over would come with the next
             self._longest = found[0][1] if found else NO_BEGINNING
 
-    def collect(self, depth: int, scratch: Scratch, row: int) -> int:
+    def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row."""
         if self._longest == NO_BEGINNING:
             return row
-        return self._phrases.collect(self._longest, depth, scratch, row)
+        return self._phrases.search_from(self._longest, question.depth, question.scratch, row)
 
 
 def _symbols(tokens: Phrase) -> tuple[int, ...]:

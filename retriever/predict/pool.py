@@ -30,7 +30,7 @@ class Pool:
 
     Attributes:
         tenant: its name.
-        generations: its recent outputs.
+        generations: its generations.
         weights: how evidence is mixed, learned from its outputs; the log keeps them.
         learned: steps that they learned from.
         logged: how many of these the log has.

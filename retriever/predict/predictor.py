@@ -1,49 +1,47 @@
-"""The predictor: one estimate of what comes next, from every database at once."""
+"""The predictor: one estimate of what comes next, from every database at once.
+
+A draft finds rows of evidence in all databases, lets them vote, and grows a tree from what they
+say; the next commit learns from what came true.
+"""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
 from retriever.kernels.entries import grow_tree, learn
-from retriever.kernels.layout import MAX_MATCH, Scratch
-from retriever.predict.databases import Databases
+from retriever.kernels.layout import PRIOR, Scratch
+from retriever.predict.databases import DATABASES, Databases
 from retriever.predict.pool import Pool
-from retriever.tree import DraftTree, Source
+from retriever.tree import DraftTree
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What the rows of evidence are worth beside one another, before they are mixed.
+    """What rows of evidence are worth beside one another, before they are mixed.
+
+    What an occurrence counts by its database stands in `databases.DATABASES`.
 
     Attributes:
-        context: what an occurrence in the sequence itself counts.
-        generations: what an occurrence in recent outputs counts.
-        phrases: what the beginning of a listed phrase counts.
-        corpus: what an occurrence in the corpus counts.
-        escape: count at which a match of one token takes half of the probability that longer
+        backoff: count at which a match of one token takes half of the probability that longer
             matches left; a match of k tokens needs a k-th of it.
-        doubt: weight of whatever no row predicts, at every node.
+        escape: weight of whatever no row predicts, at every node.
         rate: size of a learning step.
     """
 
-    context: float = 6.0
-    generations: float = 0.6
-    phrases: float = 12.0
-    corpus: float = 0.35
-    escape: float = 32.0
-    doubt: float = 0.03
+    backoff: float = 32.0
+    escape: float = 0.03
     rate: float = 0.001
 
-    def trust(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """Return float64[sources], what one occurrence counts by source."""
-        trust = np.zeros(len(Source))
-        trust[Source.CONTEXT] = self.context
-        trust[Source.GENERATIONS] = self.generations
-        trust[Source.PHRASES] = self.phrases
-        trust[Source.CORPUS] = self.corpus
-        return trust
+    def to_kernel(self) -> NDArray[Any]:
+        """Return PRIOR[1], with the trust in all databases that are registered by now."""
+        record = np.zeros(1, PRIOR)
+        record["backoff"], record["escape"] = self.backoff, self.escape
+        for kind in DATABASES:
+            record["trust"][0, kind.source] = kind.trust
+        return record
 
 
 DEFAULT_PRIOR: Final = Prior()
@@ -64,9 +62,17 @@ class Predictor:
     def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR) -> None:
         self.scratch = Scratch(max_depth=max_budget)
         self.num_rows = 0
-        self._trust = prior.trust()
-        self._prior = prior
+        self._rate = prior.rate
+        self._prior = prior.to_kernel()
         self._last: Databases | None = None  # whose draft the scratch memory holds
+
+    def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
+        """Return the most probable tree of at most `budget` nodes."""
+        if budget == 0 or len(databases.context) == 0:
+            return DraftTree.empty()
+        self.num_rows = databases.find(budget, self.scratch)
+        self._last = databases
+        return self._vote_and_grow(databases, budget, float(min_probability))
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and learn from it if its draft was the last one."""
@@ -78,47 +84,31 @@ class Predictor:
 
     def learn(self, pool: Pool, tokens: TokenIds) -> None:
         """Learn from the last draft: int32[n], at least one, came next."""
-        pool.learned += learn(pool.weights, self.scratch.lent, tokens, self._prior.rate)
+        pool.learned += learn(pool.weights, self.scratch.packed, tokens, self._rate)
 
-    def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
-        """Return the most probable tree of at most `budget` nodes."""
-        if budget == 0 or len(databases.context) == 0:
-            return DraftTree.empty()
-        query = databases.context.last(MAX_MATCH)
-        num_rows = self.num_rows = databases.collect(query, budget, self.scratch)
-        self._last = databases
-        return self._grow(databases, query, num_rows, budget, float(min_probability))
-
-    def _grow(
-        self,
-        databases: Databases,
-        query: TokenIds,
-        num_rows: int,
-        budget: int,
-        min_probability: float,
+    def _vote_and_grow(
+        self, databases: Databases, budget: int, min_probability: float
     ) -> DraftTree:
-        token_ids, parents = np.empty(budget, np.int32), np.empty(budget, np.int32)
-        probabilities, sources = np.empty(budget, np.float32), np.empty(budget, np.uint8)
+        """Grow the tree from the rows that were found; at every node all evidence votes.
+
+        Both are one kernel: a call takes as long as a node.
+        """
+        pool = databases.pool
         size = grow_tree(
-            self.scratch.rows,
-            self.scratch.continuations,
-            num_rows,
-            self._trust,
-            self._prior.escape,
-            self.scratch.counts,
-            query,
-            databases.corpus.lent_tables,
-            databases.pool.generations.live,
-            databases.context.lent,
-            databases.pool.weights,
-            self._prior.doubt,
+            self.scratch.packed,
+            databases.context.packed,
+            pool.generations.live,
+            databases.corpus.packed_tables,
+            pool.weights,
+            self._prior,
+            self.num_rows,
             budget,
             min_probability,
-            self.scratch.lent,
-            token_ids,
-            parents,
-            probabilities,
-            sources,
         )
-        tree = DraftTree(token_ids, parents, probabilities, sources)
-        return tree.prefix(size)
+        grown = self.scratch.grown
+        return DraftTree(
+            grown.token_ids[:size].copy(),
+            grown.parents[:size].copy(),
+            grown.probabilities[:size].copy(),
+            grown.sources[:size].copy(),
+        )

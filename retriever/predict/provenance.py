@@ -244,7 +244,7 @@ def _followed(context: TokenIds, text: TokenIds) -> Support:
 
 
 def _counted(live: NDArray[np.int64], text: TokenIds) -> Support:
-    """Look for the last token of a text in recent outputs, after the two or three before it."""
+    """Look for the last token of a text in generations, after the two or three before it."""
     tail = np.full(_MAX_ORDER, -1, np.int32)
     before = text[:-1][-len(tail) :]
     tail[len(tail) - len(before) :] = before

@@ -13,7 +13,8 @@ from retriever.kernels.entries import (
     collect_sequence,
     extend_sequence,
 )
-from retriever.kernels.layout import Chains, Scratch, lend
+from retriever.kernels.layout import Chains, Cursor, Orders, pack
+from retriever.predict.question import Question
 from retriever.tree import Source
 
 MIN_CAPACITY: Final = 1024
@@ -54,19 +55,29 @@ class ChainStore:
         limits: the n-grams to index.
         source: what rows of this store are marked with.
         start: position of the first token that will be appended.
+        cursor: int64[2], of the sequence that the store holds; a new one where it is not given.
 
     Attributes:
         chains: the arrays.
-        lent: the same, lent to kernels.
+        cursor: where the sequence is being copied from, moved as it grows.
+        packed: these arrays and the n-grams that are indexed, packed for kernels.
         num_bytes: their memory, in bytes.
     """
 
     def __init__(
-        self, capacity: int, limits: ChainLimits, source: Source, *, start: int = 0
+        self,
+        capacity: int,
+        limits: ChainLimits,
+        source: Source,
+        *,
+        start: int = 0,
+        cursor: NDArray[np.int64] | None = None,
     ) -> None:
         size = ring_capacity(capacity)
-        self._orders = np.array(limits.orders, np.int64)
-        self._max_rows = np.array(limits.max_rows, np.int64)
+        self._orders = Orders(
+            np.array(limits.orders, np.int64), np.array(limits.max_rows, np.int64)
+        )
+        self.cursor = np.array([-1, 0], np.int64) if cursor is None else cursor
         self._source = int(source)
         self.chains = Chains(
             np.zeros(size, np.int32),
@@ -75,7 +86,7 @@ class ChainStore:
             np.array([start, start, start], np.int64),
             np.full(max(size, _MIN_LAST) if source == Source.CONTEXT else 1, -1, np.int32),
         )
-        self.lent = lend(self.chains)
+        self.packed = pack(self.chains, self._orders, Cursor(self.cursor))
         self.num_bytes = sum(array.nbytes for array in self.chains)
         self._end = start
 
@@ -98,12 +109,12 @@ class ChainStore:
 
     def append(self, tokens: TokenIds) -> None:
         """Append int32[n] to the current document."""
-        append_tokens(self.lent, self._orders, tokens)
+        append_tokens(self.packed, tokens)
         self._end += len(tokens)
 
-    def extend(self, tokens: TokenIds, cursor: NDArray[np.int64]) -> None:
-        """Append int32[n] to a sequence, and move its cursor, int64[2]."""
-        extend_sequence(self.lent, self._orders, cursor, tokens)
+    def extend(self, tokens: TokenIds) -> None:
+        """Append int32[n] to a sequence, and move its cursor."""
+        extend_sequence(self.packed, tokens)
         self._end += len(tokens)
 
     def forget_before(self, position: int) -> None:
@@ -120,46 +131,18 @@ class ChainStore:
         end = len(self)
         return self.chains.tokens[max(0, end - num_tokens) : end]
 
-    def collect(self, query: TokenIds, depth: int, scratch: Scratch, row: int) -> int:
+    def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row."""
-        end: int = collect_outputs(
-            self.lent,
-            self._orders,
-            self._max_rows,
-            query,
-            scratch.recent,
-            self._source,
-            depth,
-            scratch.rows,
-            scratch.continuations,
-            row,
-        )
+        query, _, depth, scratch = question
+        end: int = collect_outputs(self.packed, self._source, query, depth, scratch.packed, row)
         return end
 
-    def collect_own(
-        self,
-        query: TokenIds,
-        cursor: NDArray[np.int64],
-        rarity: NDArray[np.float32],
-        depth: int,
-        scratch: Scratch,
-    ) -> int:
-        """Write the first rows of evidence, from the sequence that this is; return how many.
+    def collect_own(self, question: Question, row: int) -> int:
+        """Write rows of evidence from the sequence that this is; return the first free row.
 
-        Marks the query as what is recent, with float32[vocabulary], how rare each token is.
+        Marks the query as what is recent, by how rare its tokens are, for databases that are
+        asked later.
         """
-        end: int = collect_sequence(
-            self.lent,
-            self._orders,
-            self._max_rows,
-            cursor,
-            query,
-            rarity,
-            scratch.recent,
-            scratch.marked,
-            self._source,
-            depth,
-            scratch.rows,
-            scratch.continuations,
-        )
+        query, rarity, depth, scratch = question
+        end: int = collect_sequence(self.packed, query, rarity, depth, scratch.packed, row)
         return end

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.tree import DraftTree, Source
+from retriever.tree import MAX_SOURCES, DraftTree, Source
 
 NUM_EQUAL_BINS: Final = 20
 """Bins of equal width that the expected calibration error is taken over."""
@@ -24,7 +24,7 @@ DEPTH_STARTS: Final = (1, 2, 3, 5, 9)
 
 _EQUAL_EDGES: Final = np.arange(NUM_EQUAL_BINS) / NUM_EQUAL_BINS
 _CELL_EDGES: Final = np.union1d(_EQUAL_EDGES, BIN_EDGES)
-_SHAPE: Final = (len(_CELL_EDGES), len(Source), len(DEPTH_STARTS))
+_SHAPE: Final = (len(_CELL_EDGES), MAX_SOURCES, len(DEPTH_STARTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ class Reliability:
 
     def by_source(self) -> dict[str, Group]:
         """Return the nodes of each database that spoke for any, by its name."""
-        names = [source.name.lower() for source in Source]
-        return _groups(names, self._sums.sum(axis=3).transpose(2, 0, 1))
+        names = [source.label for source in Source]
+        return _groups(names, self._sums.sum(axis=3).transpose(2, 0, 1)[: len(names)])
 
     def by_depth(self) -> dict[str, Group]:
         """Return the nodes of each bucket of depths, such as `3-4`, where there are any."""

@@ -15,7 +15,7 @@ from retriever.drafter import TokenIds
 from retriever.kernels.entries import count_outcome
 from retriever.predict.pool import Pool
 from retriever.sessions.session_table import Session
-from retriever.tree import DraftTree, Source
+from retriever.tree import MAX_SOURCES, DraftTree
 
 BOUNDS_S: Final = (
     *(float(f"{step}e{power}") for power in range(-5, 0) for step in (1, 1.6, 2.5, 4, 6.3)),
@@ -56,7 +56,7 @@ class Tally:
     the draft had cut it off: so this is what could be accepted at most.
 
     Attributes:
-        by_source: int64[2, sources], nodes and those that came true.
+        by_source: int64[2, MAX_SOURCES], nodes and those that came true.
         steps: how long steps took, waiting for other drafts included.
         drafts: how long a sequence of a step took on average, counted for each.
         num_bare: drafts of bare contexts among them.
@@ -66,7 +66,7 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self.by_source: NDArray[np.int64] = np.zeros((2, len(Source)), np.int64)
+        self.by_source: NDArray[np.int64] = np.zeros((2, MAX_SOURCES), np.int64)
         self.steps = Latencies()
         self.drafts = Latencies()
         self.num_bare = 0

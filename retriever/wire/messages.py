@@ -21,7 +21,6 @@ from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
-_HIGHEST_SOURCE: Final = int(max(Source))
 _UNSPECIFIED: Final = int(Source.UNSPECIFIED)
 
 
@@ -48,8 +47,9 @@ def clear_trees(messages: Sequence[pb.DraftTree]) -> list[DraftTree] | None:
         probabilities += falling
         sources += message.sources
         ends.append(len(token_ids))
-    if sources and not 0 <= min(sources) <= max(sources) <= _HIGHEST_SOURCE:
-        sources = [each if 0 <= each <= _HIGHEST_SOURCE else _UNSPECIFIED for each in sources]
+    known = len(Source)
+    if sources and not 0 <= min(sources) <= max(sources) < known:
+        sources = [each if 0 <= each < known else _UNSPECIFIED for each in sources]
     whole = DraftTree(
         np.array(token_ids, np.int32),
         np.array(parents, np.int32),
@@ -134,9 +134,6 @@ CLIENT_OPTIONS: Final = (
     # A client that takes the place of another must not wait until gRPC lets it connect again.
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-_SOURCES: Final = frozenset(map(int, Source))
-
 
 # The most particular error first: a status is that of the first class that fits.
 _STATUS_OF_ERROR: Final[tuple[tuple[type[errors.RetrieverError], grpc.StatusCode], ...]] = (
@@ -223,7 +220,7 @@ def tree_from_message(message: pb.DraftTree) -> DraftTree:
         np.array(message.parents, np.int64),
         np.array(message.probabilities, np.float32),
         [
-            source if source in _SOURCES else int(Source.UNSPECIFIED)
+            source if 0 <= source < len(Source) else _UNSPECIFIED
             for source in map(int, message.sources)
         ],
     )

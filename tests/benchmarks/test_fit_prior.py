@@ -19,7 +19,7 @@ from benchmarks.fit_prior.recording import Recorder, record, variants
 from benchmarks.workloads import Workload
 from retriever.drafter import DraftRequest
 from retriever.kernels.layout import HIDDEN, Evidence, Traits
-from retriever.kernels.mixing import depth_bucket, match_bucket, score, score_doubt, to_shares
+from retriever.kernels.mixing import depth_bucket, match_bucket, score, score_escape, to_shares
 from retriever.predict.weights import blank_weights, from_values, prior_weights
 from retriever.replay.replay import replay
 from retriever.replay.traces import Trace
@@ -44,14 +44,14 @@ def surprise_of(weights: Any, outcome: Outcome) -> float:
     sums = np.zeros(HIDDEN, np.float32)
     shares = np.zeros(len(outcome.features), np.float32)
     score(weights[0], outcome.traits, evidence, shares, 0, len(shares), sums)
-    to_shares(shares, score_doubt(weights[0], outcome.traits, outcome.place[0]))
+    to_shares(shares, score_escape(weights[0], outcome.traits, outcome.place[0]))
     return float(-np.log2(shares[outcome.chosen] if outcome.chosen >= 0 else 1 - shares.sum()))
 
 
 def test_network_is_that_of_the_kernels() -> None:
     rng = np.random.default_rng(1)
     weights = random_weights(rng)
-    weights["doubt"] = rng.normal(size=weights["doubt"].shape)
+    weights["escape"] = rng.normal(size=weights["escape"].shape)
     outcomes = [random_outcome(rng) for _ in range(200)]
     fitted = Network(weights)(Outcomes.of(outcomes)).detach().numpy()
     expected = [surprise_of(weights, outcome) for outcome in outcomes]

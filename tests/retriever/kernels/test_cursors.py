@@ -8,6 +8,7 @@ from retriever.drafter import DraftRequest, TokenIds
 from retriever.kernels.cursors import collect_cursor, move_cursor, set_cursor
 from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
 from retriever.predict.databases import Context
+from retriever.predict.question import Question
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.retriever.kernels.twins.cursor_twin import LONG, LOST, CursorTwin, collect_without_cursor
@@ -121,7 +122,7 @@ def rows_in(scratch: Scratch, first: int, end: int) -> list[tuple[int, Row]]:
         row = scratch.rows[index]
         tokens = tuple(scratch.continuations[index, : row["length"]].tolist())
         match, count, source = int(row["match"]), float(row["count"]), int(row["source"])
-        written = Row(tokens, match, count, source, affinity=float(row["affinity"]))
+        written = Row(tokens, match, count, source, similarity=float(row["similarity"]))
         found.append((int(row["position"]), written))
     return found
 
@@ -217,30 +218,31 @@ def test_copying_is_offered_before_any_token_agrees(
 
 def collect(context: Context, scratch: Scratch) -> int:
     """Rows of a sequence in whose corpus no token is known."""
-    return context.collect(context.last(MAX_MATCH), np.empty(0, np.float32), AHEAD, scratch)
+    none_known = np.empty(0, np.float32)
+    return context.collect(Question(context.last(MAX_MATCH), none_known, AHEAD, scratch), 0)
 
 
 def test_a_cursor_outlives_the_store_it_was_set_in() -> None:
     file = np.arange(500, dtype=np.int32)
     context = Context(file)
-    context.append(np.append(np.arange(2000, 2300), file[:222]).astype(np.int32))
+    context.commit(np.append(np.arange(2000, 2300), file[:222]).astype(np.int32))
     capacity, scratch = len(context.chains.tokens), Scratch(AHEAD)
     collect(context, scratch)
-    context.append(np.array([901, 902, 903], np.int32))
+    context.commit(np.array([901, 902, 903], np.int32))
     assert len(context.chains.tokens) > capacity
     num_rows = collect(context, scratch)
     found = [(place, row.continuation) for place, row in rows_in(scratch, 0, num_rows)]
     assert found == [(place, tuple(range(place, place + AHEAD))) for place in (222, 225)]
-    context.append(file[230:231])
+    context.commit(file[230:231])
     num_rows = collect(context, scratch)
     assert 231 in [place for place, row in rows_in(scratch, 0, num_rows) if row.count > 1]
 
 
 def test_a_cursor_is_given_up_after_long_disagreement() -> None:
     context, scratch = Context(np.arange(500, dtype=np.int32)), Scratch(AHEAD)
-    context.append(np.arange(100, dtype=np.int32))
+    context.commit(np.arange(100, dtype=np.int32))
     collect(context, scratch)
-    context.append(np.arange(1000, 1000 + LOST, dtype=np.int32))
+    context.commit(np.arange(1000, 1000 + LOST, dtype=np.int32))
     assert collect(context, scratch) == 2
-    context.append(np.array([2000], np.int32))
+    context.commit(np.array([2000], np.int32))
     assert collect(context, scratch) == 0

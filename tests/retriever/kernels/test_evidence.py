@@ -10,7 +10,7 @@ from retriever.kernels.succession import MOST_FOLLOWERS, MOST_SUCCESSORS, find_s
 from tests.retriever.kernels.twins.evidence_twin import Known
 from tests.retriever.kernels.twins.worlds import (
     DEPTH,
-    DOUBT,
+    ESCAPE,
     World,
     evidence_of,
     random_world,
@@ -37,7 +37,7 @@ def check_node(world: World, known: Known, current: int, end: int) -> None:
     for token, values in known.candidates.items():
         np.testing.assert_allclose(found[token], values, rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(work.traits[0], known.traits, rtol=1e-4)
-    assert int(node["voice"]) == known.voice
+    assert int(node["dominant"]) == known.dominant
     children = work.nodes[first:end]
     assert dict(zip(children["token"].tolist(), children["source"].tolist(), strict=True)) == (
         known.sources
@@ -73,7 +73,7 @@ def test_evidence_equals_the_twins() -> None:
             end = world.gather(current, num_nodes)
             check_states(world, current, path)
             probability = float(world.scratch.work.nodes[current]["probability"])
-            known = twin.gather(world.rows, path, DOUBT, probability)
+            known = twin.gather(world.rows, path, ESCAPE, probability)
             check_node(world, known, current, end)
             for child in range(num_nodes, end):
                 descend(world, current, child, float(rng.random() ** 3))
@@ -120,7 +120,7 @@ def test_candidates_beyond_the_room_for_them_are_left_out() -> None:
         world.plant()
         end = world.gather(0, 1)
         assert end <= max_nodes
-        known = world.twin().gather(world.rows, (), DOUBT, 1.0)
+        known = world.twin().gather(world.rows, (), ESCAPE, 1.0)
         found = evidence_of(world, 1, end)
         assert len(found) == min(max_nodes - 1, len(known.candidates))
         for token, values in found.items():

@@ -7,27 +7,28 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from retriever.kernels.layout import MAX_MATCH, NUM_SOURCES, Evidence, Scratch, Traits, Work
+from retriever.kernels.layout import MAX_MATCH, Evidence, Scratch, Traits, Work
 from retriever.kernels.mixing import depth_bucket, learn, match_bucket, mix, to_traits
 from retriever.predict.predictor import DEFAULT_PRIOR
-from retriever.predict.weights import Weights, blank_weights, prior_weights
+from retriever.predict.weights import Weights, blank_weights, from_values, prior_weights, values_of
+from retriever.tree import Source
 from tests.retriever.kernels.twins import mixing_twin
 from tests.retriever.kernels.twins.mixing_twin import Parameters
 
 NUM_SEEDS = 2000
 NONE = -1
-LEAST_BLAME = 0.002  # less is not learned from
+LEAST_GRADIENT = 0.002  # less is not learned from
 
 
 class Node:
     """A root with candidates 0, 1, 2, … and raw evidence for them, as `gather` leaves it."""
 
     def __init__(
-        self, evidence: Sequence[Sequence[float]], traits: Sequence[float], voice: int
+        self, evidence: Sequence[Sequence[float]], traits: Sequence[float], dominant: int
     ) -> None:
         self.evidence = np.array(evidence, np.float32).reshape(-1, 6)
         self.traits = np.array(traits, np.float32)
-        self.voice = voice
+        self.dominant = dominant
         self.work: Work = Scratch(1, max_rows=1, max_nodes=len(evidence) + 1).work
 
     def mix(self, weights: Weights) -> NDArray[np.float32]:
@@ -35,7 +36,7 @@ class Node:
         work, end = self.work, len(self.evidence) + 1
         root = work.nodes[0]
         root["first_child"], root["end_child"], root["place"] = 1, end, -1
-        root["voice"] = self.voice
+        root["dominant"] = self.dominant
         work.nodes["token"][1:] = np.arange(end - 1)
         work.nodes["place"][1:] = -1
         work.evidence[1:, : Evidence.SIZE] = self.evidence
@@ -46,7 +47,7 @@ class Node:
     def twin(self, of: Parameters) -> list[float]:
         """The same by the twin."""
         candidates = dict(enumerate(self.evidence.tolist()))
-        return list(mixing_twin.mix(of, candidates, self.traits.tolist(), self.voice).values())
+        return list(mixing_twin.mix(of, candidates, self.traits.tolist(), self.dominant).values())
 
     def learn(self, weights: Weights, outcome: int, rate: float) -> int:
         """Learn from a candidate's index, or from `NONE` of them."""
@@ -63,15 +64,17 @@ def random_node(rng: np.random.Generator, most: int = 12) -> Node:
     depth, longest = int(rng.integers(0, 40)), int(rng.integers(0, MAX_MATCH + 1))
     match = longest + depth if longest else 0
     traits = [match, depth, rng.uniform(0.03, 1.03), *counts]
-    return Node(evidence.tolist(), traits, int(rng.integers(0, NUM_SOURCES)))
+    return Node(evidence.tolist(), traits, int(rng.integers(0, len(Source))))
 
 
 def random_weights(rng: np.random.Generator, spread: float = 0.8) -> Weights:
     """A whole network whose scores are of the size of logarithms."""
     weights = blank_weights()
-    noise = rng.normal(0, rng.uniform(0.1, spread), weights.nbytes // 4)
-    weights.view(np.float32)[:] += noise.astype(np.float32)
-    weights["doubt"] = rng.normal(0, 2, weights["doubt"].shape)
+    values = values_of(weights)
+    values += rng.normal(0, rng.uniform(0.1, spread), len(values)).astype(np.float32)
+    weights = from_values(values)
+    rows = weights["escape"][0, : len(Source)]
+    rows[:] = rng.normal(0, 2, rows.shape)
     return weights
 
 
@@ -110,9 +113,9 @@ def surprise(node: Node, of: Parameters, fixed: dict[int, float], outcome: int) 
         fixed.get(index, mixing_twin.score(of, evidence, traits))
         for index, evidence in enumerate(node.evidence.tolist())
     ]
-    doubt = mixing_twin.doubt_score(of, node.voice, traits)
-    total = sum(2.0**value for value in scores) + 2.0**doubt
-    return math.log2(total) - (doubt if outcome == NONE else scores[outcome])
+    escape = mixing_twin.escape_score(of, node.dominant, traits)
+    total = sum(2.0**value for value in scores) + 2.0**escape
+    return math.log2(total) - (escape if outcome == NONE else scores[outcome])
 
 
 def test_learning_goes_down_the_gradient_of_the_surprise() -> None:
@@ -129,13 +132,14 @@ def test_learning_goes_down_the_gradient_of_the_surprise() -> None:
         fixed = {
             index: mixing_twin.score(before, evidence, traits)
             for index, evidence in enumerate(node.evidence.tolist())
-            if abs(shares[index] - (index == outcome)) <= LEAST_BLAME
+            if abs(shares[index] - (index == outcome)) <= LEAST_GRADIENT
         }
         assert node.learn(weights, outcome, rate) == 1
         gradient = (flat(before) - flat(mixing_twin.parameters(weights))) / rate
         scale = max(float(np.abs(gradient).max()), 1e-2)
-        single = np.eye(len(gradient))[rng.choice(len(gradient), 25, replace=False)]
-        every = rng.normal(0, 1, (5, len(gradient))) / math.sqrt(len(gradient))
+        known = len(values_of(weights))  # no source has the rows after these
+        single = np.eye(len(gradient))[rng.choice(known, 25, replace=False)]
+        every = rng.normal(0, 1, (5, known)) / math.sqrt(known) @ np.eye(known, len(gradient))
         for direction in (*single, *every, gradient / max(float(np.linalg.norm(gradient)), 1e-9)):
             ahead, behind = (
                 surprise(node, shaped(flat(before) + way * direction, before), fixed, outcome)

@@ -1,4 +1,4 @@
-"""What is lent to a kernel is what it borrows."""
+"""What is packed to a kernel is what it borrows."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from retriever.kernels.compiling import kernel, prefetch
-from retriever.kernels.layout import NODE, borrow, lend
+from retriever.kernels.layout import NODE, pack, unpack
 
 
 class Several(NamedTuple):
@@ -21,9 +21,9 @@ class Several(NamedTuple):
 
 
 @kernel()
-def sums(lent: NDArray[Any]) -> tuple[int, float, int, int, int]:
-    """Read everything that was lent, in two dimensions where it has them."""
-    several = borrow(lent[0], Several)
+def sums(packed: NDArray[Any]) -> tuple[int, float, int, int, int]:
+    """Read everything that was packed, in two dimensions where it has them."""
+    several = unpack(packed[0], Several)
     total_bytes, total_numbers, tokens, weighed = 0, 0.0, 0, 0
     for value in several.bytes:
         total_bytes += value
@@ -38,9 +38,9 @@ def sums(lent: NDArray[Any]) -> tuple[int, float, int, int, int]:
 
 
 @kernel()
-def write(lent: NDArray[Any], row: int, column: int, value: int) -> None:
-    """Write to what was lent."""
-    borrow(lent[0], Several).grid[row, column] = value
+def write(packed: NDArray[Any], row: int, column: int, value: int) -> None:
+    """Write to what was packed."""
+    unpack(packed[0], Several).grid[row, column] = value
 
 
 @kernel()
@@ -79,16 +79,16 @@ def test_borrowed_arrays_are_those_that_were_lent() -> None:
             ),
             0,
         )
-        lent = lend(arrays)
-        assert sums(lent) == expected
-        write(lent, rows - 1, columns - 1, 1234)
+        packed = pack(arrays)
+        assert sums(packed) == expected
+        write(packed, rows - 1, columns - 1, 1234)
         assert arrays.grid[rows - 1, columns - 1] == 1234
 
 
 def test_arrays_with_gaps_are_not_lent() -> None:
     arrays = several(np.random.default_rng(42))._replace(numbers=np.zeros(9)[::2])
     with pytest.raises(ValueError, match="numbers"):
-        lend(arrays)
+        pack(arrays)
 
 
 def test_asking_for_memory_changes_nothing_wherever_it_is() -> None:

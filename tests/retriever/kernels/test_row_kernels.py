@@ -1,14 +1,23 @@
 """Rows of evidence are collected and weighed as their slow twins do it, in thousands of cases."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
-from retriever.kernels.affinity import mark_recent
 from retriever.kernels.chains import SEPARATOR, append_tokens, collect_chains
-from retriever.kernels.layout import MAX_MATCH, Chains, Scratch
+from retriever.kernels.layout import (
+    MAX_MATCH,
+    SEGMENT_LIMITS,
+    Chains,
+    Orders,
+    Scratch,
+    SegmentArrays,
+)
+from retriever.kernels.similarity import mark_recent
 from retriever.kernels.suffixes import collect_suffixes, find_interval
 from retriever.kernels.tree_growth import weigh_rows
 from tests.retriever.kernels.twins import row_twins as twins
@@ -25,7 +34,7 @@ def rows_in(scratch: Scratch, first: int, num_rows: int) -> list[twins.Row]:
             int(scratch.rows[i]["match"]),
             float(scratch.rows[i]["count"]),
             int(scratch.rows[i]["source"]),
-            affinity=float(scratch.rows[i]["affinity"]),
+            similarity=float(scratch.rows[i]["similarity"]),
         )
         for i in range(first, num_rows)
     ]
@@ -43,10 +52,25 @@ def store(
     )
 
 
+def segment_of(
+    tokens: NDArray[Any],
+    suffixes: NDArray[Any],
+    starts: NDArray[Any],
+    *,
+    shortest: int = 1,
+    samples: int = 8,
+    enough: int = 4,
+    **_: int,
+) -> SegmentArrays:
+    """Arrays of a segment whose rows are marked with 4."""
+    limits = np.array([(4, shortest, samples, enough)], SEGMENT_LIMITS)
+    return SegmentArrays(tokens, suffixes, starts, limits)
+
+
 def mark(rng: np.random.Generator, scratch: Scratch, query: TokenIds) -> dict[int, float]:
     """Note the query as the recent context, with rarities whose sums are exact."""
     rarity = (rng.integers(0, 65, int(rng.integers(1, 5))) / 64).astype(np.float32)
-    mark_recent(query, rarity, scratch.recent, scratch.marked)
+    mark_recent(query, rarity, scratch.found.recent, scratch.found.marked)
     return twins.recent_tokens(query.tolist(), rarity.tolist())
 
 
@@ -73,9 +97,8 @@ def test_chains_find_what_brute_force_finds() -> None:
         recent = mark(rng, scratch, query)
         first = int(rng.integers(0, 3))  # rows of another database come first
         num_rows = collect_chains(
-            chains, orders, max_rows, query, scratch.recent, 2, wrap, depth,
-            scratch.rows, scratch.continuations, first,
-        )  # fmt: skip
+            chains, Orders(orders, max_rows), query, 2, wrap, depth, scratch.found, first
+        )
         expected = twins.chain_rows(
             tokens.tolist(),
             query.tolist(),
@@ -118,9 +141,8 @@ def test_suffixes_find_what_brute_force_finds(dtype: type[np.unsignedinteger]) -
             array.flags.writeable = False  # as a mapped file is
         recent = mark(rng, scratch, query)
         num_rows, longest = collect_suffixes(
-            tokens, suffixes, starts, query, scratch.recent, limits["longest"], limits["shortest"],
-            limits["samples"], limits["enough"], 4, limits["depth"],
-            scratch.rows, scratch.continuations, first,
+            segment_of(tokens, suffixes, starts, **limits), query, limits["longest"],
+            limits["depth"], scratch.found, first,
         )  # fmt: skip
         expected = twins.suffix_rows(
             tokens.tolist(), separator, query.tolist(), recent=recent, **limits
@@ -168,7 +190,7 @@ def test_weights_are_interpolated_from_the_longest_match_down() -> None:
         rows = random_rows(rng)
         trust = rng.uniform(0.1, 4, 5)
         twins.fill(scratch, rows)
-        weigh_rows(scratch.rows, len(rows), trust, 7.0, scratch.counts)
+        weigh_rows(scratch.rows, len(rows), trust, 7.0, scratch.found.counts)
         expected = twins.weights(rows, trust.tolist(), 7.0)
         np.testing.assert_allclose(scratch.rows["weight"][: len(rows)], expected, rtol=1e-9)
         assert sum(expected) <= 1 + 1e-9
@@ -184,9 +206,8 @@ def test_damaged_suffixes_are_read_without_harm() -> None:
         query = rng.integers(0, 3, 6).astype(np.int32)
         scratch = Scratch(8, max_rows=16, max_nodes=8)
         num_rows, _ = collect_suffixes(
-            tokens, suffixes, starts, query, scratch.recent, 6, 1, 8, 4, 4, 8,
-            scratch.rows, scratch.continuations, 0,
-        )  # fmt: skip
+            segment_of(tokens, suffixes, starts), query, 6, 8, scratch.found, 0
+        )
         assert 0 <= num_rows <= 16
 
 
@@ -196,9 +217,8 @@ def test_damaged_tokens_are_not_copied() -> None:
     starts = np.array([0, 1, 3, 4], np.uint32)
     scratch = Scratch(8, max_rows=16, max_nodes=8)
     num_rows, _ = collect_suffixes(
-        tokens, suffixes, starts, np.array([1], np.int32), scratch.recent, 1, 1, 8, 4, 4, 8,
-        scratch.rows, scratch.continuations, 0,
-    )  # fmt: skip
+        segment_of(tokens, suffixes, starts), np.array([1], np.int32), 1, 8, scratch.found, 0
+    )
     assert [row.continuation for row in rows_in(scratch, 0, num_rows)] == [(2, 0)]
 
 
@@ -223,7 +243,10 @@ def test_only_the_last_tokens_are_marked() -> None:
     rarity = rng.uniform(0, 1, 1 << 16).astype(np.float32)
     for _ in range(NUM_SEEDS // 100):
         query = rng.integers(0, 1 << 18, int(rng.integers(1, MAX_MATCH + 1))).astype(np.int32)
-        mark_recent(query, rarity, scratch.recent, scratch.marked)
+        mark_recent(query, rarity, scratch.found.recent, scratch.found.marked)
         expected = twins.recent_tokens(query.tolist(), rarity.tolist())
-        marked = np.flatnonzero(scratch.recent)
-        assert dict(zip(marked.tolist(), scratch.recent[marked].tolist(), strict=True)) == expected
+        marked = np.flatnonzero(scratch.found.recent)
+        assert (
+            dict(zip(marked.tolist(), scratch.found.recent[marked].tolist(), strict=True))
+            == expected
+        )

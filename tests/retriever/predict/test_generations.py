@@ -1,4 +1,4 @@
-"""Recent outputs in memory: bounded, oldest out first, and small while they are few."""
+"""generations in memory: bounded, oldest out first, and small while they are few."""
 
 from itertools import pairwise
 
@@ -9,6 +9,7 @@ from retriever.drafter import TokenIds
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.predict.generations import Generations, Output
+from retriever.predict.question import Question
 from retriever.predict.stores import GENERATIONS_LIMITS, ChainStore
 from retriever.tree import Source
 from tests.retriever.kernels.twins import row_twins as twins
@@ -17,8 +18,8 @@ DEPTH = 12
 
 
 def rows_of(generations: Generations, query: TokenIds) -> list[twins.Row]:
-    scratch = Scratch(DEPTH)
-    num_rows = generations.collect(query[-MAX_MATCH:], DEPTH, scratch, 0)
+    scratch, none_known = Scratch(DEPTH), np.empty(0, np.float32)
+    num_rows = generations.collect(Question(query[-MAX_MATCH:], none_known, DEPTH, scratch), 0)
     return [
         twins.Row(
             tuple(scratch.continuations[i, : scratch.rows[i]["length"]].tolist()),

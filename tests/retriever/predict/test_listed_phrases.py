@@ -7,6 +7,7 @@ from retriever.drafter import DraftRequest, TokenIds
 from retriever.kernels.layout import MAX_MATCH, Scratch
 from retriever.kernels.phrase_matching import MAX_BEGINNINGS
 from retriever.predict.phrases import MAX_PHRASE_ROWS, ListedPhrases, Phrase, PhraseCursor
+from retriever.predict.question import Question
 from retriever.replay.replay import replay
 from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -22,18 +23,23 @@ def ids(*tokens: int) -> TokenIds:
     return np.array(tokens, np.int32)
 
 
+def asked(depth: int, scratch: Scratch) -> Question:
+    """A question by which phrases are found: they are not searched by the last tokens."""
+    return Question(ids(), np.empty(0, np.float32), depth, scratch)
+
+
 def rows_at(
     cursor: PhraseCursor, depth: int = 8, max_rows: int = 64, first: int = 0
 ) -> list[twins.Row]:
     scratch = Scratch(depth, max_rows=max_rows, max_nodes=1)
-    end = cursor.collect(depth, scratch, first)
+    end = cursor.collect(asked(depth, scratch), first)
     return [
         twins.Row(
             tuple(scratch.continuations[row, : scratch.rows[row]["length"]].tolist()),
             int(scratch.rows[row]["match"]),
             float(scratch.rows[row]["count"]),
             int(scratch.rows[row]["source"]),
-            affinity=float(scratch.rows[row]["affinity"]),
+            similarity=float(scratch.rows[row]["similarity"]),
         )
         for row in range(first, end)
     ]
@@ -174,7 +180,7 @@ def test_cost_does_not_grow_with_the_list() -> None:
         times = [time.perf_counter()]
         cursor.commit(stream[at : at + 1])
         times.append(time.perf_counter())
-        num_rows += cursor.collect(32, scratch, 0)
+        num_rows += cursor.collect(asked(32, scratch), 0)
         times.append(time.perf_counter())
         commit_s.append(times[1] - times[0])
         collect_s.append(times[2] - times[1])

@@ -71,5 +71,5 @@ _COLLECT = Context.collect
 
 def collect_without_cursor(context: Context, *args: Any) -> int:
     """In place of `Context.collect`: forgets where the cursor stood, so that it has no effect."""
-    context._cursor[:] = -1, 0
+    context._store.cursor[:] = -1, 0
     return _COLLECT(context, *args)

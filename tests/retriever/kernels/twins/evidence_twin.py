@@ -29,17 +29,17 @@ class Known:
 
     Attributes:
         candidates: of each candidate's token, in the order of `Evidence`: the rows' estimate,
-            that of all counts, that of the corpus, that of kindred rows, the distance to its
+            that of all counts, that of the corpus, that of similar rows, the distance to its
             last occurrence, its share of the corpus.
         sources: the database that each candidate is of.
         traits: in the order of `Traits`.
-        voice: the database of the longest match.
+        dominant: the database of the longest match.
     """
 
     candidates: dict[int, list[float]] = field(default_factory=dict)
     sources: dict[int, int] = field(default_factory=dict)
     traits: list[float] = field(default_factory=list)
-    voice: int = 0
+    dominant: int = 0
 
 
 class EvidenceTwin:
@@ -64,13 +64,13 @@ class EvidenceTwin:
         self._num_last = num_last
 
     def gather(
-        self, rows: Sequence[Row], path: tuple[int, ...], doubt: float, probability: float
+        self, rows: Sequence[Row], path: tuple[int, ...], escape: float, probability: float
     ) -> Known:
         """What is known after the sequence and a path from there that is so probable."""
         text = [*self._sequence, *path]
         agreeing = [row for row in rows if row.continuation[: len(path)] == path]
         total = sum(row.weight for row in agreeing)
-        kindred = sum(row.weight * row.affinity for row in agreeing)
+        similar = sum(row.weight * row.similarity for row in agreeing)
         nexts = [
             (row, row.continuation[len(path)])
             for row in agreeing
@@ -95,23 +95,23 @@ class EvidenceTwin:
                 count, of = followers[order].get(token, 0.0), sum(followers[order].values())
                 from_all = _interpolated(count, of, CONTEXT_STRENGTH[order], from_all)
             weight = sum(row.weight for row, following in nexts if following == token)
-            affine = sum(
-                row.weight * row.affinity for row, following in nexts if following == token
+            similar_weight = sum(
+                row.weight * row.similarity for row, following in nexts if following == token
             )
             known.candidates[token] = [
-                (weight + doubt * from_all) / (total + doubt),
+                (weight + escape * from_all) / (total + escape),
                 from_all,
                 from_corpus,
-                affine / kindred if kindred else 0.0,
+                similar_weight / similar if similar else 0.0,
                 self._distance(token, len(text)),
                 unigram,
             ]
         longest = max((row.match for row in agreeing), default=0)
-        known.voice = next((row.source for row in agreeing if row.match == longest), 0)
+        known.dominant = next((row.source for row in agreeing if row.match == longest), 0)
         known.traits = [
             longest + len(path) if longest else 0,
             len(path),
-            total + doubt,
+            total + escape,
             *(corpus[order][1] for order in (3, 2, 1)),
             *(sum(live[order].values()) for order in (3, 2)),
             *(sum(followers[order].values()) for order in (2, 1)),

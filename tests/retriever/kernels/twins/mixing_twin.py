@@ -32,13 +32,13 @@ def exp2(value: float) -> float:
 
 def features(evidence: Sequence[float]) -> NDArray[np.float64]:
     """Features of a candidate from its evidence, in the order of `Evidence`."""
-    rows, live, corpus, affine, recency, unigram = evidence
+    rows, live, corpus, similar_weight, recency, unigram = evidence
     return np.array(
         [
             (log2(rows + 1e-6) + 8) * 0.25,
             (log2(live + 1e-6) + 8) * 0.25,
             (log2(corpus + 1e-6) + 8) * 0.25,
-            (log2(affine + 1e-3) + 5) * 0.3,
+            (log2(similar_weight + 1e-3) + 5) * 0.3,
             (log2(recency) - 10) * 0.15,
             (log2(unigram + 1e-6) + 12) * 0.25,
         ]
@@ -76,20 +76,23 @@ def score(of: Parameters, evidence: Sequence[float], traits: Sequence[float]) ->
     return float(of["output"] @ np.maximum(hidden, 0))
 
 
-def doubt_score(of: Parameters, voice: int, traits: Sequence[float]) -> float:
+def escape_score(of: Parameters, dominant: int, traits: Sequence[float]) -> float:
     """The score of "none of these"."""
-    hidden = of["doubt_bias"] + trait_features(traits) @ of["doubt_traits"]
-    cell = of["doubt"][voice, match_bucket(int(traits[0])), depth_bucket(int(traits[1]))]
-    return float(cell + of["doubt_output"] @ np.maximum(hidden, 0))
+    hidden = of["escape_bias"] + trait_features(traits) @ of["escape_traits"]
+    cell = of["escape"][dominant, match_bucket(int(traits[0])), depth_bucket(int(traits[1]))]
+    return float(cell + of["escape_output"] @ np.maximum(hidden, 0))
 
 
 def mix(
-    of: Parameters, candidates: Mapping[int, Sequence[float]], traits: Sequence[float], voice: int
+    of: Parameters,
+    candidates: Mapping[int, Sequence[float]],
+    traits: Sequence[float],
+    dominant: int,
 ) -> dict[int, float]:
     """The probability of each candidate."""
     scores = {token: score(of, evidence, traits) for token, evidence in candidates.items()}
-    doubt = doubt_score(of, voice, traits)
-    highest = max(doubt, *scores.values()) if scores else doubt
+    escape = escape_score(of, dominant, traits)
+    highest = max(escape, *scores.values()) if scores else escape
     powers = {token: exp2(value - highest) for token, value in scores.items()}
-    total = sum(powers.values()) + exp2(doubt - highest)
+    total = sum(powers.values()) + exp2(escape - highest)
     return {token: power / total for token, power in powers.items()}

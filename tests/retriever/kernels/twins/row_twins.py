@@ -19,7 +19,7 @@ class Row:
     count: float = 1.0
     source: int = 0
     weight: float = 0.0
-    affinity: float = 1.0
+    similarity: float = 1.0
 
 
 def fill(scratch: Scratch, rows: Sequence[Row]) -> None:
@@ -28,7 +28,7 @@ def fill(scratch: Scratch, rows: Sequence[Row]) -> None:
         scratch.continuations[index, : len(row.continuation)] = row.continuation
         out = scratch.rows[index]
         out["length"], out["match"], out["source"] = len(row.continuation), row.match, row.source
-        out["count"], out["weight"], out["affinity"] = row.count, row.weight, row.affinity
+        out["count"], out["weight"], out["similarity"] = row.count, row.weight, row.similarity
 
 
 def match_length(tokens: Sequence[int], position: int, oldest: int, query: Sequence[int]) -> int:
@@ -55,7 +55,7 @@ def copy_from(tokens: Sequence[int], begin: int, *, wrap: bool, depth: int) -> t
     return tuple(copied)
 
 
-def affinity_of(before: Sequence[int], separator: int, recent: Mapping[int, float]) -> float:
+def similarity_of(before: Sequence[int], separator: int, recent: Mapping[int, float]) -> float:
     """The square of one plus the rarity of the recent tokens among the last 16 of a document."""
     document = list(before[-16:])
     while separator in document:
@@ -102,8 +102,8 @@ def chain_rows(
             continuation = copy_from(tokens, position + 1, wrap=wrap, depth=depth)
             if continuation:
                 before = tokens[oldest : position + 1 - match]
-                affinity = affinity_of(before, SEPARATOR, recent or {})
-                rows.append(Row(continuation, match, affinity=affinity))
+                similarity = similarity_of(before, SEPARATOR, recent or {})
+                rows.append(Row(continuation, match, similarity=similarity))
                 found += 1
         too_long = order
     return rows
@@ -171,8 +171,8 @@ def suffix_rows(
             end = document.index(separator) if separator in document else len(document)
             continuation = tuple(document[: min(end, depth)])
             if continuation:
-                affinity = affinity_of(tokens[:position], separator, recent)
-                rows.append(Row(continuation, length, len(hits) / read, affinity=affinity))
+                similarity = similarity_of(tokens[:position], separator, recent)
+                rows.append(Row(continuation, length, len(hits) / read, similarity=similarity))
         if len(hits) >= enough:
             break
     return rows, found

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from retriever.predict.weights import Weights
 from tests.retriever.kernels.twins.evidence_twin import EvidenceTwin, Known
 from tests.retriever.kernels.twins.mixing_twin import mix, parameters
-from tests.retriever.kernels.twins.worlds import DOUBT, World
+from tests.retriever.kernels.twins.worlds import ESCAPE, World
 
 LEAST = 1e-6
 """Less probable candidates are never taken."""
@@ -30,14 +30,14 @@ class TreeTwin:
         """What is known of a node."""
         if path not in self._known:
             probability = self.probability(path)
-            self._known[path] = self._evidence.gather(self.world.rows, path, DOUBT, probability)
+            self._known[path] = self._evidence.gather(self.world.rows, path, ESCAPE, probability)
         return self._known[path]
 
     def shares(self, path: Path) -> dict[int, float]:
         """The probability of each candidate for the next token, given the path."""
         if path not in self._shares:
             known = self.known(path)
-            values = mix(self._parameters, known.candidates, known.traits, known.voice)
+            values = mix(self._parameters, known.candidates, known.traits, known.dominant)
             self._shares[path] = values
         return self._shares[path]
 

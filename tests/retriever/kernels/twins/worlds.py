@@ -23,7 +23,7 @@ from tests.retriever.kernels.twins.evidence_twin import EvidenceTwin
 
 DEPTH = 8
 MAX_BUDGET = 24
-DOUBT = 0.03
+ESCAPE = 0.03
 
 Grow = Callable[..., int]
 """`grow_tree`, however compiled."""
@@ -37,7 +37,7 @@ class World:
         alphabet: the token ids that occur, more or less often; the last one in the sequence only.
         phrases: tables of a corpus.
         tables: the same as kernels read them.
-        generations: recent outputs.
+        generations: generations.
         sequence: the sequence itself.
         context: the same as kernels read it.
         rows: weighed evidence.
@@ -61,14 +61,14 @@ class World:
     def plant(self) -> None:
         """Make node 0 the root."""
         twins.fill(self.scratch, self.rows)
-        plant(self.scratch.rows, len(self.rows), self.query, self.scratch.work.nodes)
+        plant(self.scratch.rows, len(self.rows), self.context.chains, self.scratch.work.nodes)
 
     def gather(self, current: int, num_nodes: int) -> int:
         """Gather for a node, whose traits then stand first; return the node count."""
         return int(
             gather(
                 self.scratch.rows, self.scratch.continuations, self.tables, self.generations.live,
-                self.context.chains, DOUBT, self.scratch.work, current, num_nodes,
+                self.context.chains, ESCAPE, self.scratch.work, current, num_nodes,
             )
         )  # fmt: skip
 
@@ -77,15 +77,13 @@ class World:
     ) -> DraftTree:
         """Return the tree that a kernel grows, having checked that it is one."""
         twins.fill(self.scratch, self.rows)
-        ids, parents = np.empty(budget, np.int32), np.empty(budget, np.int32)
-        probabilities, sources = np.empty(budget, np.float32), np.empty(budget, np.uint8)
         size = by(
-            self.scratch.rows, self.scratch.continuations, len(self.rows), self.query, self.tables,
-            self.generations.live, self.context.chains, weights, DOUBT, budget, min_probability,
-            self.scratch.work, ids, parents, probabilities, sources,
+            self.scratch.found, len(self.rows), self.context.chains, self.generations.live,
+            self.tables, weights, ESCAPE, self.scratch.work, self.scratch.grown, budget,
+            min_probability,
         )  # fmt: skip
         assert (self.scratch.work.slots == -1).all()
-        arrays = ids[:size], parents[:size], probabilities[:size], sources[:size]
+        arrays = (array[:size].copy() for array in self.scratch.grown)
         return DraftTree.checked(*arrays, vocabulary_size=self.phrases.vocabulary_size)
 
     def twin(self) -> EvidenceTwin:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import RECENT_SIZE
 
-_KINDRED: Final = 16
+_WINDOW: Final = 16
 
 
 @kernel()
@@ -35,7 +35,7 @@ def mark_recent(
 
 
 @kernel()
-def affinity_of(
+def similarity_of(
     tokens: NDArray[Any],
     mask: int,
     end: int,
@@ -58,10 +58,10 @@ def affinity_of(
     Returns:
         1 or more; the square of one plus the sum, so that a few rare words weigh heavily.
     """
-    kinship = np.float32(1.0)
-    for position in range(end - 1, max(oldest, end - _KINDRED) - 1, -1):
+    overlap = np.float32(1.0)
+    for position in range(end - 1, max(oldest, end - _WINDOW) - 1, -1):
         token = np.int64(tokens[position & mask])
         if token == separator:
             break
-        kinship += recent[token & (RECENT_SIZE - 1)]
-    return kinship * kinship
+        overlap += recent[token & (RECENT_SIZE - 1)]
+    return overlap * overlap
