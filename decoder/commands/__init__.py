@@ -124,7 +124,7 @@ def bench(
 def main() -> None:
     """Run the command line; what goes wrong is said in one line."""
     try:
-        app(prog_name="python -m decoder")
+        app(prog_name="foredraft")
     except FORESEEN as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1)

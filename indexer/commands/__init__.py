@@ -216,6 +216,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        app(arguments, prog_name="python -m indexer")
+        app(arguments, prog_name="foredraft")
     except IndexerError as error:
         sys.exit("error: " + " ".join(str(error).split()))

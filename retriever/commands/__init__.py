@@ -145,7 +145,7 @@ def replay_traces(
 
 def main() -> None:
     """Run the command line; an error of ours ends it with one line on stderr and status 1."""
-    app(prog_name="python -m retriever")
+    app(prog_name="foredraft")
 
 
 def _print(report: ReplayReport, *, as_json: bool) -> None:
