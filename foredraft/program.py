@@ -80,7 +80,10 @@ def help_text() -> str:
     for group in dict.fromkeys(command.group for command in COMMANDS):
         lines += ["", group]
         lines += [f"  {c.name:{width}}  {c.help}" for c in COMMANDS if c.group == group]
-    lines += ["", "`foredraft COMMAND --help` shows its options, `foredraft --version` the version."]
+    lines += [
+        "",
+        "`foredraft COMMAND --help` shows its options, `foredraft --version` the version.",
+    ]
     return "\n".join(lines)
 
 

@@ -19,11 +19,10 @@ READER = {"indexer.reader", "indexer.tokenizer", "indexer.errors", "indexer.laun
 # Adapters of decoder/engines and the libraries that are theirs alone. The decoder is built on
 # transformers, so that is no adapter's own.
 ADAPTERS = {
-    "exllama": {"exllamav3"},
+    "experimental_sglang": {"sglang"},
+    "experimental_tensorrt_llm": {"tensorrt_llm"},
     "llama_cpp": {"llama_cpp"},
     "onnxruntime_genai": {"onnxruntime_genai"},
-    "sglang": {"sglang"},
-    "tensorrt_llm": {"tensorrt_llm"},
     "transformers": set[str](),
     "vllm": {"vllm"},
 }

@@ -124,7 +124,7 @@ def build(
 ) -> None:
     """Build an index from folders, repositories, files, JSON lines and tables.
 
-    For example: python -m indexer build src docs answers.jsonl.gz --output my.index
+    For example: foredraft build src docs answers.jsonl.gz --output my.index
     """
     if bool(sources) == (from_index is not None):
         raise typer.BadParameter("name sources, or an index with --from")

@@ -33,7 +33,7 @@ Indexes = Annotated[
     typer.Option(
         "--index",
         metavar="DIR",
-        help="An index to draft from, as `python -m indexer build` made it. Repeatable.",
+        help="An index to draft from, as `foredraft build` made it. Repeatable.",
     ),
 ]
 Phrases = Annotated[
