@@ -2,15 +2,17 @@
 
 import tomllib
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 
+from foredraft.installation import EXTRAS, MARKER, OURS
 from retriever.kernels.layout import WEIGHTS
 from retriever.predict.weights import prior_weights
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("indexer", "retriever", "decoder")
+PACKAGES = ("foredraft", "indexer", "retriever", "decoder")
 
 
 def test_every_folder_with_code_is_a_package_that_is_found() -> None:
@@ -38,6 +40,25 @@ def test_every_file_that_is_not_code_is_packaged() -> None:
         package = ".".join(path.parent.parts)
         patterns = [p for key in ("*", package) for p in setuptools["package-data"].get(key, [])]
         assert any(fnmatch(path.name, pattern) for pattern in patterns), path
+
+
+def test_every_package_says_that_it_is_typed_and_ours() -> None:
+    for package in PACKAGES:
+        assert (ROOT / package / "py.typed").is_file()
+        if package != "foredraft":
+            assert getattr(import_module(package), MARKER) == OURS
+
+
+def test_what_the_project_names_is_there() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS.values()) <= set(project["optional-dependencies"])
+    named = [*project["scripts"].values()]
+    for entries in project["entry-points"].values():
+        named += entries.values()
+    assert len(named) == 2
+    for reference in named:
+        module, _, name = reference.partition(":")
+        assert callable(getattr(import_module(module), name))
 
 
 def test_weights_to_begin_with_are_numbers_for_this_layout() -> None:
