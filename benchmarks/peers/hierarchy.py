@@ -26,9 +26,10 @@ from typing import Final
 import numpy as np
 
 from benchmarks.peers.datastore import SortedText, continuations, texts_of
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
+from benchmarks.peers.sequence_drafter import SequenceDrafter
 from indexer.reader import Index
 from retriever.drafter import TokenIds
+from retriever.sequences import Sequence as TokenSequence
 from retriever.tree import ROOT, DraftTree, Source
 
 DRAFT_TOKENS: Final = 4
@@ -57,17 +58,21 @@ class ContextSequence(TokenSequence):
         self._max_drafts = max_drafts
         self._drafts: dict[int, dict[Draft, None]] = {}
         super().__init__(prompt, remember=remember)
+        self._enter_from(0)
 
-    def append(self, tokens: TokenIds) -> None:
+    def commit(self, tokens: TokenIds) -> None:
         """Append int32[n]; the n-grams that they end enter the database."""
         begin = max(0, len(self) - self._draft_tokens)
-        super().append(tokens)
-        for key, draft in ngrams(self.tokens[begin:], self._draft_tokens):
-            self._enter(key, draft)
+        self.extend(tokens)
+        self._enter_from(begin)
 
     def drafts(self) -> Iterator[Draft]:
         """Yield the drafts of the last token, the most recent first."""
         yield from reversed(self._drafts.get(int(self.tokens[-1]), {}))
+
+    def _enter_from(self, begin: int) -> None:
+        for key, draft in ngrams(self.tokens[begin:], self._draft_tokens):
+            self._enter(key, draft)
 
     def _enter(self, key: int, draft: Draft) -> None:
         kept = self._drafts.setdefault(key, {})
@@ -163,7 +168,7 @@ class HierarchyDrafting(SequenceDrafter[ContextSequence]):
         return ContextSequence(prompt, self._draft_tokens, self._max_budget, remember=remember)
 
     def _commit(self, state: ContextSequence, tokens: TokenIds) -> None:
-        state.append(tokens)
+        state.commit(tokens)
 
     def _propose(self, state: ContextSequence, budget: int) -> DraftTree:
         tree = _Tree(budget)

@@ -6,8 +6,9 @@ import numpy as np
 
 from benchmarks.peers.counting import most_frequent
 from benchmarks.peers.datastore import Datastore, continuations, longest_match
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
+from benchmarks.peers.sequence_drafter import SequenceDrafter
 from retriever.drafter import TokenIds
+from retriever.sequences import Sequence as TokenSequence
 from retriever.tree import DraftTree, Source
 
 
@@ -43,7 +44,7 @@ class LongestMatch(SequenceDrafter[TokenSequence]):
         return TokenSequence(prompt, remember=remember)
 
     def _commit(self, state: TokenSequence, tokens: TokenIds) -> None:
-        state.append(tokens)
+        state.extend(tokens)
 
     def _propose(self, state: TokenSequence, budget: int) -> DraftTree:
         texts, reading = self.datastore.texts, self._reading

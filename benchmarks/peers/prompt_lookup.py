@@ -9,8 +9,9 @@ from the left that is followed by anything, and draft what followed.
 from typing import Final
 
 from benchmarks.peers.kernels.scanning import longest_repeat
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence, chain
+from benchmarks.peers.sequence_drafter import SequenceDrafter, chain
 from retriever.drafter import TokenIds
+from retriever.sequences import Sequence as TokenSequence
 from retriever.tree import DraftTree, Source
 
 MAX_MATCHING_NGRAM_SIZE: Final = 32
@@ -32,7 +33,7 @@ class PromptLookup(SequenceDrafter[TokenSequence]):
         return TokenSequence(prompt, remember=remember)
 
     def _commit(self, state: TokenSequence, tokens: TokenIds) -> None:
-        state.append(tokens)
+        state.extend(tokens)
 
     def _propose(self, state: TokenSequence, budget: int) -> DraftTree:
         _, start = longest_repeat(state.tokens, self._max_size)

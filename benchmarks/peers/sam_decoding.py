@@ -16,9 +16,10 @@ from typing import Final
 
 from benchmarks.peers.datastore import Datastore, continuation, first_occurrence, longest_match
 from benchmarks.peers.kernels.scanning import longest_repeat
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence, chain
+from benchmarks.peers.sequence_drafter import SequenceDrafter, chain
 from indexer.reader import Index
 from retriever.drafter import TokenIds
+from retriever.sequences import Sequence as TokenSequence
 from retriever.tree import DraftTree, Source
 
 LENGTH_BIAS: Final = 0
@@ -52,7 +53,7 @@ class SamDecoding(SequenceDrafter[TokenSequence]):
         return TokenSequence(prompt, remember=remember)
 
     def _commit(self, state: TokenSequence, tokens: TokenIds) -> None:
-        state.append(tokens)
+        state.extend(tokens)
 
     def _propose(self, state: TokenSequence, budget: int) -> DraftTree:
         own, end = longest_repeat(state.tokens, MAX_MATCH)

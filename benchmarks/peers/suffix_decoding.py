@@ -21,10 +21,11 @@ from typing import Final
 import numpy as np
 
 from benchmarks.peers.kernels.speculation import speculate
-from benchmarks.peers.sequences import SequenceDrafter, TokenSequence
+from benchmarks.peers.sequence_drafter import SequenceDrafter
 from benchmarks.peers.suffix_tree import OpenSequence, SuffixTree
 from indexer.reader import Index
 from retriever.drafter import TokenIds
+from retriever.sequences import Sequence as TokenSequence
 from retriever.tree import DraftTree, Source
 
 MAX_DEPTH: Final = 64
@@ -71,13 +72,12 @@ class SuffixSequence(TokenSequence):
         self._own_end = self.tree.begin(prompt)
         self._shared_end = OpenSequence(np.zeros(MAX_DEPTH, np.int32))
 
-    def append(self, tokens: TokenIds) -> None:
+    def commit(self, tokens: TokenIds) -> None:
         """Append int32[n] to both trees."""
-        super().append(tokens)
-        if len(self) > self.prompt_length:
-            self.tree.append(self._own_end, tokens)
-            if self.remember:
-                self._shared.append(self._shared_end, tokens)
+        self.extend(tokens)
+        self.tree.append(self._own_end, tokens)
+        if self.remember:
+            self._shared.append(self._shared_end, tokens)
 
 
 class SuffixDecoding(SequenceDrafter[SuffixSequence]):
@@ -102,7 +102,7 @@ class SuffixDecoding(SequenceDrafter[SuffixSequence]):
         return SuffixSequence(prompt, self._shared, remember=remember)
 
     def _commit(self, state: SuffixSequence, tokens: TokenIds) -> None:
-        state.append(tokens)
+        state.commit(tokens)
 
     def _propose(self, state: SuffixSequence, budget: int) -> DraftTree:
         own, own_score = self._speculate(state.tree, state, budget, Source.CONTEXT)

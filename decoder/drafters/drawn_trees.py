@@ -1,4 +1,11 @@
-"""Trees of tokens that are drawn from a draft model's distributions, so that these count."""
+"""Trees of tokens that are drawn from a draft model's distributions, so that these count.
+
+Drafts drawn at random from a draft model's distributions, so that these count. What a drawn tree
+looks like is settled before its first token is drawn: by how often the first, second, ... draw
+below a node was kept lately, and by nothing else (the best tree of a given size: Sequoia, Chen et
+al., 2024, arXiv:2402.12374). So no token can decide over its own place, and verification by multi-
+candidate rejection stays exact.
+"""
 
 import time
 from dataclasses import dataclass

@@ -1,4 +1,11 @@
-"""One draft tree from several drafters, and from what the target found likely before."""
+"""One draft tree from several drafters, and from what the target found likely before.
+
+Trees are merged by longest prefix, as in RASD (arXiv:2503.03434): paths that two of them share are
+one path, and what one has beyond that is grafted there. At every node, all sources that know it say
+how probable its children are, and a logistic model, which learns from every token that comes, makes
+one probability of that; so shared nodes gain, those that a sure source lacks lose, and the tree is
+cut to the budget as one.
+"""
 
 import time
 from collections.abc import Sequence

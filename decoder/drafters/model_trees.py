@@ -1,4 +1,15 @@
-"""The most probable continuations by a draft model, as a tree, grown as long as that pays."""
+"""The most probable continuations by a draft model, as a tree, grown as long as that pays.
+
+When a draft model stops: another pass must bring more than the time it takes. SpecDec++ (Huang et
+al., 2024, arXiv:2405.19715) shows that to stop a draft best is to stop where the probability of an
+accepted token falls below a threshold. Here nothing sets the threshold but time: it is what a draft
+pass takes, in tokens at the pace of decoding.
+
+Growing a draft best first, several nodes in a pass. The most probable prefixes of a tree of
+continuations, of which those that may have more of them below are expanded: SpecExec (Svirschevski
+et al., 2024, arXiv:2406.02532), in passes of several nodes as EAGLE-2 grows its trees (Li et al.,
+2024, arXiv:2406.16858).
+"""
 
 import statistics
 import time

@@ -1,6 +1,9 @@
 """Phrase tables: which tokens followed the frequent short n-grams of a corpus, and how often.
 
 An n-gram trie of four levels in plain arrays, as docs/format.md specifies them.
+
+One byte for a count: exact where counts are small, then on a scale of equal ratios. The scale is
+part of the on-disk format; docs/format.md specifies it.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,14 @@
-"""Making phrase tables of counted n-grams, and adding up the tables of several corpora."""
+"""Making phrase tables of counted n-grams, and adding up the tables of several corpora.
+
+Making phrase tables: of all n-grams of a corpus, those that earn their bytes. That the shortest and
+most frequent n-grams draft about as well as all of them is what CREST found (Ho, Park and Wang,
+2024, arXiv:2408.04678): a tenth of the space for drafts of the same length.
+
+Adding up large phrase tables in a process of its own. That takes seconds and several times their
+size in memory, and much of it holds the interpreter's lock. Who drafts meanwhile must not wait, nor
+keep that memory; so the sum comes back in a temporary file, whose pages the system may take back as
+those of an index.
+"""
 
 import json
 import os

@@ -1,4 +1,10 @@
-"""Under which licence documents are: what a file says in its head, or the nearest licence file."""
+"""Under which licence documents are: what a file says in its head, or the nearest licence file.
+
+Datasets that the `datasets` library saved to disk: which of their files hold rows.
+`Dataset.save_to_disk` writes Arrow files, `state.json`, which lists them, and `dataset_info.json`;
+caches of the library may lie beside them. `DatasetDict.save_to_disk` writes one such folder for
+each split, and `dataset_dict.json`, which lists those.
+"""
 
 import json
 import os

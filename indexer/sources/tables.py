@@ -1,4 +1,9 @@
-"""Tables, a document a row: Parquet files and Arrow files, both read with pyarrow."""
+"""Tables, a document a row: Parquet files and Arrow files, both read with pyarrow.
+
+Arrow files, as saved datasets consist of: record batches, in a stream or with an index. Files are
+mapped into memory, as the `datasets` library does: of a batch only what is looked at is read. They
+must not be cut short while they are mapped; to be removed does no harm.
+"""
 
 import os
 import sys

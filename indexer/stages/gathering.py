@@ -1,4 +1,9 @@
-"""The stages of a build, from sources to the contents of a snapshot; each maps over tasks."""
+"""The stages of a build, from sources to the contents of a snapshot; each maps over tasks.
+
+Every stage is a function of arguments that travel between processes, so that an engine may run it
+anywhere: blocks of sources become parts, parts without duplicates become segments, and the
+segments' n-grams become phrase tables.
+"""
 
 import secrets
 import shutil

@@ -1,4 +1,7 @@
-"""What is said on one stream: messages out, answers in, and what the server knows by them."""
+"""What is said on one stream: messages out, answers in, and what the server knows by them.
+
+No input or output happens here, so that the synchronous and the asynchronous client say the same.
+"""
 
 import secrets
 from collections import Counter, deque

@@ -1,4 +1,11 @@
-"""Weighing the evidence, and growing the most probable tree from it, best candidate first."""
+"""Weighing the evidence, and growing the most probable tree from it, best candidate first.
+
+The frontier of a tree: candidates that may yet be taken, the most probable first. They stand on a
+heap as keys that are ordered as they are: the bits of the probability, and below them the
+candidate's number, so that of equals the one that was considered first is taken. Beside it stands
+how many there are of each rank, a sixteenth of an octave of probability: below the rank at which
+there are as many candidates as are still wanted, nothing will be taken.
+"""
 
 from typing import Any, Final
 

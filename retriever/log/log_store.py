@@ -1,4 +1,20 @@
-"""What a log of generations holds, in an LMDB environment: outputs and statistics by tenant."""
+"""What a log of generations holds, in an LMDB environment: outputs and statistics by tenant.
+
+Records of the log of generations: keys, values and their checksums. Every value begins with the
+CRC-32 (u32, little-endian) of its key and of the rest of the value.
+
+| key | rest of the value |
+|---|---|
+| `format` | format version, u8 |
+| `fingerprint` | fingerprint of the tokenizer, UTF-8; empty while it is not known |
+| `note` | how far other drafters' outputs were learned, opaque |
+| `o`, length of the tenant's name (u16, big-endian), name, number (u64, big-endian) | an output |
+| `s`, length of the tenant's name (u16, big-endian), name | statistics, opaque |
+
+An output is its time in seconds since 1970 (f64), the bytes of a token (u8: 2 or 4, and 128 more
+where an origin follows), the origin that it is deleted by (16 bytes) and its tokens (u16 or u32),
+little-endian. A tenant's outputs are numbered upwards, the oldest goes first.
+"""
 
 import math
 import os

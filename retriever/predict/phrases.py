@@ -1,4 +1,10 @@
-"""Listed phrases: what a team writes verbatim, read from files and found by its beginning."""
+"""Listed phrases: what a team writes verbatim, read from files and found by its beginning.
+
+Files of listed phrases: text or token ids, one phrase a line. A file named `.jsonl` holds JSON
+lines, `{"text": "…"}` or `{"ids": […]}`; any other file holds text in UTF-8, each line a phrase.
+Both may be compressed (`.gz`). What is wrong with a line is reported and the line left out: one bad
+phrase must not cost the others.
+"""
 
 import gzip
 import json

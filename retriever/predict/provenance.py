@@ -1,6 +1,11 @@
 """Tracing the nodes of a draft back to what spoke for them, and to where that stands.
 
 This looks everything up again, off the hot path.
+
+Tracing the nodes of a draft back to what spoke for them, after it was made. The rows of evidence
+are in the predictor's memory until the next draft: those whose continuation begins with a node's
+path spoke for it. A node that no row knows came from what followed its last one to three tokens, in
+the phrase tables, in the sequence or in recent outputs.
 """
 
 from bisect import bisect_left, bisect_right

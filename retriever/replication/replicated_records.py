@@ -1,4 +1,20 @@
-"""What one drafter tells the others, what was deleted, and how far each has read."""
+"""What one drafter tells the others, what was deleted, and how far each has read.
+
+Records in the streams: what one drafter tells the others. A record is, little-endian:
+
+| bytes | what |
+|---|---|
+| 1 | format version, u8: 1 |
+| 4 | CRC-32 of the stream's key and of all that follows |
+| 16 | the drafter that wrote it |
+| 8 | number, u64: rises with every record of a drafter |
+| 8 | time in seconds since 1970, f64: when the output ended, or was deleted |
+| 2 | length of the tenant's name in bytes, u16, at most 256 |
+| | the name, UTF-8 |
+| 1 | bytes of a token, u8: 2 or 4, and 128 more where an origin follows |
+| 16 | the origin that the output is deleted by; of a deletion, the one that is deleted |
+| | the tokens; none in a record that tells of a deletion |
+"""
 
 import json
 import math

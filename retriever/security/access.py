@@ -1,4 +1,15 @@
-"""The access file: whose token or certificate acts for which tenant."""
+"""The access file: whose token or certificate acts for which tenant.
+
+Bearer tokens: made, hashed, and compared in constant time. A token is `fdt_`, 16 hexadecimal digits
+that name it, `_`, and 256 random bits in base64url. Nobody chooses one, so there is nothing to
+guess from a dictionary, and a slow hash would protect nothing: it would only cost every call. At
+rest a token is HMAC-SHA-256 of itself, keyed with a salt of its own, so that equal hashes tell
+nothing and a file that is read by others lets nobody in.
+
+A line is a JSON object: `{"tenant": NAME, "token": HASH}` or `{"tenant": NAME, "certificate":
+IDENTITY}`. An identity is `URI:…`, `DNS:…`, `EMAIL:…` or `IP:…` for a subject's alternative name,
+or `CN:…` for its common name. Empty lines and those that begin with `#` say nothing.
+"""
 
 import hmac
 import json

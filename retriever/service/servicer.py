@@ -1,4 +1,9 @@
-"""What answers: translates messages, calls the embedded drafter, and decides nothing."""
+"""What answers: translates messages, calls the embedded drafter, and decides nothing.
+
+Deletions take turns, and each tenant has so many in a minute: the log is written anew for each.
+Meanwhile outputs of others wait to be kept, so that a tenant that deletes without end would hold up
+all that close sessions.
+"""
 
 import asyncio
 import logging

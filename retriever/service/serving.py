@@ -1,4 +1,8 @@
-"""How a service starts, and how it ends."""
+"""How a service starts, and how it ends.
+
+Bytes that are no message are the caller's mistake, and answered as one. gRPC for asyncio would
+answer UNKNOWN, with the name of a Python class, and log a traceback each time.
+"""
 
 import asyncio
 import ctypes

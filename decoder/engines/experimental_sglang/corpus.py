@@ -1,4 +1,18 @@
-"""Our drafter in the place of the corpus that SGLang's NGRAM worker looks its drafts up in."""
+"""Our drafter in the place of the corpus that SGLang's NGRAM worker looks its drafts up in.
+
+Draft trees as SGLang's NGRAM worker has them: a fixed number of nodes, and a mask. Node 0 is the
+last committed token. Row i of the mask is 1 for node i and for its ancestors. From that alone
+SGLang makes its links: a node's first child is the first later node that sees it, its next sibling
+the next node with the same parent, and verification goes from node 0 along these.
+
+So padding is nodes that see nothing but themselves. They are nobody's child, and, having no parent,
+nobody's sibling: no link leads to one, whatever the target chooses and whatever token they carry.
+Siblings must differ, too: sampling adds up the probabilities of the siblings that it passes, so
+that a token which stands twice is drawn too often. Those of a `DraftTree` do.
+
+Source: sglang 0.5.23, `reconstructIndicesFromTreeMask`, `VerifyTreeGreedy` and
+`TreeSpeculativeSamplingTargetOnly`.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -6,7 +6,7 @@ from benchmarks.peers.datastore import END, continuations, longest_match, occurr
 from benchmarks.peers.kernels import scanning
 from retriever.tree import DraftTree, Source
 from tests.benchmarks.drafting import ids, paths
-from tests.benchmarks.peer_twins import longest_repeat, prefix_counts
+from tests.benchmarks.peers.peer_twins import longest_repeat, prefix_counts
 
 
 def test_longest_repeat_equals_its_twin() -> None:

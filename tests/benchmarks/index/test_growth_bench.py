@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.index.growth import BuildFailedError, Corpora
 from benchmarks.stitching import MAX_SPAN_WORDS, MIN_SPAN_WORDS, SPANS, stitch, write_corpus
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 DOCUMENTS = [" ".join(f"{name}{number}" for number in range(200)) for name in "abcdefghij"]
 
 

@@ -14,7 +14,7 @@ from benchmarks.peers.suffix_decoding import BEST_TREE, MAX_DEPTH, Settings, Suf
 from retriever.drafter import DraftRequest
 from retriever.tree import Source
 from tests.benchmarks.drafting import IndexMaker, draft_for, ids, paths
-from tests.benchmarks.peer_twins import best_tree_score, substring_counts
+from tests.benchmarks.peers.peer_twins import best_tree_score, substring_counts
 
 
 def test_prompt_lookup_takes_the_first_match_of_the_longest_end() -> None:

@@ -1,0 +1,82 @@
+"""When to try again what failed."""
+
+import time
+from collections.abc import Callable
+from random import SystemRandom
+from typing import Final
+
+FIRST_PAUSE_S: Final = 0.1
+"""Longest pause after the first failure, in seconds: less than anybody notices."""
+
+LAST_PAUSE_S: Final = 5.0
+"""Longest pause after any failure, in seconds: a service that comes back is used within these."""
+
+FAILURE_SHARE: Final = 1 / 20
+"""Share of the time that waiting for what fails may take where no other work can be done."""
+
+_DRAW: Final = SystemRandom().random
+
+
+class Backoff:
+    """Pauses after failures: exponential with equal jitter, and as long as the failure deserves.
+
+    Half of each exponential pause is drawn at random, so that clients of one server do not return
+    at once (source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015). Where whoever
+    waits for a failure does nothing else meanwhile, `share` makes the pause at least so long that
+    failures take at most this share of the time, however short the sequences are.
+
+    Args:
+        first_s: longest exponential pause after the first failure, in seconds; 0 for none.
+        last_s: longest exponential pause after any, in seconds.
+        share: of the time that failures may take; 1 where waiting for them costs nothing.
+        clock: seconds, rising.
+        draw: gives numbers from 0 to 1.
+
+    Attributes:
+        num_failures: since the last success.
+    """
+
+    def __init__(
+        self,
+        first_s: float = FIRST_PAUSE_S,
+        last_s: float = LAST_PAUSE_S,
+        share: float = 1.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = _DRAW,
+    ) -> None:
+        self._first_s = self._longest_s = first_s
+        self._last_s = last_s
+        self._share = share
+        self._clock = clock
+        self._draw = draw
+        self._until_s = -float("inf")
+        self.num_failures = 0
+
+    def fail(self, took_s: float = 0.0) -> float:
+        """Note a failure that took so many seconds; return how long to pause, in seconds."""
+        longest_s, self._longest_s = self._longest_s, min(2 * self._longest_s, self._last_s)
+        deserved_s = took_s * (1 / self._share - 1)
+        pause_s = max(longest_s * (1 + self._draw()) / 2, deserved_s)
+        self._until_s = self._clock() + pause_s
+        self.num_failures += 1
+        return pause_s
+
+    def is_over(self) -> bool:
+        """Return whether it may be tried again."""
+        return self._clock() >= self._until_s
+
+    def succeed(self) -> None:
+        """Begin anew: something succeeded."""
+        self._longest_s = self._first_s
+        self._until_s = -float("inf")
+        self.num_failures = 0
+
+
+def drafter_backoff() -> Backoff:
+    """Return the back-off from a drafter that a decoding loop waits for.
+
+    A local one that fails at once is asked again soon; one that hangs takes a twentieth of the
+    time.
+    """
+    return Backoff(first_s=0.0, share=FAILURE_SHARE)

@@ -1,0 +1,216 @@
+"""Sequences that are being decoded: their tokens, and those that are open, by name.
+
+Whatever keeps tokens of a sequence keeps them in a `Sequence`, and whoever shares a process with it
+shares the object: a drafter is told of it by position, not by copy.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Ids
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import (
+    InvalidRequestError,
+    OutOfSequenceError,
+    SessionExistsError,
+    UnknownSessionError,
+)
+from retriever.limits import shown
+
+_ROOM: Final = 512
+"""Tokens that a sequence has room for beyond what it begins with: most answers are shorter."""
+
+
+class Sequence:
+    """The committed tokens of one sequence, the prompt first, in one buffer that grows.
+
+    Args:
+        tokens: int32[n], what it begins with; copied, with room for an answer.
+        num_prompt: how many of them are the prompt; all if it is not given.
+        remember: whether what is generated may serve later sequences.
+
+    Attributes:
+        num_prompt: as given.
+        remember: as given.
+    """
+
+    __slots__ = ("_buffer", "_length", "num_prompt", "remember")
+
+    def __init__(
+        self, tokens: TokenIds, num_prompt: int | None = None, *, remember: bool = True
+    ) -> None:
+        self._buffer = np.empty(len(tokens) + _ROOM, np.int32)
+        self._buffer[: len(tokens)] = tokens
+        self._length = len(tokens)
+        self.num_prompt = len(tokens) if num_prompt is None else num_prompt
+        self.remember = remember
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def tokens(self) -> TokenIds:
+        """int32[n], all of it: a view that later tokens leave as it is, unless it is shortened."""
+        return self._buffer[: self._length]
+
+    @property
+    def prompt(self) -> TokenIds:
+        """int32[num_prompt], a view."""
+        return self._buffer[: self.num_prompt]
+
+    @property
+    def output(self) -> TokenIds:
+        """int32[m], what came after the prompt: a view."""
+        return self._buffer[self.num_prompt : self._length]
+
+    def since(self, begin: int) -> TokenIds:
+        """Return int32[n - begin], a copy of the tokens from a position on."""
+        return self._buffer[begin : self._length].copy()
+
+    def extend(self, tokens: ArrayLike) -> None:
+        """Append integers[m], token ids of 31 bits."""
+        new = np.asarray(tokens, np.int32)
+        length = self._length + len(new)
+        if length > len(self._buffer):
+            grown = np.empty(2 * length, np.int32)
+            grown[: self._length] = self.tokens
+            self._buffer = grown
+        self._buffer[self._length : length] = new
+        self._length = length
+
+    def shorten(self, length: int) -> None:
+        """Take back the tokens beyond a length."""
+        self._length = min(length, self._length)
+
+    def clear(self) -> None:
+        """Overwrite all tokens with zeros: nothing of an ended sequence is left in memory."""
+        self._buffer[:] = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tokens, in bytes."""
+        return self._buffer.nbytes
+
+
+class SessionKey(NamedTuple):
+    """What a session is found by where several callers name their own.
+
+    Attributes:
+        namespace: whose name it is; names of different namespaces never meet.
+        name: as the caller knows it.
+    """
+
+    namespace: str
+    name: str
+
+
+_Key = TypeVar("_Key", str, SessionKey)
+_Session = TypeVar("_Session")
+
+
+class OpenSessions(Generic[_Key, _Session]):
+    """Sessions by name, the longest unused first. The only place that says what a name lacks."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[_Key, _Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __iter__(self) -> Iterator[_Key]:
+        return iter(self._by_name)
+
+    def values(self) -> list[_Session]:
+        """Return the sessions, the longest unused first."""
+        return list(self._by_name.values())
+
+    def items(self) -> list[tuple[_Key, _Session]]:
+        """Return names and sessions, the longest unused first."""
+        return list(self._by_name.items())
+
+    def check_free(self, name: _Key) -> None:
+        """Refuse a name that is taken.
+
+        Raises:
+            SessionExistsError: it is.
+        """
+        if name in self._by_name:
+            raise SessionExistsError(f"session {_shown(name)} is open already")
+
+    def add(self, name: _Key, session: _Session) -> None:
+        """Begin a session.
+
+        Raises:
+            SessionExistsError: the name is taken.
+        """
+        self.check_free(name)
+        self._by_name[name] = session
+
+    def find(self, name: _Key) -> _Session | None:
+        """Return a session, None where there is none of this name."""
+        return self._by_name.get(name)
+
+    def get(self, name: _Key) -> _Session:
+        """Return a session.
+
+        Raises:
+            UnknownSessionError: there is none of this name.
+        """
+        session = self._by_name.get(name)
+        if session is None:
+            raise UnknownSessionError(f"no session {_shown(name)} is open: open it first")
+        return session
+
+    def use(self, name: _Key) -> _Session:
+        """Return a session, which is now the one that was used last.
+
+        Raises:
+            UnknownSessionError: there is none of this name.
+        """
+        session = self.remove(name)
+        self._by_name[name] = session
+        return session
+
+    def remove(self, name: _Key) -> _Session:
+        """End a session and return it.
+
+        Raises:
+            UnknownSessionError: there is none of this name.
+        """
+        session = self.get(name)
+        del self._by_name[name]
+        return session
+
+
+def check_step(request: DraftRequest, num_known: int, num_new: int) -> None:
+    """Refuse a request whose stated length does not fit what is known of its sequence.
+
+    Raises:
+        OutOfSequenceError: a step was lost or repeated.
+    """
+    if num_known + num_new != request.length:
+        raise OutOfSequenceError(
+            f"session {shown(request.session)} has {num_known} tokens and the request brings "
+            f"{num_new}, but states a length of {request.length}: a step was lost or repeated; "
+            "close the session and open it again"
+        )
+
+
+def check_named_once(requests: Ids[DraftRequest]) -> None:
+    """Refuse a step that names a session twice.
+
+    Raises:
+        InvalidRequestError: it does.
+    """
+    if len({request.session for request in requests}) != len(requests):
+        raise InvalidRequestError("a step names one session twice")
+
+
+def _shown(name: str | SessionKey) -> str:
+    return shown(name if isinstance(name, str) else name.name)
