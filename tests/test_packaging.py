@@ -1,11 +1,14 @@
 """What is installed is what is here."""
 
+import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from foredraft.installation import EXTRAS, MARKER, OURS
 from retriever.kernels.layout import WEIGHTS
@@ -59,6 +62,21 @@ def test_what_the_project_names_is_there() -> None:
     for reference in named:
         module, _, name = reference.partition(":")
         assert callable(getattr(import_module(module), name))
+
+
+# What an extra of its own installs, and commands that do not use it go without.
+OPTIONAL = {
+    "indexer": {"datasets", "kingfisher", "pyarrow", "ray"},
+    "retriever": {"cryptography", "grpc_reflection", "opentelemetry", "prometheus_client", "redis"},
+    "decoder": {"cryptography", "llguidance", "prometheus_client", "redis"},
+}
+
+
+@pytest.mark.parametrize("package", OPTIONAL)
+def test_commands_start_with_what_their_extra_installs(package: str) -> None:
+    missing = dict.fromkeys(OPTIONAL[package])  # which makes importing it an error
+    script = f"import sys; sys.modules.update({missing}); import {package}.commands"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=300)
 
 
 def test_weights_to_begin_with_are_numbers_for_this_layout() -> None:

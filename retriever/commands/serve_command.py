@@ -16,9 +16,9 @@ from retriever.commands.options import clear_errors, listed_phrases
 from retriever.operations import resolving as printing
 from retriever.operations.flags import ConfigFile, with_settings
 from retriever.operations.logs import log_event, log_to_standard_error
-from retriever.operations.metrics import Service
 from retriever.operations.observer import Operator
 from retriever.operations.resolving import resolve
+from retriever.operations.service_report import Service
 from retriever.operations.settings import Settings
 from retriever.operations.tracing import tracing_of
 from retriever.operations.web import Web, WebAddress

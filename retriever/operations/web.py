@@ -13,7 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from retriever.errors import AddressInUseError, SettingsError
 from retriever.operations.lifecycle import Phase
-from retriever.operations.metrics import Service
+from retriever.operations.service_report import Service
 from retriever.operations.status_page import HEADERS, History, page
 
 _MAX_REQUESTS: Final = 8

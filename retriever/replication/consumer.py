@@ -4,11 +4,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Event, Lock
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from retriever.limits import Limits
 from retriever.predict.generations import Output, Scope, steady_time
-from retriever.replication.redis_streams import PAGE, StreamEntry, Streams
+from retriever.replication.options import PAGE
 from retriever.replication.replicated_records import (
     BEGINNING,
     Deletions,
@@ -20,6 +20,9 @@ from retriever.replication.replicated_records import (
     decode,
 )
 from retriever.sessions.pools import Pools
+
+if TYPE_CHECKING:
+    from retriever.replication.redis_streams import StreamEntry, Streams
 
 _AT_ONCE_TOKENS: Final = 1024  # drafts wait for them: a third of a millisecond
 
@@ -154,7 +157,7 @@ class Consumer:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: "Streams",
         learner: Learner,
         position: Position,
         counts: WarmthCounts,
@@ -240,7 +243,7 @@ class Consumer:
         self._learner.expect(held)
         return begin
 
-    def _delete(self, entries: Sequence[StreamEntry]) -> None:
+    def _delete(self, entries: "Sequence[StreamEntry]") -> None:
         known = _order(self._position.deletions or BEGINNING)
         surplus: list[str] = []
         for entry in entries:
@@ -262,14 +265,16 @@ class Consumer:
             self._learner.keep_position()
         self._streams.remove_deletions(surplus)
 
-    def _learn(self, entries: Sequence[StreamEntry]) -> None:
+    def _learn(self, entries: "Sequence[StreamEntry]") -> None:
         deleted: list[str] = []
         for record in self._new_records(entries, deleted):
             self._learner.learn(record)
         self._learner.flush()
         self._streams.remove_outputs(deleted)
 
-    def _new_records(self, entries: Sequence[StreamEntry], deleted: list[str]) -> Iterator[Record]:
+    def _new_records(
+        self, entries: "Sequence[StreamEntry]", deleted: list[str]
+    ) -> Iterator[Record]:
         """Give what may be learned, having moved the position past it; note what was deleted."""
         for entry in entries:
             if self._stopped.is_set():
@@ -296,7 +301,7 @@ class Consumer:
             return "repeated"
         return reason
 
-    def _decode(self, entry: StreamEntry, stream: bytes) -> Record | str:
+    def _decode(self, entry: "StreamEntry", stream: bytes) -> Record | str:
         """Return an entry's record, or why it has none."""
         if entry.data is None:
             return "foreign"

@@ -4,14 +4,13 @@ from collections import deque
 from collections.abc import Mapping
 from itertools import count, islice
 from threading import Condition
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from retriever.drafter import TokenIds
 from retriever.predict.generations import Output, Scope
 from retriever.replication.options import MAX_RECORD_TOKENS
-from retriever.replication.redis_streams import Streams
 from retriever.replication.replicated_records import (
     Deletions,
     Position,
@@ -21,6 +20,9 @@ from retriever.replication.replicated_records import (
     decode,
     encode,
 )
+
+if TYPE_CHECKING:
+    from retriever.replication.redis_streams import Streams
 
 _RECORD_TOKENS: Final = 64  # what a record takes beside its tokens, as tokens of 4 bytes
 
@@ -146,7 +148,7 @@ class Publisher:
     """
 
     def __init__(
-        self, streams: Streams, outbox: Outbox, position: Position, counts: WarmthCounts
+        self, streams: "Streams", outbox: Outbox, position: Position, counts: WarmthCounts
     ) -> None:
         self._streams = streams
         self._outbox = outbox
