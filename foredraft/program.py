@@ -3,6 +3,7 @@
 Only the package of the command that was named is imported, and for the help none.
 """
 
+import signal
 import sys
 from difflib import get_close_matches
 from typing import Final, NamedTuple
@@ -60,6 +61,8 @@ def main() -> None:
     if package is not None:
         launch(package, EXTRAS[package])
     elif word in ("--help", "-h"):
+        if hasattr(signal, "SIGPIPE"):  # a pager that is left ends this in silence
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print(help_text())  # noqa: T201  (for whoever runs a command)
     elif word == "--version":
         print(version_line())  # noqa: T201  (for whoever runs a command)

@@ -65,6 +65,22 @@ def test_the_help_lists_the_commands_in_groups_and_loads_none() -> None:
     assert not loaded & {"typer", "rich", "retriever", "decoder", *HEAVY}
 
 
+def test_help_that_nobody_reads_to_its_end_is_no_error() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "foredraft", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == ""
+    process.wait(timeout=30)
+
+
 def test_without_a_word_the_help_goes_to_standard_error() -> None:
     done = run()
     assert (done.returncode, done.stdout, done.stderr) == (2, "", run("--help").stdout)
