@@ -1,6 +1,6 @@
 """Draws how often nodes of each probability were accepted, from reports of replays.
 
-The reports are what `python -m retriever replay TRACES --calibration --json` prints. Where
+The reports are what `foredraft replay TRACES --calibration --json` prints. Where
 probabilities mean what they say, a line lies on the diagonal.
 """
 
@@ -73,7 +73,7 @@ def read(path: Path) -> Calibrated:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReportError(
             f"{path} has no calibration ({error!r}): it takes what "
-            "`python -m retriever replay TRACES --calibration --json` prints"
+            "`foredraft replay TRACES --calibration --json` prints"
         ) from error
 
 

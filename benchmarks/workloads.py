@@ -49,7 +49,7 @@ class WorkloadFiles:
 
     Attributes:
         name: what it is called in tables.
-        traces: recordings, as `python -m retriever replay` takes them.
+        traces: recordings, as `foredraft replay` takes them.
         warm: files of outputs that count as recent generations.
         indexes: directories of indexes.
     """

@@ -1,1 +1,3 @@
 """Decoding with drafts: the target model, verification and the loop."""
+
+__distribution__ = "foredraft"

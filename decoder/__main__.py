@@ -1,4 +1,4 @@
-"""`python -m decoder`: see `decoder.commands`."""
+"""`python -m decoder`: the commands of this package alone; users type `foredraft`."""
 
 from indexer.launch import launch
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from llama_cpp import Llama
 
-from decoder.engines.llama_cpp import attach
-from retriever.client.resilient import ResilientDrafter
-from retriever.sessions.embedded import EmbeddedDrafter
+from foredraft import EmbeddedDrafter, ResilientDrafter
+from foredraft.llama_cpp import attach
 
 
 def drafter_of(options: argparse.Namespace) -> EmbeddedDrafter | ResilientDrafter:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import onnxruntime_genai as og
 
-from decoder.engines.onnxruntime_genai import DraftingLoop
-from retriever.client.resilient import ResilientDrafter
-from retriever.sessions.embedded import EmbeddedDrafter
+from foredraft import EmbeddedDrafter, ResilientDrafter
+from foredraft.onnxruntime_genai import DraftingLoop
 
 
 def drafter_of(options: argparse.Namespace) -> EmbeddedDrafter | ResilientDrafter:

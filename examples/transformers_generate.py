@@ -15,10 +15,7 @@ from transformers import (
     TextStreamer,
 )
 
-from decoder.engines.transformers.custom_generate import Foredraft
-from indexer.tokenizer import vocabulary_of
-from retriever.client.resilient import ResilientDrafter
-from retriever.sessions.embedded import EmbeddedDrafter
+from foredraft import EmbeddedDrafter, Foredraft, ResilientDrafter, vocabulary_of
 
 
 def drafter_of(

@@ -25,7 +25,7 @@ def main() -> None:
         max_model_len=2048,
         speculative_config={
             "method": "custom_class",
-            "model": "decoder.engines.vllm.ForedraftProposer",
+            "model": "foredraft.vllm.ForedraftProposer",
             "num_speculative_tokens": options.num_speculative_tokens,
         },
         additional_config={

@@ -1,1 +1,3 @@
 """Corpora in, index out: documents, tokens, suffix arrays and the on-disk format."""
+
+__distribution__ = "foredraft"

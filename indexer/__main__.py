@@ -1,4 +1,4 @@
-"""`python -m indexer`: see `indexer.commands`."""
+"""`python -m indexer`: the commands of this package alone; users type `foredraft`."""
 
 from indexer.launch import launch
 

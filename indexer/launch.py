@@ -32,12 +32,12 @@ def launch(package: str, extra: str) -> None:
     # Not an exception: libraries turn those into errors of their own while they are imported.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     if sys.argv[1:] == ["--version"]:
-        print(_version())  # noqa: T201  (for whoever runs a command)
+        print(version_line())  # noqa: T201  (for whoever runs a command)
         return
     try:
         commands = import_module(f"{package}.commands")
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error.name} is missing: run `pip install '.[{extra}]'`")
+        sys.exit(f"error: {error.name} is missing: run `pip install 'foredraft[{extra}]'`")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     show_messages()
     try:
@@ -46,7 +46,8 @@ def launch(package: str, extra: str) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _version() -> str:
+def version_line() -> str:
+    """Return the program's name and version, as `--version` prints them."""
     try:
         return f"foredraft {version('foredraft')}"
     except PackageNotFoundError:

@@ -37,6 +37,8 @@ from retriever.errors import (
 from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
 from retriever.tree import ROOT, DraftTree, Source
 
+__distribution__ = "foredraft"
+
 __all__ = [
     "ROOT",
     "AccessRefusedError",

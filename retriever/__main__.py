@@ -1,4 +1,4 @@
-"""`python -m retriever`: see `retriever.commands`."""
+"""`python -m retriever`: the commands of this package alone; users type `foredraft`."""
 
 from indexer.launch import launch
 

@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("indexer", "retriever", "decoder")
+# What is above all of them, and imported by none.
+FACE = "foredraft"
 MAY_IMPORT = {
     "indexer": {"indexer"},
     "retriever": {"indexer", "retriever"},
@@ -25,11 +27,10 @@ READER = {
 # Adapters of decoder/engines and the libraries that are theirs alone. The decoder is built on
 # transformers, so that is no adapter's own.
 ADAPTERS = {
-    "exllama": {"exllamav3"},
+    "experimental_sglang": {"sglang"},
+    "experimental_tensorrt_llm": {"tensorrt_llm"},
     "llama_cpp": {"llama_cpp"},
     "onnxruntime_genai": {"onnxruntime_genai"},
-    "sglang": {"sglang"},
-    "tensorrt_llm": {"tensorrt_llm"},
     "transformers": set[str](),
     "vllm": {"vllm"},
 }
@@ -54,7 +55,7 @@ def sources(package: str) -> list[Path]:
 def test_imports_run_one_way(package: str) -> None:
     assert sources(package)
     for path in sources(package):
-        ours = {m for m in imported_modules(path) if m.split(".")[0] in PACKAGES}
+        ours = {m for m in imported_modules(path) if m.split(".")[0] in (*PACKAGES, FACE)}
         assert {m.split(".")[0] for m in ours} <= MAY_IMPORT[package], path
 
 
@@ -86,6 +87,13 @@ def test_adapters_are_imported_by_their_full_path_alone() -> None:
         own = {adapter_of(path)} if ENGINES in path.parents else set()
         assert not (names & ADAPTERS.keys()) - own, path
         assert not names or own, path
+
+
+def test_the_face_names_each_adapter_in_a_module_of_its_own() -> None:
+    for path in sources(FACE):
+        used = {m.split(".")[2] for m in imported_modules(path) if m.startswith("decoder.engines.")}
+        if path.stem != "__init__":  # which names one for type checkers, and loads none
+            assert used == ({path.stem} if path.stem in ADAPTERS else set()), path
 
 
 def test_engines_are_imported_by_their_adapters_alone() -> None:

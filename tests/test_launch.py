@@ -71,7 +71,7 @@ def test_a_missing_library_is_answered_with_what_to_install(
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"error: typer is missing: run `pip install '.[{extra}]'`\n"
+    assert done.stderr == f"error: typer is missing: run `pip install 'foredraft[{extra}]'`\n"
 
 
 @pytest.mark.parametrize("package", ["indexer", "retriever", "decoder"])

@@ -55,5 +55,6 @@ def test_readme_commands_run(tmp_path: Path, services: list["subprocess.Popen[st
             source, _, command = line.rpartition(" | ")
             given = subprocess.check_output(source.split(), cwd=ROOT, text=True) if source else ""
             words = re.findall(r'"[^"]*"|\S+', command)
-            assert words[0] == "python"
-            run([sys.executable, *(word.strip('"') for word in words[1:])], services, given)
+            assert words[0] == "foredraft"
+            command_line = [sys.executable, "-m", *(word.strip('"') for word in words)]
+            run(command_line, services, given)

@@ -34,7 +34,7 @@ from benchmarks.engines.engine_report import (
 )
 from indexer.tokenizer import encode_prompt, load_tokenizer
 
-_OURS: Final = "decoder.engines.vllm.ForedraftProposer"
+_OURS: Final = "foredraft.vllm.ForedraftProposer"
 _ROOT: Final = Path(__file__).parents[2]
 
 _PROBABLE: Final = 0.4

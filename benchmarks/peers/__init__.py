@@ -66,5 +66,5 @@ DRAFTERS: Final[Mapping[str, DrafterFactory]] = {
     "suffix-decoding-tree": _suffix_decoding_tree,
     "sam-decoding": _sam_decoding,
 }
-"""Factories by the names that `python -m retriever replay --drafter` takes. Drafts of 3 tokens are
+"""Factories by the names that `foredraft replay --drafter` takes. Drafts of 3 tokens are
 better for HD on chat than the published 4, and of 16 on edits."""

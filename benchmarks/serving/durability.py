@@ -184,9 +184,7 @@ def _reopen(state: Path, acknowledged: int, rng: np.random.Generator, counts: Co
 def run(
     kills: Annotated[int, typer.Option(min=1, help="How many processes to kill.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the moments of the kills.")] = 0,
-    durability: Annotated[
-        Durability, typer.Option(help="As for `python -m retriever serve`.")
-    ] = "process",
+    durability: Annotated[Durability, typer.Option(help="As for `foredraft serve`.")] = "process",
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

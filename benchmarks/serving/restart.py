@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.restart --tokens 5000000 --json
 
-A real `python -m retriever serve --state` is told outputs over gRPC, and learns from traces. Then
+A real `foredraft serve --state` is told outputs over gRPC, and learns from traces. Then
 other traces are replayed without being remembered. It is ended by SIGTERM and by SIGKILL in turn
 and started again: how long from the start of the process until it says that it serves, and until
 the first draft is answered; and whether the same traces get the same drafts, bit for bit. Files

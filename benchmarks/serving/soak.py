@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.soak --seconds 600 --json
 
-A real `python -m retriever serve` keeps a log of generations that is at its limit soon. Engines
+A real `foredraft serve` keeps a log of generations that is at its limit soon. Engines
 ask without a pause; others come and go, are refused, are killed, have data deleted. Each second it
 is noted what the process holds. After the first fifth of the time its memory must stay within 2%,
 and with everybody gone it must have as many descriptors as the last time that everybody was gone.

@@ -70,4 +70,4 @@ def bench(
 def main() -> None:
     """Run the command line; what goes wrong is said in one line."""
     with errors_in_one_line(*FORESEEN):
-        app(prog_name="python -m decoder")
+        app(prog_name="foredraft")

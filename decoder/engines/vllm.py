@@ -4,7 +4,7 @@
         model,
         speculative_config={
             "method": "custom_class",
-            "model": "decoder.engines.vllm.ForedraftProposer",
+            "model": "foredraft.vllm.ForedraftProposer",
             "num_speculative_tokens": 8,
         },
         additional_config={"foredraft": {"index": ["my.index"]}},

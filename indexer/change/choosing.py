@@ -55,7 +55,7 @@ class Choice:
             others = f" (and {len(more)} more)" if more else ""
             raise SourceError(
                 f"the index has no document {first!r}{others}: nothing was removed; "
-                "`python -m indexer documents` lists the names"
+                "`foredraft documents` lists the names"
             )
 
 

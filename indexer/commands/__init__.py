@@ -79,7 +79,7 @@ def build(
 ) -> None:
     """Build an index from folders, repositories, files, JSON lines and tables.
 
-    For example: python -m indexer build src docs answers.jsonl.gz --output my.index
+    For example: foredraft build src docs answers.jsonl.gz --output my.index
     """
     if bool(sources) == (from_index is not None):
         raise typer.BadParameter("name sources, or an index with --from")
@@ -152,4 +152,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with errors_in_one_line(IndexerError):
-        app(arguments, prog_name="python -m indexer")
+        app(arguments, prog_name="foredraft")

@@ -41,7 +41,7 @@ def add_command(
     is the one that the index was built with. Readers find the new documents when they open the
     index again; until then they keep what they opened.
 
-    For example: python -m indexer add my.index answers-of-today.jsonl
+    For example: foredraft add my.index answers-of-today.jsonl
     """
     options = build_options(found, screen, added, work)
     with BuildProgress() as progress:
@@ -79,7 +79,7 @@ def remove_command(
     Nothing of them stays in its files, once nobody has the index open as it was before; the report
     says if somebody has. Segments that hold them are written anew, and so are the phrase tables.
 
-    For example: python -m indexer remove my.index --matching 'src/vendor/*'
+    For example: foredraft remove my.index --matching 'src/vendor/*'
     """
     names, patterns = document or [], matching or []
     if not names and not patterns:

@@ -57,7 +57,7 @@ def _held(path: Path) -> Iterator[int]:
         if path.exists():
             raise IndexNotFoundError(f"{path} is a file: an index is a folder") from error
         raise IndexNotFoundError(
-            f"there is no index at {path}: build one with `python -m indexer build`"
+            f"there is no index at {path}: build one with `foredraft build`"
         ) from error
     except OSError as error:
         raise IndexerError(f"cannot open {path}: {error.strerror}") from error

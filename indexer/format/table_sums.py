@@ -266,7 +266,7 @@ def _starts(parents: NDArray[np.int64], num_parents: int) -> NDArray[np.uint32]:
 def _levels_of(tables: PhraseTables) -> list[Level]:
     if any(np.any(starts[1:] < starts[:-1]) for starts in tables.starts):
         raise DamagedIndexError(
-            "the phrase tables of an index are damaged: `python -m indexer verify` says of which"
+            "the phrase tables of an index are damaged: `foredraft verify` says of which"
         )
     return [
         Level(

@@ -276,7 +276,7 @@ def _translated(file: SourceFile) -> Iterator[None]:
     except ImportError as error:
         extra = "parquet" if form == Form.PARQUET else "datasets"
         raise TableError(
-            f"reading {form} takes pyarrow", f"run `pip install '.[{extra}]'`"
+            f"reading {form} takes pyarrow", f"run `pip install 'foredraft[{extra}]'`"
         ) from error
     try:
         yield

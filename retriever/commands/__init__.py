@@ -29,4 +29,4 @@ app.add_typer(access_app, name="access")
 
 def main() -> None:
     """Run the command line; an error of ours ends it with one line on stderr and status 1."""
-    app(prog_name="python -m retriever")
+    app(prog_name="foredraft")

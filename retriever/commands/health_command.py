@@ -1,4 +1,4 @@
-"""`python -m retriever health`: whether a service takes calls."""
+"""`foredraft health`: whether a service takes calls."""
 
 import sys
 from typing import Annotated

@@ -16,9 +16,9 @@ import typer
 from indexer.flags import AsJson, Given, with_flags
 from retriever.commands.options import clear_errors, listed_phrases
 from retriever.operations.logs import log_event, log_to_standard_error
-from retriever.operations.metrics import Service
 from retriever.operations.observer import Operator
 from retriever.operations.resolving import FILE_VARIABLE, as_toml, resolve, to_json
+from retriever.operations.service_report import Service
 from retriever.operations.settings import Settings
 from retriever.operations.tracing import tracing_of
 from retriever.operations.web import Web, WebAddress

@@ -2,7 +2,7 @@
 
 For health checks of containers: it starts in a fraction of a second, as it loads nothing but gRPC.
 Without an address it takes that of FOREDRAFT_ADDRESS, as the service does. Over TLS it shows and
-trusts what the environment says, as every client does. `python -m retriever health` is the same,
+trusts what the environment says, as every client does. `foredraft health` is the same,
 with flags.
 """
 

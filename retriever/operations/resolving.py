@@ -31,7 +31,7 @@ FILE_VARIABLE: Final = "FOREDRAFT_CONFIG"
 """The environment variable that names a file where no flag does."""
 
 _SHOWN: Final = 80  # of a value that is refused, in characters
-_LIST: Final = "`python -m retriever config`"
+_LIST: Final = "`foredraft config`"
 _OTHERS: Final = frozenset(
     {
         FILE_VARIABLE,

@@ -58,9 +58,7 @@ class DatabaseSettings(BaseModel):
     index: Annotated[
         list[Path],
         Metavar("DIR"),
-        Field(
-            description="An index to draft from, as `python -m indexer build` made it. Repeatable."
-        ),
+        Field(description="An index to draft from, as `foredraft build` made it. Repeatable."),
     ] = []
     phrases: Annotated[
         list[Path],

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Final
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from retriever.operations.metrics import Service, installed_version
+from retriever.operations.service_report import Service, installed_version
 from retriever.sessions.tally import BOUNDS_S, Latencies, Tally
 from retriever.tree import Source, drafted_sources
 

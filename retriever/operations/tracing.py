@@ -52,7 +52,7 @@ def tracing_of(ratio: float, endpoint: str | None) -> "Tracing | None":
         )
     except ModuleNotFoundError as error:
         raise SettingsError(
-            f"--trace-ratio: {error.name} is missing: run `pip install '.[tracing]'`"
+            f"--trace-ratio: {error.name} is missing: run `pip install 'foredraft[tracing]'`"
         ) from error
     return SampledTraces(ratio, otlp.OTLPSpanExporter(endpoint=endpoint))
 

@@ -13,7 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from retriever.errors import AddressInUseError, SettingsError
 from retriever.operations.lifecycle import Phase
-from retriever.operations.metrics import Service
+from retriever.operations.service_report import Service
 from retriever.operations.status_page import HEADERS, History, page
 
 _MAX_REQUESTS: Final = 8
@@ -214,7 +214,7 @@ def _exposition(service: Service) -> Callable[[str], tuple[bytes, str]]:
         from retriever.operations.metrics import registry_of  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise SettingsError(
-            f"--metrics-address: {error.name} is missing: run `pip install '.[operations]'`"
+            f"--metrics-address: {error.name} is missing: run `pip install 'foredraft[operations]'`"
         ) from error
     registry = registry_of(service)
 

@@ -4,12 +4,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Event, Lock
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from retriever.limits import Limits
 from retriever.log.pools import Pools
 from retriever.predict.generations import Output, Scope, steady_time
-from retriever.replication.redis_streams import PAGE, StreamEntry, Streams
+from retriever.replication.options import PAGE
 from retriever.replication.replicated_records import Record, UnreadableRecordError, decode
 from retriever.replication.replication_state import (
     BEGINNING,
@@ -18,6 +18,9 @@ from retriever.replication.replication_state import (
     ReplicationCounts,
     Surplus,
 )
+
+if TYPE_CHECKING:
+    from retriever.replication.redis_streams import StreamEntry, Streams
 
 _AT_ONCE_TOKENS: Final = 1024  # drafts wait for them: a third of a millisecond
 _BLOCK_MS: Final = 250  # within it a thread that waits for the server sees that it is to stop
@@ -150,7 +153,7 @@ class Consumer:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: "Streams",
         learner: Learner,
         position: Position,
         counts: ReplicationCounts,
@@ -236,7 +239,7 @@ class Consumer:
         self._learner.expect(held)
         return begin
 
-    def _delete(self, entries: Sequence[StreamEntry]) -> None:
+    def _delete(self, entries: "Sequence[StreamEntry]") -> None:
         known = _order(self._position.deletions or BEGINNING)
         surplus: list[str] = []
         for entry in entries:
@@ -258,14 +261,16 @@ class Consumer:
             self._learner.keep_position()
         self._streams.remove_deletions(surplus)
 
-    def _learn(self, entries: Sequence[StreamEntry]) -> None:
+    def _learn(self, entries: "Sequence[StreamEntry]") -> None:
         deleted: list[str] = []
         for record in self._new_records(entries, deleted):
             self._learner.learn(record)
         self._learner.flush()
         self._streams.remove_outputs(deleted)
 
-    def _new_records(self, entries: Sequence[StreamEntry], deleted: list[str]) -> Iterator[Record]:
+    def _new_records(
+        self, entries: "Sequence[StreamEntry]", deleted: list[str]
+    ) -> Iterator[Record]:
         """Give what may be learned, having moved the position past it; note what was deleted."""
         for entry in entries:
             if self._stopped.is_set():
@@ -292,7 +297,7 @@ class Consumer:
             return "repeated"
         return reason
 
-    def _decode(self, entry: StreamEntry, stream: bytes) -> Record | str:
+    def _decode(self, entry: "StreamEntry", stream: bytes) -> Record | str:
         """Return an entry's record, or why it has none."""
         if entry.data is None:
             return "foreign"

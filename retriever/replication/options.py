@@ -7,6 +7,9 @@ from urllib.parse import urlsplit
 MAX_RECORD_TOKENS: Final = 4096
 """Tokens in a record at most: longer outputs travel in several."""
 
+PAGE: Final = 64
+"""Entries that are read at once: parsing them holds up other threads for half a millisecond."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicationOptions:

@@ -4,15 +4,17 @@ from collections import deque
 from collections.abc import Mapping
 from itertools import count, islice
 from threading import Condition
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from retriever.predict.generations import Output, Scope
 from retriever.replication.options import MAX_RECORD_TOKENS
-from retriever.replication.redis_streams import Streams
 from retriever.replication.replicated_records import Record, UnreadableRecordError, decode, encode
 from retriever.replication.replication_state import Deletions, Position, ReplicationCounts
+
+if TYPE_CHECKING:
+    from retriever.replication.redis_streams import Streams
 
 _RECORD_TOKENS: Final = 64  # what a record takes beside its tokens, as tokens of 4 bytes
 _MAX_OUTPUTS: Final = 16  # at once: to encode them holds up other threads for half a millisecond
@@ -136,7 +138,7 @@ class Publisher:
     """
 
     def __init__(
-        self, streams: Streams, outbox: Outbox, position: Position, counts: ReplicationCounts
+        self, streams: "Streams", outbox: Outbox, position: Position, counts: ReplicationCounts
     ) -> None:
         self._streams = streams
         self._outbox = outbox

@@ -14,14 +14,11 @@ from redis.connection import Connection, ConnectionPool, parse_url
 from redis.retry import Retry
 
 from retriever.errors import ReplicationError
-from retriever.replication.options import ReplicationOptions
+from retriever.replication.options import PAGE, ReplicationOptions
 from retriever.replication.replication_state import MAX_DELETIONS
 
 REFUSALS: Final = (redis.RedisError, OSError)
 """What the server and the way to it raise."""
-
-PAGE: Final = 64
-"""Entries that are read at once: parsing them holds up other threads for half a millisecond."""
 
 _PARTS: Final = frozenset(
     {"host", "port", "db", "path", "username", "password", "connection_class"}

@@ -34,7 +34,7 @@ def index(tmp_path_factory: pytest.TempPathFactory, vocabulary: Vocabulary) -> P
 
 
 def start_service(*arguments: str) -> tuple["subprocess.Popen[str]", str]:
-    """Start `python -m retriever serve` and return the process and its address."""
+    """Start `foredraft serve` and return the process and its address."""
     process = subprocess.Popen(
         [sys.executable, "-m", "retriever", "serve", *arguments],
         stdout=subprocess.PIPE,

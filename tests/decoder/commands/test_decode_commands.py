@@ -287,7 +287,7 @@ def test_loading_is_announced_and_a_failing_drafter_once(
     assert (
         "without drafts from this drafter: no draft service answers at 127.0.0.1:1 " in failing[0]
     )
-    assert failing[0].endswith("is `python -m retriever serve` running there?")
+    assert failing[0].endswith("is `foredraft serve` running there?")
 
 
 def test_an_unknown_model_is_answered_in_one_line(

@@ -95,7 +95,7 @@ def plugin(ngram_worker: Any) -> Any:
     assert ngram_worker
     from sglang.srt.speculative.spec_registry import get_spec  # noqa: PLC0415
 
-    from decoder.engines.sglang import plugin as module  # noqa: PLC0415
+    from decoder.engines.experimental_sglang import plugin as module  # noqa: PLC0415
 
     if get_spec(module.ALGORITHM) is None:
         module.register()

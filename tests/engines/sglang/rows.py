@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from decoder.engines.sglang.corpus import lay_out, masks_of
+from decoder.engines.experimental_sglang.corpus import lay_out, masks_of
 from retriever.tree import ROOT, DraftTree, Source
 from tests.engines.sglang.tree_verification import Ints
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from decoder.engines.sglang.corpus import DrafterCorpus
+from decoder.engines.experimental_sglang.corpus import DrafterCorpus
 from tests.engines.sglang.tree_verification import Ints, Verify, links_of, verify_greedy
 
 NUM_TOKENS = 50

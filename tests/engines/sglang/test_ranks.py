@@ -13,7 +13,7 @@ import sys
 from types import SimpleNamespace
 import numpy as np
 import torch
-from decoder.engines.sglang.corpus import sharing
+from decoder.engines.experimental_sglang.corpus import sharing
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
 group = SimpleNamespace(world_size=2, ranks=[0, 1], cpu_group=torch.distributed.group.WORLD)
@@ -25,7 +25,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_a_model_on_one_device_shares_nothing() -> None:
-    from decoder.engines.sglang.corpus import sharing  # noqa: PLC0415  (needs torch)
+    from decoder.engines.experimental_sglang.corpus import sharing  # noqa: PLC0415  (needs torch)
 
     alone: Any = SimpleNamespace(world_size=1)
     assert sharing(alone) is None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from decoder.engines.engine_sessions import DrafterSessions
-from decoder.engines.sglang.corpus import DrafterCorpus, lay_out, masks_of
+from decoder.engines.experimental_sglang.corpus import DrafterCorpus, lay_out, masks_of
 from retriever.client.local import LocalDrafter
 from tests.engines.sglang.conftest import Kernels
 from tests.engines.sglang.rows import greedy_path, random_tree, row_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from decoder.engines.engine_sessions import DrafterSessions
-from decoder.engines.sglang.corpus import DrafterCorpus, Nodes
+from decoder.engines.experimental_sglang.corpus import DrafterCorpus, Nodes
 from retriever.client.local import LocalDrafter
 from retriever.drafter import DraftRequest
 from retriever.errors import DrafterUnavailableError
@@ -201,7 +201,7 @@ def test_ranks_verify_what_the_first_has_drafted() -> None:
 def test_no_more_nodes_are_asked_for_than_drafters_take(
     width: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decoder.engines.sglang.corpus._MAX_STEP_NODES", 300)
+    monkeypatch.setattr("decoder.engines.experimental_sglang.corpus._MAX_STEP_NODES", 300)
     asked: list[int] = []
 
     class Counted(Watched):

@@ -1,7 +1,7 @@
 """Drafts of a service that is killed in the middle."""
 
 from decoder.engines.engine_sessions import DrafterSessions
-from decoder.engines.sglang.corpus import DrafterCorpus
+from decoder.engines.experimental_sglang.corpus import DrafterCorpus
 from retriever.client.resilient import ResilientDrafter
 from tests.engines.sglang.sglang_decoding import Request, plain, step
 from tests.retriever.conftest import start_service, stop_service

@@ -3,7 +3,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from decoder.engines.sglang.corpus import lay_out, masks_of
+from decoder.engines.experimental_sglang.corpus import lay_out, masks_of
 from retriever.tree import DraftTree
 from tests.engines.sglang.rows import greedy_path, random_tree, row_of
 from tests.engines.sglang.tree_verification import links_of, sampled, verify_greedy

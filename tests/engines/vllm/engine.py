@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from vllm import LLM, SamplingParams
 
-OURS = "decoder.engines.vllm.ForedraftProposer"
+OURS = "foredraft.vllm.ForedraftProposer"
 
 
 class Watched:

@@ -50,7 +50,7 @@ def test_small_tables_and_single_ones_start_no_process(
 def test_damage_is_told_by_the_other_process(tables: list[PhraseTables]) -> None:
     one = tables[0]
     starts = (one.starts[0][::-1].copy(), *one.starts[1:])
-    with pytest.raises(DamagedIndexError, match=r"damaged: `python -m indexer verify`"):
+    with pytest.raises(DamagedIndexError, match=r"damaged: `foredraft verify`"):
         sum_tables([PhraseTables(starts, one.tokens, one.counts), tables[2]], small_bytes=0)
 
 

@@ -146,7 +146,9 @@ def test_without_pyarrow_a_table_says_what_to_install(
     path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     extra = {"parquet": "parquet", "arrow": "datasets"}[suffix]
-    with pytest.raises(SourceError, match=rf"takes pyarrow: run `pip install '\.\[{extra}\]'`$"):
+    with pytest.raises(
+        SourceError, match=rf"takes pyarrow: run `pip install 'foredraft\[{extra}\]'`$"
+    ):
         read_all(path)
     write(tmp_path, b_md="b")
     documents, tally = read_all(tmp_path)

@@ -116,7 +116,7 @@ def test_the_unit_and_the_settings_agree() -> None:
 def test_systemd_finds_no_fault_with_the_unit(tmp_path: Path) -> None:
     copy = tmp_path / "foredraft.service"
     text = (DEPLOY / copy.name).read_text()
-    copy.write_text(text.replace("/opt/foredraft/bin/python", sys.executable))
+    copy.write_text(text.replace("/opt/foredraft/bin/foredraft", f"{sys.executable} -m foredraft"))
     command = ["systemd-analyze", "verify", "--man=no", str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert "foredraft.service" not in done.stdout + done.stderr
@@ -160,7 +160,7 @@ def run(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]"
 
 def test_the_health_check_tells_who_takes_calls() -> None:
     assert health.SERVICE == SERVICE
-    checks = ("retriever.operations.health",), ("retriever", "health")
+    checks = ("retriever.operations.health",), ("foredraft", "health")
     process, address = start_service("--address", "127.0.0.1:0")
     assert [run(*check, address).returncode for check in checks] == [0, 0]
     assert run(*checks[0], FOREDRAFT_ADDRESS=address).returncode == 0
@@ -188,7 +188,7 @@ def test_the_health_check_goes_over_tls(tmp_path: Path) -> None:
     try:
         for argument in ("--credentials", f"--credentials={tmp_path}/none"):
             rest = [argument, str(shown)] if argument == "--credentials" else [argument]
-            done = run("retriever", "health", address, *rest)
+            done = run("foredraft", "health", address, *rest)
             assert done.returncode == (argument != "--credentials"), done.stderr
         assert run("retriever.operations.health", address, **variables).returncode == 0
         done = run("retriever.operations.health", address)
@@ -206,7 +206,7 @@ def backed_up(text: str, tmp_path: Path) -> None:
         ("/backup", "backup"),
     ):
         text = text.replace(theirs, str(tmp_path / ours))
-    text = text.replace("/opt/foredraft/bin/python", sys.executable)
+    text = text.replace("/opt/foredraft/bin/foredraft", f"{sys.executable} -m foredraft")
     kept = [line for line in text.splitlines() if not line.startswith("systemctl ")]
     subprocess.run(["sh", "-euc", "\n".join(kept)], cwd=ROOT, check=True, timeout=120)
 

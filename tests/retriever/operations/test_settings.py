@@ -121,7 +121,7 @@ def test_lists_and_switches_come_from_the_environment(tmp_path: Path) -> None:
         ("", {"FOREDRAFT_STAT": "x"}, {}, "FOREDRAFT_STAT is no .*did you mean FOREDRAFT_STATE?"),
         ("", {"FOREDRAFT_REDIS_PASWORD": "x"}, {}, "did you mean FOREDRAFT_REDIS_PASSWORD?"),
         ("max_batch = '" + "x" * 5000 + "'", {}, {}, "max_batch is 'x{79}\u2026: it should"),
-        ("", {"FOREDRAFT_QQ": "x"}, {}, "FOREDRAFT_QQ is no setting: `python -m retriever config`"),
+        ("", {"FOREDRAFT_QQ": "x"}, {}, "FOREDRAFT_QQ is no setting: `foredraft config`"),
         ("max_batch = 'many'", {}, {}, "max_batch is 'many': it should be a valid integer"),
         ("max_batch = '5'", {}, {}, "max_batch is '5': it should be a valid integer"),
         ("max_batch = true", {}, {}, "max_batch is True: it should be a valid integer"),

@@ -12,8 +12,8 @@ import numpy as np
 from grpc import aio
 
 from retriever.drafter import DraftRequest
-from retriever.operations.metrics import Service
 from retriever.operations.observer import Operator
+from retriever.operations.service_report import Service
 from retriever.operations.web import Web, WebAddress
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter

@@ -1,5 +1,8 @@
 """Drafts for TensorRT-LLM's PyTorch backend: a drafter that its configuration takes.
 
+Experimental: it is written and tested against the engine's published interface, and has never run
+in TensorRT-LLM.
+
     config = UserProvidedDecodingConfig(
         max_draft_len=8, drafter=DraftsForTensorRtLlm(drafter, vocabulary_size, max_draft_len=8)
     )
@@ -23,6 +26,8 @@ from indexer.reader import Vocabulary
 from retriever.drafter import Drafter
 
 TESTED_VERSIONS: Final = ">=1.0,<1.3"
+"""Versions whose published interface it was tested against."""
+
 DEFAULT_DEADLINE_S: Final = 0.005
 MAX_IDLE_STEPS: Final = 64
 

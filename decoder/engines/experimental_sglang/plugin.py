@@ -20,7 +20,7 @@ def register() -> None:
         SpeculativeAlgorithm,
     )
 
-    from decoder.engines.sglang.algorithm import ForedraftAlgorithm  # noqa: PLC0415  (likewise)
+    from decoder.engines.experimental_sglang.algorithm import ForedraftAlgorithm  # noqa: PLC0415  (likewise)
 
     SpeculativeAlgorithm.register(
         ALGORITHM,
@@ -43,6 +43,6 @@ def check_server_args(server_args: Any) -> None:
 def worker_class(_server_args: Any) -> type:
     """Return the class of the worker that drafts."""
     check_version(TESTED, "sglang")
-    from decoder.engines.sglang.worker import ForedraftWorker  # noqa: PLC0415  (loads the engine)
+    from decoder.engines.experimental_sglang.worker import ForedraftWorker  # noqa: PLC0415  (loads the engine)
 
     return ForedraftWorker

@@ -16,7 +16,7 @@ import pytest
 
 from tests.engines.scripted import ScriptedDrafter
 
-MODULE = "decoder.engines.tensorrt_llm"
+MODULE = "decoder.engines.experimental_tensorrt_llm"
 MAX_DRAFT_LEN = 4
 
 

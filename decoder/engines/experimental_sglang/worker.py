@@ -13,7 +13,7 @@ from sglang.srt.speculative.ngram_worker import NGRAMWorker
 from decoder.engines.engine_drafters import DEADLINE_S, open_drafter
 from decoder.engines.engine_options import EngineSettings, resolve_settings
 from decoder.engines.engine_sessions import DrafterSessions
-from decoder.engines.sglang.corpus import DrafterCorpus, sharing
+from decoder.engines.experimental_sglang.corpus import DrafterCorpus, sharing
 from indexer.reader import Vocabulary
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter

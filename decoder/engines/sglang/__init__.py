@@ -1,1 +1,0 @@
-"""Drafts inside SGLang, as a speculative algorithm of its own: see `plugin`."""

@@ -1,0 +1,184 @@
+"""Drafts that make large language models decode faster, with the same output.
+
+What programs import: building and opening an index, the drafter in the process and the clients of a
+service, the draft tree and the protocol, and the decoder. Errors are in `foredraft.errors`; the
+adapters of engines are modules of their own: `foredraft.vllm`, `foredraft.transformers` and others.
+
+A name is loaded when it is first used, so that a program pays for what it uses alone: `import
+foredraft` by itself loads nothing but the check that the packages behind it are the ones that came
+with it.
+"""
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+from foredraft.installation import EXTRAS, ForeignPackageError, check_packages, starts_the_command
+
+if TYPE_CHECKING:
+    from decoder.assembly import assemble
+    from decoder.budget.budget import FixedBudget, MeasuredBudget
+    from decoder.budget.costs import measure_costs
+    from decoder.drafters.following import DraftLimits
+    from decoder.drafters.fusion import FusedDrafter
+    from decoder.drafters.model_drafter import ModelDrafter
+    from decoder.drafters.recycling import RecycledLogits
+    from decoder.engines.transformers.custom_generate import Foredraft
+    from decoder.loop import Decoder
+    from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+    from decoder.model.target import Target
+    from decoder.stopping import StoppableText, StopStrings
+    from foredraft import errors
+    from indexer.build import BuildOptions, build_from_texts, build_from_tokens, build_index
+    from indexer.change.changes import add_documents, compact, remove_documents
+    from indexer.change.choosing import Choice, list_documents
+    from indexer.change.rebuilding import build_from_index
+    from indexer.change.verify import verify_index
+    from indexer.reader import Index
+    from indexer.sources import SourceOptions
+    from indexer.tokenizer import Vocabulary, load_tokenizer, vocabulary_of
+    from retriever.client.asynchronous import AsyncResilientDrafter
+    from retriever.client.conversation import FailOpen
+    from retriever.client.credentials import Credentials
+    from retriever.client.local import LocalDrafter
+    from retriever.client.resilient import ResilientDrafter
+    from retriever.client.sharded import ShardedDrafter, ShardState, connect
+    from retriever.client.strict import IndexInfo, RemoteDrafter
+    from retriever.drafter import Drafter, DraftRequest, TokenIds
+    from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
+    from retriever.limits import Limits
+    from retriever.predict.phrases import ListedPhrases
+    from retriever.replication.options import ReplicationOptions
+    from retriever.sessions.embedded import EmbeddedDrafter
+    from retriever.tree import ROOT, DraftTree, Source
+
+try:
+    check_packages()
+except ForeignPackageError as _error:
+    if starts_the_command():
+        sys.exit(f"error: {_error}")
+    raise
+
+__all__ = [
+    "ROOT",
+    "AsyncResilientDrafter",
+    "BuildOptions",
+    "Choice",
+    "Credentials",
+    "Decoder",
+    "DocumentOccurrence",
+    "DraftLimits",
+    "DraftRequest",
+    "DraftTree",
+    "Drafter",
+    "EmbeddedDrafter",
+    "Explanation",
+    "FailOpen",
+    "FixedBudget",
+    "Foredraft",
+    "FusedDrafter",
+    "Index",
+    "IndexInfo",
+    "LanguageModel",
+    "Limits",
+    "ListedPhrases",
+    "LocalDrafter",
+    "MeasuredBudget",
+    "ModelDrafter",
+    "ModelOptions",
+    "NodeProvenance",
+    "RecycledLogits",
+    "RemoteDrafter",
+    "ReplicationOptions",
+    "ResilientDrafter",
+    "ShardState",
+    "ShardedDrafter",
+    "Source",
+    "SourceOptions",
+    "StopStrings",
+    "StoppableText",
+    "Target",
+    "TokenIds",
+    "Vocabulary",
+    "add_documents",
+    "assemble",
+    "build_from_index",
+    "build_from_texts",
+    "build_from_tokens",
+    "build_index",
+    "compact",
+    "connect",
+    "errors",
+    "list_documents",
+    "load_model",
+    "load_tokenizer",
+    "measure_costs",
+    "remove_documents",
+    "verify_index",
+    "vocabulary_of",
+]
+
+_HOMES: Final = {
+    "decoder.assembly": ("assemble",),
+    "decoder.budget.budget": ("FixedBudget", "MeasuredBudget"),
+    "decoder.budget.costs": ("measure_costs",),
+    "decoder.drafters.following": ("DraftLimits",),
+    "decoder.drafters.fusion": ("FusedDrafter",),
+    "decoder.drafters.model_drafter": ("ModelDrafter",),
+    "decoder.drafters.recycling": ("RecycledLogits",),
+    "decoder.engines.transformers.custom_generate": ("Foredraft",),
+    "decoder.loop": ("Decoder",),
+    "decoder.model.pretrained": ("LanguageModel", "ModelOptions", "load_model"),
+    "decoder.model.target": ("Target",),
+    "decoder.stopping": ("StoppableText", "StopStrings"),
+    "indexer.build": ("BuildOptions", "build_from_texts", "build_from_tokens", "build_index"),
+    "indexer.change.changes": ("add_documents", "compact", "remove_documents"),
+    "indexer.change.choosing": ("Choice", "list_documents"),
+    "indexer.change.rebuilding": ("build_from_index",),
+    "indexer.change.verify": ("verify_index",),
+    "indexer.reader": ("Index",),
+    "indexer.sources": ("SourceOptions",),
+    "indexer.tokenizer": ("Vocabulary", "load_tokenizer", "vocabulary_of"),
+    "retriever.client.asynchronous": ("AsyncResilientDrafter",),
+    "retriever.client.conversation": ("FailOpen",),
+    "retriever.client.credentials": ("Credentials",),
+    "retriever.client.local": ("LocalDrafter",),
+    "retriever.client.resilient": ("ResilientDrafter",),
+    "retriever.client.sharded": ("ShardedDrafter", "ShardState", "connect"),
+    "retriever.client.strict": ("IndexInfo", "RemoteDrafter"),
+    "retriever.drafter": ("Drafter", "DraftRequest", "TokenIds"),
+    "retriever.explanation": ("DocumentOccurrence", "Explanation", "NodeProvenance"),
+    "retriever.limits": ("Limits",),
+    "retriever.predict.phrases": ("ListedPhrases",),
+    "retriever.replication.options": ("ReplicationOptions",),
+    "retriever.sessions.embedded": ("EmbeddedDrafter",),
+    "retriever.tree": ("ROOT", "DraftTree", "Source"),
+}
+_HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
+
+if not TYPE_CHECKING:  # type checkers would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Load a name from where it is defined, once.
+
+        Raises:
+            ModuleNotFoundError: a library is missing; the message says what to install.
+        """
+        if name == "errors":
+            return import_module("foredraft.errors")
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = _HOME_OF[name]
+        try:
+            value = getattr(import_module(home), name)
+        except ModuleNotFoundError as error:
+            extra = EXTRAS[home.partition(".")[0]]
+            raise ModuleNotFoundError(
+                f"{error.name} is missing: run `pip install 'foredraft[{extra}]'`", name=error.name
+            ) from error
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

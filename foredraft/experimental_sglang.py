@@ -1,0 +1,9 @@
+"""Drafts inside SGLang, experimental: never run in a whole SGLang. See docs/engines.md.
+
+SGLang finds `register` by an entry point in each of its processes: start it with
+`--speculative-algorithm FOREDRAFT`.
+"""
+
+from decoder.engines.experimental_sglang.plugin import ALGORITHM, register
+
+__all__ = ["ALGORITHM", "register"]

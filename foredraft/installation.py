@@ -1,0 +1,91 @@
+"""Whether the packages that Python finds by our names are ours.
+
+`indexer`, `retriever` and `decoder` are common names: another distribution may install a folder of
+that name over ours, and a file `retriever.py` where Python looks first hides ours. Each of ours
+carries a marker in its `__init__.py`, which is looked for without running that file.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType
+from typing import Any, Final
+
+EXTRAS: Final = {"indexer": "index", "retriever": "server", "decoder": "decoder"}
+"""Our packages, each with the extra that installs all that it needs."""
+
+MARKER: Final = "__distribution__"
+OURS: Final = "foredraft"
+
+_REINSTALL: Final = f"`pip install --force-reinstall --no-deps {OURS}`"
+
+
+class ForeignPackageError(ImportError):
+    """Python finds something else by the name of one of our packages: the message says where."""
+
+
+def check_packages() -> None:
+    """Check that the three packages are there, and ours.
+
+    Raises:
+        ForeignPackageError: one is not; the message, one line, names the file in the way.
+    """
+    for name in EXTRAS:
+        loaded = sys.modules.get(name)
+        if loaded is None:
+            _check_found(name, find_spec(name))
+        elif getattr(loaded, MARKER, None) != OURS:
+            raise _in_the_way(
+                name, getattr(loaded, "__file__", None) or "a module made at run time"
+            )
+
+
+def starts_the_command() -> bool:
+    """Whether this process is `foredraft` or `python -m foredraft`, and not another program."""
+    if sys.argv[:1] == ["-m"]:  # so it is while Python looks for the module to run
+        return OURS in sys.orig_argv or f"-m{OURS}" in sys.orig_argv
+    return Path(sys.argv[0]).stem == OURS if sys.argv else False
+
+
+def _check_found(name: str, spec: ModuleSpec | None) -> None:
+    if spec is None or spec.origin is None:  # without an origin it is a bare folder
+        raise ForeignPackageError(
+            f"{OURS} is not whole: its package `{name}` is missing: run {_REINSTALL}", name=name
+        )
+    if not _is_ours(name, spec.loader):
+        raise _in_the_way(name, spec.origin)
+
+
+def _is_ours(name: str, loader: Any) -> bool:
+    if not hasattr(loader, "get_code"):
+        return True  # a program packed by a tool that shows no code: nothing can come in between
+    try:
+        code = loader.get_code(name)
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return False
+    return isinstance(code, CodeType) and MARKER in code.co_names and OURS in code.co_consts
+
+
+def _in_the_way(name: str, file: str) -> ForeignPackageError:
+    owner = _owner_of(name, file)
+    remedy = (
+        f"it came with the distribution `{owner}`: run `pip uninstall {owner}` and then "
+        f"{_REINSTALL}, or use another environment"
+        if owner
+        else "rename it, or keep its folder off the path of Python"
+    )
+    return ForeignPackageError(
+        f"{file} is in the way of the package `{name}` of {OURS}: {remedy}", name=name, path=file
+    )
+
+
+def _owner_of(name: str, file: str) -> str | None:
+    """Return the distribution that installed a file, `None` if it is nobody's, as a user's own."""
+    from importlib.metadata import distribution, packages_distributions  # noqa: PLC0415  (slow)
+
+    for owner in packages_distributions().get(name, ()):
+        folder = Path(str(distribution(owner).locate_file(""))).resolve()
+        if owner != OURS and Path(file).resolve().is_relative_to(folder):
+            return owner
+    return None

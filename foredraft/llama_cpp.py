@@ -1,0 +1,5 @@
+"""Drafts inside llama-cpp-python: see docs/engines.md."""
+
+from decoder.engines.llama_cpp import DrafterDraftModel, attach, measure_costs
+
+__all__ = ["DrafterDraftModel", "attach", "measure_costs"]

@@ -1,0 +1,175 @@
+"""What `import foredraft` offers: everything that users need, typed, and loaded when it is used."""
+
+import ast
+import os
+import pickle
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import foredraft
+import foredraft.errors
+from foredraft.installation import EXTRAS
+
+ROOT = Path(__file__).parents[2]
+FACE = ROOT / "foredraft"
+ENGINES = ROOT / "decoder" / "engines"
+ADAPTERS = {
+    "experimental_sglang": "sglang",
+    "experimental_tensorrt_llm": "tensorrt_llm",
+    "llama_cpp": "llama_cpp",
+    "onnxruntime_genai": "onnxruntime_genai",
+    "transformers": "transformers",
+    "vllm": "vllm",
+}
+
+
+def modules_after(statement: str) -> set[str]:
+    script = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return set(done.stdout.split())
+
+
+def typed_names() -> dict[str, str]:
+    """Where type checkers are told that each name comes from."""
+    tree = ast.parse((FACE / "__init__.py").read_text())
+    [block] = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    return {
+        alias.name: str(node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def test_each_name_is_what_type_checkers_are_told() -> None:
+    told = typed_names()
+    assert sorted(told) == sorted(foredraft.__all__)
+    for name, module in told.items():
+        if name != "errors":
+            assert getattr(foredraft, name) is getattr(import_module(module), name)
+    assert set(foredraft.__all__) <= set(dir(foredraft))
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'foredraft' has no attribute 'Indx'"):
+        _ = foredraft.Indx  # type: ignore[attr-defined]  # as a typing error would be
+
+
+def test_importing_loads_no_more_than_the_client_does() -> None:
+    bare, client = modules_after("import foredraft"), modules_after("import retriever")
+    ours = {"foredraft", "foredraft.installation", "foredraft.errors"}
+    assert ours <= modules_after("import foredraft; foredraft.errors")
+    assert bare - client <= ours
+    used = modules_after("from foredraft import DraftRequest, DraftTree, RemoteDrafter, connect")
+    assert used - client <= ours
+    assert "foredraft.errors" not in bare
+
+
+def test_each_error_of_the_packages_is_offered() -> None:
+    for package in EXTRAS:
+        module = import_module(f"{package}.errors")
+        names = [
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, Exception)
+        ]
+        assert set(names) <= set(foredraft.errors.__all__)
+        assert all(getattr(foredraft.errors, name) is getattr(module, name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "extra"),
+    [("EmbeddedDrafter", "numba", "server"), ("Decoder", "torch", "decoder")],
+)
+def test_a_missing_library_is_answered_with_what_to_install(
+    name: str, library: str, extra: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{library}.py").write_text(f"raise ModuleNotFoundError(name='{library}')")
+    done = subprocess.run(
+        [sys.executable, "-c", f"from foredraft import {name}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: {library} is missing: run `pip install 'foredraft[{extra}]'`"
+    )
+
+
+def test_each_adapter_has_a_name_here_that_loads_its_engine_alone() -> None:
+    modules = {path.stem for path in FACE.glob("*.py")}
+    own = {"__init__", "__main__", "errors", "installation", "program"}
+    assert modules - own == ADAPTERS.keys()
+    for name in ADAPTERS:
+        assert (ENGINES / name).is_dir() or (ENGINES / f"{name}.py").is_file()
+    loaded = modules_after("import foredraft, foredraft.errors")
+    assert not loaded & {"torch", *ADAPTERS.values()}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_works_or_names_the_engine_that_is_missing(name: str) -> None:
+    try:
+        module = import_module(f"foredraft.{name}")
+    except ModuleNotFoundError as error:
+        assert error.name == ADAPTERS[name]  # noqa: PT017  (it may be there, too)
+    else:
+        assert all(hasattr(module, each) for each in module.__all__)
+
+
+def test_engines_find_the_adapters_that_they_import_by_name() -> None:
+    """vLLM imports what its configuration names, and may send the class to other processes."""
+    module, _, name = "foredraft.vllm.ForedraftProposer".rpartition(".")
+    proposer = getattr(import_module(module), name)
+    assert pickle.loads(pickle.dumps(proposer)) is proposer  # noqa: S301  (our own)
+    assert "SpeculativeAlgorithm" not in vars(import_module("foredraft.experimental_sglang"))
+
+
+def pages() -> list[Path]:
+    """All that tells users what to type and what to import."""
+    found = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
+    found += [path for path in (ROOT / "docs").glob("*.md") if path.stem != "architecture"]
+    found += (path for path in (ROOT / "docs" / "deploy").iterdir() if path.is_file())
+    return found + sorted((ROOT / "examples").glob("*.py"))
+
+
+def test_users_are_told_of_foredraft_alone() -> None:
+    assert len(pages()) > 15
+    for page in pages():
+        text = page.read_text()
+        assert not re.findall(r"-m (?:indexer|retriever|decoder)\b(?!\.)", text), page
+        assert not re.findall(
+            r"^\s*(?:from|import) (?:indexer|retriever|decoder)\b", text, re.MULTILINE
+        )
+        assert not re.findall(r"[`\"](?:indexer|decoder)(?:\.\w+)+", text), page
+
+
+def test_messages_and_help_name_no_package_as_a_command() -> None:
+    for package in (*EXTRAS, "foredraft"):
+        for path in (ROOT / package).rglob("*.py"):
+            if path.name != "__main__.py":
+                assert not re.search(r"-m (?:indexer|retriever|decoder)\b(?!\.)", path.read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if name.startswith("experimental")])
+def test_an_adapter_that_never_ran_in_its_engine_says_so(name: str) -> None:
+    documented = import_module(f"decoder.engines.{name}") if "sglang" in name else None
+    text = documented.__doc__ if documented else (ENGINES / f"{name}.py").read_text()
+    assert "Experimental: " in str(text)
+    engine = {"experimental_sglang": "SGLang", "experimental_tensorrt_llm": "TensorRT-LLM"}[name]
+    rows = (ROOT / "docs" / "engines.md").read_text().splitlines()
+    [row] = [line for line in rows if line.startswith(f"| {engine}")]
+    assert "**experimental**" in row
+    assert "never run in" in row
