@@ -111,13 +111,15 @@ class DraftStream:
         """Return the response to a message.
 
         Raises:
-            RetrieverError: a message without a number is refused.
+            InvalidRequestError: the message has no number.
         """
         read_at_s = time.monotonic()
         await self._turns.begin()
         number = message.sequence_number
         if not number:
-            return self._answer_unnumbered(message)
+            raise InvalidRequestError(
+                "a message of a stream states its number, from 1 up by one: set sequence_number"
+            )
         if number == self._number:
             return self._last
         if number != self._number + 1:
@@ -131,13 +133,6 @@ class DraftStream:
         """End the sessions that began on this stream and have not ended; nothing is kept."""
         self._drafter.discard(self._owned.items())
         self._owned.clear()
-
-    def _answer_unnumbered(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
-        if message.openings or message.closings:
-            raise InvalidRequestError("messages that open or close sessions have a sequence_number")
-        requests = wire.requests_from_message(message)
-        trees = self._drafter.steps.make(requests, self._tenant)
-        return pb.DraftStreamResponse(trees=map(wire.tree_to_message, trees))
 
     async def _work(
         self, message: pb.DraftStreamRequest, read_at_s: float

@@ -135,15 +135,15 @@ def test_errors_reach_the_client_as_they_are_embedded(service: str) -> None:
         remote.close("s")
 
 
-def test_unknown_session_on_the_wire_ends_the_stream_with_not_found(service: str) -> None:
+def test_unknown_session_on_the_wire_is_told_and_the_stream_goes_on(service: str) -> None:
+    step = pb.SessionStep(session_id="nobody", length=1)
     with grpc.insecure_channel(service) as channel:
-        step = pb.SessionStep(session_id="nobody", length=1)
-        call = RetrieverServiceStub(channel).DraftStream(
-            iter([pb.DraftStreamRequest(steps=[step])])
-        )
-        with pytest.raises(grpc.RpcError) as raised:
-            next(call)
-    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        messages = [pb.DraftStreamRequest(sequence_number=n, steps=[step]) for n in (1, 2)]
+        answers = list(RetrieverServiceStub(channel).DraftStream(iter(messages)))
+    assert [answer.sequence_number for answer in answers] == [1, 2]
+    for answer in answers:
+        (status,) = answer.statuses
+        assert (status.session_id, status.code) == ("nobody", grpc.StatusCode.NOT_FOUND.value[0])
 
 
 def test_another_tokenizer_is_refused(service: str) -> None:
