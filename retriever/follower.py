@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from logging import getLogger
 from typing import Any, Final, Protocol, runtime_checkable
@@ -154,6 +154,18 @@ class Follower:
             length = self._num_known if self.has_ended else len(self.sequence)
         new_tokens = self.sequence.tokens[self.num_sent : length].copy()
         return DraftRequest(self.name or "", new_tokens, length, budget_nodes, min_probability)
+
+    def catching_up(self, request: DraftRequest) -> DraftRequest:
+        """Return a request for this session that brings all that it has not been told as well.
+
+        Args:
+            request: of the sequence's owner, its new tokens in the sequence already.
+        """
+        name = self.name or ""
+        if name == request.session and self.num_sent == request.length - len(request.new_tokens):
+            return request
+        new_tokens = self.sequence.tokens[self.num_sent : request.length].copy()
+        return replace(request, session=name, new_tokens=new_tokens)
 
     def told(self, length: int) -> None:
         """Note that the session has been told the sequence up to a length."""

@@ -243,32 +243,26 @@ def trees_from_messages(messages: Sequence[pb.DraftTree], num_trees: int) -> lis
     return trees
 
 
-def request_to_step(request: DraftRequest, session_id: str) -> pb.SessionStep:
-    """Return the wire form of a request that was checked before."""
-    return pb.SessionStep(
-        session_id=session_id,
-        new_token_ids=request.new_tokens.tolist(),
-        length=request.length,
-        budget_nodes=request.budget_nodes,
-        min_probability=request.min_probability,
-    )
-
-
-def step_to_message(
-    request: DraftRequest, session_id: str, new_token_ids: Sequence[int]
-) -> pb.SessionStep:
-    """Return the wire form of one sequence's part of a step.
+def add_step(
+    message: pb.DraftStreamRequest,
+    request: DraftRequest,
+    session_id: str,
+    new_token_ids: Sequence[int],
+) -> None:
+    """Add one sequence's part of a step to a message.
 
     Args:
+        message: of the step.
         request: what is asked.
         session_id: the session's name on the wire.
-        new_token_ids: what the service has not been told of the request's tokens.
+        new_token_ids: what the service has not been told of the sequence, in the place of the
+            request's own.
 
     Raises:
         InvalidRequestError: a number does not fit the wire.
     """
     try:
-        return pb.SessionStep(
+        message.steps.add(
             session_id=session_id,
             new_token_ids=new_token_ids,
             length=request.length,
