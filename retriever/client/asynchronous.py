@@ -24,7 +24,7 @@ from retriever.errors import CredentialsError
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire.messages import CLIENT_OPTIONS
+from retriever.wire.channels import CLIENT_OPTIONS
 
 OpenAsyncChannel = Callable[[str], aio.Channel]
 """Opens a channel to an address: with its credentials, if there are any."""

@@ -18,7 +18,12 @@ from retriever.errors import InvalidTreeError
 from retriever.sequences import Sequence
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.messages import add_step, trees_from_messages
+from retriever.wire.messages import (
+    add_step,
+    closing_message,
+    opening_message,
+    trees_from_messages,
+)
 from retriever.wire.padding import pad_request
 
 
@@ -105,9 +110,7 @@ class PendingCloses:
             new_tokens: tokens that the server has not been told of.
             output: int32[n], what the server keeps by that; None to have it keep nothing.
         """
-        closing = pb.CloseSessionRequest(
-            session_id=wire_name, new_token_ids=new_tokens, forget=output is None
-        )
+        closing = closing_message(wire_name, new_tokens, remember=output is not None)
         self._closings.append((closing, output))
 
     def tell(self, output: TokenIds | None) -> None:
@@ -147,8 +150,10 @@ class PendingCloses:
                 break
             output = self._outputs.popleft()
             self._num_tokens -= _size(output)
-            message.openings.add(session_id=name, vocabulary_fingerprint=fingerprint)
-            message.closings.add(session_id=name, new_token_ids=output.tolist())
+            message.openings.append(
+                opening_message(name, output[:0], remember=True, fingerprint=fingerprint)
+            )
+            message.closings.append(closing_message(name, output.tolist(), remember=True))
             outputs.append(output)
         return outputs
 
@@ -397,12 +402,13 @@ class Conversation:
         if refused is not None and not refused.is_over():
             return None
         known = self._known[name] = _Known(self._wire_name(), sequence.num_prompt)
-        message.openings.add(
-            session_id=known.wire_name,
-            prompt=sequence.prompt.tolist(),
-            forget=not sequence.remember,
-            vocabulary_fingerprint=self._fingerprint,
+        opening = opening_message(
+            known.wire_name,
+            sequence.prompt,
+            remember=sequence.remember,
+            fingerprint=self._fingerprint,
         )
+        message.openings.append(opening)
         return known
 
     def _note(

@@ -17,7 +17,7 @@ from retriever.client.planner import Plan, Planner
 from retriever.errors import CredentialsError
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire.messages import CLIENT_OPTIONS
+from retriever.wire.channels import CLIENT_OPTIONS
 
 LOST_AFTER_S: Final = 1.0
 """A stream on which a message has no answer for so long is given up, in seconds."""

@@ -21,22 +21,23 @@ from retriever.errors import (
     UnknownSessionError,
 )
 from retriever.explanation import Explanation
-from retriever.limits import DEFAULT_DOCUMENTS, check_session_name, shown
+from retriever.limits import DEFAULT_DOCUMENTS, check_session_name, checked_tokens, shown
 from retriever.sequences import OpenSessions
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from retriever.wire.channels import CLIENT_OPTIONS
 from retriever.wire.messages import (
-    CLIENT_OPTIONS,
     add_step,
+    closing_message,
     context_to_message,
-    error_of,
-    error_of_status,
     explanation_from_message,
     explanation_request,
+    opening_message,
     tokens_to_wire,
     trees_from_messages,
 )
+from retriever.wire.statuses import error_of, error_of_status
 
 _ABORTED: Final[int] = grpc.StatusCode.ABORTED.value[0]
 
@@ -298,11 +299,11 @@ class RemoteDrafter(Calls):
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
         """Begin a sequence; see `Drafter.open`."""
         check_session_name(session)
-        message = pb.OpenSessionRequest(
-            session_id=self._prefix + session,
-            prompt=tokens_to_wire(prompt),
-            forget=not remember,
-            vocabulary_fingerprint=self._fingerprint,
+        message = opening_message(
+            self._prefix + session,
+            checked_tokens(prompt, None),
+            remember=remember,
+            fingerprint=self._fingerprint,
         )
         self._call(self._stub.OpenSession, message)
         self._forget(session)  # the service ends sessions that are idle for long
@@ -340,10 +341,8 @@ class RemoteDrafter(Calls):
         told = self._sessions.remove(session)
         with suppress(DrafterUnavailableError):
             ids = told.untold(session, ids)
-        message = pb.CloseSessionRequest(
-            session_id=self._prefix + session,
-            new_token_ids=[] if told.is_lost else ids,
-            forget=not remember,
+        message = closing_message(
+            self._prefix + session, [] if told.is_lost else ids, remember=remember
         )
         try:
             self._call(self._stub.CloseSession, message)

@@ -14,7 +14,8 @@ from retriever.limits import check_batch
 from retriever.sessions.embedded import EmbeddedDrafter, Step
 from retriever.sessions.session_table import Session, SessionKey
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire import messages as wire
+from retriever.wire.messages import requests_from_message, tokens_from_wire, tree_to_message
+from retriever.wire.statuses import status_of
 
 
 class Flushing:
@@ -141,7 +142,7 @@ class DraftStream:
         if message.fail_opens:
             self._drafter.tally.failed_open(message.fail_opens)
         try:
-            requests = wire.requests_from_message(message)
+            requests = requests_from_message(message)
             check_batch(requests, self._drafter.limits)
             self._check_counts(message)
         except RetrieverError as error:
@@ -211,7 +212,7 @@ class DraftStream:
                 response.trees.add()
                 continue
             (tree,) = self._drafter.steps.draft_each([step])
-            response.trees.append(wire.tree_to_message(tree))
+            response.trees.append(tree_to_message(tree))
             began_s = await self._turns.give_way(began_s)
 
     def _close(self, closing: pb.CloseSessionRequest, response: pb.DraftStreamResponse) -> None:
@@ -249,16 +250,16 @@ def end_session(drafter: EmbeddedDrafter, closing: pb.CloseSessionRequest, tenan
         RetrieverError: it is refused.
     """
     key = SessionKey(tenant, closing.session_id)
-    drafter.end(key, wire.tokens_from_wire(closing.new_token_ids), remember=not closing.forget)
+    drafter.end(key, tokens_from_wire(closing.new_token_ids), remember=not closing.forget)
 
 
 def _prepare(drafter: EmbeddedDrafter, opening: pb.OpenSessionRequest, tenant: str) -> Session:
-    prompt = wire.tokens_from_wire(opening.prompt)
+    prompt = tokens_from_wire(opening.prompt)
     return drafter.prepare(prompt, remember=not opening.forget, tenant=tenant)
 
 
 def _refuse(response: pb.DraftStreamResponse, name: str, error: RetrieverError) -> None:
-    code: int = wire.status_of(error).value[0]
+    code: int = status_of(error).value[0]
     response.statuses.add(session_id=name, code=code, message=str(error))
 
 
