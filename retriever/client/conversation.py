@@ -324,7 +324,7 @@ class Conversation:
                 is_refused = known is None and name in self._refused
                 left_out[name] = FailOpen.LIMIT if is_refused else FailOpen.BUSY
                 continue
-            new_ids = sequence.tokens[known.length :].tolist()
+            new_ids = sequence.ids_since(known.length)
             add_step(message, request, known.wire_name, new_ids)
             known.length, known.is_asked = request.length, True
             requests[known.wire_name] = request
@@ -344,7 +344,7 @@ class Conversation:
             self._closes.close(known.wire_name)
             self._closes.tell(output)
         else:
-            missed = sequence.tokens[known.length :].tolist()
+            missed = sequence.ids_since(known.length)
             self._closes.close(known.wire_name, missed, output)
 
     def rest(self, now_s: float) -> pb.DraftStreamRequest | None:

@@ -21,7 +21,7 @@ from retriever.client.conversation import (
     SequenceStep,
 )
 from retriever.client.local import LocalDrafter
-from retriever.client.planner import ranked
+from retriever.client.planner import LocalSide, ranked
 from retriever.client.resilient import LONGEST_S, SHORTEST_S, Pace, ResilientDrafter
 from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
@@ -175,6 +175,30 @@ def test_reconnecting_costs_no_step_much_more_than_others() -> None:
     message, left_out = conversation.ask(steps, 0.0, 10.0)
     assert len(message.openings) == len(message.steps)
     assert len(left_out) == 64 - len(message.openings)  # those that are asked already
+
+
+def test_a_local_side_catches_up_and_outlives_sessions_that_ended() -> None:
+    drafter = LocalDrafter()
+    side, sequence = LocalSide(drafter), Sequence(ids(1, 2))
+
+    def drafted(*tokens: int) -> list[int]:
+        sequence.extend(tokens)
+        request = DraftRequest("s", np.array(tokens[-1:], np.int32), len(sequence), 4)
+        trees = side.draft([SequenceStep(request, sequence)], 0.0)
+        return trees["s"].token_ids.tolist() if trees else []
+
+    assert drafted(9, 8, 1) == [2, 9, 8, 1]  # 9 and 8 were never asked for here
+    drafter.close("s")
+    assert drafted(2) == []
+    assert drafted(9) == [8, 1, 2, 9]  # all of it was told again
+    side.close("s", sequence)
+    late = Sequence(ids(7))
+    late.extend([5, 6, 4])
+    side.close("late", late)  # it never was asked for here
+    drafter.open("t", [5, 6])
+    (tree,) = drafter.draft([DraftRequest("t", ids(), 2, 4)])
+    assert tree.token_ids.tolist() == [4]
+    assert LocalSide(None).draft([], 0.0) == {}
 
 
 def test_cancelled_step_leaves_nothing_behind() -> None:
