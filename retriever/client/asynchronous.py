@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike
 from retriever.backoff import Backoff
 from retriever.client.conversation import FailOpens
 from retriever.client.credentials import Credentials
-from retriever.client.local import LocalDrafter
 from retriever.client.planner import Planner
 from retriever.client.resilient import Pace
 from retriever.client.streams import CONNECT_TIMEOUT_S, LOST_AFTER_S, StreamTable
@@ -163,8 +162,7 @@ class AsyncResilientDrafter:
         open_channel: OpenAsyncChannel | None = None,
     ) -> None:
         listed = [addresses] if isinstance(addresses, str) else addresses
-        beside = local if not isinstance(local, bool) else LocalDrafter() if local else None
-        self._planner = Planner(listed, vocabulary_fingerprint, beside, pads=pad_requests)
+        self._planner = Planner(listed, vocabulary_fingerprint, local, pads=pad_requests)
         self._pace = Pace(deadline_s)
         self._streams: StreamTable[AsyncLinkStream] = StreamTable(self._planner, lost_after_s)
         if credentials is not None:
@@ -213,7 +211,7 @@ class AsyncResilientDrafter:
         try:
             self._streams.ask(plan)
             await self._wait(lambda: plan.is_done, deadline_s)
-        finally:  # even if whoever waits is cancelled
+        finally:  # even if the step is cancelled
             trees = self._planner.finish(plan)
         self._streams.tell_rest()
         self._pace.end(time.monotonic())

@@ -31,9 +31,9 @@ class FailOpen(StrEnum):
     """Why a sequence's step was not drafted by its server.
 
     `DOWN`: it cannot be reached. `BUSY`: it has not answered an earlier step yet. `TIMEOUT`: it did
-    not answer this one in time. `LOST`: it did not know the session, which is opened anew. `LIMIT`:
-    it has no room. `VOCABULARY`: it is for another tokenizer. `REFUSED`: it refuses for another
-    reason. `INVALID`: what it sent is no tree.
+    not answer this one in time. `LOST`: it did not know the session, which is opened again.
+    `LIMIT`: it has no room. `VOCABULARY`: it is for another tokenizer. `REFUSED`: it refuses for
+    another reason. `INVALID`: what it sent is no tree.
     """
 
     DOWN = "down"
@@ -246,8 +246,8 @@ class Conversation:
     """One server's side of all sequences.
 
     Messages are numbered, and a session is asked for again once its last step was answered; what
-    it has missed travels then. After a new beginning every session is opened anew, under a name
-    that nobody can guess, with all its tokens.
+    it has missed travels then. On a new stream every session is opened again, under a name that
+    cannot be guessed, with all its tokens.
 
     Args:
         address: of the server, for the log.
@@ -256,7 +256,7 @@ class Conversation:
 
     Attributes:
         is_up: whether there is a stream.
-        fail_opens: what was refused besides the steps that somebody waits for.
+        fail_opens: refusals of what is not a step that a caller waits for.
         missed: drafts that were gone without and that the server has not been told of.
     """
 
@@ -276,7 +276,7 @@ class Conversation:
         self._refused: dict[str, Backoff] = {}
 
     def begin(self) -> None:
-        """Begin anew, on a new stream."""
+        """Begin on a new stream, on which the server knows nothing."""
         self.lose()
         self.is_up, self._number = True, 0
         self._prefix = secrets.token_urlsafe(12)
@@ -340,7 +340,7 @@ class Conversation:
         if known is None:
             self._closes.tell(output)
         elif known.is_asked or output is None:
-            # Whether the server noted the last step is not known, so the output is told anew.
+            # Whether the server noted the last step is not known, so the whole output is told.
             self._closes.close(known.wire_name)
             self._closes.tell(output)
         else:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from retriever.client.conversation import Conversation, FailOpen, FailOpens, SequenceStep
+from retriever.client.local import LocalDrafter
 from retriever.drafter import Drafter, DraftRequest
 from retriever.errors import InvalidRequestError, RetrieverError, UnknownSessionError
 from retriever.follower import Follower, Followers
@@ -49,11 +50,15 @@ class LocalSide:
     A session is opened there when it is first needed, and catches up with all it has missed.
 
     Args:
-        drafter: what drafts; None for nothing.
+        drafter: what drafts; True for a `LocalDrafter`, False for nothing.
     """
 
-    def __init__(self, drafter: Drafter | None) -> None:
-        self._followers = None if drafter is None else Followers(drafter)
+    def __init__(self, drafter: Drafter | bool) -> None:  # noqa: FBT001  (or a drafter)
+        if isinstance(drafter, bool):
+            chosen: Drafter | None = LocalDrafter() if drafter else None
+        else:
+            chosen = drafter
+        self._followers = None if chosen is None else Followers(chosen)
         self._following: dict[str, Follower] = {}
 
     def draft(self, steps: Ids[SequenceStep], until_s: float) -> dict[str, DraftTree]:
@@ -156,7 +161,7 @@ class Planner:
     Args:
         addresses: of the servers; at least one, each once.
         fingerprint: of the tokenizer at hand; empty if it is not known.
-        local: what drafts while a server does not; None for nothing.
+        local: what drafts while a server does not; True for a `LocalDrafter`, False for nothing.
         pads: whether messages are padded, so that their size tells little.
 
     Attributes:
@@ -171,7 +176,7 @@ class Planner:
         self,
         addresses: Iterable[str],
         fingerprint: str,
-        local: Drafter | None,
+        local: Drafter | bool,  # noqa: FBT001  (or a drafter)
         *,
         pads: bool = False,
     ) -> None:

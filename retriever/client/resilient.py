@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike
 
 from retriever.client.conversation import FailOpens
 from retriever.client.credentials import Credentials
-from retriever.client.local import LocalDrafter
 from retriever.client.planner import Planner
 from retriever.client.streams import (
     LOST_AFTER_S,
@@ -79,7 +78,7 @@ class ResilientDrafter:
     A step waits until its deadline and no longer. Whatever a server does (it is late, paused,
     restarted, full, for another tokenizer, or gone), the sequence goes on with a local draft, and
     the reason is counted. A thread for each server connects at the first call, and again, with
-    growing pauses, whenever the connection is lost. Sessions are then opened anew and told all
+    growing pauses, whenever the connection is lost. Sessions are then opened again and told all
     their tokens, and outputs that ended meanwhile are told as well.
 
     Sessions are spread over several servers by rendezvous hashing; one moves only while its own
@@ -116,8 +115,7 @@ class ResilientDrafter:
         open_channel: OpenChannel | None = None,
     ) -> None:
         listed = [addresses] if isinstance(addresses, str) else addresses
-        beside = local if not isinstance(local, bool) else LocalDrafter() if local else None
-        self._planner = Planner(listed, vocabulary_fingerprint, beside, pads=pad_requests)
+        self._planner = Planner(listed, vocabulary_fingerprint, local, pads=pad_requests)
         self._pace = Pace(deadline_s)
         self._lost_after_s = lost_after_s
         self._streams: StreamTable[LinkStream] = StreamTable(self._planner, lost_after_s)

@@ -101,7 +101,7 @@ class Shard:
     """A server, what it knows of each sequence, and the thread that talks to it.
 
     What is asked is done in order. A server that fails loses its sessions and is left alone for
-    a while; the next thing asked then connects anew, and opens with all its tokens what it needs.
+    a while; the next thing asked then connects again, and opens what it needs with all its tokens.
 
     Args:
         address: of the server.
@@ -156,7 +156,7 @@ class Shard:
         return job if is_awaited else None
 
     def restart(self) -> None:
-        """Begin anew: all sessions are opened again when they are next drafted for."""
+        """Disconnect: all sessions are opened again when they are next drafted for."""
         self._thread.submit(self._disconnect)
 
     def shut_down(self) -> None:

@@ -228,7 +228,7 @@ class Link:
         self._events.put(LinkEvent(self._address, stream))
         if self._is_shut_down.is_set():
             stream.end()
-        # Not in this thread: it may have to wait for somebody who waits for what is read here.
+        # Not in this thread: it may have to wait for a step, which waits for what is read here.
         Thread(target=self._on_begin, name="foredraft-catch-up", daemon=True).start()
         try:
             stream.read()

@@ -6,32 +6,43 @@ from urllib.parse import unquote
 
 import grpc
 
-from retriever import errors
+from retriever.errors import (
+    AccessRefusedError,
+    DrafterUnavailableError,
+    InvalidRequestError,
+    LimitExceededError,
+    NotPermittedError,
+    OutOfSequenceError,
+    RetrieverError,
+    SessionExistsError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
 from retriever.v1 import retriever_pb2 as pb
 
 # The most particular error first: a status is that of the first class that fits.
-_STATUS_OF_ERROR: Final[tuple[tuple[type[errors.RetrieverError], grpc.StatusCode], ...]] = (
-    (errors.OutOfSequenceError, grpc.StatusCode.ABORTED),
-    (errors.VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.LimitExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (errors.InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
-    (errors.UnknownSessionError, grpc.StatusCode.NOT_FOUND),
-    (errors.SessionExistsError, grpc.StatusCode.ALREADY_EXISTS),
-    (errors.NotPermittedError, grpc.StatusCode.PERMISSION_DENIED),
-    (errors.AccessRefusedError, grpc.StatusCode.UNAUTHENTICATED),
+_STATUS_OF_ERROR: Final[tuple[tuple[type[RetrieverError], grpc.StatusCode], ...]] = (
+    (OutOfSequenceError, grpc.StatusCode.ABORTED),
+    (VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
+    (LimitExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnknownSessionError, grpc.StatusCode.NOT_FOUND),
+    (SessionExistsError, grpc.StatusCode.ALREADY_EXISTS),
+    (NotPermittedError, grpc.StatusCode.PERMISSION_DENIED),
+    (AccessRefusedError, grpc.StatusCode.UNAUTHENTICATED),
 )
 _UNREACHED: Final = re.compile(
     r"(?:failed to connect .*(?:ipv[46]:|(?=unix:))|errors resolving )(?P<place>\S+): "
     r".*: (?P<reason>[^:\]]+)\]?$",
     re.DOTALL,
 )
-"""How gRPC says that nobody listens at an address, or that there is none."""
+"""How gRPC says that no service listens at an address, or that there is no such address."""
 
 _ERROR_OF_STATUS: Final = {status: error for error, status in _STATUS_OF_ERROR}
 _ERROR_OF_CODE: Final = {status.value[0]: error for error, status in _STATUS_OF_ERROR}
 
 
-# What gRPC's details hold, and what that means for whoever connects; the first that fits.
+# What gRPC's details hold, and what that means for the client; the first that fits.
 _ADVICE: Final = {
     "certificate has expired": "the service's certificate has expired: have it renewed, or look at "
     "this machine's clock",
@@ -61,7 +72,7 @@ def advice(details: str) -> str:
     return next((text for sign, text in _ADVICE.items() if sign in details), "")
 
 
-def status_of(error: errors.RetrieverError) -> grpc.StatusCode:
+def status_of(error: RetrieverError) -> grpc.StatusCode:
     """Return the status that tells a client of an error."""
     for kind, status in _STATUS_OF_ERROR:
         if isinstance(error, kind):
@@ -69,23 +80,23 @@ def status_of(error: errors.RetrieverError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-def error_of(error: grpc.RpcError) -> errors.RetrieverError:
+def error_of(error: grpc.RpcError) -> RetrieverError:
     """Return the error that a failed call stands for; what is not named is unavailability."""
     code, details = error.code(), error.details() or ""
     kind = _ERROR_OF_STATUS.get(code)
     if kind is not None:
         return kind(details)
     if reason := advice(details):
-        return errors.DrafterUnavailableError(reason)
+        return DrafterUnavailableError(reason)
     if code is grpc.StatusCode.UNAVAILABLE and (refused := _UNREACHED.search(details)):
-        return errors.DrafterUnavailableError(
+        return DrafterUnavailableError(
             f"no draft service answers at {unquote(refused['place'])} ({refused['reason']}): "
             "is `python -m retriever serve` running there?"
         )
-    return errors.DrafterUnavailableError(f"the draft service answered {code.name}: {details}")
+    return DrafterUnavailableError(f"the draft service answered {code.name}: {details}")
 
 
-def error_of_status(status: pb.SessionStatus) -> errors.RetrieverError:
+def error_of_status(status: pb.SessionStatus) -> RetrieverError:
     """Return the error that a refusal in a response stands for."""
-    kind = _ERROR_OF_CODE.get(status.code, errors.DrafterUnavailableError)
+    kind = _ERROR_OF_CODE.get(status.code, DrafterUnavailableError)
     return kind(status.message)

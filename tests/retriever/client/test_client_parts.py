@@ -198,7 +198,7 @@ def test_a_local_side_catches_up_and_outlives_sessions_that_ended() -> None:
     drafter.open("t", [5, 6])
     (tree,) = drafter.draft([DraftRequest("t", ids(), 2, 4)])
     assert tree.token_ids.tolist() == [4]
-    assert LocalSide(None).draft([], 0.0) == {}
+    assert LocalSide(False).draft([], 0.0) == {}
 
 
 def test_cancelled_step_leaves_nothing_behind() -> None:
