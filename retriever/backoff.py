@@ -73,10 +73,13 @@ class Backoff:
         self.num_failures = 0
 
 
-def drafter_backoff() -> Backoff:
+def drafter_backoff(clock: Callable[[], float] = time.monotonic) -> Backoff:
     """Return the back-off from a drafter that a decoding loop waits for.
 
     A local one that fails at once is asked again soon; one that hangs takes a twentieth of the
     time.
+
+    Args:
+        clock: seconds, rising.
     """
-    return Backoff(first_s=0.0, share=FAILURE_SHARE)
+    return Backoff(first_s=0.0, share=FAILURE_SHARE, clock=clock)

@@ -29,7 +29,6 @@ MAX_FINGERPRINT: Final = 128
 _FINGERPRINT: Final = re.compile(rf"[0-9a-fA-F]{{1,{MAX_FINGERPRINT}}}")
 _SHOWN: Final = 64  # of a name that somebody made up, in characters
 _BEYOND: Final = (1 << 31) - 1  # ids that no vocabulary limits are below it
-_MOST_NODES: Final = (1 << 32) - 1
 _FEW: Final = 64
 _NO_INTEGERS: Final = np.empty(0, np.int32)
 
@@ -194,19 +193,6 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
         )
     if not 0.0 <= min_probability <= 1.0:
         raise InvalidRequestError(f"min_probability must lie between 0 and 1: {min_probability}")
-
-
-def check_wire(budget_nodes: int, min_probability: float) -> None:
-    """Refuse numbers of a request that a message cannot carry, or that make no sense.
-
-    Raises:
-        InvalidRequestError: a budget below 0 or beyond 32 bits, or a probability outside 0 to 1.
-    """
-    if not 0 <= budget_nodes <= _MOST_NODES or not 0 <= min_probability <= 1:
-        raise InvalidRequestError(
-            f"a step of {budget_nodes} nodes of probability {min_probability} "
-            "makes no sense: nodes are counted from 0, and probabilities lie between 0 and 1"
-        )
 
 
 def check_documents(max_documents: int) -> None:

@@ -24,6 +24,8 @@ from retriever.limits import Limits, shown
 _ROOM: Final = 512
 """Tokens that a sequence has room for beyond what it begins with: most answers are shorter."""
 
+_MOST_NODES: Final = (1 << 32) - 1
+
 
 class Sequence:
     """The committed tokens of one sequence, the prompt first, in one buffer that grows.
@@ -70,6 +72,11 @@ class Sequence:
     def since(self, begin: int) -> TokenIds:
         """Return int32[n - begin], a copy of the tokens from a position on."""
         return self._buffer[begin : self._length].copy()
+
+    def ids_since(self, begin: int) -> list[int]:
+        """Return the tokens from a position on, in a list: sooner done where they are few."""
+        ids: list[int] = self._buffer[begin : self._length].tolist()
+        return ids
 
     def extend(self, tokens: ArrayLike) -> None:
         """Append integers[m], token ids of 31 bits."""
@@ -189,6 +196,19 @@ class OpenSessions(Generic[_Key, _Session]):
         return session
 
 
+def check_wire(request: DraftRequest) -> None:
+    """Refuse numbers of a request that a message cannot carry, or that make no sense.
+
+    Raises:
+        InvalidRequestError: a budget below 0 or beyond 32 bits, or a probability outside 0 to 1.
+    """
+    if not 0 <= request.budget_nodes <= _MOST_NODES or not 0 <= request.min_probability <= 1:
+        raise InvalidRequestError(
+            f"a step of {request.budget_nodes} nodes of probability {request.min_probability} "
+            "makes no sense: nodes are counted from 0, and probabilities lie between 0 and 1"
+        )
+
+
 def check_step(request: DraftRequest, num_known: int, num_new: int) -> None:
     """Refuse a request whose stated length does not fit what is known of its sequence.
 
@@ -230,7 +250,8 @@ def check_named_once(requests: Ids[DraftRequest]) -> None:
     Raises:
         InvalidRequestError: it does.
     """
-    if len({request.session for request in requests}) != len(requests):
+    num = len(requests)
+    if num > 1 and len({request.session for request in requests}) != num:
         raise InvalidRequestError("a step names one session twice")
 
 

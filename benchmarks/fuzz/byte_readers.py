@@ -4,7 +4,8 @@ Each reader is given an input and must read it, or refuse it with the error that
 has read must be valid by rules that are written down here once more.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +18,7 @@ from google.protobuf.message import DecodeError
 
 from benchmarks.fuzz.byte_calls import PROMPT, CalledService
 from benchmarks.fuzz.fuzzing import VICTIM, CrashError, LeakError
-from retriever.client.conversation import Conversation
-from retriever.client.tracking import TrackedSequence, TrackedStep
+from retriever.client.conversation import Conversation, SequenceStep
 from retriever.drafter import DraftRequest
 from retriever.errors import CredentialsError, InvalidTreeError
 from retriever.limits import Limits
@@ -33,6 +33,7 @@ from retriever.replication.replication_state import Deletions, Position, Replica
 from retriever.security.access import read_access
 from retriever.security.admission import token_in
 from retriever.security.certificates import certified
+from retriever.sequences import Sequence
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import explanation_from_message
@@ -57,7 +58,7 @@ def read_reply(data: bytes) -> None:
         if status.session_id and number < len(message.steps):
             status.session_id = message.steps[number].session_id
     response.sequence_number = message.sequence_number
-    answer = conversation.settle(response, 0.5)
+    answer = conversation.settle(response)
     for tree in answer.trees.values():
         _check_tree(tree, _BUDGET)
     told = answer.trees.keys() | answer.reasons.keys()
@@ -152,11 +153,11 @@ def readers(service: Callable[[], CalledService], folder: Path) -> dict[str, Cal
     }
 
 
-def _step(name: str) -> TrackedStep:
-    sequence = TrackedSequence(np.array(PROMPT, np.int32), remember=True)
+def _step(name: str) -> SequenceStep:
+    sequence = Sequence(np.array(PROMPT, np.int32))
     sequence.extend(np.array([3], np.int32))
     new = np.array([3], np.int32)
-    return TrackedStep(DraftRequest(name, new, len(sequence), _BUDGET), sequence)
+    return SequenceStep(DraftRequest(name, new, len(sequence), _BUDGET), sequence)
 
 
 def _drafting() -> bytes:
@@ -183,7 +184,7 @@ class _Pages:
 
     outputs, deletions = _OUTPUTS, _DELETIONS
 
-    def __init__(self, contents: Sequence[bytes]) -> None:
+    def __init__(self, contents: Ids[bytes]) -> None:
         self._entries = [StreamEntry(f"{n}-0", each) for n, each in enumerate(contents, 1)]
 
     def read(self, *_: Any) -> tuple[list[StreamEntry], list[StreamEntry]]:
@@ -198,10 +199,10 @@ class _Pages:
     def last_id(self, _: bytes) -> str:
         return self._entries[-1].entry_id
 
-    def remove_outputs(self, entry_ids: Sequence[str]) -> None:
+    def remove_outputs(self, entry_ids: Ids[str]) -> None:
         """Remove nothing."""
 
-    def remove_deletions(self, entry_ids: Sequence[str]) -> None:
+    def remove_deletions(self, entry_ids: Ids[str]) -> None:
         """Remove nothing."""
 
 
@@ -210,7 +211,7 @@ class _NoWait(Event):
         return timeout is None
 
 
-def _consume(contents: Sequence[bytes]) -> None:
+def _consume(contents: Ids[bytes]) -> None:
     """Learn from a stream of these records, and see that a tenant has only what names it."""
     limits = Limits(max_tenants=4, generations_tokens=1 << 8)
     pools = Pools(limits, None)

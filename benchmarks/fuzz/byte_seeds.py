@@ -44,7 +44,7 @@ def _calls() -> list[bytes]:
     rows: list[list[Any]] = [
         [pb.DraftRequest(context=PROMPT, budget_nodes=8, min_probability=0.1)],
         [pb.ExplainRequest(context=PROMPT, budget_nodes=4, max_documents=2)],
-        [opening, pb.DraftStreamRequest(steps=[step]), closing],
+        [opening, pb.DraftStreamRequest(sequence_number=1, steps=[step]), closing],
         [first, second, second],
         [opening, pb.DeleteSessionDataRequest(session_id=SESSION), pb.DeleteTenantDataRequest()],
         [pb.DraftRequest(context=PROMPT, vocabulary_fingerprint="ab" * 32)],

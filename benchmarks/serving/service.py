@@ -29,7 +29,7 @@ from retriever.client.resilient import ResilientDrafter
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire.messages import request_to_step
+from retriever.wire.messages import add_step
 
 _PROMPT: Final = 400
 _ROUNDS: Final = 10
@@ -129,9 +129,7 @@ def beside_echo(service: str, echo: str, num_steps: int, budget: int) -> dict[st
         client.open(name, prompt)
         for number in range(2, num_steps + 2):
             step = asker.step()
-            message = pb.DraftStreamRequest(
-                sequence_number=number, steps=[request_to_step(step[0], name)]
-            )
+            message = _stepping(number, step, [name])
             took["draft"].append(_time(drafter, step))
             took["echo"].append(bare.ask(message))
             took["round_trip"].append(real.ask(message))
@@ -257,8 +255,16 @@ def _opening(number: int, prompts: dict[str, TokenIds], *, is_first: bool) -> pb
 
 def _message(number: int, step: Sequence[DraftRequest]) -> pb.DraftStreamRequest:
     generation = (number - 1) // 1000
-    steps = [request_to_step(request, f"{request.session}/{generation}") for request in step]
-    return pb.DraftStreamRequest(sequence_number=number, steps=steps)
+    return _stepping(number, step, [f"{request.session}/{generation}" for request in step])
+
+
+def _stepping(
+    number: int, step: Sequence[DraftRequest], names: Sequence[str]
+) -> pb.DraftStreamRequest:
+    message = pb.DraftStreamRequest(sequence_number=number)
+    for request, name in zip(step, names, strict=True):
+        add_step(message, request, name, request.new_tokens.tolist())
+    return message
 
 
 def _us(times_s: NDArray[np.float64]) -> dict[str, float]:

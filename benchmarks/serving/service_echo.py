@@ -16,7 +16,7 @@ from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
-from retriever.wire import messages as wire
+from retriever.wire.channels import server_options
 
 
 class Echo(RetrieverServicer):
@@ -49,7 +49,7 @@ class Echo(RetrieverServicer):
 
 async def main() -> None:
     """Serve until standard input ends."""
-    server = aio.server(options=wire.server_options(Limits()))
+    server = aio.server(options=server_options(Limits()))
     pb_grpc.add_RetrieverServiceServicer_to_server(Echo(int(sys.argv[1])), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -18,7 +18,7 @@ from benchmarks.serving.soak_board import Board
 from retriever.client.credentials import Credentials
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire.messages import CLIENT_OPTIONS
+from retriever.wire.channels import CLIENT_OPTIONS
 
 VOCABULARY: Final = 32_000
 BUDGET: Final = 16

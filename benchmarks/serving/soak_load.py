@@ -13,7 +13,7 @@ from benchmarks.serving.soak_visitors import run_visitors
 from retriever.client.credentials import Credentials
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire.messages import CLIENT_OPTIONS
+from retriever.wire.channels import CLIENT_OPTIONS
 
 
 def call(load: Load, board: Board, num_engines: int, failed: Any) -> None:

@@ -11,7 +11,7 @@ from retriever.client.asynchronous import AsyncResilientDrafter
 from retriever.client.credentials import Credentials
 from retriever.drafter import DraftRequest
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.messages import CLIENT_OPTIONS
+from retriever.wire.channels import CLIENT_OPTIONS
 
 
 async def run_visitors(caller: Caller) -> None:

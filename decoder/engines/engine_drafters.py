@@ -23,7 +23,7 @@ from retriever.limits import Limits
 from retriever.predict.phrases import Encode, ListedPhrases
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import load_phrases
-from retriever.wire.messages import CLIENT_OPTIONS
+from retriever.wire.channels import CLIENT_OPTIONS
 
 _log = getLogger(__name__)
 

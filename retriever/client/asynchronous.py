@@ -12,18 +12,18 @@ import grpc
 from grpc import aio
 from numpy.typing import ArrayLike
 
-from retriever.client.backoff import Backoff
+from retriever.backoff import Backoff
 from retriever.client.conversation import FailOpens
 from retriever.client.credentials import Credentials
-from retriever.client.local import LocalDrafter
 from retriever.client.planner import Planner
-from retriever.client.resilient import CONNECT_TIMEOUT_S, LOST_AFTER_S, Pace, Switchboard
+from retriever.client.resilient import Pace
+from retriever.client.streams import CONNECT_TIMEOUT_S, LOST_AFTER_S, StreamTable
 from retriever.drafter import Drafter, DraftRequest
 from retriever.errors import CredentialsError
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire.messages import CLIENT_OPTIONS
+from retriever.wire.channels import CLIENT_OPTIONS
 
 OpenAsyncChannel = Callable[[str], aio.Channel]
 """Opens a channel to an address: with its credentials, if there are any."""
@@ -105,7 +105,7 @@ class AsyncLink:
                 async with self._open_channel(self._address) as channel:
                     stub: Any = RetrieverServiceStub(channel)
                     await stub.ListIndexes(pb.ListIndexesRequest(), timeout=CONNECT_TIMEOUT_S)
-                    backoff.reset()
+                    backoff.succeed()
                     await self._converse(channel)
             except (grpc.RpcError, CredentialsError) as error:
                 _log.info("no draft service at %s: %s", self._address, error)
@@ -113,7 +113,7 @@ class AsyncLink:
                 # A call that was cancelled says so with the very error of a task that is.
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
-            await asyncio.sleep(backoff.next_pause_s())
+            await asyncio.sleep(backoff.fail())
 
     async def _converse(self, channel: aio.Channel) -> None:
         stream = AsyncLinkStream(channel)
@@ -162,10 +162,9 @@ class AsyncResilientDrafter:
         open_channel: OpenAsyncChannel | None = None,
     ) -> None:
         listed = [addresses] if isinstance(addresses, str) else addresses
-        beside = local if not isinstance(local, bool) else LocalDrafter() if local else None
-        self._planner = Planner(listed, vocabulary_fingerprint, beside, pads=pad_requests)
+        self._planner = Planner(listed, vocabulary_fingerprint, local, pads=pad_requests)
         self._pace = Pace(deadline_s)
-        self._switchboard: Switchboard[AsyncLinkStream] = Switchboard(self._planner, lost_after_s)
+        self._streams: StreamTable[AsyncLinkStream] = StreamTable(self._planner, lost_after_s)
         if credentials is not None:
             credentials.check(listed)
         self._open_channel = open_channel or partial(remote_async_channel, credentials=credentials)
@@ -207,14 +206,14 @@ class AsyncResilientDrafter:
         """
         self._start()
         deadline_s = self._pace.begin(time.monotonic())
-        self._switchboard.give_up_lost()
+        self._streams.give_up_lost()
         plan = self._planner.plan(requests, time.monotonic(), deadline_s)
         try:
-            self._switchboard.ask(plan)
+            self._streams.ask(plan)
             await self._wait(lambda: plan.is_done, deadline_s)
-        finally:  # even if whoever waits is cancelled
+        finally:  # even if the step is cancelled
             trees = self._planner.finish(plan)
-        self._switchboard.tell_rest()
+        self._streams.tell_rest()
         self._pace.end(time.monotonic())
         return trees
 
@@ -230,7 +229,7 @@ class AsyncResilientDrafter:
         """
         self._start()
         self._planner.close(session, new_tokens, remember=remember)
-        self._switchboard.tell_rest()
+        self._streams.tell_rest()
 
     async def shut_down(self, timeout_s: float = 1.0) -> None:
         """Tell servers what they are still to be told, and disconnect.
@@ -238,7 +237,7 @@ class AsyncResilientDrafter:
         Args:
             timeout_s: longest wait for them, in seconds.
         """
-        self._switchboard.tell_rest()
+        self._streams.tell_rest()
         conversations = self._planner.conversations.values()
         await self._wait(
             lambda: not any(each.oldest_unanswered_s() for each in conversations),
@@ -273,11 +272,11 @@ class AsyncResilientDrafter:
     def _take(self, event: AsyncLinkEvent) -> None:
         """Take in what a link reports; everybody who waits looks whether it was for them."""
         if event.stream is not None:
-            self._switchboard.connect(event.address, event.stream)
-            self._switchboard.tell_rest()
+            self._streams.connect(event.address, event.stream)
+            self._streams.tell_rest()
         elif event.response is None:
-            self._switchboard.lose(event.address)
+            self._streams.lose(event.address)
         else:
-            self._switchboard.take(event.address, event.response)
+            self._streams.take(event.address, event.response)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -5,7 +5,8 @@ No input or output happens here, so that the synchronous and the asynchronous cl
 
 import secrets
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count, islice
@@ -14,13 +15,18 @@ from typing import Final, NamedTuple
 
 import grpc
 
-from retriever.client.backoff import Backoff
-from retriever.client.tracking import TrackedSequence, TrackedStep
-from retriever.drafter import DraftRequest
+from retriever.backoff import Backoff
+from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import InvalidTreeError
+from retriever.sequences import Sequence
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.messages import trees_from_messages
+from retriever.wire.messages import (
+    add_step,
+    closing_message,
+    opening_message,
+    trees_from_messages,
+)
 from retriever.wire.padding import pad_request
 
 
@@ -28,9 +34,9 @@ class FailOpen(StrEnum):
     """Why a sequence's step was not drafted by its server.
 
     `DOWN`: it cannot be reached. `BUSY`: it has not answered an earlier step yet. `TIMEOUT`: it did
-    not answer this one in time. `LOST`: it did not know the session, which is opened anew. `LIMIT`:
-    it has no room. `VOCABULARY`: it is for another tokenizer. `REFUSED`: it refuses for another
-    reason. `INVALID`: what it sent is no tree.
+    not answer this one in time. `LOST`: it did not know the session, which is opened again.
+    `LIMIT`: it has no room. `VOCABULARY`: it is for another tokenizer. `REFUSED`: it refuses for
+    another reason. `INVALID`: what it sent is no tree.
     """
 
     DOWN = "down"
@@ -83,80 +89,81 @@ _MAX_AT_ONCE: Final = 256
 _MAX_TOKENS_AT_ONCE: Final = 1 << 14  # a step that brings them is not a millisecond longer
 
 
-class Endings:
-    """Sessions to close, and outputs that a server has not been told of, oldest first."""
+class PendingCloses:
+    """What a server has not been told yet of sequences that ended, oldest first.
+
+    Sessions to close, and outputs of sequences that the server has no session of.
+    """
 
     def __init__(self) -> None:
-        self._closings: deque[tuple[pb.CloseSessionRequest, TrackedSequence | None]] = deque()
-        self._outputs: deque[TrackedSequence] = deque()
+        self._closings: deque[tuple[pb.CloseSessionRequest, TokenIds | None]] = deque()
+        self._outputs: deque[TokenIds] = deque()
         self._num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._closings) + len(self._outputs)
 
     def close(
-        self, wire_name: str, new_tokens: Iterable[int] = (), told: TrackedSequence | None = None
+        self, wire_name: str, new_tokens: Iterable[int] = (), output: TokenIds | None = None
     ) -> None:
         """Close a session.
 
         Args:
             wire_name: its name.
             new_tokens: tokens that the server has not been told of.
-            told: the sequence whose output is kept with that; None to keep nothing.
+            output: int32[n], what the server keeps by that; None to have it keep nothing.
         """
-        closing = pb.CloseSessionRequest(
-            session_id=wire_name, new_token_ids=new_tokens, forget=told is None
-        )
-        self._closings.append((closing, told))
+        closing = closing_message(wire_name, new_tokens, remember=output is not None)
+        self._closings.append((closing, output))
 
-    def tell(self, sequence: TrackedSequence) -> None:
-        """Tell the whole output of a sequence, if it may be remembered and is not empty."""
-        if not sequence.remember or len(sequence) == len(sequence.prompt):
+    def tell(self, output: TokenIds | None) -> None:
+        """Tell a whole output, int32[n], unless it is empty or None: not to be kept."""
+        if output is None or not len(output):
             return
-        self._outputs.append(sequence.without_prompt())
-        self._num_tokens += _size(sequence)
+        self._outputs.append(output)
+        self._num_tokens += _size(output)
         while self._num_tokens > MAX_BACKLOG_TOKENS:
             self._num_tokens -= _size(self._outputs.popleft())
 
     def lose(self) -> None:
         """The sessions are gone: what they would have kept is told as outputs."""
         closings, self._closings = self._closings, deque()
-        for _, told in closings:
-            if told is not None:
-                self.tell(told)
+        for _, output in closings:
+            self.tell(output)
 
-    def add_closings(self, message: pb.DraftStreamRequest) -> list[TrackedSequence]:
+    def add_closings(self, message: pb.DraftStreamRequest) -> list[TokenIds]:
         """Move closings to a message; return the outputs that are lost if it is."""
-        told = []
+        outputs = []
         for _ in range(min(len(self._closings), _MAX_AT_ONCE)):
-            closing, sequence = self._closings.popleft()
+            closing, output = self._closings.popleft()
             message.closings.append(closing)
-            if sequence is not None:
-                told.append(sequence)
-        return told
+            if output is not None:
+                outputs.append(output)
+        return outputs
 
     def add_outputs(
         self, message: pb.DraftStreamRequest, wire_names: Iterable[str], fingerprint: str
-    ) -> list[TrackedSequence]:
+    ) -> list[TokenIds]:
         """Move outputs to a message, each as a session that begins and ends; return them."""
-        told: list[TrackedSequence] = []
+        outputs: list[TokenIds] = []
         num_tokens = 0
         for name in islice(wire_names, min(len(self._outputs), _MAX_AT_ONCE)):
             num_tokens += _size(self._outputs[0])
-            if told and num_tokens > _MAX_TOKENS_AT_ONCE:
+            if outputs and num_tokens > _MAX_TOKENS_AT_ONCE:
                 break
-            sequence = self._outputs.popleft()
-            self._num_tokens -= _size(sequence)
-            message.openings.add(session_id=name, vocabulary_fingerprint=fingerprint)
-            tokens = sequence.output_ids(len(sequence.prompt), len(sequence))
-            message.closings.add(session_id=name, new_token_ids=tokens)
-            told.append(sequence)
-        return told
+            output = self._outputs.popleft()
+            self._num_tokens -= _size(output)
+            message.openings.append(
+                opening_message(name, output[:0], remember=True, fingerprint=fingerprint)
+            )
+            message.closings.append(closing_message(name, output.tolist(), remember=True))
+            outputs.append(output)
+        return outputs
 
 
-def _size(sequence: TrackedSequence) -> int:
+def _size(output: TokenIds) -> int:
     """Return what an output counts for, in tokens."""
-    return len(sequence) - len(sequence.prompt) + EACH_TOKENS
+    return len(output) + EACH_TOKENS
 
 
 _log = getLogger(__name__)
@@ -178,7 +185,7 @@ class Answer(NamedTuple):
 
 def answer_with_trees(
     response: pb.DraftStreamResponse,
-    requests: Sequence[DraftRequest],
+    requests: Ids[DraftRequest],
     reasons: dict[str, FailOpen],
     address: str,
 ) -> Answer:
@@ -205,9 +212,18 @@ def answer_with_trees(
 
 
 _MAX_UNANSWERED: Final = 256
+_OPENED_PER_S: Final = 5e6  # prompts' tokens; to write them takes a quarter of that time
+
+# What a server refuses for want of room it refuses again until another sequence has ended.
 _FIRST_REFUSAL_S: Final = 1.0
 _LAST_REFUSAL_S: Final = 30.0
-_OPENED_PER_S: Final = 5e6  # prompts' tokens; to write them takes a quarter of that time
+
+
+class SequenceStep(NamedTuple):
+    """One sequence's part of a step, its new tokens in the sequence already."""
+
+    request: DraftRequest
+    sequence: Sequence
 
 
 @dataclass(slots=True)
@@ -225,7 +241,7 @@ class _Sent(NamedTuple):
     sent_s: float
     deadline_s: float
     requests: dict[str, DraftRequest]
-    told: Sequence[TrackedSequence]
+    outputs: Ids[TokenIds]
     missed: FailOpens
 
 
@@ -233,8 +249,8 @@ class Conversation:
     """One server's side of all sequences.
 
     Messages are numbered, and a session is asked for again once its last step was answered; what
-    it has missed travels then. After a new beginning every session is opened anew, under a name
-    that nobody can guess, with all its tokens.
+    it has missed travels then. On a new stream every session is opened again, under a name that
+    cannot be guessed, with all its tokens.
 
     Args:
         address: of the server, for the log.
@@ -243,7 +259,7 @@ class Conversation:
 
     Attributes:
         is_up: whether there is a stream.
-        fail_opens: what was refused besides the steps that somebody waits for.
+        fail_opens: refusals of what is not a step that a caller waits for.
         missed: drafts that were gone without and that the server has not been told of.
     """
 
@@ -259,11 +275,11 @@ class Conversation:
         self._prefix = ""
         self._known: dict[str, _Known] = {}
         self._sent: dict[int, _Sent] = {}
-        self._endings = Endings()
-        self._refused: dict[str, tuple[Backoff, float]] = {}
+        self._closes = PendingCloses()
+        self._refused: dict[str, Backoff] = {}
 
     def begin(self) -> None:
-        """Begin anew, on a new stream."""
+        """Begin on a new stream, on which the server knows nothing."""
         self.lose()
         self.is_up, self._number = True, 0
         self._prefix = secrets.token_urlsafe(12)
@@ -271,11 +287,11 @@ class Conversation:
     def lose(self) -> None:
         """The stream is gone, and with it all that the server knew."""
         self.is_up = False
-        self._endings.lose()
+        self._closes.lose()
         for sent in self._sent.values():
             self.missed += sent.missed
-            for sequence in sent.told:
-                self._endings.tell(sequence)
+            for output in sent.outputs:
+                self._closes.tell(output)
         self._sent.clear()
         self._known.clear()
 
@@ -293,7 +309,7 @@ class Conversation:
         return FailOpen.BUSY if is_late or len(self._sent) >= _MAX_UNANSWERED else None
 
     def ask(
-        self, steps: Sequence[TrackedStep], now_s: float, deadline_s: float
+        self, steps: Ids[SequenceStep], now_s: float, deadline_s: float
     ) -> tuple[pb.DraftStreamRequest, dict[str, FailOpen]]:
         """Return a message for steps, and the sessions that are left out of it, with the reason."""
         message = self._message()
@@ -306,51 +322,47 @@ class Conversation:
             known = self._known.get(name)
             if known is None and (not message.openings or len(sequence) <= room):
                 room -= len(sequence)
-                known = self._open(name, sequence, message, now_s)
+                known = self._open(name, sequence, message)
             if known is None or known.is_asked:
                 is_refused = known is None and name in self._refused
                 left_out[name] = FailOpen.LIMIT if is_refused else FailOpen.BUSY
                 continue
-            message.steps.add(
-                session_id=known.wire_name,
-                new_token_ids=sequence.output_ids(known.length, request.length),
-                length=request.length,
-                budget_nodes=request.budget_nodes,
-                min_probability=request.min_probability,
-            )
+            new_ids = sequence.ids_since(known.length)
+            add_step(message, request, known.wire_name, new_ids)
             known.length, known.is_asked = request.length, True
             requests[known.wire_name] = request
-        told = self._endings.add_closings(message)
-        self._note(message, now_s, deadline_s, requests, told)
+        outputs = self._closes.add_closings(message)
+        self._note(message, now_s, deadline_s, requests, outputs)
         return message, left_out
 
-    def close(self, session: str, sequence: TrackedSequence) -> None:
+    def close(self, session: str, sequence: Sequence) -> None:
         """End a session; the server is told with the next message."""
         self._refused.pop(session, None)
         known = self._known.pop(session, None)
+        output = sequence.output.copy() if sequence.remember else None
         if known is None:
-            self._endings.tell(sequence)
-        elif known.is_asked or not sequence.remember:
-            # Whether the server noted the last step is not known, so the output is told anew.
-            self._endings.close(known.wire_name)
-            self._endings.tell(sequence)
+            self._closes.tell(output)
+        elif known.is_asked or output is None:
+            # Whether the server noted the last step is not known, so the whole output is told.
+            self._closes.close(known.wire_name)
+            self._closes.tell(output)
         else:
-            missed = sequence.output_ids(known.length, len(sequence))
-            self._endings.close(known.wire_name, missed, sequence)
+            missed = sequence.ids_since(known.length)
+            self._closes.close(known.wire_name, missed, output)
 
     def rest(self, now_s: float) -> pb.DraftStreamRequest | None:
         """Return a message with what is left to tell; None if it is nothing, or must wait."""
-        if not len(self._endings) or self.why_not(now_s):
+        if not len(self._closes) or self.why_not(now_s):
             return None
         message = self._message()
-        told = self._endings.add_closings(message)
+        outputs = self._closes.add_closings(message)
         if not message.closings:
             names = (self._wire_name() for _ in count())
-            told = self._endings.add_outputs(message, names, self._fingerprint)
-        self._note(message, now_s, now_s, {}, told)
+            outputs = self._closes.add_outputs(message, names, self._fingerprint)
+        self._note(message, now_s, now_s, {}, outputs)
         return message
 
-    def settle(self, response: pb.DraftStreamResponse, now_s: float) -> Answer:
+    def settle(self, response: pb.DraftStreamResponse) -> Answer:
         """Take an answer in."""
         sent = self._sent.pop(response.sequence_number, None)
         if sent is None:
@@ -365,42 +377,41 @@ class Conversation:
             if status.session_id:
                 refused = sent.requests.get(status.session_id)
                 names = [] if refused is None else [refused.session]
-                self._refuse(names, reason, status.message, now_s)
+                self._refuse(names, reason, status.message)
                 reasons |= dict.fromkeys(names, reason)
             elif reason is FailOpen.LOST:
                 return Answer({}, {}, is_broken=True)
             elif reason is not FailOpen.TIMEOUT:
                 asked = [request.session for request in requests]
-                self._refuse(asked, reason, status.message, now_s)
+                self._refuse(asked, reason, status.message)
                 return Answer({}, dict.fromkeys(asked, reason))
         return answer_with_trees(response, requests, reasons, self._address)
 
-    def _refuse(self, names: list[str], reason: FailOpen, text: str, now_s: float) -> None:
-        """Let go of sessions that were refused; they are opened anew, if need be after a pause."""
+    def _refuse(self, names: list[str], reason: FailOpen, text: str) -> None:
+        """Close sessions that were refused; they are opened again, if need be after a pause."""
         if reason is not FailOpen.LOST:
             _log.warning("draft service %s refuses: %.300r", self._address, text)
             self.fail_opens[reason] += not names
         for name in names:
             known = self._known.pop(name, None)
             if known is not None:
-                self._endings.close(known.wire_name)
+                self._closes.close(known.wire_name)
             if reason is not FailOpen.LOST:
-                before = self._refused.get(name)
-                backoff = before[0] if before else Backoff(_FIRST_REFUSAL_S, _LAST_REFUSAL_S)
-                self._refused[name] = backoff, now_s + backoff.next_pause_s()
+                backoff = self._refused.setdefault(name, Backoff(_FIRST_REFUSAL_S, _LAST_REFUSAL_S))
+                backoff.fail()
 
-    def _open(
-        self, name: str, sequence: TrackedSequence, message: pb.DraftStreamRequest, now_s: float
-    ) -> _Known | None:
-        if name in self._refused and now_s < self._refused[name][1]:
+    def _open(self, name: str, sequence: Sequence, message: pb.DraftStreamRequest) -> _Known | None:
+        refused = self._refused.get(name)
+        if refused is not None and not refused.is_over():
             return None
-        known = self._known[name] = _Known(self._wire_name(), len(sequence.prompt))
-        message.openings.add(
-            session_id=known.wire_name,
-            prompt=sequence.prompt.tolist(),
-            forget=not sequence.remember,
-            vocabulary_fingerprint=self._fingerprint,
+        known = self._known[name] = _Known(self._wire_name(), sequence.num_prompt)
+        opening = opening_message(
+            known.wire_name,
+            sequence.prompt,
+            remember=sequence.remember,
+            fingerprint=self._fingerprint,
         )
+        message.openings.append(opening)
         return known
 
     def _note(
@@ -409,7 +420,7 @@ class Conversation:
         now_s: float,
         deadline_s: float,
         requests: dict[str, DraftRequest],
-        told: Sequence[TrackedSequence],
+        outputs: Ids[TokenIds],
     ) -> None:
         """Complete a message that is about to be sent, and remember what went with it."""
         missed = self.missed
@@ -418,7 +429,7 @@ class Conversation:
             add_fail_opens(message, missed)
         if self._pads:
             pad_request(message)
-        self._sent[self._number] = _Sent(now_s, deadline_s, requests, told, missed)
+        self._sent[self._number] = _Sent(now_s, deadline_s, requests, outputs, missed)
 
     def _message(self) -> pb.DraftStreamRequest:
         self._number += 1

@@ -1,14 +1,14 @@
 """Drafting with nothing but numpy: what followed the last tokens in this sequence, or lately."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Ids
 from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
 from retriever.limits import check_session_name, checked_tokens
+from retriever.sequences import OpenSessions, Sequence, check_step
 from retriever.tree import DraftTree, Source
 
 _NO_TOKEN: Final = -1  # between outputs, so that no match spans two
@@ -37,47 +37,38 @@ class LocalDrafter:
     def __init__(self, recent_tokens: int = 1 << 15) -> None:
         self._recent_tokens = recent_tokens
         self._recent = _NO_TOKENS
-        self._sequences: dict[str, _Text] = {}
+        self._sequences: OpenSessions[str, Sequence] = OpenSessions()
 
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
         """Begin a sequence; see `Drafter.open`."""
         check_session_name(session)
-        if session in self._sequences:
-            raise SessionExistsError(f"session {session!r} is open already")
-        self._sequences[session] = _Text(checked_tokens(prompt, None), remember=remember)
+        self._sequences.check_free(session)
+        self._sequences.add(session, Sequence(checked_tokens(prompt, None), remember=remember))
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`."""
-        texts = [self._checked(request) for request in requests]
-        for text, request in zip(texts, requests, strict=True):
-            text.append(checked_tokens(request.new_tokens, None))
+        sequences = [self._checked(request) for request in requests]
+        for sequence, request in zip(sequences, requests, strict=True):
+            sequence.extend(checked_tokens(request.new_tokens, None))
         return [
-            self._draft(text.tokens, request) for text, request in zip(texts, requests, strict=True)
+            self._draft(sequence.tokens, request)
+            for sequence, request in zip(sequences, requests, strict=True)
         ]
 
     def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
         """End a sequence; see `Drafter.close`."""
-        text = self._text(session)
+        sequence = self._sequences.get(session)
         if new_tokens is not None:
-            text.append(checked_tokens(new_tokens, None))
-        del self._sequences[session]
-        if text.remember and len(text.output):
-            joined = np.concatenate([self._recent, [np.int32(_NO_TOKEN)], text.output])
+            sequence.extend(checked_tokens(new_tokens, None))
+        self._sequences.remove(session)
+        if sequence.remember and len(sequence.output):
+            joined = np.concatenate([self._recent, [np.int32(_NO_TOKEN)], sequence.output])
             self._recent = joined[-self._recent_tokens :].astype(np.int32)
 
-    def _text(self, session: str) -> "_Text":
-        if session not in self._sequences:
-            raise UnknownSessionError(f"no session {session!r} is open: open it first")
-        return self._sequences[session]
-
-    def _checked(self, request: DraftRequest) -> "_Text":
-        text = self._text(request.session)
-        if len(text.tokens) + len(request.new_tokens) != request.length:
-            raise OutOfSequenceError(
-                f"session {request.session!r} has {len(text.tokens)} tokens and the request brings "
-                f"{len(request.new_tokens)}, but states a length of {request.length}"
-            )
-        return text
+    def _checked(self, request: DraftRequest) -> Sequence:
+        sequence = self._sequences.get(request.session)
+        check_step(request, len(sequence), len(request.new_tokens))
+        return sequence
 
     def _draft(self, tokens: TokenIds, request: DraftRequest) -> DraftTree:
         own, own_match = _continuation(tokens, tokens)
@@ -85,34 +76,6 @@ class LocalDrafter:
         if match > own_match:
             return _chain(recent, match, Source.GENERATIONS, request)
         return _chain(own, own_match, Source.CONTEXT, request)
-
-
-class _Text:
-    """A sequence that grows in place."""
-
-    def __init__(self, prompt: TokenIds, *, remember: bool) -> None:
-        self.remember = remember
-        self._prompt_length = self._length = len(prompt)
-        self._buffer = prompt
-
-    @property
-    def tokens(self) -> TokenIds:
-        """int32[n], all of it."""
-        return self._buffer[: self._length]
-
-    @property
-    def output(self) -> TokenIds:
-        """int32[n], what is not prompt."""
-        return self._buffer[self._prompt_length : self._length]
-
-    def append(self, tokens: TokenIds) -> None:
-        length = self._length + len(tokens)
-        if length > len(self._buffer):
-            grown = np.empty(2 * length, np.int32)
-            grown[: self._length] = self.tokens
-            self._buffer = grown
-        self._buffer[self._length : length] = tokens
-        self._length = length
 
 
 def _continuation(tokens: TokenIds, text: TokenIds) -> tuple[TokenIds, int]:

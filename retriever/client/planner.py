@@ -3,7 +3,8 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Ids
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -12,17 +13,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike
 
-from retriever.client.conversation import Conversation, FailOpen, FailOpens
-from retriever.client.tracking import TrackedSequence, TrackedStep
+from retriever.client.conversation import Conversation, FailOpen, FailOpens, SequenceStep
+from retriever.client.local import LocalDrafter
 from retriever.drafter import Drafter, DraftRequest
-from retriever.errors import (
-    InvalidRequestError,
-    OutOfSequenceError,
-    RetrieverError,
-    SessionExistsError,
-    UnknownSessionError,
-)
-from retriever.limits import check_session_name, check_wire, checked_ids, checked_tokens
+from retriever.errors import InvalidRequestError, RetrieverError, UnknownSessionError
+from retriever.follower import Follower, Followers
+from retriever.limits import check_session_name, checked_ids, checked_tokens
+from retriever.sequences import OpenSessions, Sequence, check_named_once, check_step, check_wire
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 
@@ -48,57 +45,64 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 class LocalSide:
-    """Drafts locally for sequences that have been tracked; nothing that goes wrong is an error.
+    """Drafts locally for sequences that others hold; nothing that goes wrong is an error.
 
     A session is opened there when it is first needed, and catches up with all it has missed.
 
     Args:
-        drafter: what drafts; None for nothing.
+        drafter: what drafts; True for a `LocalDrafter`, False for nothing.
     """
 
-    def __init__(self, drafter: Drafter | None) -> None:
-        self._drafter = drafter
-        self._known: dict[str, int] = {}
+    def __init__(self, drafter: Drafter | bool) -> None:  # noqa: FBT001  (or a drafter)
+        if isinstance(drafter, bool):
+            chosen: Drafter | None = LocalDrafter() if drafter else None
+        else:
+            chosen = drafter
+        self._followers = None if chosen is None else Followers(chosen)
+        self._following: dict[str, Follower] = {}
 
-    def draft(self, steps: Sequence[TrackedStep], until_s: float) -> dict[str, DraftTree]:
+    def draft(self, steps: Ids[SequenceStep], until_s: float) -> dict[str, DraftTree]:
         """Return trees by session, for those that there are any for.
 
         The first is drafted for whenever it is, others until then, by `time.monotonic`.
         """
-        if self._drafter is None:
+        if self._followers is None:
             return {}
         trees: dict[str, DraftTree] = {}
         for step in steps:  # one by one: what is wrong with one is wrong with it alone
             if trees and time.monotonic() > until_s:
                 break
-            name = step.request.session
             with suppress(RetrieverError):
-                (trees[name],) = self._ask(name, step)
+                trees[step.request.session] = self._ask(self._followers, step)
         return trees
 
-    def close(self, session: str, sequence: TrackedSequence) -> None:
+    def close(self, session: str, sequence: Sequence) -> None:
         """End a session; what it generated joins the recent outputs."""
-        if self._drafter is None:
+        if self._followers is None:
             return
-        known = self._known.pop(session, None)
+        drafter = self._followers.drafter
+        follower = self._following.pop(session, None)
         with suppress(RetrieverError):
-            if known is not None:
-                self._drafter.close(session, sequence.output(known, len(sequence)))
+            if follower is not None and follower.is_open:
+                drafter.close(session, follower.unsent())
             elif sequence.remember:
-                self._drafter.open(session, _NO_TOKENS)
-                output = sequence.output(len(sequence.prompt), len(sequence))
-                self._drafter.close(session, output)
+                drafter.open(session, _NO_TOKENS)
+                drafter.close(session, sequence.output.copy())
 
-    def _ask(self, name: str, step: TrackedStep) -> list[DraftTree]:
-        if self._drafter is None:
-            return []
-        if name not in self._known:
-            sequence = step.sequence
-            self._drafter.open(name, sequence.prompt, remember=sequence.remember)
-            self._known[name] = len(sequence.prompt)
-        trees = self._drafter.draft([step.since(self._known[name])])
-        self._known[name] = step.request.length
-        return trees
+    def _ask(self, followers: Followers, step: SequenceStep) -> DraftTree:
+        name = step.request.session
+        follower = self._following.get(name)
+        if follower is None:
+            follower = self._following[name] = followers.follow(step.sequence, name)
+        if not follower.is_open:
+            follower.open()
+        try:
+            (tree,) = followers.drafter.draft([follower.catching_up(step.request)])
+        except UnknownSessionError:  # it was idle for too long: the next step opens another
+            follower.forget()
+            raise
+        follower.told(step.request.length)
+        return tree
 
 
 _LOCAL_SHARE: Final = 0.1
@@ -117,7 +121,7 @@ class Plan:
         reasons: why there is none from a server, by session.
     """
 
-    steps: list[TrackedStep]
+    steps: list[SequenceStep]
     local_until_s: float = math.inf
     messages: dict[str, pb.DraftStreamRequest] = field(default_factory=dict)
     trees: dict[str, DraftTree] = field(default_factory=dict)
@@ -133,8 +137,22 @@ class Plan:
 class _Placed:
     """A sequence, and the server that drafts for it."""
 
-    sequence: TrackedSequence
+    sequence: Sequence
     address: str
+
+
+def checked_addresses(addresses: Iterable[str]) -> list[str]:
+    """Return the addresses of servers that are used together.
+
+    Raises:
+        InvalidRequestError: there is none, or one twice.
+    """
+    listed = list(addresses)
+    if not listed:
+        raise InvalidRequestError("no address is given: name each draft service once")
+    if len(set(listed)) != len(listed):
+        raise InvalidRequestError("an address is given twice: name each draft service once")
+    return listed
 
 
 class Planner:
@@ -143,7 +161,7 @@ class Planner:
     Args:
         addresses: of the servers; at least one, each once.
         fingerprint: of the tokenizer at hand; empty if it is not known.
-        local: what drafts while a server does not; None for nothing.
+        local: what drafts while a server does not; True for a `LocalDrafter`, False for nothing.
         pads: whether messages are padded, so that their size tells little.
 
     Attributes:
@@ -158,16 +176,16 @@ class Planner:
         self,
         addresses: Iterable[str],
         fingerprint: str,
-        local: Drafter | None,
+        local: Drafter | bool,  # noqa: FBT001  (or a drafter)
         *,
         pads: bool = False,
     ) -> None:
-        listed = list(addresses)
-        if not listed or len(set(listed)) != len(listed):
-            raise InvalidRequestError("name at least one draft service, and each of them once")
-        self.conversations = {each: Conversation(each, fingerprint, pads=pads) for each in listed}
+        self.conversations = {
+            each: Conversation(each, fingerprint, pads=pads)
+            for each in checked_addresses(addresses)
+        }
         self._fail_opens: FailOpens = Counter()
-        self._placed: dict[str, _Placed] = {}
+        self._placed: OpenSessions[str, _Placed] = OpenSessions()
         self._under_way: set[Plan] = set()
         self._local = LocalSide(local)
 
@@ -179,26 +197,24 @@ class Planner:
     def open(self, session: str, prompt: ArrayLike, *, remember: bool) -> None:
         """Begin a sequence; servers are told with its first step."""
         check_session_name(session)
-        if session in self._placed:
-            raise SessionExistsError(f"session {session!r} is open already")
-        sequence = TrackedSequence(checked_tokens(prompt, None), remember=remember)
-        self._placed[session] = _Placed(sequence, ranked(session, self.conversations)[0])
+        self._placed.check_free(session)
+        sequence = Sequence(checked_tokens(prompt, None), remember=remember)
+        self._placed.add(session, _Placed(sequence, ranked(session, self.conversations)[0]))
 
-    def plan(self, requests: Sequence[DraftRequest], now_s: float, deadline_s: float) -> Plan:
+    def plan(self, requests: Ids[DraftRequest], now_s: float, deadline_s: float) -> Plan:
         """Note the new tokens of a step; return what is to be sent.
 
         Raises:
             UnknownSessionError: a session is not open.
             InvalidRequestError: a request is at fault; nothing of the step is kept.
         """
-        if len({request.session for request in requests}) != len(requests):
-            raise InvalidRequestError("a step names one session twice")
-        checked = [self._checked(request) for request in requests]
+        check_named_once(requests)
+        found = [self._checked(request) for request in requests]
         plan = Plan([], deadline_s + _LOCAL_SHARE * max(0.0, deadline_s - now_s))
-        by_server: dict[str, list[TrackedStep]] = {}
-        for request, (placed, ids) in zip(requests, checked, strict=True):
-            placed.sequence.extend(ids)
-            step = TrackedStep(request, placed.sequence)
+        by_server: dict[str, list[SequenceStep]] = {}
+        for request, placed in zip(requests, found, strict=True):
+            placed.sequence.extend(request.new_tokens)
+            step = SequenceStep(request, placed.sequence)
             plan.steps.append(step)
             by_server.setdefault(self._server_of(request.session, placed), []).append(step)
         for address, steps in by_server.items():
@@ -206,9 +222,9 @@ class Planner:
         self._under_way.add(plan)
         return plan
 
-    def take(self, address: str, response: pb.DraftStreamResponse, now_s: float) -> bool:
+    def take(self, address: str, response: pb.DraftStreamResponse) -> bool:
         """Take in what a server answered; return whether its stream is broken."""
-        answer = self.conversations[address].settle(response, now_s)
+        answer = self.conversations[address].settle(response)
         for plan in self._under_way:
             awaited = plan.messages.get(address)
             if awaited is not None and awaited.sequence_number == response.sequence_number:
@@ -244,15 +260,14 @@ class Planner:
             UnknownSessionError: the session is not open.
         """
         ids = checked_ids([] if new_tokens is None else new_tokens, None)
-        placed = self._find(session)
-        del self._placed[session]
+        placed = self._placed.remove(session)
         placed.sequence.extend(ids)
         placed.sequence.remember = placed.sequence.remember and remember
         self.conversations[placed.address].close(session, placed.sequence)
         self._local.close(session, placed.sequence)
 
     def _ask(
-        self, plan: Plan, address: str, steps: list[TrackedStep], now_s: float, deadline_s: float
+        self, plan: Plan, address: str, steps: list[SequenceStep], now_s: float, deadline_s: float
     ) -> None:
         conversation = self.conversations[address]
         why_not = conversation.why_not(now_s)
@@ -281,23 +296,13 @@ class Planner:
             self.conversations[address].missed[reason] += 1
 
     def _address_of(self, session: str) -> str | None:
-        placed = self._placed.get(session)
+        placed = self._placed.find(session)
         return placed.address if placed is not None else None
 
-    def _find(self, session: str) -> _Placed:
-        if session not in self._placed:
-            raise UnknownSessionError(f"no session {session!r} is open: open it first")
-        return self._placed[session]
-
-    def _checked(self, request: DraftRequest) -> tuple[_Placed, list[int]]:
-        """Return whose request it is, and its new tokens."""
-        placed = self._find(request.session)
-        ids, known = checked_ids(request.new_tokens, None), len(placed.sequence)
-        check_wire(request.budget_nodes, request.min_probability)
-        if known + len(ids) != request.length:
-            raise OutOfSequenceError(
-                f"session {request.session!r} has {known} tokens and the request brings "
-                f"{len(ids)}, but states a length of {request.length}: a step was lost or "
-                "repeated; close the session and open it again"
-            )
-        return placed, ids
+    def _checked(self, request: DraftRequest) -> _Placed:
+        """Return whose request it is, if nothing is wrong with it."""
+        placed = self._placed.get(request.session)
+        num_new = len(checked_ids(request.new_tokens, None))
+        check_wire(request)
+        check_step(request, len(placed.sequence), num_new)
+        return placed

@@ -2,29 +2,28 @@
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from functools import partial
-from logging import getLogger
 from queue import Empty, SimpleQueue
-from threading import Event, Lock, Thread
-from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeVar
+from threading import Lock
+from typing import Final, Self
 
-import grpc
 from numpy.typing import ArrayLike
 
-from retriever.client.backoff import Backoff
 from retriever.client.conversation import FailOpens
-from retriever.client.credentials import Credentials, open_channel
-from retriever.client.local import LocalDrafter
-from retriever.client.planner import Plan, Planner
+from retriever.client.credentials import Credentials
+from retriever.client.planner import Planner
+from retriever.client.streams import (
+    LOST_AFTER_S,
+    Link,
+    LinkEvent,
+    LinkStream,
+    OpenChannel,
+    StreamTable,
+    remote_channel,
+)
 from retriever.drafter import Drafter, DraftRequest
-from retriever.errors import CredentialsError
 from retriever.tree import DraftTree
-from retriever.v1 import retriever_pb2 as pb
-from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire.messages import CLIENT_OPTIONS
 
 SHARE: Final = 0.25
 """Of the time that an engine takes between two drafts, as much may be waited for the next."""
@@ -70,228 +69,6 @@ class Pace:
         self._ended_s = now_s
 
 
-LOST_AFTER_S: Final = 1.0
-"""A stream on which a message has no answer for so long is given up, in seconds."""
-
-
-class MessageStream(Protocol):
-    """One stream to a server; neither call waits."""
-
-    def send(self, message: pb.DraftStreamRequest) -> None:
-        """Send a message, at once or never."""
-        ...
-
-    def end(self) -> None:
-        """End the stream."""
-        ...
-
-
-_Stream = TypeVar("_Stream", bound=MessageStream)
-
-
-class Switchboard(Generic[_Stream]):
-    """The streams to the servers of a planner. Callers see to it that one is at work at a time.
-
-    Args:
-        planner: what is to be said to whom.
-        lost_after_s: a stream without an answer for so long is given up, in seconds.
-    """
-
-    def __init__(self, planner: Planner, lost_after_s: float) -> None:
-        self._planner = planner
-        self._lost_after_s = lost_after_s
-        self._streams: dict[str, _Stream] = {}
-
-    def connect(self, address: str, stream: _Stream) -> None:
-        """Speak with a server through a stream that has begun."""
-        self._streams[address] = stream
-        self._planner.conversations[address].begin()
-
-    def lose(self, address: str) -> None:
-        """Take note that the stream to a server is gone."""
-        self._streams.pop(address, None)
-        self._planner.lose(address)
-
-    def take(self, address: str, response: pb.DraftStreamResponse) -> None:
-        """Take in what has come, and give up a stream that is out of step."""
-        if self._planner.take(address, response, time.monotonic()):
-            self._give_up(address)
-
-    def ask(self, plan: Plan) -> None:
-        """Send what a plan says to whom."""
-        for address, message in plan.messages.items():
-            self._streams[address].send(message)
-
-    def tell_rest(self) -> None:
-        """Tell every server what it is still to be told."""
-        for address, stream in self._streams.items():
-            message = self._planner.conversations[address].rest(time.monotonic())
-            if message is not None:
-                stream.send(message)
-
-    def give_up_lost(self) -> None:
-        """Give up streams on which too little comes."""
-        lost_s = time.monotonic() - self._lost_after_s
-        for address, conversation in self._planner.conversations.items():
-            oldest_s = conversation.oldest_unanswered_s()
-            if oldest_s is not None and oldest_s < lost_s:
-                self._give_up(address)
-
-    def _give_up(self, address: str) -> None:
-        self._planner.lose(address)
-        stream = self._streams.pop(address, None)
-        if stream is not None:
-            stream.end()
-
-
-CONNECT_TIMEOUT_S: Final = 1.0
-"""How long an attempt to connect may take, in seconds."""
-
-OpenChannel = Callable[[str], grpc.Channel]
-"""Opens a channel to an address: with its credentials, if there are any."""
-
-_SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].full_name
-_DRAFT_STREAM: Final = f"/{_SERVICE}/DraftStream"
-
-_log = getLogger(__name__)
-
-
-def remote_channel(address: str, credentials: Credentials | None) -> grpc.Channel:
-    """Open a channel to a service.
-
-    Raises:
-        CredentialsError: a file of the credentials cannot be used.
-    """
-    return open_channel(address, credentials, CLIENT_OPTIONS)
-
-
-class LinkStream:
-    """One stream: sending never waits.
-
-    Args:
-        channel: to the server.
-        report: called with every response, in order, in the thread that gRPC receives it in: to
-            wait for another thread to read it would cost a third of what a step takes.
-    """
-
-    def __init__(
-        self, channel: grpc.Channel, report: Callable[[pb.DraftStreamResponse], None]
-    ) -> None:
-        self._outbox: SimpleQueue[pb.DraftStreamRequest | None] = SimpleQueue()
-        self._report = report
-        method = channel.stream_stream(
-            _DRAFT_STREAM,
-            request_serializer=pb.DraftStreamRequest.SerializeToString,
-            response_deserializer=self._receive,
-        )
-        self._call: Any = method(iter(self._outbox.get, None))
-
-    def send(self, message: pb.DraftStreamRequest) -> None:
-        """Send a message, at once or never."""
-        self._outbox.put(message)
-
-    def end(self) -> None:
-        """End the stream."""
-        self._outbox.put(None)
-        self._call.cancel()
-
-    def read(self) -> None:
-        """Have responses received until the stream ends.
-
-        Raises:
-            grpc.RpcError: it has ended with an error.
-        """
-        deque(self._call, maxlen=0)
-
-    def _receive(self, data: bytes) -> pb.DraftStreamResponse:
-        response = pb.DraftStreamResponse.FromString(data)
-        self._report(response)
-        return response
-
-
-class LinkEvent(NamedTuple):
-    """What a link reports.
-
-    Attributes:
-        address: of its server.
-        stream: the stream that has begun; None otherwise.
-        response: what has come; None where nothing has: the stream has begun, or is gone.
-    """
-
-    address: str
-    stream: LinkStream | None = None
-    response: pb.DraftStreamResponse | None = None
-
-
-class Link:
-    """Keeps a stream to one server, in a thread of its own.
-
-    Args:
-        address: of the server.
-        open_channel: makes its channel.
-        events: where it reports, in order.
-        on_begin: called in a thread of its own once a new stream was reported.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        open_channel: OpenChannel,
-        events: "SimpleQueue[LinkEvent]",
-        on_begin: Callable[[], None],
-    ) -> None:
-        self._address = address
-        self._open_channel = open_channel
-        self._events = events
-        self._on_begin = on_begin
-        self._is_shut_down = Event()
-        self._stream: LinkStream | None = None
-        self._thread = Thread(target=self._run, name="foredraft-link", daemon=True)
-        self._thread.start()
-
-    def shut_down(self) -> None:
-        """End the stream and the thread; does not wait for them."""
-        self._is_shut_down.set()
-        stream = self._stream
-        if stream is not None:
-            stream.end()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end."""
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        backoff = Backoff()
-        while not self._is_shut_down.is_set():
-            try:
-                with closing(self._open_channel(self._address)) as channel:
-                    RetrieverServiceStub(channel).ListIndexes(
-                        pb.ListIndexesRequest(), timeout=CONNECT_TIMEOUT_S
-                    )
-                    backoff.reset()
-                    self._converse(channel)
-            except (grpc.RpcError, CredentialsError) as error:
-                _log.info("no draft service at %s: %s", self._address, error)
-            self._is_shut_down.wait(backoff.next_pause_s())
-
-    def _converse(self, channel: grpc.Channel) -> None:
-        stream = self._stream = LinkStream(channel, self._report)
-        self._events.put(LinkEvent(self._address, stream))
-        if self._is_shut_down.is_set():
-            stream.end()
-        # Not in this thread: it may have to wait for somebody who waits for what is read here.
-        Thread(target=self._on_begin, name="foredraft-catch-up", daemon=True).start()
-        try:
-            stream.read()
-        finally:
-            self._stream = None
-            stream.end()
-            self._events.put(LinkEvent(self._address))
-
-    def _report(self, response: pb.DraftStreamResponse) -> None:
-        self._events.put(LinkEvent(self._address, response=response))
-
-
 _ORPHANS: Final[list[object]] = []  # of a parent process: to end them could hang in this one
 
 
@@ -301,7 +78,7 @@ class ResilientDrafter:
     A step waits until its deadline and no longer. Whatever a server does (it is late, paused,
     restarted, full, for another tokenizer, or gone), the sequence goes on with a local draft, and
     the reason is counted. A thread for each server connects at the first call, and again, with
-    growing pauses, whenever the connection is lost. Sessions are then opened anew and told all
+    growing pauses, whenever the connection is lost. Sessions are then opened again and told all
     their tokens, and outputs that ended meanwhile are told as well.
 
     Sessions are spread over several servers by rendezvous hashing; one moves only while its own
@@ -338,11 +115,10 @@ class ResilientDrafter:
         open_channel: OpenChannel | None = None,
     ) -> None:
         listed = [addresses] if isinstance(addresses, str) else addresses
-        beside = local if not isinstance(local, bool) else LocalDrafter() if local else None
-        self._planner = Planner(listed, vocabulary_fingerprint, beside, pads=pad_requests)
+        self._planner = Planner(listed, vocabulary_fingerprint, local, pads=pad_requests)
         self._pace = Pace(deadline_s)
         self._lost_after_s = lost_after_s
-        self._switchboard: Switchboard[LinkStream] = Switchboard(self._planner, lost_after_s)
+        self._streams: StreamTable[LinkStream] = StreamTable(self._planner, lost_after_s)
         if credentials is not None:
             credentials.check(listed)
         self._open_channel = open_channel or partial(remote_channel, credentials=credentials)
@@ -375,7 +151,7 @@ class ResilientDrafter:
             while not all(each.is_up for each in conversations):
                 if not self._take_next(until_s):
                     break
-            self._switchboard.tell_rest()
+            self._streams.tell_rest()
         return all(each.is_up for each in conversations)
 
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
@@ -394,11 +170,11 @@ class ResilientDrafter:
         with self._lock:
             self._take_all()
             plan = self._planner.plan(requests, time.monotonic(), deadline_s)
-            self._switchboard.ask(plan)
+            self._streams.ask(plan)
             while not plan.is_done and self._take_next(deadline_s):
                 pass
             trees = self._planner.finish(plan)
-            self._switchboard.tell_rest()
+            self._streams.tell_rest()
         self._pace.end(time.monotonic())
         return trees
 
@@ -416,7 +192,7 @@ class ResilientDrafter:
         with self._lock:
             self._planner.close(session, new_tokens, remember=remember)
             self._take_all()
-            self._switchboard.tell_rest()
+            self._streams.tell_rest()
 
     def shut_down(self, timeout_s: float = 1.0) -> None:
         """Tell servers what they are still to be told, and disconnect.
@@ -427,11 +203,11 @@ class ResilientDrafter:
         self._start()
         until_s = time.monotonic() + timeout_s
         with self._lock:
-            self._switchboard.tell_rest()
+            self._streams.tell_rest()
             while any(each.oldest_unanswered_s() for each in self._planner.conversations.values()):
                 if not self._take_next(until_s):
                     break
-                self._switchboard.tell_rest()
+                self._streams.tell_rest()
         for link in self._links:
             link.shut_down()
         for link in self._links:
@@ -446,10 +222,10 @@ class ResilientDrafter:
     def _start(self) -> None:
         """Connect at the first call in this process."""
         if self._pid != os.getpid():
-            _ORPHANS.extend([self._links, self._switchboard, self._events])
+            _ORPHANS.extend([self._links, self._streams, self._events])
             self._pid, self._lock = os.getpid(), Lock()
             self._links, self._events = [], SimpleQueue()
-            self._switchboard = Switchboard(self._planner, self._lost_after_s)
+            self._streams = StreamTable(self._planner, self._lost_after_s)
             for conversation in self._planner.conversations.values():
                 conversation.lose()
         if not self._links:
@@ -463,13 +239,13 @@ class ResilientDrafter:
         """Tell a server that is back what it missed."""
         with self._lock:
             self._take_all()
-            self._switchboard.tell_rest()
+            self._streams.tell_rest()
 
     def _take_all(self) -> None:
         """Take in what has come, and give up streams on which too little comes."""
         while not self._events.empty() and self._take_next(0.0):
             pass
-        self._switchboard.give_up_lost()
+        self._streams.give_up_lost()
 
     def _take_next(self, until_s: float) -> bool:
         """Take in the next thing that a link reports; tell whether there was one in time."""
@@ -479,9 +255,9 @@ class ResilientDrafter:
         except Empty:
             return False
         if event.stream is not None:
-            self._switchboard.connect(event.address, event.stream)
+            self._streams.connect(event.address, event.stream)
         elif event.response is None:
-            self._switchboard.lose(event.address)
+            self._streams.lose(event.address)
         else:
-            self._switchboard.take(event.address, event.response)
+            self._streams.take(event.address, event.response)
         return True

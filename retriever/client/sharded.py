@@ -1,22 +1,23 @@
 """A corpus whose segments are spread over several servers, as one drafter."""
 
-import math
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ids
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
 from threading import Lock
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from numpy.typing import ArrayLike
 
+from retriever.backoff import Backoff
+from retriever.client.conversation import SequenceStep
 from retriever.client.credentials import Credentials
 from retriever.client.merging import merge_trees
+from retriever.client.planner import checked_addresses
 from retriever.client.strict import DEFAULT_TIMEOUT_S, RemoteDrafter
-from retriever.client.tracking import TrackedSequence, TrackedStep
 from retriever.drafter import DraftRequest
 from retriever.errors import (
     DrafterUnavailableError,
@@ -24,11 +25,12 @@ from retriever.errors import (
     LimitExceededError,
     OutOfSequenceError,
     RetrieverError,
-    SessionExistsError,
     UnknownSessionError,
     VocabularyMismatchError,
 )
+from retriever.follower import Follower, Followers
 from retriever.limits import check_session_name, checked_tokens
+from retriever.sequences import OpenSessions, Sequence, check_named_once, check_step
 from retriever.tree import DraftTree
 
 
@@ -63,12 +65,6 @@ class Agreement:
 
 _log = getLogger(__name__)
 
-FIRST_PAUSE_S: Final = 0.1
-"""A server that failed is left alone for so long, and twice as long after each further failure."""
-
-LAST_PAUSE_S: Final = 5.0
-"""But no longer than this."""
-
 Trees = list[DraftTree | None]
 """One for each sequence of a step; None where the server cannot keep the sequence."""
 
@@ -93,11 +89,19 @@ class ShardState:
     failures: int
 
 
+class _Connection(NamedTuple):
+    """A client of a shard's server, and what the server knows of each sequence."""
+
+    remote: RemoteDrafter
+    followers: Followers
+    following: dict[str, Follower]
+
+
 class Shard:
     """A server, what it knows of each sequence, and the thread that talks to it.
 
     What is asked is done in order. A server that fails loses its sessions and is left alone for
-    a while; the next thing asked then connects anew, and opens with all its tokens what it needs.
+    a while; the next thing asked then connects again, and opens what it needs with all its tokens.
 
     Args:
         address: of the server.
@@ -114,14 +118,11 @@ class Shard:
         self._connect = connect
         self._agreement = agreement
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foredraft-shard")
-        self._remote: RemoteDrafter | None = None
-        self._old: RemoteDrafter | None = None  # an earlier connection, with its sessions
-        self._stale: list[str] = []
-        self._known: dict[str, int] = {}  # how many tokens the server has of each session
+        self._connection: _Connection | None = None
+        self._old: _Connection | None = None  # its sessions are still to be ended
         self._step: Future[Trees] | None = None
         self._is_up = True
-        self._retry_at_s = -math.inf
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff = Backoff()
         self._failures = 0
         self.missed = 0
         self.refusal: VocabularyMismatchError | None = None
@@ -131,13 +132,13 @@ class Shard:
         """How it does."""
         return ShardState(self._address, self._is_up, self.missed, self._failures)
 
-    def open(self, session: str, sequence: TrackedSequence) -> Future[bool] | None:
+    def open(self, session: str, sequence: Sequence) -> Future[bool] | None:
         """Open a session; None where the answer is not worth waiting for."""
         is_awaited = self._is_up and not self._is_late()
         job = self._submit(self._open, session, sequence)
         return job if is_awaited else None
 
-    def draft(self, steps: Sequence[TrackedStep]) -> Future[Trees] | None:
+    def draft(self, steps: Ids[SequenceStep]) -> Future[Trees] | None:
         """Draft for a step; None where the answer is not worth waiting for.
 
         While an earlier step has no answer, this one is left out; its tokens travel with the next.
@@ -148,14 +149,14 @@ class Shard:
         self._step = self._submit(self._draft, steps)
         return self._step if is_awaited else None
 
-    def close(self, session: str, sequence: TrackedSequence) -> Future[bool] | None:
+    def close(self, session: str, sequence: Sequence) -> Future[bool] | None:
         """Close a session; None where the answer is not worth waiting for."""
         is_awaited = self._is_up and not self._is_late()
         job = self._submit(self._close, session, sequence)
         return job if is_awaited else None
 
     def restart(self) -> None:
-        """Begin anew: all sessions are opened again when they are next drafted for."""
+        """Disconnect: all sessions are opened again when they are next drafted for."""
         self._thread.submit(self._disconnect)
 
     def shut_down(self) -> None:
@@ -168,7 +169,7 @@ class Shard:
         return self._step is not None and not self._step.done()
 
     def _is_paused(self) -> bool:
-        return not self._is_up and time.monotonic() < self._retry_at_s
+        return not self._is_up and not self._backoff.is_over()
 
     def _submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any] | None:
         return None if self._is_paused() else self._thread.submit(self._attempt, job, *arguments)
@@ -190,7 +191,7 @@ class Shard:
                 raise type(error)(f"shard {self._address}: {error}") from error
             self._fail(error)
             raise DrafterUnavailableError(f"shard {self._address}: {error}") from error
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff.succeed()
         return result
 
     def _fail(self, error: RetrieverError) -> None:
@@ -198,73 +199,85 @@ class Shard:
             _log.warning("drafts go on without shard %s: %s", self._address, error)
         self._failures += 1
         self._disconnect()
-        self._retry_at_s = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
+        self._backoff.fail()
         self._is_up = False
 
     def _disconnect(self) -> None:
-        """Let go of the connection; once there is another, its sessions are ended over it."""
-        self._drop_old()
-        self._old, self._remote = self._remote, None
-        self._stale = list(self._known)
-        self._known.clear()
+        """Give up the connection; once there is another, the sessions of this one are ended."""
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if connection.following:
+            self._drop_old()
+            self._old = connection
+        else:
+            connection.remote.shut_down()
 
     def _drop_old(self) -> None:
         old, self._old = self._old, None
         if old is not None:
-            old.shut_down()
+            old.remote.shut_down()
 
     def _end_stale(self) -> None:
-        """End sessions that a server which was slow still has; they will have been opened anew."""
+        """End sessions that a server which was slow still has; they will be opened again."""
         if self._old is None:
             return
         with suppress(RetrieverError):  # what cannot be ended ends when it has been idle
-            for session in self._stale:
+            for session in self._old.following:
                 with suppress(UnknownSessionError):
-                    self._old.close(session, remember=False)
+                    self._old.remote.close(session, remember=False)
         self._drop_old()
 
-    def _connected(self) -> RemoteDrafter:
-        if self._remote is None:
-            self._remote = self._connect(self._address, self._agreement.fingerprint)
-            for index in self._remote.list_indexes():
+    def _connected(self) -> _Connection:
+        if self._connection is None:
+            remote = self._connect(self._address, self._agreement.fingerprint)
+            self._connection = _Connection(remote, Followers(remote), {})
+            for index in remote.list_indexes():
                 self._agreement.check(self._address, index.vocabulary_fingerprint)
             self._is_up, self.refusal = True, None
             self._end_stale()
-        return self._remote
+        return self._connection
 
-    def _open(self, session: str, sequence: TrackedSequence) -> bool:
-        self._connected().open(session, sequence.prompt, remember=sequence.remember)
-        self._known[session] = len(sequence.prompt)
+    def _open(self, session: str, sequence: Sequence) -> bool:
+        connection = self._connected()
+        follower = connection.followers.follow(sequence, session)
+        follower.open()
+        connection.following[session] = follower
         return True
 
-    def _draft(self, steps: Sequence[TrackedStep]) -> Trees:
-        remote = self._connected()
-        places = [at for at, step in enumerate(steps) if self._is_open(step)]
-        asked = [steps[at].since(self._known[steps[at].request.session]) for at in places]
+    def _draft(self, steps: Ids[SequenceStep]) -> Trees:
+        connection = self._connected()
+        asked: dict[int, Follower] = {}
+        for at, step in enumerate(steps):
+            if (follower := self._followed(connection, step)) is not None:
+                asked[at] = follower
+        requests = [follower.catching_up(steps[at].request) for at, follower in asked.items()]
         trees: Trees = [None] * len(steps)
-        for at, request, tree in zip(places, asked, remote.draft(asked), strict=True):
-            self._known[request.session] = request.length
+        drafted = connection.remote.draft(requests)
+        for (at, follower), tree in zip(asked.items(), drafted, strict=True):
+            follower.told(steps[at].request.length)
             trees[at] = tree
         return trees
 
-    def _is_open(self, step: TrackedStep) -> bool:
-        """Open a session that the server does not know; False where it has no room for it."""
+    def _followed(self, connection: _Connection, step: SequenceStep) -> Follower | None:
+        """Open a session that the server does not know; None where it has no room for it."""
         session = step.request.session
-        if session not in self._known:
+        if session not in connection.following:
             try:
                 self._open(session, step.sequence)
             except LimitExceededError:
                 self._failures += 1
-        return session in self._known
+        return connection.following.get(session)
 
-    def _close(self, session: str, sequence: TrackedSequence) -> bool:
-        if session not in self._known:
-            if not sequence.remember or len(sequence) == len(sequence.prompt):
+    def _close(self, session: str, sequence: Sequence) -> bool:
+        following = self._connection.following if self._connection is not None else {}
+        if session not in following:
+            if not sequence.remember or not len(sequence.output):
                 return True
             self._open(session, sequence)  # so that it learns what it has missed
-        known = self._known.pop(session)
-        self._connected().close(session, sequence.output(known, len(sequence)))
+        connection = self._connected()
+        follower = connection.following.pop(session)
+        connection.remote.close(session, follower.unsent())
         return True
 
 
@@ -310,11 +323,13 @@ class ShardedDrafter:
     ) -> None:
         self._deadline_s = deadline_s
         self._timeout_s = timeout_s
-        self._sequences: dict[str, TrackedSequence] = {}
+        self._sequences: OpenSessions[str, Sequence] = OpenSessions()
         self._lock = Lock()
         agreement = Agreement(vocabulary_fingerprint)
         client = partial(_client, timeout_s=timeout_s, credentials=credentials)
-        self._shards = [Shard(address, client, agreement) for address in _checked(addresses)]
+        self._shards = [
+            Shard(address, client, agreement) for address in checked_addresses(addresses)
+        ]
 
     @property
     def shards(self) -> tuple[ShardState, ...]:
@@ -328,11 +343,9 @@ class ShardedDrafter:
             VocabularyMismatchError: a shard, which is named, is of another vocabulary.
         """
         check_session_name(session)
-        sequence = TrackedSequence(checked_tokens(prompt, None), remember=remember)
+        sequence = Sequence(checked_tokens(prompt, None), remember=remember)
         with self._lock:
-            if session in self._sequences:
-                raise SessionExistsError(f"session {session!r} is open already")
-            self._sequences[session] = sequence
+            self._sequences.add(session, sequence)
         try:
             _await([shard.open(session, sequence) for shard in self._shards], self._timeout_s)
             for shard in self._shards:
@@ -342,15 +355,16 @@ class ShardedDrafter:
             self.close(session)
             raise
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
         It is never an error that servers cannot be reached.
         """
         with self._lock:
-            steps = self._checked_steps(requests)
+            check_named_once(requests)
+            steps = [self._checked_step(request) for request in requests]
             for step in steps:
-                step.sequence.extend(step.request.new_tokens.tolist())
+                step.sequence.extend(step.request.new_tokens)
             jobs = [shard.draft(steps) for shard in self._shards]
             try:
                 answers: list[Trees | None] = _await(jobs, self._deadline_s)
@@ -372,9 +386,8 @@ class ShardedDrafter:
         """End a sequence; see `Drafter.close`. Servers that are late end it on their own."""
         tokens = checked_tokens([] if new_tokens is None else new_tokens, None)
         with self._lock:
-            sequence = self._sequence(session)
-            del self._sequences[session]
-            sequence.extend(tokens.tolist())
+            sequence = self._sequences.remove(session)
+            sequence.extend(tokens)
         _await([shard.close(session, sequence) for shard in self._shards], self._deadline_s)
 
     def shut_down(self) -> None:
@@ -388,28 +401,13 @@ class ShardedDrafter:
     def __exit__(self, *_: object) -> None:
         self.shut_down()
 
-    def _sequence(self, session: str) -> TrackedSequence:
-        if session not in self._sequences:
-            raise UnknownSessionError(f"no session {session!r} is open: open it first")
-        return self._sequences[session]
-
-    def _checked_steps(self, requests: Sequence[DraftRequest]) -> list[TrackedStep]:
-        if len({request.session for request in requests}) != len(requests):
-            raise InvalidRequestError("a step names one session twice")
-        return [self._checked_step(request) for request in requests]
-
-    def _checked_step(self, request: DraftRequest) -> TrackedStep:
-        sequence = self._sequence(request.session)
+    def _checked_step(self, request: DraftRequest) -> SequenceStep:
+        sequence = self._sequences.get(request.session)
         tokens = checked_tokens(request.new_tokens, None)
-        if len(sequence) + len(tokens) != request.length:
-            raise OutOfSequenceError(
-                f"session {request.session!r} has {len(sequence)} tokens and the request brings "
-                f"{len(tokens)}, but states a length of {request.length}: a step was lost or "
-                "repeated; close the session and open it again"
-            )
-        return TrackedStep(replace(request, new_tokens=tokens), sequence)
+        check_step(request, len(sequence), len(tokens))
+        return SequenceStep(replace(request, new_tokens=tokens), sequence)
 
-    def _take_back(self, steps: list[TrackedStep], jobs: Sequence[_Job]) -> None:
+    def _take_back(self, steps: list[SequenceStep], jobs: Ids[_Job]) -> None:
         """Keep nothing of a step that is at fault, nor let a shard that took it in."""
         for step in steps:
             step.sequence.shorten(step.request.length - len(step.request.new_tokens))
@@ -419,7 +417,7 @@ class ShardedDrafter:
 
 
 def connect(
-    addresses: Sequence[str],
+    addresses: Ids[str],
     *,
     deadline_s: float = DEFAULT_DEADLINE_S,
     vocabulary_fingerprint: str = "",
@@ -449,7 +447,7 @@ def connect(
     )
 
 
-def _await(jobs: Sequence[_Job], timeout_s: float) -> list[Any]:
+def _await(jobs: Ids[_Job], timeout_s: float) -> list[Any]:
     """Return what was answered in time, None for each shard that did not answer.
 
     Raises:
@@ -481,12 +479,3 @@ def _client(
         vocabulary_fingerprint=fingerprint,
         credentials=credentials,
     )
-
-
-def _checked(addresses: Iterable[str]) -> list[str]:
-    listed = list(addresses)
-    if not listed:
-        raise InvalidRequestError("no address is given: name at least one draft service")
-    if len(set(listed)) != len(listed):
-        raise InvalidRequestError("an address is given twice: its evidence would count twice")
-    return listed

@@ -1,126 +1,104 @@
 """The strict client: a `Drafter` that asks a service over gRPC, and raises what it refuses."""
 
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Condition, Lock, Thread
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
 from typing import Any, Final, Self
 
 import grpc
 from numpy.typing import ArrayLike
 
 from retriever.client.credentials import Credentials, open_channel
+from retriever.client.streams import LinkStream
 from retriever.drafter import DraftRequest
-from retriever.errors import DrafterUnavailableError, InvalidTreeError, UnknownSessionError
+from retriever.errors import (
+    DrafterUnavailableError,
+    InvalidTreeError,
+    RetrieverError,
+    UnknownSessionError,
+)
 from retriever.explanation import Explanation
-from retriever.limits import DEFAULT_DOCUMENTS, check_session_name
+from retriever.limits import DEFAULT_DOCUMENTS, check_session_name, checked_tokens, shown
+from retriever.sequences import OpenSessions
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from retriever.wire.channels import CLIENT_OPTIONS
 from retriever.wire.messages import (
-    CLIENT_OPTIONS,
+    add_step,
+    closing_message,
     context_to_message,
-    error_of,
-    error_of_status,
     explanation_from_message,
     explanation_request,
-    step_to_message,
+    opening_message,
     tokens_to_wire,
     trees_from_messages,
 )
-
-
-class Watchdog:
-    """Calls `on_timeout` once a guarded block has run for longer than `timeout_s` seconds.
-
-    Entering and leaving the block costs about a microsecond: one sleeping thread looks at the
-    clock instead of a timer being made each time. It may bark up to a quarter of the timeout late.
-    """
-
-    def __init__(self, timeout_s: float, on_timeout: Callable[[], object]) -> None:
-        self._timeout_s = timeout_s
-        self._on_timeout = on_timeout
-        self._entered_at: float | None = None
-        self._stopped = False
-        self._changed = Condition()
-        self._thread = Thread(target=self._watch, name="foredraft-watchdog", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> Self:
-        self._entered_at = time.monotonic()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._entered_at = None
-
-    def stop(self) -> None:
-        """End the thread."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-
-    def _watch(self) -> None:
-        with self._changed:
-            while not self._stopped:
-                self._changed.wait(self._timeout_s / 4)
-                entered_at = self._entered_at
-                if entered_at is not None and time.monotonic() - entered_at > self._timeout_s:
-                    self._entered_at = None
-                    self._on_timeout()
-
+from retriever.wire.statuses import error_of, error_of_status
 
 _ABORTED: Final[int] = grpc.StatusCode.ABORTED.value[0]
 
 
-class Stream:
-    """One bidirectional call: a numbered message out, the answer to it in.
+class Exchange:
+    """One stream on which every message waits for its answer.
 
     Args:
-        stub: of the service.
-        timeout_s: longest wait for an answer, in seconds; the call is cancelled then.
+        channel: to the service.
+        timeout_s: longest wait for an answer, in seconds.
     """
 
-    def __init__(self, stub: RetrieverServiceStub, timeout_s: float) -> None:
-        self._outbox: SimpleQueue[pb.DraftStreamRequest | None] = SimpleQueue()
+    def __init__(self, channel: grpc.Channel, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._number = 0
-        self._call = stub.DraftStream(self._messages(), wait_for_ready=False)
-        self._watchdog = Watchdog(timeout_s, self._call.cancel)
+        self._answers: SimpleQueue[pb.DraftStreamResponse | grpc.RpcError | None] = SimpleQueue()
+        self._stream = LinkStream(channel, self._answers.put)
+        Thread(target=self._read, name="foredraft-stream", daemon=True).start()
 
-    def exchange(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
+    def ask(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
         """Number a message, send it and await its answer.
 
         Raises:
-            grpc.RpcError: the call has ended, by itself or at the timeout.
-            DrafterUnavailableError: what has come answers another message, or tells that one was
-                lost: the call cannot go on.
+            DrafterUnavailableError: there is none in time, the stream has ended, what has come
+                answers another message, or an earlier one was lost. The stream cannot go on.
+            RetrieverError: the stream has ended with this error.
         """
         self._number += 1
         message.sequence_number = self._number
-        with self._watchdog:
-            self._outbox.put(message)
-            response: pb.DraftStreamResponse = next(self._call)
-        if response.sequence_number != self._number:
+        self._stream.send(message)
+        try:
+            answer = self._answers.get(timeout=self._timeout_s)
+        except Empty:
             raise DrafterUnavailableError(
-                f"the draft service answered message {response.sequence_number} where "
+                f"the draft service gave no answer within {self._timeout_s} s"
+            ) from None
+        if answer is None:
+            raise DrafterUnavailableError("the draft service ended the stream")
+        if isinstance(answer, grpc.RpcError):
+            raise error_of(answer) from answer
+        if answer.sequence_number != self._number:
+            raise DrafterUnavailableError(
+                f"the draft service answered message {answer.sequence_number} where "
                 f"{self._number} was awaited"
             )
-        for status in response.statuses:
+        for status in answer.statuses:
             if status.code == _ABORTED and not status.session_id:
                 raise DrafterUnavailableError(f"the draft service is out of step: {status.message}")
-        return response
+        return answer
 
     def end(self) -> None:
-        """End the call."""
-        self._outbox.put(None)
-        self._call.cancel()
-        self._watchdog.stop()
+        """End the stream."""
+        self._stream.end()
 
-    def _messages(self) -> Iterator[pb.DraftStreamRequest]:
-        while (message := self._outbox.get()) is not None:
-            yield message
+    def _read(self) -> None:
+        try:
+            self._stream.read()
+        except grpc.RpcError as error:
+            self._answers.put(error)
+        else:
+            self._answers.put(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +229,35 @@ class Calls:
 
 DEFAULT_TIMEOUT_S: Final = 1.0
 
+_NOTHING: Final[list[int]] = []
+
+
+@dataclass(slots=True)
+class _Told:
+    """What a service knows of a session beyond what its caller committed, if anything.
+
+    Attributes:
+        noted: token ids of a step that was refused to others, which it has noted of this session.
+        is_lost: whether a step got no answer, so that nothing is known.
+    """
+
+    noted: list[int] = field(default_factory=list)
+    is_lost: bool = False
+
+    def untold(self, session: str, new_ids: list[int]) -> list[int]:
+        """Return those of a session's new tokens that the service has not noted already.
+
+        Raises:
+            DrafterUnavailableError: it has noted others.
+        """
+        num_noted = len(self.noted)
+        if new_ids[:num_noted] != self.noted:
+            self.is_lost = True
+            raise DrafterUnavailableError(
+                f"session {shown(session)} was lost: its service noted tokens that were taken back"
+            )
+        return new_ids[num_noted:]
+
 
 class RemoteDrafter(Calls):
     """Drafts from a service; a `Drafter`. Connects at the first call.
@@ -285,43 +292,39 @@ class RemoteDrafter(Calls):
             credentials=credentials,
         )
         self._prefix = f"{uuid.uuid4().hex}/"
-        self._stream: Stream | None = None
-        self._sessions: set[str] = set()
-        self._lost: set[str] = set()
-        self._noted: dict[str, list[int]] = {}  # of steps that were refused to other sessions
+        self._exchange: Exchange | None = None
+        self._sessions: OpenSessions[str, _Told] = OpenSessions()
         self._lock = Lock()
 
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
         """Begin a sequence; see `Drafter.open`."""
         check_session_name(session)
-        message = pb.OpenSessionRequest(
-            session_id=self._prefix + session,
-            prompt=tokens_to_wire(prompt),
-            forget=not remember,
-            vocabulary_fingerprint=self._fingerprint,
+        message = opening_message(
+            self._prefix + session,
+            checked_tokens(prompt, None),
+            remember=remember,
+            fingerprint=self._fingerprint,
         )
         self._call(self._stub.OpenSession, message)
-        self._sessions.add(session)
+        self._forget(session)  # the service ends sessions that are idle for long
+        self._sessions.add(session, _Told())
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`."""
-        self._check_sessions(requests)
-        new_ids = {request.session: tokens_to_wire(request.new_tokens) for request in requests}
+        told = [self._usable(request.session) for request in requests]
+        new_ids = [tokens_to_wire(request.new_tokens) for request in requests]
         with self._lock:
-            steps = [
-                step_to_message(
-                    request,
-                    self._prefix + request.session,
-                    self._untold(request.session, new_ids[request.session]),
-                )
-                for request in requests
-            ]
+            message = pb.DraftStreamRequest()
+            for request, known, ids in zip(requests, told, new_ids, strict=True):
+                session = request.session
+                add_step(message, request, self._prefix + session, known.untold(session, ids))
             try:
-                response = self._exchange(pb.DraftStreamRequest(steps=steps))
-                self._note(response, new_ids)
+                response = self._ask(message)
+                self._note(response, message, told, new_ids)
                 return self._trees(response.trees, len(requests))
             except DrafterUnavailableError:
-                self._lost.update(new_ids)
+                for known in told:
+                    known.is_lost = True
                 raise
 
     def close(
@@ -334,23 +337,17 @@ class RemoteDrafter(Calls):
             new_tokens: integers[n], tokens committed since its last request.
             remember: false to keep nothing of it, whatever it was opened with.
         """
-        self._check_open(session)
         ids = [] if new_tokens is None else tokens_to_wire(new_tokens)
-        self._sessions.discard(session)
+        told = self._sessions.remove(session)
         with suppress(DrafterUnavailableError):
-            ids = self._untold(session, ids)
-        lost = session in self._lost
-        self._lost.discard(session)
-        self._noted.pop(session, None)
-        message = pb.CloseSessionRequest(
-            session_id=self._prefix + session,
-            new_token_ids=[] if lost else ids,
-            forget=not remember,
+            ids = told.untold(session, ids)
+        message = closing_message(
+            self._prefix + session, [] if told.is_lost else ids, remember=remember
         )
         try:
             self._call(self._stub.CloseSession, message)
         except (DrafterUnavailableError, UnknownSessionError):
-            if not lost:
+            if not told.is_lost:
                 raise
 
     def delete_session_data(self, session: str) -> None:
@@ -361,9 +358,7 @@ class RemoteDrafter(Calls):
         """
         message = pb.DeleteSessionDataRequest(session_id=self._prefix + session)
         self._call(self._stub.DeleteSessionData, message)
-        self._sessions.discard(session)
-        self._lost.discard(session)
-        self._noted.pop(session, None)
+        self._forget(session)
 
     def shut_down(self) -> None:
         """Close the connection. Sessions that are open stay so on the service."""
@@ -377,61 +372,50 @@ class RemoteDrafter(Calls):
     def __exit__(self, *_: object) -> None:
         self.shut_down()
 
-    def _check_open(self, session: str) -> None:
-        if session not in self._sessions:
-            raise UnknownSessionError(f"no session {session!r} is open: open it first")
+    def _forget(self, session: str) -> None:
+        if session in self._sessions:
+            self._sessions.remove(session)
 
-    def _check_sessions(self, requests: Sequence[DraftRequest]) -> None:
-        for request in requests:
-            self._check_open(request.session)
-            if request.session in self._lost:
-                raise DrafterUnavailableError(
-                    f"session {request.session!r} was lost when a step got no answer"
-                )
-
-    def _untold(self, session: str, new_ids: list[int]) -> list[int]:
-        """Return those of a session's new tokens that the service has not noted already.
-
-        Raises:
-            DrafterUnavailableError: it has noted others.
-        """
-        noted = self._noted.get(session, [])
-        if new_ids[: len(noted)] != noted:
-            self._lost.add(session)
+    def _usable(self, session: str) -> "_Told":
+        told = self._sessions.get(session)
+        if told.is_lost:
             raise DrafterUnavailableError(
-                f"session {session!r} was lost: its service noted tokens that were taken back"
+                f"session {shown(session)} was lost when a step got no answer"
             )
-        return new_ids[len(noted) :]
+        return told
 
-    def _note(self, response: pb.DraftStreamResponse, new_ids: dict[str, list[int]]) -> None:
+    @staticmethod
+    def _note(
+        response: pb.DraftStreamResponse,
+        message: pb.DraftStreamRequest,
+        told: Sequence["_Told"],
+        new_ids: Sequence[list[int]],
+    ) -> None:
         """Raise what a step is refused with; to its other sessions it has been noted.
 
         Raises:
             RetrieverError: the first refusal.
         """
-        refused = {status.session_id.removeprefix(self._prefix) for status in response.statuses}
-        for session, ids in new_ids.items():
+        refused = {status.session_id for status in response.statuses}
+        for step, known, ids in zip(message.steps, told, new_ids, strict=True):
             if not refused:
-                self._noted.pop(session, None)
-            elif session not in refused and "" not in refused:
-                self._noted[session] = ids
+                known.noted = _NOTHING
+            elif step.session_id not in refused and "" not in refused:
+                known.noted = ids
         for status in response.statuses:
             raise error_of_status(status)
 
-    def _exchange(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
-        """Send one step and await its answer; a stream that failed is begun anew next time."""
-        if self._stream is None:
-            self._stream = Stream(self._stub, self._timeout_s)
+    def _ask(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
+        """Send one step and await its answer; after a failure the next step has a new stream."""
+        if self._exchange is None:
+            self._exchange = Exchange(self._channel, self._timeout_s)
         try:
-            return self._stream.exchange(message)
-        except grpc.RpcError as error:
-            self._end_stream()
-            raise error_of(error) from error
-        except DrafterUnavailableError:
+            return self._exchange.ask(message)
+        except RetrieverError:
             self._end_stream()
             raise
 
     def _end_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.end()
-            self._stream = None
+        if self._exchange is not None:
+            self._exchange.end()
+            self._exchange = None

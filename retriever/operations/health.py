@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from retriever.client.credentials import Credentials, open_channel
 from retriever.errors import CredentialsError
-from retriever.wire.messages import advice
+from retriever.wire.statuses import advice
 
 SERVICE: Final = "retriever.v1.RetrieverService"
 TIMEOUT_S: Final = 4.0

@@ -15,7 +15,8 @@ from retriever.sequences import SessionKey, check_batch
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.session_table import Session, Step
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire import messages as wire
+from retriever.wire.messages import requests_from_message, tokens_from_wire, tree_to_message
+from retriever.wire.statuses import status_of
 
 
 class Flushing:
@@ -132,13 +133,15 @@ class DraftStream:
         """Return the response to a message.
 
         Raises:
-            RetrieverError: a message without a number is refused.
+            InvalidRequestError: the message has no number.
         """
         read_at_s = time.monotonic()
         await self._turns.begin()
         number = message.sequence_number
         if not number:
-            return self._answer_unnumbered(message)
+            raise InvalidRequestError(
+                "a message of a stream states its number, from 1 up by one: set sequence_number"
+            )
         if number == self._number:
             return self._last
         if number != self._number + 1:
@@ -153,13 +156,6 @@ class DraftStream:
         self._drafter.discard(self._owned.items())
         self._owned.clear()
 
-    def _answer_unnumbered(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
-        if message.openings or message.closings:
-            raise InvalidRequestError("messages that open or close sessions have a sequence_number")
-        requests = wire.requests_from_message(message)
-        trees = self._drafter.draft(requests, namespace=self._tenant)
-        return pb.DraftStreamResponse(trees=map(wire.tree_to_message, trees))
-
     async def _work(
         self, message: pb.DraftStreamRequest, read_at_s: float
     ) -> pb.DraftStreamResponse:
@@ -167,7 +163,7 @@ class DraftStream:
         if message.fail_opens:
             self._drafter.tally.failed_open(bounded_fail_opens(message.fail_opens))
         try:
-            requests = wire.requests_from_message(message)
+            requests = requests_from_message(message)
             check_batch(requests, self._drafter.limits)
             self._check_counts(message)
         except RetrieverError as error:
@@ -237,7 +233,7 @@ class DraftStream:
                 response.trees.add()
                 continue
             (tree,) = self._drafter.draft_each([step])
-            response.trees.append(wire.tree_to_message(tree))
+            response.trees.append(tree_to_message(tree))
             began_s = await self._turns.give_way(began_s)
 
     def _close(self, closing: pb.CloseSessionRequest, response: pb.DraftStreamResponse) -> None:
@@ -275,16 +271,16 @@ def end_session(drafter: EmbeddedDrafter, closing: pb.CloseSessionRequest, tenan
         RetrieverError: it is refused.
     """
     key = SessionKey(tenant, closing.session_id)
-    drafter.end(key, wire.tokens_from_wire(closing.new_token_ids), remember=not closing.forget)
+    drafter.end(key, tokens_from_wire(closing.new_token_ids), remember=not closing.forget)
 
 
 def _prepare(drafter: EmbeddedDrafter, opening: pb.OpenSessionRequest, tenant: str) -> Session:
-    prompt = wire.tokens_from_wire(opening.prompt)
+    prompt = tokens_from_wire(opening.prompt)
     return drafter.prepare(prompt, remember=not opening.forget, tenant=tenant)
 
 
 def _refuse(response: pb.DraftStreamResponse, name: str, error: RetrieverError) -> None:
-    code: int = wire.status_of(error).value[0]
+    code: int = status_of(error).value[0]
     response.statuses.add(session_id=name, code=code, message=str(error))
 
 

@@ -24,9 +24,9 @@ from retriever.service.draft_stream import DraftStream, Flushing, Turns, end_ses
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
-from retriever.wire import messages as wire
-from retriever.wire.messages import explanation_to_message
+from retriever.wire.messages import explanation_to_message, tokens_from_wire, tree_to_message
 from retriever.wire.padding import pad
+from retriever.wire.statuses import status_of
 
 
 def tenant_of(context: Any) -> str:
@@ -143,12 +143,12 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             self._drafter.check_vocabulary(request.vocabulary_fingerprint)
             budget_nodes = request.budget_nodes or DEFAULT_BUDGET_NODES
             tree = self._drafter.draft_context(
-                wire.tokens_from_wire(request.context),
+                tokens_from_wire(request.context),
                 budget_nodes,
                 request.min_probability,
                 tenant=tenant_of(context),
             )
-            response = pb.DraftResponse(tree=wire.tree_to_message(tree))
+            response = pb.DraftResponse(tree=tree_to_message(tree))
             if self._pad_replies:
                 pad(response, [budget_nodes])
             return response
@@ -159,7 +159,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             # Documents take milliseconds to find, and meanwhile others draft.
             explanation = await asyncio.to_thread(
                 self._drafter.explain,
-                wire.tokens_from_wire(request.context),
+                tokens_from_wire(request.context),
                 request.budget_nodes or DEFAULT_BUDGET_NODES,
                 request.min_probability,
                 max_documents=request.max_documents,
@@ -235,7 +235,7 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
     try:
         yield
     except RetrieverError as error:
-        status = wire.status_of(error)
+        status = status_of(error)
         if status is not grpc.StatusCode.INTERNAL:
             await context.abort(status, str(error))
         log_event(_LOGGER, logging.ERROR, "failed", str(error))

@@ -30,7 +30,7 @@ from retriever.service.listening import UNIX, check_address, listen
 from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
-from retriever.wire import messages as wire
+from retriever.wire.channels import server_options
 
 _LIBRARY: Final[Any] = ctypes.CDLL(None) if os.name == "posix" else None
 _trim: Final[Any] = getattr(_LIBRARY, "malloc_trim", None)
@@ -265,7 +265,7 @@ async def _listen(
     interceptors = [*operator.interceptors, Reading()]
     if protection.doorkeeper is not None:
         interceptors.insert(1, Admission(protection.doorkeeper))
-    server = aio.server(interceptors=interceptors, options=wire.server_options(limits))
+    server = aio.server(interceptors=interceptors, options=server_options(limits))
     servicer = RetrieverServicer(pad_replies=pad_replies)
     pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
     await operator.attach(server)

@@ -118,10 +118,8 @@ class RetrieverServiceServicer(object):
         Messages are numbered from 1. The next number is worked on; what one session is refused costs
         no other, and is told in the response. The last number again is a repetition: its response is
         sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
-        and which number is awaited, and nothing is done.
-
-        Messages without a number work as they did before there were any: a step that is refused for
-        one session is refused for all and ends the stream with its status, and sessions stay open.
+        and which number is awaited, and nothing is done. A message without a number ends the stream
+        with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

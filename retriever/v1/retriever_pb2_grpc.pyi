@@ -55,10 +55,8 @@ class RetrieverServiceStub:
     Messages are numbered from 1. The next number is worked on; what one session is refused costs
     no other, and is told in the response. The last number again is a repetition: its response is
     sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
-    and which number is awaited, and nothing is done.
-
-    Messages without a number work as they did before there were any: a step that is refused for
-    one session is refused for all and ends the stream with its status, and sessions stay open.
+    and which number is awaited, and nothing is done. A message without a number ends the stream
+    with INVALID_ARGUMENT.
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]
     """Ends a session."""
@@ -100,10 +98,8 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     Messages are numbered from 1. The next number is worked on; what one session is refused costs
     no other, and is told in the response. The last number again is a repetition: its response is
     sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
-    and which number is awaited, and nothing is done.
-
-    Messages without a number work as they did before there were any: a step that is refused for
-    one session is refused for all and ends the stream with its status, and sessions stay open.
+    and which number is awaited, and nothing is done. A message without a number ends the stream
+    with INVALID_ARGUMENT.
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session."""
@@ -166,10 +162,8 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         Messages are numbered from 1. The next number is worked on; what one session is refused costs
         no other, and is told in the response. The last number again is a repetition: its response is
         sent again and nothing is done. Any other number is lost or stale: the response says ABORTED
-        and which number is awaited, and nothing is done.
-
-        Messages without a number work as they did before there were any: a step that is refused for
-        one session is refused for all and ends the stream with its status, and sessions stay open.
+        and which number is awaited, and nothing is done. A message without a number ends the stream
+        with INVALID_ARGUMENT.
         """
 
     @_abc_1.abstractmethod

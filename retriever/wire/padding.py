@@ -9,7 +9,7 @@ _NODE_BYTES: Final = 5 + 3 + 4 + 1
 """At most, of a node on the wire: token id, parent, probability, source."""
 
 _TREE_BYTES: Final = 32
-"""At most, of a tree beside its nodes: tags and lengths."""
+"""At most, of a tree without its nodes: tags and lengths."""
 
 _LEAST_REQUEST_BYTES: Final = 256
 _LEAST_NODES: Final = 16

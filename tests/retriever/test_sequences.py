@@ -38,6 +38,7 @@ def test_a_sequence_is_the_list_of_its_tokens(prompt: list[int], changes: list[o
         assert sequence.prompt.tolist() == prompt
         assert sequence.output.tolist() == twin[len(prompt) :]
         assert sequence.since(len(prompt)).tolist() == twin[len(prompt) :]
+        assert sequence.ids_since(len(prompt)) == twin[len(prompt) :]
 
 
 def test_views_stay_and_the_prompt_given_is_left_alone() -> None:

@@ -17,6 +17,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 from retriever.wire import messages as wire
+from retriever.wire.statuses import status_of
 
 
 @dataclass
@@ -102,7 +103,7 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
         try:
             return answer()
         except RetrieverError as error:
-            context.abort(wire.status_of(error), str(error))
+            context.abort(status_of(error), str(error))
 
 
 @contextmanager

@@ -12,20 +12,20 @@ import pytest
 
 from retriever import DraftRequest, OutOfSequenceError, Source, TokenIds, UnknownSessionError
 from retriever.client.asynchronous import AsyncResilientDrafter
-from retriever.client.backoff import Backoff
 from retriever.client.conversation import (
     EACH_TOKENS,
     MAX_BACKLOG_TOKENS,
     Conversation,
-    Endings,
     FailOpen,
+    PendingCloses,
+    SequenceStep,
 )
 from retriever.client.local import LocalDrafter
-from retriever.client.planner import ranked
+from retriever.client.planner import LocalSide, ranked
 from retriever.client.resilient import LONGEST_S, SHORTEST_S, Pace, ResilientDrafter
-from retriever.client.tracking import TrackedSequence, TrackedStep
 from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
+from retriever.sequences import Sequence
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
@@ -41,14 +41,6 @@ def test_sessions_are_spread_evenly_and_only_those_of_a_lost_server_move() -> No
         assert sorted(order) == servers
         assert ranked(name, reversed(servers)) == order
         assert ranked(name, servers[1:]) == [each for each in order if each != servers[0]]
-
-
-def test_pauses_double_to_a_limit_and_half_of_each_is_drawn() -> None:
-    shortest, longest = Backoff(1, 5, lambda: 0.0), Backoff(1, 5, lambda: 1.0)
-    assert [shortest.next_pause_s() for _ in range(5)] == [0.5, 1, 2, 2.5, 2.5]
-    assert [longest.next_pause_s() for _ in range(5)] == [1, 2, 4, 5, 5]
-    longest.reset()
-    assert longest.next_pause_s() == 1
 
 
 def test_deadline_follows_the_engine() -> None:
@@ -118,33 +110,48 @@ def ids(*tokens: int) -> TokenIds:
 
 
 def test_backlog_is_bounded_and_keeps_the_newest() -> None:
-    endings = Endings()
+    closes = PendingCloses()
     for number in range(20):
-        sequence = TrackedSequence(ids(7), remember=True)
-        sequence.extend(np.full(MAX_BACKLOG_TOKENS // 8 - EACH_TOKENS, number, np.int32))
-        endings.tell(sequence)
+        closes.tell(np.full(MAX_BACKLOG_TOKENS // 8 - EACH_TOKENS, number, np.int32))
     for number in range(12, 20):  # so long an output travels alone
         message = pb.DraftStreamRequest()
-        (told,) = endings.add_outputs(message, iter("ab"), "")
-        assert int(told.output(1, 2)[0]) == number
+        (output,) = closes.add_outputs(message, iter("ab"), "")
+        assert int(output[0]) == number
         assert len(message.closings[0].new_token_ids) == MAX_BACKLOG_TOKENS // 8 - EACH_TOKENS
-    assert not len(endings)
-    assert not endings._num_tokens
+    assert not len(closes)
+    closes.tell(np.zeros(MAX_BACKLOG_TOKENS - EACH_TOKENS, np.int32))
+    assert len(closes) == 1  # there is all the room again
 
 
 def test_backlog_is_bounded_in_memory_whatever_ends() -> None:
     """A server that is away for thousands of long prompts and short outputs costs megabytes."""
-    endings = Endings()
+    conversation = Conversation("nowhere", "")
     tracemalloc.start()
-    for _ in range(30_000):
-        sequence = TrackedSequence(np.zeros(2000, np.int32), remember=True)
+    for at in range(30_000):
+        sequence = Sequence(np.zeros(2000, np.int32))
         sequence.extend(ids(1))
-        endings.close("name", told=sequence)
-        endings.lose()
+        conversation.close(str(at), sequence)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(endings) == MAX_BACKLOG_TOKENS // (EACH_TOKENS + 1)
     assert held < 16 << 20
+    conversation.begin()
+    num_told = 0
+    while (message := conversation.rest(0.0)) is not None:
+        num_told += len(message.closings)
+        conversation.settle(pb.DraftStreamResponse(sequence_number=message.sequence_number))
+    assert num_told == MAX_BACKLOG_TOKENS // (EACH_TOKENS + 1)
+
+
+def test_sessions_that_were_closed_on_a_lost_stream_are_told_as_outputs() -> None:
+    closes = PendingCloses()
+    closes.close("kept", [9], ids(8, 9))
+    closes.close("forgotten", [7])
+    closes.close("empty", (), ids())
+    closes.lose()
+    message = pb.DraftStreamRequest()
+    closes.add_outputs(message, iter("abc"), "")
+    assert [list(closing.new_token_ids) for closing in message.closings] == [[8, 9]]
+    assert not len(closes)
 
 
 def test_reconnecting_costs_no_step_much_more_than_others() -> None:
@@ -153,11 +160,11 @@ def test_reconnecting_costs_no_step_much_more_than_others() -> None:
     conversation.begin()
     steps = []
     for at in range(64):
-        sequence = TrackedSequence(np.zeros(8000, np.int32), remember=True)
-        steps.append(TrackedStep(DraftRequest(str(at), ids(), 8000, 4), sequence))
-        ended = TrackedSequence(ids(1), remember=True)
+        sequence = Sequence(np.zeros(8000, np.int32))
+        steps.append(SequenceStep(DraftRequest(str(at), ids(), 8000, 4), sequence))
+        ended = Sequence(ids(1))
         ended.extend(np.zeros(1000, np.int32))
-        conversation._endings.tell(ended)
+        conversation.close(f"ended-{at}", ended)
     message, left_out = conversation.ask(steps, 0.0, 0.01)
     assert 0 < len(message.openings) < 10
     assert len(left_out) == 64 - len(message.openings)
@@ -168,6 +175,30 @@ def test_reconnecting_costs_no_step_much_more_than_others() -> None:
     message, left_out = conversation.ask(steps, 0.0, 10.0)
     assert len(message.openings) == len(message.steps)
     assert len(left_out) == 64 - len(message.openings)  # those that are asked already
+
+
+def test_a_local_side_catches_up_and_outlives_sessions_that_ended() -> None:
+    drafter = LocalDrafter()
+    side, sequence = LocalSide(drafter), Sequence(ids(1, 2))
+
+    def drafted(*tokens: int) -> list[int]:
+        sequence.extend(tokens)
+        request = DraftRequest("s", np.array(tokens[-1:], np.int32), len(sequence), 4)
+        trees = side.draft([SequenceStep(request, sequence)], 0.0)
+        return trees["s"].token_ids.tolist() if trees else []
+
+    assert drafted(9, 8, 1) == [2, 9, 8, 1]  # 9 and 8 were never asked for here
+    drafter.close("s")
+    assert drafted(2) == []
+    assert drafted(9) == [8, 1, 2, 9]  # all of it was told again
+    side.close("s", sequence)
+    late = Sequence(ids(7))
+    late.extend([5, 6, 4])
+    side.close("late", late)  # it never was asked for here
+    drafter.open("t", [5, 6])
+    (tree,) = drafter.draft([DraftRequest("t", ids(), 2, 4)])
+    assert tree.token_ids.tolist() == [4]
+    assert LocalSide(False).draft([], 0.0) == {}
 
 
 def test_cancelled_step_leaves_nothing_behind() -> None:

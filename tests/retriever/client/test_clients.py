@@ -1,6 +1,7 @@
 """What both clients that fail open do alike: fail-opens that are told, credentials, padding."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -17,10 +18,10 @@ from retriever import (
     ResilientDrafter,
     Source,
 )
-from retriever.client.conversation import Conversation, FailOpen
-from retriever.client.tracking import TrackedSequence, TrackedStep
+from retriever.client.conversation import Conversation, FailOpen, SequenceStep
 from retriever.security.access import add_token
 from retriever.security.protection import Protection, ProtectionFiles
+from retriever.sequences import Sequence
 from retriever.service.draft_stream import MOST_FAIL_OPENS, bounded_fail_opens
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.tally import Tally
@@ -48,7 +49,7 @@ class Awaited:
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
         on_loop(self.drafter.open(session, prompt, remember=remember))
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
         return on_loop(self.drafter.draft(requests))
 
     def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
@@ -95,15 +96,15 @@ def test_what_a_client_went_without_its_server_is_told_once(client: Client) -> N
 
 def test_what_was_told_on_a_stream_that_broke_is_told_again() -> None:
     conversation = Conversation("a", "")
-    sequence = TrackedSequence(PROMPT, remember=True)
-    step = TrackedStep(DraftRequest("s", ids(), len(PROMPT), 4), sequence)
+    sequence = Sequence(PROMPT)
+    step = SequenceStep(DraftRequest("s", ids(), len(PROMPT), 4), sequence)
     conversation.missed[FailOpen.BUSY] = 3
     told = []
     for _ in range(2):
         conversation.begin()
         message, _ = conversation.ask([step], 0.0, 1.0)
         told.append([(each.reason, each.count) for each in message.fail_opens])
-    conversation.settle(pb.DraftStreamResponse(sequence_number=1, trees=[pb.DraftTree()]), 0.5)
+    conversation.settle(pb.DraftStreamResponse(sequence_number=1, trees=[pb.DraftTree()]))
     assert not conversation.ask([step], 0.0, 1.0)[0].fail_opens
     assert told == 2 * [[(pb.FAIL_OPEN_REASON_BUSY, 3)]]
 

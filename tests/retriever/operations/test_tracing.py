@@ -29,10 +29,10 @@ async def used(folder: Path, traces: SampledTraces) -> None:
         with pytest.raises(aio.AioRpcError):
             await stub.OpenSession(pb.OpenSessionRequest(session_id=NAME))
         stream = stub.DraftStream()
-        for length in range(9, 13):
+        for number, length in enumerate(range(9, 13), 1):
             new = [TOKEN] if length > 9 else []
             step = pb.SessionStep(session_id=NAME, new_token_ids=new, length=length, budget_nodes=3)
-            await stream.write(pb.DraftStreamRequest(steps=[step]))
+            await stream.write(pb.DraftStreamRequest(sequence_number=number, steps=[step]))
             await stream.read()
         stream.cancel()
     await server.stop(0)

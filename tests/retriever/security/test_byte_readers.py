@@ -19,8 +19,7 @@ from retriever.predict.pool import Pool
 from retriever.replication import replicated_records as records
 from retriever.security.admission import Doorkeeper
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire import messages as forests
-from retriever.wire import messages as wire
+from retriever.wire import messages
 
 ROUNDS = {"calls": 150, "headers": 300, "records": 100}
 
@@ -97,7 +96,7 @@ def test_an_error_that_nobody_expects_is_found(
     def fail(_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(wire, "tree_to_message", fail)
+    monkeypatch.setattr("retriever.service.servicer.tree_to_message", fail)
     with pytest.raises(CrashError, match="INTERNAL"):
         service.run(seeds()["calls"][0])
 
@@ -105,7 +104,7 @@ def test_an_error_that_nobody_expects_is_found(
 def test_a_client_that_takes_anything_for_a_tree_is_found(
     all_readers: dict[str, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forests, "_is_clear", lambda *_: True)
+    monkeypatch.setattr(messages, "_is_clear", lambda *_: True)
     tree = pb.DraftTree(
         token_ids=[1, 2], parents=[1, 0], probabilities=[0.5, 0.4], sources=[pb.SOURCE_CORPUS] * 2
     )

@@ -235,7 +235,8 @@ def test_asyncio_channels_carry_the_same_credentials(
             stub: Any = RetrieverServiceStub(channel)
             await stub.OpenSession(pb.OpenSessionRequest(session_id="s"))
             call = stub.DraftStream()
-            await call.write(pb.DraftStreamRequest(steps=[pb.SessionStep(session_id="s")]))
+            steps = [pb.SessionStep(session_id="s")]
+            await call.write(pb.DraftStreamRequest(sequence_number=1, steps=steps))
             response = await call.read()
             await stub.CloseSession(pb.CloseSessionRequest(session_id="s"))
             return len(response.trees)

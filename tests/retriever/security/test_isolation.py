@@ -53,17 +53,16 @@ class Tenant:
         step = pb.SessionStep(
             session_id=session, new_token_ids=tokens, length=length, budget_nodes=32
         )
-        call = self.stub.DraftStream(iter([pb.DraftStreamRequest(steps=[step])]))
-        try:
-            for response in call:
-                self.check(response.trees[0])
-        except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.NOT_FOUND  # noqa: PT017
-            assert error.details() == f"no session {session!r} is open: open it first"  # noqa: PT017
-            assert session not in self.lengths
-        else:
-            assert session in self.lengths
+        message = pb.DraftStreamRequest(sequence_number=1, steps=[step])
+        (response,) = self.stub.DraftStream(iter([message]))
+        self.check(response.trees[0])
+        if session in self.lengths:
+            assert not response.statuses
             self.lengths[session] = length
+        else:
+            (status,) = response.statuses
+            assert status.code == grpc.StatusCode.NOT_FOUND.value[0]
+            assert status.message == f"no session {session!r} is open: open it first"
 
     def close(self, session: str, tokens: list[int]) -> None:
         request = pb.CloseSessionRequest(session_id=session, new_token_ids=tokens)

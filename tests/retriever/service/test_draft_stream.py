@@ -158,10 +158,18 @@ def test_message_beyond_a_limit_is_refused_as_a_whole_and_names_it(service: str)
     assert str(limits.max_message_bytes) in (raised.value.details() or "")
 
 
-def test_message_without_a_number_opens_nothing(service: str) -> None:
-    with stream(service) as ask, pytest.raises(grpc.RpcError) as raised:
-        ask(0, openings=[opening("s")])
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_message_without_a_number_does_nothing_and_ends_the_stream(
+    service: str, num_before: int
+) -> None:
+    with stream(service) as ask:
+        for number in range(1, num_before + 1):
+            ask(number)
+        with pytest.raises(grpc.RpcError, match="set sequence_number") as raised:
+            ask(0, openings=[opening("never")])
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    with stream(service) as ask:
+        assert codes(ask(1, steps=[step("never", [], 6)])) == {"never": NOT_FOUND}
 
 
 def test_slow_consumer_holds_its_own_messages_and_nobody_elses(index: Path) -> None:

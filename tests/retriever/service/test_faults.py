@@ -202,7 +202,7 @@ def test_sessions_move_only_while_their_server_is_away() -> None:
         assert drafter.wait(10)
 
         def homes() -> dict[str, str]:
-            return {name: drafter._planner._placed[name].address for name in names}
+            return {name: drafter._planner._placed.get(name).address for name in names}
 
         for name in names:
             drafter.open(name, PROMPT)

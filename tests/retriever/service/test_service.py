@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,15 +136,15 @@ def test_errors_reach_the_client_as_they_are_embedded(service: str) -> None:
         remote.close("s")
 
 
-def test_unknown_session_on_the_wire_ends_the_stream_with_not_found(service: str) -> None:
+def test_unknown_session_on_the_wire_is_told_and_the_stream_goes_on(service: str) -> None:
+    step = pb.SessionStep(session_id="nobody", length=1)
     with grpc.insecure_channel(service) as channel:
-        step = pb.SessionStep(session_id="nobody", length=1)
-        call = RetrieverServiceStub(channel).DraftStream(
-            iter([pb.DraftStreamRequest(steps=[step])])
-        )
-        with pytest.raises(grpc.RpcError) as raised:
-            next(call)
-    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        messages = [pb.DraftStreamRequest(sequence_number=n, steps=[step]) for n in (1, 2)]
+        answers = list(RetrieverServiceStub(channel).DraftStream(iter(messages)))
+    assert [answer.sequence_number for answer in answers] == [1, 2]
+    for answer in answers:
+        (status,) = answer.statuses
+        assert (status.session_id, status.code) == ("nobody", grpc.StatusCode.NOT_FOUND.value[0])
 
 
 def test_another_tokenizer_is_refused(service: str) -> None:
@@ -185,7 +186,7 @@ def test_paused_service_is_given_up_after_the_timeout(index: Path) -> None:
         remote.draft([request])
         os.kill(process.pid, signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(DrafterUnavailableError):
+        with pytest.raises(DrafterUnavailableError, match=r"no answer within 0\.5 s"):
             remote.draft([DraftRequest("s", np.array([5], np.int32), 5, 4)])
         assert time.monotonic() - began < 1.5
         os.kill(process.pid, signal.SIGCONT)
@@ -277,15 +278,41 @@ class OutOfStep(pb_grpc.RetrieverServiceServicer):
             )
 
 
-def test_an_answer_to_another_message_is_no_draft() -> None:
+class Ending(OutOfStep):
+    """Ends every stream at its first message."""
+
+    def DraftStream(  # noqa: N802
+        self, request_iterator: Iterator[pb.DraftStreamRequest], context: Any
+    ) -> Iterator[pb.DraftStreamResponse]:
+        del context
+        next(request_iterator)
+        return iter(())
+
+
+@contextmanager
+def connected(servicer: pb_grpc.RetrieverServiceServicer) -> Iterator[RemoteDrafter]:
+    """Serve in this process during the block; give a client that has a session s of one token."""
     server = grpc.server(ThreadPoolExecutor(2))
-    pb_grpc.add_RetrieverServiceServicer_to_server(OutOfStep(), server)  # type: ignore[abstract]
+    pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with RemoteDrafter(f"127.0.0.1:{port}") as remote:
         remote.open("s", [1])
+        yield remote
+    server.stop(0)
+
+
+def test_an_answer_to_another_message_is_no_draft() -> None:
+    with connected(OutOfStep()) as remote:  # type: ignore[abstract]
         with pytest.raises(DrafterUnavailableError, match="message 0 where 1 was awaited"):
             remote.draft([DraftRequest("s", np.empty(0, np.int32), 1, 4)])
         with pytest.raises(DrafterUnavailableError, match="was lost"):
             remote.draft([DraftRequest("s", np.empty(0, np.int32), 1, 4)])
-    server.stop(0)
+
+
+def test_a_stream_that_the_service_ends_is_no_answer_and_the_next_step_has_another() -> None:
+    with connected(Ending()) as remote:  # type: ignore[abstract]
+        for _ in range(2):
+            with pytest.raises(DrafterUnavailableError, match="ended the stream"):
+                remote.draft([DraftRequest("s", np.empty(0, np.int32), 1, 4)])
+            remote.open("s", [1])

@@ -1,0 +1,241 @@
+"""Streams to servers, and the threads that keep them."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from logging import getLogger
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+
+import grpc
+
+from retriever.backoff import Backoff
+from retriever.client.credentials import Credentials, open_channel
+from retriever.client.planner import Plan, Planner
+from retriever.errors import CredentialsError
+from retriever.v1 import retriever_pb2 as pb
+from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from retriever.wire.channels import CLIENT_OPTIONS
+
+LOST_AFTER_S: Final = 1.0
+"""A stream on which a message has no answer for so long is given up, in seconds."""
+
+
+class MessageStream(Protocol):
+    """One stream to a server; neither call waits."""
+
+    def send(self, message: pb.DraftStreamRequest) -> None:
+        """Send a message, at once or never."""
+        ...
+
+    def end(self) -> None:
+        """End the stream."""
+        ...
+
+
+_Stream = TypeVar("_Stream", bound=MessageStream)
+
+
+class StreamTable(Generic[_Stream]):
+    """The streams to the servers of a planner. Callers see to it that one is at work at a time.
+
+    Args:
+        planner: what is to be said to whom.
+        lost_after_s: a stream without an answer for so long is given up, in seconds.
+    """
+
+    def __init__(self, planner: Planner, lost_after_s: float) -> None:
+        self._planner = planner
+        self._lost_after_s = lost_after_s
+        self._streams: dict[str, _Stream] = {}
+
+    def connect(self, address: str, stream: _Stream) -> None:
+        """Speak with a server through a stream that has begun."""
+        self._streams[address] = stream
+        self._planner.conversations[address].begin()
+
+    def lose(self, address: str) -> None:
+        """Take note that the stream to a server is gone."""
+        self._streams.pop(address, None)
+        self._planner.lose(address)
+
+    def take(self, address: str, response: pb.DraftStreamResponse) -> None:
+        """Take in what has come, and give up a stream that is out of step."""
+        if self._planner.take(address, response):
+            self._give_up(address)
+
+    def ask(self, plan: Plan) -> None:
+        """Send what a plan says to whom."""
+        for address, message in plan.messages.items():
+            self._streams[address].send(message)
+
+    def tell_rest(self) -> None:
+        """Tell every server what it is still to be told."""
+        for address, stream in self._streams.items():
+            message = self._planner.conversations[address].rest(time.monotonic())
+            if message is not None:
+                stream.send(message)
+
+    def give_up_lost(self) -> None:
+        """Give up streams on which too little comes."""
+        lost_s = time.monotonic() - self._lost_after_s
+        for address, conversation in self._planner.conversations.items():
+            oldest_s = conversation.oldest_unanswered_s()
+            if oldest_s is not None and oldest_s < lost_s:
+                self._give_up(address)
+
+    def _give_up(self, address: str) -> None:
+        self._planner.lose(address)
+        stream = self._streams.pop(address, None)
+        if stream is not None:
+            stream.end()
+
+
+CONNECT_TIMEOUT_S: Final = 1.0
+"""How long an attempt to connect may take, in seconds."""
+
+OpenChannel = Callable[[str], grpc.Channel]
+"""Opens a channel to an address: with its credentials, if there are any."""
+
+_SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].full_name
+_DRAFT_STREAM: Final = f"/{_SERVICE}/DraftStream"
+
+_log = getLogger(__name__)
+
+
+def remote_channel(address: str, credentials: Credentials | None) -> grpc.Channel:
+    """Open a channel to a service.
+
+    Raises:
+        CredentialsError: a file of the credentials cannot be used.
+    """
+    return open_channel(address, credentials, CLIENT_OPTIONS)
+
+
+class LinkStream:
+    """One stream: sending never waits.
+
+    Args:
+        channel: to the server.
+        report: called with every response, in order, in the thread that gRPC receives it in: to
+            wait for another thread to read it would cost a third of what a step takes.
+    """
+
+    def __init__(
+        self, channel: grpc.Channel, report: Callable[[pb.DraftStreamResponse], None]
+    ) -> None:
+        self._outbox: SimpleQueue[pb.DraftStreamRequest | None] = SimpleQueue()
+        self._report = report
+        method = channel.stream_stream(
+            _DRAFT_STREAM,
+            request_serializer=pb.DraftStreamRequest.SerializeToString,
+            response_deserializer=self._receive,
+        )
+        self._call: Any = method(iter(self._outbox.get, None))
+
+    def send(self, message: pb.DraftStreamRequest) -> None:
+        """Send a message, at once or never."""
+        self._outbox.put(message)
+
+    def end(self) -> None:
+        """End the stream."""
+        self._outbox.put(None)
+        self._call.cancel()
+
+    def read(self) -> None:
+        """Have responses received until the stream ends.
+
+        Raises:
+            grpc.RpcError: it has ended with an error.
+        """
+        deque(self._call, maxlen=0)
+
+    def _receive(self, data: bytes) -> pb.DraftStreamResponse:
+        response = pb.DraftStreamResponse.FromString(data)
+        self._report(response)
+        return response
+
+
+class LinkEvent(NamedTuple):
+    """What a link reports.
+
+    Attributes:
+        address: of its server.
+        stream: the stream that has begun; None otherwise.
+        response: what has come; None where nothing has: the stream has begun, or is gone.
+    """
+
+    address: str
+    stream: LinkStream | None = None
+    response: pb.DraftStreamResponse | None = None
+
+
+class Link:
+    """Keeps a stream to one server, in a thread of its own.
+
+    Args:
+        address: of the server.
+        open_channel: makes its channel.
+        events: where it reports, in order.
+        on_begin: called in a thread of its own once a new stream was reported.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        open_channel: OpenChannel,
+        events: "SimpleQueue[LinkEvent]",
+        on_begin: Callable[[], None],
+    ) -> None:
+        self._address = address
+        self._open_channel = open_channel
+        self._events = events
+        self._on_begin = on_begin
+        self._is_shut_down = Event()
+        self._stream: LinkStream | None = None
+        self._thread = Thread(target=self._run, name="foredraft-link", daemon=True)
+        self._thread.start()
+
+    def shut_down(self) -> None:
+        """End the stream and the thread; does not wait for them."""
+        self._is_shut_down.set()
+        stream = self._stream
+        if stream is not None:
+            stream.end()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to end."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        backoff = Backoff()
+        while not self._is_shut_down.is_set():
+            try:
+                with closing(self._open_channel(self._address)) as channel:
+                    RetrieverServiceStub(channel).ListIndexes(
+                        pb.ListIndexesRequest(), timeout=CONNECT_TIMEOUT_S
+                    )
+                    backoff.succeed()
+                    self._converse(channel)
+            except (grpc.RpcError, CredentialsError) as error:
+                _log.info("no draft service at %s: %s", self._address, error)
+            self._is_shut_down.wait(backoff.fail())
+
+    def _converse(self, channel: grpc.Channel) -> None:
+        stream = self._stream = LinkStream(channel, self._report)
+        self._events.put(LinkEvent(self._address, stream))
+        if self._is_shut_down.is_set():
+            stream.end()
+        # Not in this thread: it may have to wait for a step, which waits for what is read here.
+        Thread(target=self._on_begin, name="foredraft-catch-up", daemon=True).start()
+        try:
+            stream.read()
+        finally:
+            self._stream = None
+            stream.end()
+            self._events.put(LinkEvent(self._address))
+
+    def _report(self, response: pb.DraftStreamResponse) -> None:
+        self._events.put(LinkEvent(self._address, response=response))

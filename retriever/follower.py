@@ -1,0 +1,403 @@
+"""What a drafter has been told of one sequence, and decoding without it while it fails."""
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ids
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from logging import getLogger
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+
+from retriever.backoff import Backoff, drafter_backoff
+from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.errors import (
+    DrafterUnavailableError,
+    InvalidRequestError,
+    InvalidTreeError,
+    LimitExceededError,
+    RetrieverError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
+from retriever.sequences import Sequence
+from retriever.tree import DraftTree
+
+NO_DRAFT: Final = (
+    DrafterUnavailableError,
+    InvalidTreeError,
+    LimitExceededError,
+    UnknownSessionError,
+)
+"""Errors after which decoding goes on without a draft, and nobody is at fault."""
+
+_log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """Which tokens the two sides know.
+
+    Attributes:
+        model_vocabulary: drafted tokens must lie below it; `None` where whoever takes the trees
+            sees to that.
+        drafter_vocabulary: tokens that the drafter is told must lie below it; `None` where it
+            takes all of the model's. Embeddings are often padded beyond the tokenizer's size.
+    """
+
+    model_vocabulary: int | None = None
+    drafter_vocabulary: int | None = None
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A drafter that learns from passes of the target, too."""
+
+    def learn(self, session: str, verified: Any) -> None:
+        """Take in a pass over the session's last draft, or over a part of it."""
+        ...
+
+
+class Follower:
+    """Keeps a drafter up to date with one sequence, whose tokens it shares and never copies.
+
+    What the drafter has not been told travels with the next request. After a failure its session
+    is given up, as what it noted is not known; the next request opens another and tells it all.
+    A token that the drafter cannot know ends its part in the sequence. Made by `Followers.follow`.
+
+    `draft`, `learn` and `close` are what a decoding loop calls. `open`, `request`, `told` and
+    `forget` are the steps of which they are made, for those with another rule for failures: they
+    let all errors pass.
+
+    Args:
+        followers: of the same drafter.
+        sequence: what is committed; its owner extends it.
+        name: of the drafter's session; a new one for each if not given.
+
+    Attributes:
+        sequence: as given.
+        name: of the session that is open; `None` while there is none.
+        num_sent: tokens that the session has been told.
+        has_ended: whether a token came that the drafter cannot know.
+        is_refused: whether the drafter found the sequence at fault, so that it is not asked again.
+        num_failures: drafts that could not be had; the end by an unknown token counts once.
+    """
+
+    __slots__ = (
+        "_followers",
+        "_given_name",
+        "_num_known",
+        "has_ended",
+        "is_refused",
+        "name",
+        "num_failures",
+        "num_sent",
+        "sequence",
+    )
+
+    def __init__(self, followers: "Followers", sequence: Sequence, name: str | None = None) -> None:
+        self.sequence = sequence
+        self.name: str | None = None
+        self.num_sent = 0
+        self.has_ended = False
+        self.is_refused = False
+        self.num_failures = 0
+        self._followers = followers
+        self._given_name = name
+        self._num_known = 0  # tokens that the drafter can know
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the drafter has a session for the sequence."""
+        return self.name is not None
+
+    def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
+        """Ask for a tree of at most `budget_nodes` nodes; empty where there is none to be had.
+
+        Raises:
+            InvalidRequestError: the drafter finds the request at fault, where that is raised.
+        """
+        return self._followers.draft([(self, budget_nodes)], min_probability)[0]
+
+    def learn(self, verified: object) -> None:
+        """Show a drafter that learns from passes what came of its last draft."""
+        learner = self._followers.learner
+        if learner is not None and self.name is not None:
+            learner.learn(self.name, verified)
+
+    def close(self) -> None:
+        """End the session, if there is one, with the tokens that the drafter has not seen yet."""
+        self._followers.close(self)
+
+    def open(self) -> None:
+        """Begin a session with the prompt; what was generated travels with the first request."""
+        name = self._followers.new_name() if self._given_name is None else self._given_name
+        sequence = self.sequence
+        self._followers.drafter.open(name, sequence.prompt, remember=sequence.remember)
+        self.name, self.num_sent = name, sequence.num_prompt
+
+    def request(
+        self, budget_nodes: int, min_probability: float = 0.0, length: int | None = None
+    ) -> DraftRequest:
+        """Return a request for an open session.
+
+        Args:
+            budget_nodes: most nodes of the tree.
+            min_probability: see `DraftRequest`.
+            length: how much of the sequence to draft behind; all of it if not given.
+        """
+        if length is None:
+            length = self._num_known if self.has_ended else len(self.sequence)
+        new_tokens = self.sequence.tokens[self.num_sent : length].copy()
+        return DraftRequest(self.name or "", new_tokens, length, budget_nodes, min_probability)
+
+    def catching_up(self, request: DraftRequest) -> DraftRequest:
+        """Return a request for this session that brings all that it has not been told as well.
+
+        Args:
+            request: of the sequence's owner, its new tokens in the sequence already.
+        """
+        name = self.name or ""
+        if name == request.session and self.num_sent == request.length - len(request.new_tokens):
+            return request
+        new_tokens = self.sequence.tokens[self.num_sent : request.length].copy()
+        return replace(request, session=name, new_tokens=new_tokens)
+
+    def told(self, length: int) -> None:
+        """Note that the session has been told the sequence up to a length."""
+        self.num_sent = length
+
+    def unsent(self) -> TokenIds:
+        """Return int32[m], a copy of what the drafter can know and has not been told."""
+        end = self._num_known if self.has_ended else len(self.sequence)
+        return self.sequence.tokens[self.num_sent : end].copy()
+
+    def forget(self) -> str | None:
+        """Note that the session is gone; return its name. The next request opens another."""
+        name, self.name = self.name, None
+        self.num_sent = 0
+        return name
+
+    def is_over(self) -> bool:
+        """Tell whether the drafter has no more part in the sequence; reads what is new of it."""
+        if self.has_ended or self.is_refused:
+            return True
+        end = self._followers.limits.drafter_vocabulary
+        if end is not None:
+            unknown = np.flatnonzero(self.sequence.tokens[self._num_known :] >= end)
+            if len(unknown):
+                self._num_known += int(unknown[0])
+                self.has_ended = True
+                self.num_failures += 1
+                self.close()
+                return True
+        self._num_known = len(self.sequence)
+        return False
+
+
+class Followers:
+    """A drafter's followers, which ask it together and leave it alone together when it fails.
+
+    A drafter that fails costs drafts, never a sequence.
+
+    Args:
+        drafter: whom to ask.
+        limits: which tokens the model and the drafter know.
+        raises_refusals: whether an `InvalidRequestError` surfaces, as where a decoding loop itself
+            would be at fault. Otherwise no error of the drafter's does: a sequence that it refuses
+            is not drafted for, and costs the others nothing.
+        clock: seconds, monotonic.
+
+    Attributes:
+        drafter: as given; another may take its place once all sessions are closed or forgotten.
+        limits: as given.
+        learner: the drafter, if it learns from passes.
+        backoff: how long the drafter is left alone.
+        num_failures: calls that the drafter refused or did not answer.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        limits: DraftLimits | None = None,
+        *,
+        raises_refusals: bool = True,
+        backoff: Backoff | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.drafter = drafter
+        self.limits = limits or DraftLimits()
+        self.learner = drafter if isinstance(drafter, Learner) else None
+        self.backoff = backoff or drafter_backoff(clock)
+        self.num_failures = 0
+        self._raises_refusals = raises_refusals
+        self._caught = NO_DRAFT if raises_refusals else (RetrieverError,)
+        self._clock = clock
+        self._prefix = uuid.uuid4().hex
+        self._numbers = count()
+
+    def follow(self, sequence: Sequence, name: str | None = None) -> Follower:
+        """Return a follower of a sequence; its session opens with the first request."""
+        return Follower(self, sequence, name)
+
+    def new_name(self) -> str:
+        """Return a name that no session of the drafter has."""
+        return f"{self._prefix}-{next(self._numbers)}"
+
+    def open(self, followers: Iterable[Follower], until_s: float = math.inf) -> None:
+        """Open sessions where there are none, ahead of their first requests.
+
+        A failure ends it. While the drafter is left alone, nothing is opened.
+
+        Args:
+            followers: of the sequences.
+            until_s: no session but the first is opened after that time, by the clock.
+
+        Raises:
+            InvalidRequestError: the drafter refuses a prompt, where that is raised.
+        """
+        num_opened = 0
+        for follower in followers:
+            if follower.is_open or follower.is_over():
+                continue
+            start_s = self._clock()
+            if not self.backoff.is_over() or (num_opened and start_s > until_s):
+                return
+            num_opened += 1
+            try:
+                self._open(follower)
+            except self._caught as error:
+                self._fail(error, start_s, [follower])
+                return
+
+    def draft(
+        self, asked: Ids[tuple[Follower, int]], min_probability: float = 0.0
+    ) -> list[DraftTree]:
+        """Return a tree for each sequence, in order; empty where there is none to be had.
+
+        All are asked for with one call of the drafter.
+
+        Args:
+            asked: followers, each once, with the most nodes of their trees.
+            min_probability: nodes less probable than this are not worth sending.
+
+        Raises:
+            InvalidRequestError: the drafter finds the step at fault, where that is raised.
+        """
+        places = [at for at, (follower, _) in enumerate(asked) if not follower.is_over()]
+        if not places:
+            return [DraftTree.empty() for _ in asked]
+        drafted: dict[int, DraftTree] = {}
+        if self.backoff.is_over():
+            start_s = self._clock()
+            try:
+                open_now = [at for at in places if self._is_open(asked[at][0])]
+                if open_now:
+                    trees = self._ask([asked[at] for at in open_now], min_probability)
+                    drafted = dict(zip(open_now, trees, strict=True))
+            except self._caught as error:
+                self._fail(error, start_s, [asked[at][0] for at in places])
+        else:
+            for at in places:
+                asked[at][0].num_failures += 1
+        return [drafted[at] if at in drafted else DraftTree.empty() for at in range(len(asked))]
+
+    def close(self, follower: Follower) -> None:
+        """End a session, if there is one; see `Follower.close`.
+
+        Raises:
+            InvalidRequestError: the drafter finds the tokens at fault, where that is raised.
+        """
+        follower.is_over()
+        if follower.name is None:
+            return
+        start_s = self._clock()
+        try:
+            self.drafter.close(follower.name, follower.unsent())
+            follower.forget()
+        except self._caught as error:
+            self._fail(error, start_s, [follower])
+        finally:
+            self.give_up(follower)
+
+    def give_up(self, follower: Follower) -> None:
+        """Close a session that may be gone already; the next request opens another."""
+        name = follower.forget()
+        if name is not None:
+            with suppress(RetrieverError):
+                self.drafter.close(name)
+
+    def abandon(self, followers: Iterable[Follower]) -> None:
+        """Give up sessions after an error that is not the drafter's own, whatever that raises."""
+        for follower in followers:
+            with suppress(Exception):
+                self.give_up(follower)
+
+    def _is_open(self, follower: Follower) -> bool:
+        """Open a session where there is none; tell whether there is one."""
+        if follower.name is None:
+            try:
+                self._open(follower)
+            except VocabularyMismatchError as error:  # the service came back for another tokenizer
+                raise DrafterUnavailableError(str(error)) from error
+        return follower.name is not None
+
+    def _open(self, follower: Follower) -> None:
+        """Open a session, unless the drafter refuses that for good."""
+        try:
+            follower.open()
+        except InvalidRequestError as error:
+            if self._raises_refusals:
+                raise
+            follower.is_refused = True
+            self._count(error)
+
+    def _ask(self, asked: Ids[tuple[Follower, int]], min_probability: float) -> list[DraftTree]:
+        start_s = self._clock()
+        requests = [follower.request(budget, min_probability) for follower, budget in asked]
+        trees = self.drafter.draft(requests)
+        if len(trees) != len(asked):
+            raise DrafterUnavailableError(
+                f"the drafter sent {len(trees)} trees for {len(asked)} sequences"
+            )
+        for (follower, _), request in zip(asked, requests, strict=True):
+            follower.told(request.length)
+        if self.limits.model_vocabulary is None:
+            return trees
+        return [
+            self._checked(follower, tree, start_s)
+            for (follower, _), tree in zip(asked, trees, strict=True)
+        ]
+
+    def _checked(self, follower: Follower, tree: DraftTree, start_s: float) -> DraftTree:
+        """Return a tree, or an empty one where the model's embedding has no row for a token."""
+        end, tokens = self.limits.model_vocabulary, tree.token_ids
+        if end is None or len(tokens) == 0 or 0 <= tokens.min() <= tokens.max() < end:
+            return tree
+        error = InvalidTreeError(
+            f"the drafter proposes token {tokens.max()}, but the model's vocabulary ends at "
+            f"{end}: it was built for another tokenizer"
+        )
+        self._fail(error, start_s, [follower])
+        return DraftTree.empty()
+
+    def _fail(self, error: RetrieverError, start_s: float, followers: Ids[Follower]) -> None:
+        """Give up the sessions that a failed call was about; leave the drafter alone for a while.
+
+        What it noted of them is not known.
+        """
+        for follower in followers:
+            self.give_up(follower)
+            follower.num_failures += 1
+        self.backoff.fail(self._clock() - start_s)
+        self._count(error)
+
+    def _count(self, error: RetrieverError) -> None:
+        """Count a failure; log the first."""
+        self.num_failures += 1
+        if self.num_failures == 1:
+            _log.warning("decoding goes on without drafts from this drafter for now: %s", error)

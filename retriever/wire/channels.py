@@ -1,0 +1,36 @@
+"""How connections between clients and services are set up, on both sides."""
+
+from typing import Final
+
+from retriever.limits import MAX_MESSAGE_BYTES, Limits
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+)
+
+_KEEPALIVE: Final = (
+    # A peer that is gone without a word is noticed within 15 s, and its sessions end.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # by itself gRPC waits a minute
+)
+
+CLIENT_OPTIONS: Final = (
+    *CHANNEL_OPTIONS,
+    *_KEEPALIVE,
+    # A client that takes the place of another must not wait until gRPC lets it connect again.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def server_options(limits: Limits) -> tuple[tuple[str, int], ...]:
+    """Return the options of a server's channels."""
+    return (
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        *_KEEPALIVE,
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.so_reuseport", 0),
+    )

@@ -1,0 +1,102 @@
+"""Errors as gRPC statuses, and statuses as the errors that the embedded drafter would raise."""
+
+import re
+from typing import Final
+from urllib.parse import unquote
+
+import grpc
+
+from retriever.errors import (
+    AccessRefusedError,
+    DrafterUnavailableError,
+    InvalidRequestError,
+    LimitExceededError,
+    NotPermittedError,
+    OutOfSequenceError,
+    RetrieverError,
+    SessionExistsError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
+from retriever.v1 import retriever_pb2 as pb
+
+# The most particular error first: a status is that of the first class that fits.
+_STATUS_OF_ERROR: Final[tuple[tuple[type[RetrieverError], grpc.StatusCode], ...]] = (
+    (OutOfSequenceError, grpc.StatusCode.ABORTED),
+    (VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
+    (LimitExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnknownSessionError, grpc.StatusCode.NOT_FOUND),
+    (SessionExistsError, grpc.StatusCode.ALREADY_EXISTS),
+    (NotPermittedError, grpc.StatusCode.PERMISSION_DENIED),
+    (AccessRefusedError, grpc.StatusCode.UNAUTHENTICATED),
+)
+_UNREACHED: Final = re.compile(
+    r"(?:failed to connect .*(?:ipv[46]:|(?=unix:))|errors resolving )(?P<place>\S+): "
+    r".*: (?P<reason>[^:\]]+)\]?$",
+    re.DOTALL,
+)
+"""How gRPC says that no service listens at an address, or that there is no such address."""
+
+_ERROR_OF_STATUS: Final = {status: error for error, status in _STATUS_OF_ERROR}
+_ERROR_OF_CODE: Final = {status.value[0]: error for error, status in _STATUS_OF_ERROR}
+
+
+# What gRPC's details hold, and what that means for the client; the first that fits.
+_ADVICE: Final = {
+    "certificate has expired": "the service's certificate has expired: have it renewed, or look at "
+    "this machine's clock",
+    "certificate is not yet valid": "the service's certificate is not valid yet: look at both "
+    "machines' clocks",
+    "CERTIFICATE_VERIFY_FAILED": "the service's certificate is not signed by an authority that is "
+    "trusted here: give the right one as `ca`",
+    "Hostname Verification Check failed": "the service's certificate is for another host name: "
+    "connect by a name in it, or give that name as `server_name`",
+    "WRONG_VERSION_NUMBER": "the service does not encrypt: connect without TLS, or start it with "
+    "--certificate",
+    "Socket closed": "the service closed the connection: it may want TLS (give `ca`), or a client "
+    "certificate that its authority signed and that has not expired (give `certificate` and `key`)",
+    "Permission denied": "this user may not open the service's socket: run as the same user",
+}
+_NEVER_CONNECTED: Final = "failed to connect"
+
+
+def advice(details: str) -> str:
+    """Return why a connection did not come about; empty where the details do not say.
+
+    Args:
+        details: of the status that gRPC gave.
+    """
+    if _NEVER_CONNECTED not in details:
+        return ""
+    return next((text for sign, text in _ADVICE.items() if sign in details), "")
+
+
+def status_of(error: RetrieverError) -> grpc.StatusCode:
+    """Return the status that tells a client of an error."""
+    for kind, status in _STATUS_OF_ERROR:
+        if isinstance(error, kind):
+            return status
+    return grpc.StatusCode.INTERNAL
+
+
+def error_of(error: grpc.RpcError) -> RetrieverError:
+    """Return the error that a failed call stands for; what is not named is unavailability."""
+    code, details = error.code(), error.details() or ""
+    kind = _ERROR_OF_STATUS.get(code)
+    if kind is not None:
+        return kind(details)
+    if reason := advice(details):
+        return DrafterUnavailableError(reason)
+    if code is grpc.StatusCode.UNAVAILABLE and (refused := _UNREACHED.search(details)):
+        return DrafterUnavailableError(
+            f"no draft service answers at {unquote(refused['place'])} ({refused['reason']}): "
+            "is `python -m retriever serve` running there?"
+        )
+    return DrafterUnavailableError(f"the draft service answered {code.name}: {details}")
+
+
+def error_of_status(status: pb.SessionStatus) -> RetrieverError:
+    """Return the error that a refusal in a response stands for."""
+    kind = _ERROR_OF_CODE.get(status.code, DrafterUnavailableError)
+    return kind(status.message)
