@@ -52,6 +52,19 @@ class DraftLimits:
     model_vocabulary: int | None = None
     drafter_vocabulary: int | None = None
 
+    def within(self, other: "DraftLimits | None") -> "DraftLimits":
+        """Return what both these and others allow."""
+        if other is None or other == self:
+            return self
+        return DraftLimits(
+            _lower(self.model_vocabulary, other.model_vocabulary),
+            _lower(self.drafter_vocabulary, other.drafter_vocabulary),
+        )
+
+
+def _lower(one: int | None, other: int | None) -> int | None:
+    return min((size for size in (one, other) if size is not None), default=None)
+
 
 @runtime_checkable
 class Learner(Protocol):
@@ -76,10 +89,12 @@ class Follower:
     Args:
         followers: of the same drafter.
         sequence: what is committed; its owner extends it.
+        limits: which tokens the model and the drafter know.
         name: of the drafter's session; a new one for each if not given.
 
     Attributes:
         sequence: as given.
+        limits: as given.
         name: of the session that is open; `None` while there is none.
         num_sent: tokens that the session has been told.
         has_ended: whether a token came that the drafter cannot know.
@@ -93,14 +108,22 @@ class Follower:
         "_num_known",
         "has_ended",
         "is_refused",
+        "limits",
         "name",
         "num_failures",
         "num_sent",
         "sequence",
     )
 
-    def __init__(self, followers: "Followers", sequence: Sequence, name: str | None = None) -> None:
+    def __init__(
+        self,
+        followers: "Followers",
+        sequence: Sequence,
+        limits: DraftLimits,
+        name: str | None = None,
+    ) -> None:
         self.sequence = sequence
+        self.limits = limits
         self.name: str | None = None
         self.num_sent = 0
         self.has_ended = False
@@ -174,7 +197,7 @@ class Follower:
         """Tell whether the drafter has no more part in the sequence; reads what is new of it."""
         if self.has_ended or self.is_refused:
             return True
-        end = self._followers.limits.drafter_vocabulary
+        end = self.limits.drafter_vocabulary
         if end is not None:
             unknown = np.flatnonzero(self.sequence.tokens[self._num_known :] >= end)
             if len(unknown):
@@ -228,9 +251,17 @@ class Followers:
         self._prefix = uuid.uuid4().hex
         self._numbers = count()
 
-    def follow(self, sequence: Sequence, name: str | None = None) -> Follower:
-        """Return a follower of a sequence; its session opens with the first request."""
-        return Follower(self, sequence, name)
+    def follow(
+        self, sequence: Sequence, name: str | None = None, limits: DraftLimits | None = None
+    ) -> Follower:
+        """Return a follower of a sequence; its session opens with the first request.
+
+        Args:
+            sequence: what is committed; its owner extends it.
+            name: of the drafter's session; a new one for each if not given.
+            limits: of this sequence, within those of all.
+        """
+        return Follower(self, sequence, self.limits.within(limits), name)
 
     def new_name(self) -> str:
         """Return a name that no session of the drafter has."""
@@ -354,8 +385,6 @@ class Followers:
             )
         for (follower, _), request in zip(asked, requests, strict=True):
             follower.told(request.length)
-        if self.limits.model_vocabulary is None:
-            return trees
         return [
             self._checked(follower, tree, start_s)
             for (follower, _), tree in zip(asked, trees, strict=True)
@@ -363,7 +392,7 @@ class Followers:
 
     def _checked(self, follower: Follower, tree: DraftTree, start_s: float) -> DraftTree:
         """Return a tree, or an empty one where the model's embedding has no row for a token."""
-        end, tokens = self.limits.model_vocabulary, tree.token_ids
+        end, tokens = follower.limits.model_vocabulary, tree.token_ids
         if end is None or len(tokens) == 0 or 0 <= tokens.min() <= tokens.max() < end:
             return tree
         error = InvalidTreeError(

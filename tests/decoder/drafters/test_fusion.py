@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoder.drafters.following import DraftLimits, NoDrafter, Verified
+from decoder.drafters.following import NoDrafter, Verified
 from decoder.drafters.fusion import FusedDrafter, Worth
 from decoder.drafters.recycling import RecycledLogits
 from retriever.drafter import Drafter, DraftRequest
@@ -14,6 +14,7 @@ from retriever.errors import (
     SessionExistsError,
     UnknownSessionError,
 )
+from retriever.follower import DraftLimits
 from retriever.tree import ROOT, DraftTree, Source
 from tests.decoder.decoding import (
     MODELS,
