@@ -197,17 +197,31 @@ class Follower:
         """Tell whether the drafter has no more part in the sequence; reads what is new of it."""
         if self.has_ended or self.is_refused:
             return True
+        length, known = len(self.sequence), self._num_known
+        if length <= known:
+            return False
         end = self.limits.drafter_vocabulary
-        if end is not None:
-            unknown = np.flatnonzero(self.sequence.tokens[self._num_known :] >= end)
-            if len(unknown):
-                self._num_known += int(unknown[0])
-                self.has_ended = True
-                self.num_failures += 1
-                self.close()
-                return True
-        self._num_known = len(self.sequence)
-        return False
+        unknown = None if end is None else _first_beyond(self.sequence.tokens[known:], end)
+        if unknown is None:
+            self._num_known = length
+            return False
+        self._num_known = known + unknown
+        self.has_ended = True
+        self.num_failures += 1
+        self.close()
+        return True
+
+
+_FEW: Final = 64
+"""Up to so many tokens, looking at them one by one is faster than numpy's calls are."""
+
+
+def _first_beyond(tokens: TokenIds, end: int) -> int | None:
+    """Return where the first token is that does not lie below a bound; None where all do."""
+    if len(tokens) <= _FEW and max(tokens.tolist(), default=-1) < end:
+        return None
+    beyond = np.flatnonzero(tokens >= end)
+    return int(beyond[0]) if len(beyond) else None
 
 
 class Followers:
@@ -283,14 +297,10 @@ class Followers:
         for follower in followers:
             if follower.is_open or follower.is_over():
                 continue
-            start_s = self._clock()
-            if not self.backoff.is_over() or (num_opened and start_s > until_s):
+            if not self.backoff.is_over() or (num_opened and self._clock() > until_s):
                 return
             num_opened += 1
-            try:
-                self._open(follower)
-            except self._caught as error:
-                self._fail(error, start_s, [follower])
+            if not self._open(follower) and not follower.is_refused:
                 return
 
     def draft(
@@ -307,23 +317,12 @@ class Followers:
         Raises:
             InvalidRequestError: the drafter finds the step at fault, where that is raised.
         """
-        places = [at for at, (follower, _) in enumerate(asked) if not follower.is_over()]
-        if not places:
-            return [DraftTree.empty() for _ in asked]
-        drafted: dict[int, DraftTree] = {}
-        if self.backoff.is_over():
-            start_s = self._clock()
-            try:
-                open_now = [at for at in places if self._is_open(asked[at][0])]
-                if open_now:
-                    trees = self._ask([asked[at] for at in open_now], min_probability)
-                    drafted = dict(zip(open_now, trees, strict=True))
-            except self._caught as error:
-                self._fail(error, start_s, [asked[at][0] for at in places])
-        else:
-            for at in places:
-                asked[at][0].num_failures += 1
-        return [drafted[at] if at in drafted else DraftTree.empty() for at in range(len(asked))]
+        ready = [self._is_ready(follower) for follower, _ in asked]
+        if all(ready):
+            return self._ask(asked, min_probability) if asked else []
+        awaited = [each for each, is_ready in zip(asked, ready, strict=True) if is_ready]
+        drafted = iter(self._ask(awaited, min_probability) if awaited else ())
+        return [next(drafted) if is_ready else DraftTree.empty() for is_ready in ready]
 
     def close(self, follower: Follower) -> None:
         """End a session, if there is one; see `Follower.close`.
@@ -356,33 +355,51 @@ class Followers:
             with suppress(Exception):
                 self.give_up(follower)
 
-    def _is_open(self, follower: Follower) -> bool:
-        """Open a session where there is none; tell whether there is one."""
-        if follower.name is None:
-            try:
-                self._open(follower)
-            except VocabularyMismatchError as error:  # the service came back for another tokenizer
-                raise DrafterUnavailableError(str(error)) from error
-        return follower.name is not None
+    def _is_ready(self, follower: Follower) -> bool:
+        """Tell whether a draft can be asked for; opens a session where there is none."""
+        if follower.is_over():
+            return False
+        if not self.backoff.is_over():
+            follower.num_failures += 1
+            return False
+        return follower.name is not None or self._open(follower, is_again=True)
 
-    def _open(self, follower: Follower) -> None:
-        """Open a session, unless the drafter refuses that for good."""
+    def _open(self, follower: Follower, *, is_again: bool = False) -> bool:
+        """Open a session; tell whether there is one.
+
+        Args:
+            follower: which has none.
+            is_again: whether the drafter has been there before: then it may have come back for
+                another tokenizer, and that is no fault of the caller's.
+        """
+        start_s = self._clock()
         try:
             follower.open()
-        except InvalidRequestError as error:
-            if self._raises_refusals:
+        except self._caught as error:
+            if isinstance(error, InvalidRequestError) and not self._raises_refusals:
+                follower.is_refused = True
+                self._count(error)
+            else:
+                self._fail(error, start_s, [follower])
+        except VocabularyMismatchError as error:
+            if not is_again:
                 raise
-            follower.is_refused = True
-            self._count(error)
+            self._fail(error, start_s, [follower])
+        return follower.name is not None
 
     def _ask(self, asked: Ids[tuple[Follower, int]], min_probability: float) -> list[DraftTree]:
+        """Ask for drafts of open sessions with one call."""
         start_s = self._clock()
-        requests = [follower.request(budget, min_probability) for follower, budget in asked]
-        trees = self.drafter.draft(requests)
-        if len(trees) != len(asked):
-            raise DrafterUnavailableError(
-                f"the drafter sent {len(trees)} trees for {len(asked)} sequences"
-            )
+        try:
+            requests = [follower.request(budget, min_probability) for follower, budget in asked]
+            trees = self.drafter.draft(requests)
+            if len(trees) != len(asked):
+                raise DrafterUnavailableError(
+                    f"the drafter sent {len(trees)} trees for {len(asked)} sequences"
+                )
+        except self._caught as error:
+            self._fail(error, start_s, [follower for follower, _ in asked])
+            return [DraftTree.empty() for _ in asked]
         for (follower, _), request in zip(asked, requests, strict=True):
             follower.told(request.length)
         return [

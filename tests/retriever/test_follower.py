@@ -260,6 +260,13 @@ def test_a_sequence_that_is_refused_costs_others_nothing_where_engines_go_on() -
     assert followers.num_failures == 1
 
 
+def test_what_is_refused_does_not_keep_others_from_opening() -> None:
+    followers = Followers(Strict(refused=9), raises_refusals=False)
+    many = [followers.follow(of(tokens)) for tokens in ([9], [1], [2])]
+    followers.open(many)
+    assert [each.is_open for each in many] == [False, True, True]
+
+
 @pytest.mark.parametrize("is_open", [True, False])
 def test_an_unknown_token_ends_the_drafters_part(*, is_open: bool) -> None:
     drafter, sequence = Strict(), of([1, 2])
