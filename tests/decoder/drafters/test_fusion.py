@@ -153,7 +153,8 @@ def test_a_part_that_refuses_a_prompt_leaves_no_session_of_the_others() -> None:
 
 def test_a_draft_of_earlier_tokens_teaches_nothing() -> None:
     drafter = FusedDrafter([saying(([4], 0.9)), saying(([5], 0.6))], LIMITS)
-    taught, sequence = [], Sequence(np.array([1], np.int32))
+    taught: list[DraftTree] = []
+    sequence = Sequence(np.array([1], np.int32))
     fused_sequence = drafter.follow(sequence)
     for _ in range(200):
         if not taught:
