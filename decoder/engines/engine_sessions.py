@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from retriever.drafter import Drafter, TokenIds
@@ -27,17 +27,17 @@ class HeldSequence:
         slot: where the engine kept it when it was last seen.
         call: the number of the call that it was last seen in.
         seen_s: when that was, in seconds of a clock of the caller's.
+        sequence: its tokens, which the follower shares.
     """
 
     follower: Follower
     slot: int = 0
     call: int = 0
     seen_s: float = 0.0
+    sequence: Sequence = field(init=False)
 
-    @property
-    def sequence(self) -> Sequence:
-        """Its tokens."""
-        return self.follower.sequence
+    def __post_init__(self) -> None:
+        self.sequence = self.follower.sequence
 
 
 class SequenceIndex:
