@@ -221,7 +221,7 @@ _FEW: Final = 64
 def _are_below(tokens: TokenIds, end: int) -> bool:
     """Tell whether int32[n] are all token ids below a bound; n at least 1."""
     if len(tokens) <= _FEW:
-        ids = tokens.tolist()
+        ids: list[int] = tokens.tolist()
         return min(ids) >= 0 and max(ids) < end
     return bool(0 <= tokens.min() <= tokens.max() < end)
 
