@@ -14,7 +14,6 @@ from pydantic import ConfigDict, Field
 
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
-from decoder.drafters.following import DraftLimits
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.recycling import RecycledLogits
@@ -39,6 +38,7 @@ from retriever.client.sharded import ShardedDrafter, connect
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import VocabularyMismatchError
+from retriever.follower import DraftLimits
 from retriever.operations.settings import DraftSettings
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.frequent_tokens import frequent_tokens

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from decoder.budget.budget import Budget, Outcome
-from decoder.drafters.following import Backoff, DraftLimits, DraftSession, Verified
+from decoder.drafters.following import Verified, follow
 from decoder.errors import (
     DecoderBusyError,
     GenerationStartedError,
@@ -21,10 +21,11 @@ from decoder.model.target import Target
 from decoder.model.tree_layout import within_depth
 from decoder.observation import Clock, Observer, Statistics, Step, Watch
 from decoder.sampling.verification import AcceptRule, Place, accept_greedy
-from decoder.sequence import Sequence
 from decoder.stopping import StopRule, first_stop
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import RetrieverError
+from retriever.follower import DraftLimits, Followers
+from retriever.sequences import Sequence
 from retriever.tree import DraftTree
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -41,6 +42,9 @@ class Decoder:
         stop_ids: tokens that end a sequence; the one that did is part of the output.
         drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's is
             larger; a token beyond it ends the drafts for its sequence.
+
+    Attributes:
+        followers: of the drafter; decoders that share them leave it alone together.
     """
 
     def __init__(  # noqa: PLR0913  the last three are options
@@ -58,8 +62,8 @@ class Decoder:
         self.budget = budget
         self.accept = accept
         self.stop_ids = frozenset(stop_ids)
-        self.draft_limits = DraftLimits(target.vocabulary_size, drafter_vocabulary)
-        self.backoff = Backoff()
+        limits = DraftLimits(target.vocabulary_size, drafter_vocabulary)
+        self.followers = Followers(drafter, limits)
         self._is_busy = False
         self._numbers = count()
 
@@ -90,8 +94,8 @@ class Decoder:
             raise InvalidSettingsError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
         tokens = self.target.checked_prompt(prompt)
         room = self.target.room(len(tokens), max_new_tokens)
-        watch = Watch(stop_rule, observer)
-        return Generation(self, tokens, next(self._numbers), room, watch, remember=remember)
+        sequence = Sequence(tokens, remember=remember)
+        return Generation(self, sequence, next(self._numbers), room, Watch(stop_rule, observer))
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
@@ -118,24 +122,21 @@ class Generation:
         statistics: what was done so far.
     """
 
-    def __init__(  # noqa: PLR0913  `Decoder.generate` gives them
+    def __init__(
         self,
         decoder: Decoder,
-        prompt: TokenIds,
+        sequence: Sequence,
         number: int,
         max_new_tokens: int,
         watch: Watch,
-        *,
-        remember: bool,
     ) -> None:
         self._target = decoder.target
         self._budget = decoder.budget
         self._accept = decoder.accept
         self._decoder = decoder
-        self._prompt = prompt
-        self._sequence = Sequence(prompt)
+        self._sequence = sequence
+        self._last_token = int(sequence.tokens[-1])
         self._number = number
-        self._remember = remember
         self._remaining = max_new_tokens
         self._watch = watch
         self._drafted = self._tree = DraftTree.empty()
@@ -166,9 +167,9 @@ class Generation:
         """Read the prompt and commit the first token."""
         tree = DraftTree.empty()
         with self.statistics.charging("target_s"), self.statistics.charging("prompt_s"):
-            logits = self._target.prefill(self._prompt)
+            logits = self._target.prefill(self._sequence.prompt)
             path, next_token = self._accept(tree, logits, self._place())
-        self._learn(Verified(int(self._prompt[-1]), tree, logits, path, next_token))
+        self._learn(Verified(self._last_token, tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
 
     def _step(self) -> list[int]:
@@ -179,7 +180,7 @@ class Generation:
             tree, logits = self._verify(tree)
             path, next_token = self._accept(tree, logits, self._place())
             self._target.commit(path)
-        context, pass_s = len(self._sequence.tokens), self.statistics.target_s - before_s
+        context, pass_s = len(self._sequence), self.statistics.target_s - before_s
         self._budget.learn(Outcome(tree, path, next_token, context, pass_s))
         self._learn(Verified(self._last_token, tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
@@ -194,24 +195,17 @@ class Generation:
         return tree, self._target.verify(self._last_token, tree)
 
     def _place(self) -> Place:
-        return Place(self._number, self._sequence.tokens, len(self._prompt))
+        return Place(self._number, self._sequence.tokens, self._sequence.num_prompt)
 
     def _learn(self, verified: Verified) -> None:
         with self.statistics.charging("draft_s"):
-            self._session.learn(verified)
+            self._drafter.learn(verified)
 
     @contextmanager
     def _drafting(self) -> Iterator[None]:
         """Keep a session with the drafter open for the block's time."""
-        decoder = self._decoder
         with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
-            self._session = DraftSession(
-                decoder.drafter,
-                self._prompt,
-                decoder.draft_limits,
-                decoder.backoff,
-                remember=self._remember,
-            )
+            self._drafter = follow(self._decoder.followers, self._sequence)
         try:
             yield
         except Exception:
@@ -223,19 +217,19 @@ class Generation:
 
     def _end_session(self) -> None:
         with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
-            self._session.close()
-        self.statistics.num_failures = self._session.num_failures
+            self._drafter.close()
+        self.statistics.num_failures = self._drafter.num_failures
 
     def _draft(self) -> DraftTree:
         """Return the part of a draft that pays and that there is room for."""
         self._drafted = DraftTree.empty()
-        max_depth, context = self._remaining - 1, len(self._sequence.tokens)
+        max_depth, context = self._remaining - 1, len(self._sequence)
         max_nodes = min(self._budget.ask(context), self._target.max_nodes) if max_depth else 0
         if max_nodes == 0:
             return DraftTree.empty()
         before_s = self.statistics.draft_s
         with self.statistics.charging("draft_s"):
-            tree = self._session.draft(max_nodes)
+            tree = self._drafter.draft(max_nodes)
         self._drafted = self._target.fitting(within_depth(tree, max_depth))
         draft_s = self.statistics.draft_s - before_s
         return self._budget.cut(self._drafted, context, draft_s)
@@ -248,7 +242,6 @@ class Generation:
         self._remaining = 0 if end is not None else self._remaining - len(tokens)
         self._sequence.extend(tokens)
         self._last_token = tokens[-1]
-        self._session.extend(tokens)
         self._tree, self._path = tree, path[: len(tokens)]
         self.statistics.record(tree, self._path, len(tokens))
         return tokens

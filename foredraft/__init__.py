@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from decoder.assembly import assemble
     from decoder.budget.budget import FixedBudget, MeasuredBudget
     from decoder.budget.costs import measure_costs
-    from decoder.drafters.following import DraftLimits
     from decoder.drafters.fusion import FusedDrafter
     from decoder.drafters.model_drafter import ModelDrafter
     from decoder.drafters.recycling import RecycledLogits
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from retriever.client.strict import IndexInfo, RemoteDrafter
     from retriever.drafter import Drafter, DraftRequest, TokenIds
     from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
+    from retriever.follower import DraftLimits
     from retriever.limits import Limits
     from retriever.predict.phrases import ListedPhrases
     from retriever.replication.options import ReplicationOptions
@@ -122,7 +122,6 @@ _HOMES: Final = {
     "decoder.assembly": ("assemble",),
     "decoder.budget.budget": ("FixedBudget", "MeasuredBudget"),
     "decoder.budget.costs": ("measure_costs",),
-    "decoder.drafters.following": ("DraftLimits",),
     "decoder.drafters.fusion": ("FusedDrafter",),
     "decoder.drafters.model_drafter": ("ModelDrafter",),
     "decoder.drafters.recycling": ("RecycledLogits",),
@@ -148,6 +147,7 @@ _HOMES: Final = {
     "retriever.client.strict": ("IndexInfo", "RemoteDrafter"),
     "retriever.drafter": ("Drafter", "DraftRequest", "TokenIds"),
     "retriever.explanation": ("DocumentOccurrence", "Explanation", "NodeProvenance"),
+    "retriever.follower": ("DraftLimits",),
     "retriever.limits": ("Limits",),
     "retriever.predict.phrases": ("ListedPhrases",),
     "retriever.replication.options": ("ReplicationOptions",),

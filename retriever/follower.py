@@ -52,6 +52,19 @@ class DraftLimits:
     model_vocabulary: int | None = None
     drafter_vocabulary: int | None = None
 
+    def within(self, other: "DraftLimits | None") -> "DraftLimits":
+        """Return what both these and others allow."""
+        if other is None or other == self:
+            return self
+        return DraftLimits(
+            _lower(self.model_vocabulary, other.model_vocabulary),
+            _lower(self.drafter_vocabulary, other.drafter_vocabulary),
+        )
+
+
+def _lower(one: int | None, other: int | None) -> int | None:
+    return min((size for size in (one, other) if size is not None), default=None)
+
 
 @runtime_checkable
 class Learner(Protocol):
@@ -76,10 +89,12 @@ class Follower:
     Args:
         followers: of the same drafter.
         sequence: what is committed; its owner extends it.
+        limits: which tokens the model and the drafter know.
         name: of the drafter's session; a new one for each if not given.
 
     Attributes:
         sequence: as given.
+        limits: as given.
         name: of the session that is open; `None` while there is none.
         num_sent: tokens that the session has been told.
         has_ended: whether a token came that the drafter cannot know.
@@ -93,14 +108,22 @@ class Follower:
         "_num_known",
         "has_ended",
         "is_refused",
+        "limits",
         "name",
         "num_failures",
         "num_sent",
         "sequence",
     )
 
-    def __init__(self, followers: "Followers", sequence: Sequence, name: str | None = None) -> None:
+    def __init__(
+        self,
+        followers: "Followers",
+        sequence: Sequence,
+        limits: DraftLimits,
+        name: str | None = None,
+    ) -> None:
         self.sequence = sequence
+        self.limits = limits
         self.name: str | None = None
         self.num_sent = 0
         self.has_ended = False
@@ -151,7 +174,7 @@ class Follower:
             length: how much of the sequence to draft behind; all of it if not given.
         """
         if length is None:
-            length = self._num_known if self.has_ended else len(self.sequence)
+            length = len(self.sequence)
         new_tokens = self.sequence.tokens[self.num_sent : length].copy()
         return DraftRequest(self.name or "", new_tokens, length, budget_nodes, min_probability)
 
@@ -186,17 +209,33 @@ class Follower:
         """Tell whether the drafter has no more part in the sequence; reads what is new of it."""
         if self.has_ended or self.is_refused:
             return True
-        end = self._followers.limits.drafter_vocabulary
-        if end is not None:
-            unknown = np.flatnonzero(self.sequence.tokens[self._num_known :] >= end)
-            if len(unknown):
-                self._num_known += int(unknown[0])
-                self.has_ended = True
-                self.num_failures += 1
-                self.close()
-                return True
-        self._num_known = len(self.sequence)
-        return False
+        known, self._num_known = self._num_known, len(self.sequence)
+        end = self.limits.drafter_vocabulary
+        if end is None or known >= self._num_known:
+            return False
+        new_tokens = self.sequence.tokens[known:]
+        if _are_below(new_tokens, end):
+            return False
+        unknown = np.flatnonzero(new_tokens >= end)
+        if len(unknown) == 0:  # what is below 0 is for the drafter to refuse
+            return False
+        self._num_known = known + int(unknown[0])
+        self.has_ended = True
+        self.num_failures += 1
+        self.close()
+        return True
+
+
+_FEW: Final = 64
+"""Of so many tokens, lists are read in 2 us; below that, each call of numpy costs 1 to 2 us."""
+
+
+def _are_below(tokens: TokenIds, end: int) -> bool:
+    """Tell whether int32[n] are all token ids below a bound; n at least 1."""
+    if len(tokens) <= _FEW:
+        ids: list[int] = tokens.tolist()
+        return min(ids) >= 0 and max(ids) < end
+    return bool(0 <= tokens.min() <= tokens.max() < end)
 
 
 class Followers:
@@ -240,9 +279,17 @@ class Followers:
         self._prefix = uuid.uuid4().hex
         self._numbers = count()
 
-    def follow(self, sequence: Sequence, name: str | None = None) -> Follower:
-        """Return a follower of a sequence; its session opens with the first request."""
-        return Follower(self, sequence, name)
+    def follow(
+        self, sequence: Sequence, name: str | None = None, limits: DraftLimits | None = None
+    ) -> Follower:
+        """Return a follower of a sequence; its session opens with the first request.
+
+        Args:
+            sequence: what is committed; its owner extends it.
+            name: of the drafter's session; a new one for each if not given.
+            limits: of this sequence, within those of all.
+        """
+        return Follower(self, sequence, self.limits.within(limits), name)
 
     def new_name(self) -> str:
         """Return a name that no session of the drafter has."""
@@ -264,14 +311,10 @@ class Followers:
         for follower in followers:
             if follower.is_open or follower.is_over():
                 continue
-            start_s = self._clock()
-            if not self.backoff.is_over() or (num_opened and start_s > until_s):
+            if not self.backoff.is_over() or (num_opened and self._clock() > until_s):
                 return
             num_opened += 1
-            try:
-                self._open(follower)
-            except self._caught as error:
-                self._fail(error, start_s, [follower])
+            if not self._open(follower) and not follower.is_refused:
                 return
 
     def draft(
@@ -288,23 +331,12 @@ class Followers:
         Raises:
             InvalidRequestError: the drafter finds the step at fault, where that is raised.
         """
-        places = [at for at, (follower, _) in enumerate(asked) if not follower.is_over()]
-        if not places:
-            return [DraftTree.empty() for _ in asked]
-        drafted: dict[int, DraftTree] = {}
-        if self.backoff.is_over():
-            start_s = self._clock()
-            try:
-                open_now = [at for at in places if self._is_open(asked[at][0])]
-                if open_now:
-                    trees = self._ask([asked[at] for at in open_now], min_probability)
-                    drafted = dict(zip(open_now, trees, strict=True))
-            except self._caught as error:
-                self._fail(error, start_s, [asked[at][0] for at in places])
-        else:
-            for at in places:
-                asked[at][0].num_failures += 1
-        return [drafted[at] if at in drafted else DraftTree.empty() for at in range(len(asked))]
+        ready = [self._is_ready(follower) for follower, _ in asked]
+        if all(ready):
+            return self._ask(asked, min_probability) if asked else []
+        awaited = [each for each, is_ready in zip(asked, ready, strict=True) if is_ready]
+        drafted = iter(self._ask(awaited, min_probability) if awaited else ())
+        return [next(drafted) if is_ready else DraftTree.empty() for is_ready in ready]
 
     def close(self, follower: Follower) -> None:
         """End a session, if there is one; see `Follower.close`.
@@ -337,46 +369,63 @@ class Followers:
             with suppress(Exception):
                 self.give_up(follower)
 
-    def _is_open(self, follower: Follower) -> bool:
-        """Open a session where there is none; tell whether there is one."""
-        if follower.name is None:
-            try:
-                self._open(follower)
-            except VocabularyMismatchError as error:  # the service came back for another tokenizer
-                raise DrafterUnavailableError(str(error)) from error
-        return follower.name is not None
+    def _is_ready(self, follower: Follower) -> bool:
+        """Tell whether a draft can be asked for; opens a session where there is none."""
+        if follower.is_over():
+            return False
+        if not self.backoff.is_over():
+            follower.num_failures += 1
+            return False
+        return follower.name is not None or self._open(follower, is_again=True)
 
-    def _open(self, follower: Follower) -> None:
-        """Open a session, unless the drafter refuses that for good."""
+    def _open(self, follower: Follower, *, is_again: bool = False) -> bool:
+        """Open a session; tell whether there is one.
+
+        Args:
+            follower: which has none.
+            is_again: whether the drafter has been there before: then it may have come back for
+                another tokenizer, and that is no fault of the caller's.
+        """
+        start_s = self._clock()
         try:
             follower.open()
-        except InvalidRequestError as error:
-            if self._raises_refusals:
+        except self._caught as error:
+            if isinstance(error, InvalidRequestError) and not self._raises_refusals:
+                follower.is_refused = True
+                self._count(error)
+            else:
+                self._fail(error, start_s, [follower])
+        except VocabularyMismatchError as error:
+            if not is_again:
                 raise
-            follower.is_refused = True
-            self._count(error)
+            self._fail(error, start_s, [follower])
+        return follower.name is not None
 
     def _ask(self, asked: Ids[tuple[Follower, int]], min_probability: float) -> list[DraftTree]:
+        """Ask for drafts of open sessions with one call."""
         start_s = self._clock()
-        requests = [follower.request(budget, min_probability) for follower, budget in asked]
-        trees = self.drafter.draft(requests)
-        if len(trees) != len(asked):
-            raise DrafterUnavailableError(
-                f"the drafter sent {len(trees)} trees for {len(asked)} sequences"
-            )
-        for (follower, _), request in zip(asked, requests, strict=True):
-            follower.told(request.length)
-        if self.limits.model_vocabulary is None:
-            return trees
+        try:
+            requests = [follower.request(budget, min_probability) for follower, budget in asked]
+            trees = self.drafter.draft(requests)
+            if len(trees) != len(asked):
+                raise DrafterUnavailableError(
+                    f"the drafter sent {len(trees)} trees for {len(asked)} sequences"
+                )
+        except self._caught as error:
+            self._fail(error, start_s, [follower for follower, _ in asked])
+            return [DraftTree.empty() for _ in asked]
         return [
-            self._checked(follower, tree, start_s)
-            for (follower, _), tree in zip(asked, trees, strict=True)
+            self._taken(follower, request, tree, start_s)
+            for (follower, _), request, tree in zip(asked, requests, trees, strict=True)
         ]
 
-    def _checked(self, follower: Follower, tree: DraftTree, start_s: float) -> DraftTree:
+    def _taken(
+        self, follower: Follower, request: DraftRequest, tree: DraftTree, start_s: float
+    ) -> DraftTree:
         """Return a tree, or an empty one where the model's embedding has no row for a token."""
-        end, tokens = self.limits.model_vocabulary, tree.token_ids
-        if end is None or len(tokens) == 0 or 0 <= tokens.min() <= tokens.max() < end:
+        follower.num_sent = request.length
+        end, tokens = follower.limits.model_vocabulary, tree.token_ids
+        if end is None or len(tokens) == 0 or _are_below(tokens, end):
             return tree
         error = InvalidTreeError(
             f"the drafter proposes token {tokens.max()}, but the model's vocabulary ends at "

@@ -78,6 +78,11 @@ class Sequence:
         ids: list[int] = self._buffer[begin : self._length].tolist()
         return ids
 
+    def begins(self, tokens: TokenIds) -> bool:
+        """Tell whether int32[n] begins with this sequence: all tokens are compared."""
+        length = self._length
+        return len(tokens) >= length and bool((self.tokens == tokens[:length]).all())
+
     def extend(self, tokens: ArrayLike) -> None:
         """Append integers[m], token ids of 31 bits."""
         new = np.asarray(tokens, np.int32)

@@ -25,6 +25,7 @@ from decoder.commands.prompts import Prompt, read_prompts
 from decoder.commands.trace_command import print_table
 from decoder.drafters.following import Verified
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
+from decoder.drafters.kernels.siblings import Hints
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
@@ -48,10 +49,10 @@ class UntaughtDrafter(FusedDrafter):
 class UnhintedDrafter(FusedDrafter):
     """A fused drafter that makes nothing of what else was likely at the last token."""
 
-    def learn(self, session: str, verified: Verified) -> None:
-        """Learn, and forget the hints."""
-        super().learn(session, verified)
-        self._get(session).hints = NO_HINTS
+    def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
+        """Learn, and give no hints."""
+        super().take_in(sequence, verified)
+        return NO_HINTS
 
 
 Way = Callable[[Drafter, LanguageModel], Drafter]

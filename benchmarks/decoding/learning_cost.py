@@ -18,11 +18,12 @@ import typer
 from decoder.assembly import DrafterSettings, assemble
 from decoder.commands.bench import circumstances
 from decoder.commands.prompts import read_prompts
-from decoder.drafters.following import LogitsLearner, Verified
+from decoder.drafters.following import Verified
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.observation import Statistics
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.follower import Learner
 from retriever.tree import DraftTree
 
 
@@ -39,7 +40,7 @@ class TimedDrafter:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._learner = drafter if isinstance(drafter, LogitsLearner) else None
+        self._learner = drafter if isinstance(drafter, Learner) else None
         self.learning_s: list[float] = []
         self.drafting_s: list[float] = []
 
@@ -55,7 +56,7 @@ class TimedDrafter:
         return trees
 
     def learn(self, session: str, verified: Verified) -> None:
-        """Learn from a pass; see `LogitsLearner.learn`."""
+        """Learn from a pass; see `Learner.learn`."""
         if self._learner is None:
             return
         start = time.perf_counter()

@@ -8,8 +8,9 @@ cut to the budget as one.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as Ids
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from importlib.resources import files
 from typing import Final, Self
 
@@ -17,15 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.budget.payoff import FadingRatio, Payoff
-from decoder.drafters.following import Backoff, DraftLimits, DraftSession, Verified
+from decoder.drafters.following import SequenceDrafter, Verified, follow
 from decoder.drafters.kernels.forest import Forest, plant
 from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
-from decoder.drafters.kernels.siblings import NUM_SETS, NUM_TABLE_SOURCES, NUM_WEIGHTS, Siblings
+from decoder.drafters.kernels.siblings import (
+    NUM_SETS,
+    NUM_TABLE_SOURCES,
+    NUM_WEIGHTS,
+    Hints,
+    Siblings,
+)
 from decoder.drafters.recycling import NO_HINTS, NUM_LIKELY, RecycledLogits
 from retriever.drafter import Drafter, DraftRequest, TokenIds
-from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
+from retriever.follower import DraftLimits, Followers
+from retriever.sequences import OpenSessions, Sequence, check_named_once, check_step
 from retriever.tree import DraftTree, Source
 
 RATE: Final = 0.2
@@ -141,35 +149,41 @@ class Parts:
         limits: which tokens target and drafters know.
 
     Attributes:
-        worth: of asking the slow ones.
+        gain: of asking the slow ones.
     """
 
-    def __init__(
-        self, drafters: Sequence[Drafter], models: Sequence[Drafter], limits: DraftLimits
-    ) -> None:
-        self.worth = GainEstimate()
-        self._drafters = [(drafter, Backoff()) for drafter in drafters]
-        self._models = [(model, Backoff()) for model in models]
-        self._limits = limits
+    def __init__(self, drafters: Ids[Drafter], models: Ids[Drafter], limits: DraftLimits) -> None:
+        self.gain = GainEstimate()
+        self._quick = [Followers(drafter, limits) for drafter in drafters]
+        self._slow = [Followers(model, limits) for model in models]
         self._thread = ThreadPoolExecutor(1, "quick-drafters") if models else None
 
-    def open(
-        self, prompt: TokenIds, *, remember: bool
-    ) -> tuple[list[DraftSession], list[DraftSession]]:
-        """Return sessions with the quick and with the slow drafters."""
+    def follow(
+        self, sequence: Sequence, limits: DraftLimits | None
+    ) -> tuple[list[SequenceDrafter], list[SequenceDrafter]]:
+        """Return what the quick and what the slow drafters have for a sequence.
 
-        def begin(drafter: Drafter, backoff: Backoff) -> DraftSession:
-            return DraftSession(drafter, prompt, self._limits, backoff, remember=remember)
+        Raises:
+            InvalidRequestError: one of them refuses the prompt.
+        """
+        with ExitStack() as opened:
 
-        quick = [begin(*part) for part in self._drafters]
-        return quick, [begin(*part) for part in self._models]
+            def begin(followers: Followers) -> SequenceDrafter:
+                part = follow(followers, sequence, limits)
+                opened.callback(part.close)
+                return part
+
+            quick = [begin(each) for each in self._quick]
+            slow = [begin(each) for each in self._slow]
+            opened.pop_all()
+        return quick, slow
 
     def shut_down(self) -> None:
         """End the thread, if there is one."""
         if self._thread is not None:
             self._thread.shutdown()
 
-    def meanwhile(self, quick: list[DraftSession], budget_nodes: int) -> Future[list[DraftTree]]:
+    def meanwhile(self, quick: list[SequenceDrafter], budget_nodes: int) -> Future[list[DraftTree]]:
         """Ask the quick drafters in a thread of their own."""
         if self._thread is None:
             raise RuntimeError("without models there is nothing to do meanwhile")
@@ -177,67 +191,93 @@ class Parts:
 
 
 class FusedSequence:
-    """One sequence of a fused drafter.
+    """One sequence of a fused drafter: what a decoding loop has in the place of a follower.
+
+    Its parts follow the sequence that the loop commits to. Made by `FusedDrafter.follow`.
 
     Args:
-        parts: the drafters.
-        prompt: int32[n], the sequence so far.
-        remember: whether drafters may use its output for later sequences.
+        drafter: which fuses, and learns.
+        parts: the drafters that are fused.
+        sequence: what is committed; its owner extends it.
+        limits: which tokens the model and the parts know.
 
     Attributes:
+        sequence: as given.
         trees: of the last draft, quick drafters first.
-        has_drafted: whether there was one.
         hints: what else the target found likely where it chose the last token.
+
+    Raises:
+        InvalidRequestError: a part refuses the prompt.
     """
 
-    def __init__(self, parts: Parts, prompt: TokenIds, *, remember: bool) -> None:
+    def __init__(
+        self,
+        drafter: "FusedDrafter",
+        parts: Parts,
+        sequence: Sequence,
+        limits: DraftLimits | None = None,
+    ) -> None:
+        self._drafter = drafter
         self._parts = parts
-        self._quick, self._slow = parts.open(prompt, remember=remember)
-        self._length = len(prompt)
-        self._tail = prompt[-NUM_ORDERS:].tolist()
+        self._quick, self._slow = parts.follow(sequence, limits)
+        self._all = [*self._quick, *self._slow]
+        self._num_paced = len(sequence)
         self._asked_at = time.perf_counter()
         self._asking_s = 0.0
         self._token_s = 0.0
+        self._drafted_length = -1
+        self.sequence = sequence
         self.trees: list[DraftTree] = []
-        self.has_drafted = False
         self.hints = NO_HINTS
 
     @property
     def num_failures(self) -> int:
         """Drafts of parts that could not be had."""
-        return sum(part.num_failures for part in (*self._quick, *self._slow))
+        return sum(part.num_failures for part in self._all)
+
+    @property
+    def has_drafted(self) -> bool:
+        """Whether `trees` are drafts for the sequence as it is."""
+        return self._drafted_length == len(self.sequence)
 
     def context(self) -> TokenIds:
         """Return int32[NUM_ORDERS], the last tokens, the latest first; -1 where there is none."""
         context = np.full(NUM_ORDERS, -1, np.int32)
-        context[: len(self._tail)] = self._tail[::-1]
+        last = self.sequence.tokens[-NUM_ORDERS:]
+        context[: len(last)] = last[::-1]
         return context
 
-    def extend(self, request: DraftRequest) -> None:
-        """Take in the tokens that a request brings.
+    def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
+        """Ask all parts and fuse what they say."""
+        self._note_pace()
+        budget_nodes = min(budget_nodes, MAX_NODES)
+        self._ask(budget_nodes)
+        self._drafted_length = len(self.sequence)
+        return self._drafter.fuse(self, budget_nodes, min_probability)
 
-        Raises:
-            OutOfSequenceError: the stated length does not fit.
-        """
-        new = request.new_tokens.tolist()
-        if self._length + len(new) != request.length:
-            raise OutOfSequenceError(
-                f"session {request.session!r} has {self._length} tokens and the request brings "
-                f"{len(new)}, but states a length of {request.length}"
-            )
-        self._note_pace(len(new))
-        self._commit(new)
+    def learn(self, verified: Verified) -> None:
+        """Learn from a pass what the target found likely, and what each source is worth."""
+        for part in self._all:
+            part.learn(verified)
+        if self.has_drafted and self._asking_s > 0.0:
+            self._learn_gain(verified)
+        self.hints = self._drafter.take_in(self, verified)
 
-    def ask(self, budget_nodes: int) -> None:
+    def close(self) -> None:
+        """End the sessions of all parts."""
+        with ExitStack() as parts:
+            for part in reversed(self._all):
+                parts.callback(part.close)
+
+    def _ask(self, budget_nodes: int) -> None:
         """Set `trees` to what the parts draft; the slow ones only where that pays."""
         start = time.perf_counter()
         self._asking_s = 0.0
-        self.has_drafted = True
         if not self._slow:
             self.trees = _ask(self._quick, budget_nodes)
             return
         pending = self._parts.meanwhile(self._quick, budget_nodes)
-        wait([pending], self._parts.worth.seconds * _PATIENCE)
+        wait([pending], self._parts.gain.seconds * _PATIENCE)
         if pending.done() and not self._pays(pending.result()):
             self.trees = [*pending.result(), *(DraftTree.empty() for _ in self._slow)]
             return
@@ -245,41 +285,25 @@ class FusedSequence:
         self.trees = [*pending.result(), *slow]
         self._asking_s = time.perf_counter() - start
 
-    def learn(self, verified: Verified) -> None:
-        """Show the parts a pass, and learn what the slow ones brought to it."""
-        for part in (*self._quick, *self._slow):
-            part.learn(verified)
-        if self._asking_s == 0.0:
-            return
+    def _learn_gain(self, verified: Verified) -> None:
+        """Learn what the slow parts brought to a pass."""
         came = np.append(verified.tree.token_ids[verified.path], verified.next_token)
         quick = self.trees[: len(self._quick)]
         alone = max((len(t.prefix(len(verified.tree)).follow(came)) for t in quick), default=0)
         gain = len(verified.path) - min(alone, len(verified.path))
-        self._parts.worth.learn(_sureness(quick), gain, self._asking_s)
-
-    def close(self, new_tokens: Sequence[int]) -> None:
-        """End the sessions of all parts."""
-        for part in (*self._quick, *self._slow):
-            part.extend(new_tokens)
-            part.close()
+        self._parts.gain.learn(_sureness(quick), gain, self._asking_s)
 
     def _pays(self, quick: list[DraftTree]) -> bool:
-        return self._parts.worth.pays(_sureness(quick), self._token_s)
+        return self._parts.gain.pays(_sureness(quick), self._token_s)
 
-    def _note_pace(self, num_tokens: int) -> None:
-        now = time.perf_counter()
+    def _note_pace(self) -> None:
+        now, num_tokens = time.perf_counter(), len(self.sequence) - self._num_paced
         if num_tokens:
             self._token_s = (now - self._asked_at) / num_tokens
-        self._asked_at = now
-
-    def _commit(self, tokens: list[int]) -> None:
-        for part in (*self._quick, *self._slow):
-            part.extend(tokens)
-        self._length += len(tokens)
-        self._tail = [*self._tail, *tokens][-NUM_ORDERS:]
+        self._asked_at, self._num_paced = now, len(self.sequence)
 
 
-def _ask(parts: list[DraftSession], budget_nodes: int) -> list[DraftTree]:
+def _ask(parts: list[SequenceDrafter], budget_nodes: int) -> list[DraftTree]:
     return [part.draft(budget_nodes) for part in parts]
 
 
@@ -296,9 +320,11 @@ _NO_TABLE: Final = Table.of(4, NUM_LIKELY)
 
 
 class FusedDrafter:
-    """Merges the trees of other drafters into one; a `Drafter` that learns from logits.
+    """Merges the trees of other drafters into one; a `Drafter` that learns from passes.
 
-    A drafter that fails costs its own part of the tree. Not safe to call from several threads.
+    A decoding loop has it `follow` the sequence that it commits to, and names no sessions; to
+    others it is a drafter as any. A part that fails costs its own part of the tree. Not safe to
+    call from several threads.
 
     Args:
         drafters: those that answer in microseconds, such as retrieval.
@@ -310,46 +336,54 @@ class FusedDrafter:
 
     def __init__(
         self,
-        drafters: Sequence[Drafter],
+        drafters: Ids[Drafter],
         limits: DraftLimits,
         *,
-        models: Sequence[Drafter] = (),
+        models: Ids[Drafter] = (),
         recycled: RecycledLogits | None = None,
     ) -> None:
-        self._parts = Parts(tuple(drafters), tuple(models), limits)
+        self._parts = Parts(drafters, models, limits)
         self._recycled = recycled
-        self._sequences: dict[str, FusedSequence] = {}
+        self._sessions: OpenSessions[str, FusedSequence] = OpenSessions()
         num_trees = len(drafters) + len(models)
         self._weights = SourceWeights(num_trees)
         self._forest = Forest.of(num_trees, MAX_NODES)
         self._siblings = Siblings.of(num_trees)
         self._growth = Growth.of(num_trees, MAX_NODES)
-        self._planted: Sequence[DraftTree] = ()
+        self._planted: Ids[DraftTree] = ()
+
+    def follow(self, sequence: Sequence, limits: DraftLimits | None = None) -> FusedSequence:
+        """Return what drafts for a sequence; see `FollowingDrafter.follow`."""
+        return FusedSequence(self, self._parts, sequence, limits)
 
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
         """Begin a sequence; see `Drafter.open`."""
-        if session in self._sequences:
-            raise SessionExistsError(f"session {session!r} is open already")
-        self._sequences[session] = FusedSequence(self._parts, prompt, remember=remember)
+        self._sessions.check_free(session)
+        self._sessions.add(session, self.follow(Sequence(prompt, remember=remember)))
 
-    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
         """Ask all drafters and fuse what they say; see `Drafter.draft`."""
-        return [self._draft(self._get(request.session), request) for request in requests]
+        check_named_once(requests)
+        fused = [self._sessions.get(request.session) for request in requests]
+        for request, each in zip(requests, fused, strict=True):
+            check_step(request, len(each.sequence), len(request.new_tokens))
+        for request, each in zip(requests, fused, strict=True):
+            each.sequence.extend(request.new_tokens)
+        return [
+            each.draft(request.budget_nodes, request.min_probability)
+            for request, each in zip(requests, fused, strict=True)
+        ]
 
     def learn(self, session: str, verified: Verified) -> None:
         """Learn from a pass over the session's last draft what each source is worth."""
-        sequence = self._get(session)
-        came = [*verified.tree.token_ids[verified.path].tolist(), verified.next_token]
-        sequence.learn(verified)
-        self._learn_weights(sequence, np.array(came, np.int32))
-        if self._recycled is not None:
-            sequence.hints = self._recycled.learn(verified, sequence.context())
+        self._sessions.get(session).learn(verified)
 
     def close(self, session: str, new_tokens: TokenIds | None = None) -> None:
         """End a sequence; see `Drafter.close`."""
-        sequence = self._get(session)
-        del self._sequences[session]
-        sequence.close(() if new_tokens is None else new_tokens.tolist())
+        fused = self._sessions.remove(session)
+        if new_tokens is not None:
+            fused.sequence.extend(new_tokens)
+        fused.close()
 
     def shut_down(self) -> None:
         """End the thread that asks the quick drafters while models run. They go on living."""
@@ -363,21 +397,10 @@ class FusedDrafter:
 
     def num_failures(self, session: str) -> int:
         """Return how many drafts of its parts a session could not have."""
-        return self._get(session).num_failures
+        return self._sessions.get(session).num_failures
 
-    def _get(self, session: str) -> FusedSequence:
-        try:
-            return self._sequences[session]
-        except KeyError:
-            raise UnknownSessionError(f"no session {session!r} is open: open it first") from None
-
-    def _table(self) -> Table:
-        return _NO_TABLE if self._recycled is None else self._recycled.table
-
-    def _draft(self, sequence: FusedSequence, request: DraftRequest) -> DraftTree:
-        budget = min(request.budget_nodes, MAX_NODES)
-        sequence.extend(request)
-        sequence.ask(budget)
+    def fuse(self, sequence: FusedSequence, budget_nodes: int, min_probability: float) -> DraftTree:
+        """Return one tree of those that the parts have drafted, and of what was recycled."""
         self._plant(sequence.trees)
         growth = self._growth
         growth.places[0] = np.arange(len(sequence.trees))
@@ -389,8 +412,8 @@ class FusedDrafter:
             self._table(),
             self._weights.values,
             sequence.hints,
-            budget,
-            max(request.min_probability, _LEAST_PROBABILITY),
+            budget_nodes,
+            max(min_probability, _LEAST_PROBABILITY),
             int(Source.MODEL),
         )
         return DraftTree(
@@ -400,7 +423,18 @@ class FusedDrafter:
             growth.sources[:size].copy(),
         )
 
-    def _plant(self, trees: Sequence[DraftTree]) -> None:
+    def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
+        """Learn from a pass; return what else was likely where the target chose its own token."""
+        came = [*verified.tree.token_ids[verified.path].tolist(), verified.next_token]
+        self._learn_weights(sequence, np.array(came, np.int32))
+        if self._recycled is None:
+            return NO_HINTS
+        return self._recycled.learn(verified, sequence.context())
+
+    def _table(self) -> Table:
+        return _NO_TABLE if self._recycled is None else self._recycled.table
+
+    def _plant(self, trees: Ids[DraftTree]) -> None:
         """Enter trees into the forest, unless it holds these already."""
         if trees is self._planted:
             return

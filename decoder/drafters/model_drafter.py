@@ -22,15 +22,8 @@ from decoder.drafters.model_trees import (
     StoppingRule,
     TreeGrower,
 )
-from decoder.sequence import Sequence
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.errors import (
-    DrafterUnavailableError,
-    LimitExceededError,
-    OutOfSequenceError,
-    SessionExistsError,
-    UnknownSessionError,
-)
+from retriever.errors import DrafterUnavailableError, LimitExceededError
 from retriever.limits import (
     Limits,
     check_draft,
@@ -38,7 +31,7 @@ from retriever.limits import (
     check_session_name,
     checked_tokens,
 )
-from retriever.sequences import check_batch
+from retriever.sequences import OpenSessions, Sequence, check_batch, check_step
 from retriever.tree import DraftTree
 
 _REMEMBERED_REFUSALS: Final = 1024
@@ -77,7 +70,7 @@ class ModelSessions:
         self._model = model
         self._limits = limits
         self._max_caches = max(max_caches, 1)
-        self._by_name: dict[str, ModelSession] = {}
+        self._open: OpenSessions[str, ModelSession] = OpenSessions()
         self._cached: OrderedDict[str, None] = OrderedDict()
         self._refused: OrderedDict[bytes, None] = OrderedDict()
 
@@ -88,13 +81,12 @@ class ModelSessions:
             SessionExistsError: the name is taken.
             LimitExceededError: there are as many as there may be.
         """
-        if name in self._by_name:
-            raise SessionExistsError(f"session {name!r} is open already")
-        if len(self._by_name) >= self._limits.max_sessions:
+        self._open.check_free(name)
+        if len(self._open) >= self._limits.max_sessions:
             raise LimitExceededError(
-                f"{len(self._by_name)} sessions are open, which is the limit (max_sessions)"
+                f"{len(self._open)} sessions are open, which is the limit (max_sessions)"
             )
-        self._by_name[name] = ModelSession(Sequence(tokens))
+        self._open.add(name, ModelSession(Sequence(tokens)))
 
     def get(self, name: str) -> ModelSession:
         """Return a session.
@@ -102,23 +94,20 @@ class ModelSessions:
         Raises:
             UnknownSessionError: there is none of this name.
         """
-        session = self._by_name.get(name)
-        if session is None:
-            raise UnknownSessionError(f"no session {name!r} is open: open it first")
-        return session
+        return self._open.get(name)
 
     def remove(self, name: str) -> None:
         """End a session and forget its cache."""
-        del self._by_name[name]
+        self._open.remove(name)
         self._cached.pop(name, None)
 
     def cache(self, name: str) -> BranchCache:
         """Return a sequence's cache, if need be instead of the one that was idle longest."""
-        session = self._by_name[name]
+        session = self._open.get(name)
         self._cached.pop(name, None)
         while len(self._cached) >= self._max_caches:
             idle, _ = self._cached.popitem(last=False)
-            self._by_name[idle].cache = None
+            self._open.get(idle).cache = None
         self._cached[name] = None
         if session.cache is None:
             session.cache = BranchCache(self._model)
@@ -127,7 +116,7 @@ class ModelSessions:
     def forget_caches(self) -> None:
         """Give all caches back."""
         for name in self._cached:
-            self._by_name[name].cache = None
+            self._open.get(name).cache = None
         self._cached.clear()
 
     def is_first_refusal(self, request: DraftRequest) -> bool:
@@ -268,12 +257,7 @@ class ModelDrafter:
         check_draft(request.budget_nodes, request.min_probability, self.limits)
         tokens = checked_tokens(request.new_tokens, self.model.vocabulary_size)
         check_length(known + len(tokens), self.limits)
-        if known + len(tokens) != request.length:
-            raise OutOfSequenceError(
-                f"session {request.session!r} has {known} tokens and the request brings "
-                f"{len(tokens)}, but states a length of {request.length}: a step was lost or "
-                "repeated; close the session and open it again"
-            )
+        check_step(request, known, len(tokens))
         return tokens
 
     def _refuse_outgrown(self, requests: Ids[DraftRequest]) -> None:
@@ -291,7 +275,7 @@ class ModelDrafter:
     def _commit(self, session: ModelSession, tokens: TokenIds) -> None:
         """Take in new tokens, and learn what became of the last draft."""
         draft = session.last_draft
-        session.sequence.extend(tokens.tolist())
+        session.sequence.extend(tokens)
         if draft is None or len(tokens) == 0:
             return
         session.last_draft = None

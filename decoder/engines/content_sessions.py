@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from decoder.engines.engine_sessions import DrafterSessions, SequenceIndex, TokenSequence
+from decoder.engines.engine_sessions import DrafterSessions, HeldSequence, SequenceIndex
 from retriever.drafter import Drafter, TokenIds
 from retriever.tree import DraftTree
 
@@ -39,7 +39,7 @@ class SessionLimits:
 
     Attributes:
         max_sessions: sequences held at once; the one unseen for longest makes room.
-        max_tokens: tokens of all of them, 5 bytes each beside what the drafter holds.
+        max_tokens: tokens of all of them, 4 to 8 bytes each beside what the drafter holds.
         idle_calls: a sequence that was not among the rows of so many calls in a row has ended.
             Engines may show only a part of their sequences in each step.
         idle_s: so has one that was not seen for so many seconds, however few calls there were.
@@ -106,7 +106,7 @@ class ContentSessions:
         self.counts = SessionCounts()
         self._limits = limits or SessionLimits()
         self._drafting = DrafterSessions(
-            drafter, self._limits.deadline_s, self._limits.min_probability, clock
+            drafter, self._limits.deadline_s, self._limits.min_probability, clock=clock
         )
         self._clock = clock
         self._sequences = SequenceIndex()
@@ -125,7 +125,7 @@ class ContentSessions:
     @property
     def num_bytes(self) -> int:
         """Memory of their tokens, in bytes, without what the drafter holds."""
-        return sum(sequence.num_bytes for sequence in self._sequences)
+        return sum(held.sequence.num_bytes for held in self._sequences)
 
     @property
     def num_failures(self) -> int:
@@ -138,71 +138,69 @@ class ContentSessions:
         now_s = self._clock()
         followed = [self._follow(row, now_s) for row in rows]
         self._expire(now_s)
-        held = [at for at, sequence in enumerate(followed) if sequence is not None]
+        places = [at for at, held in enumerate(followed) if held is not None]
         trees = [DraftTree.empty()] * len(rows)
         asked = [
-            (sequence, row.budget_nodes)
-            for sequence, row in zip(followed, rows, strict=True)
-            if sequence is not None
+            (held.follower, row.budget_nodes)
+            for held, row in zip(followed, rows, strict=True)
+            if held is not None
         ]
-        for at, tree in zip(held, self._drafting.draft(asked), strict=True):
+        for at, tree in zip(places, self._drafting.draft(asked), strict=True):
             trees[at] = tree
         return trees
 
     def rows_seen(self) -> dict[int, TokenIds]:
         """Return the sequences of the last call, int32[n] each, by slot: for whoever checks."""
         return {
-            sequence.slot: sequence.tokens.copy()
-            for sequence in self._sequences
-            if sequence.call == self._call
+            held.slot: held.sequence.since(0) for held in self._sequences if held.call == self._call
         }
 
     def close(self) -> None:
         """End all sessions; what they generated is remembered."""
-        for sequence in list(self._sequences):
-            self._end(sequence)
+        for held in list(self._sequences):
+            self._end(held)
 
     def abandon(self) -> None:
         """Let go of all sessions, whatever state they are in."""
-        self._drafting.abandon(self._sequences)
-        for sequence in list(self._sequences):
-            self._remove(sequence)
+        self._drafting.abandon(held.follower for held in self._sequences)
+        for held in list(self._sequences):
+            self._remove(held)
 
-    def _follow(self, row: Row, now_s: float) -> TokenSequence | None:
+    def _follow(self, row: Row, now_s: float) -> HeldSequence | None:
         """Return the sequence of a row, up to date; None where it cannot be held."""
-        sequence = self._known(row)
-        if sequence is not None:
-            sequence.call = self._call  # nobody else's now, and not to be ended to make room
-        new = row.tokens[0 if sequence is None else len(sequence) :]
-        if not (self._is_known_to_vocabulary(new) and self._has_room(new, sequence)):
+        held = self._known(row)
+        if held is not None:
+            held.call = self._call  # nobody else's now, and not to be ended to make room
+        new = row.tokens[0 if held is None else len(held.sequence) :]
+        if not (self._is_known_to_vocabulary(new) and self._has_room(new, held)):
             self.counts.turned_away += 1
             return None
-        if sequence is None:
-            sequence = self._begin(row)
+        if held is None:
+            held = self._begin(row)
         else:
-            self._continue(sequence, row, new)
+            self._continue(held, row, new)
         self._num_tokens += len(new)
-        sequence.slot, sequence.call, sequence.seen_s = row.slot, self._call, now_s
-        return sequence
+        held.slot, held.call, held.seen_s = row.slot, self._call, now_s
+        return held
 
-    def _known(self, row: Row) -> TokenSequence | None:
+    def _known(self, row: Row) -> HeldSequence | None:
         """Return the sequence that a row goes on from, which is no other row's in this call."""
         if row.num_new is None:
             return self._sequences.longest(row.tokens, row.slot, self._call)
         before = row.tokens[: max(len(row.tokens) - row.num_new, 0)]
         return self._sequences.exact(before, row.slot, self._call)
 
-    def _begin(self, row: Row) -> TokenSequence:
+    def _begin(self, row: Row) -> HeldSequence:
         num_prompt = len(row.tokens) - min(row.num_new or 0, len(row.tokens))
-        sequence = TokenSequence(row.tokens, num_prompt, row.slot)
-        self._sequences.add(sequence)
+        held = HeldSequence(self._drafting.follow(row.tokens, num_prompt), row.slot)
+        self._sequences.add(held)
         self.counts.begun += 1
-        return sequence
+        return held
 
-    def _continue(self, sequence: TokenSequence, row: Row, new: TokenIds) -> None:
-        self._sequences.extend(sequence, new)
+    def _continue(self, held: HeldSequence, row: Row, new: TokenIds) -> None:
+        self._sequences.extend(held, new)
         self.counts.continued += 1
-        self.counts.moved += sequence.slot != row.slot
+        self.counts.moved += held.slot != row.slot
 
     def _is_known_to_vocabulary(self, tokens: TokenIds) -> bool:
         if len(tokens) == 0:
@@ -210,9 +208,9 @@ class ContentSessions:
         size = self._limits.vocabulary_size
         return bool(tokens.min() >= 0 and (size is None or tokens.max() < size))
 
-    def _has_room(self, new: TokenIds, sequence: TokenSequence | None) -> bool:
+    def _has_room(self, new: TokenIds, held: HeldSequence | None) -> bool:
         """Make room by ending what was unseen for longest; tell whether there is enough."""
-        num_more = int(sequence is None)
+        num_more = int(held is None)
         while (
             len(self._sequences) + num_more > self._limits.max_sessions
             or self._num_tokens + len(new) > self._limits.max_tokens
@@ -227,17 +225,15 @@ class ContentSessions:
         """End what has not been seen for long enough."""
         last_call = self._call - self._limits.idle_calls
         last_s = now_s - self._limits.idle_s
-        for sequence in list(self._sequences):
-            if sequence.call < self._call and (
-                sequence.call <= last_call or sequence.seen_s < last_s
-            ):
-                self._end(sequence)
+        for held in list(self._sequences):
+            if held.call < self._call and (held.call <= last_call or held.seen_s < last_s):
+                self._end(held)
 
-    def _end(self, sequence: TokenSequence) -> None:
-        self._drafting.end(sequence)
-        self._remove(sequence)
+    def _end(self, held: HeldSequence) -> None:
+        held.follower.close()
+        self._remove(held)
         self.counts.ended += 1
 
-    def _remove(self, sequence: TokenSequence) -> None:
-        self._sequences.remove(sequence)
-        self._num_tokens -= len(sequence)
+    def _remove(self, held: HeldSequence) -> None:
+        self._sequences.remove(held)
+        self._num_tokens -= len(held.sequence)

@@ -27,10 +27,12 @@ from numpy.typing import NDArray
 from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget, Outcome
 from decoder.budget.costs import CostSurface
 from decoder.engines.engine_options import chain_for, check_version, checked_vocabulary_size
-from decoder.engines.engine_sessions import DrafterSessions, TokenSequence
+from decoder.engines.engine_sessions import DrafterSessions
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
 from indexer.reader import Vocabulary
 from retriever.drafter import Drafter, TokenIds
+from retriever.follower import DraftLimits, Follower
+from retriever.sequences import Sequence
 from retriever.tree import DraftTree
 
 TESTED_VERSIONS: Final = ">=0.3.36,<0.4"
@@ -59,7 +61,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             goes beyond the `n_ctx` that it was made with, which may be less than `Llama.n_ctx()`.
         budget: how much of a path is worth verifying; all of it if not given.
         budget_nodes: most nodes of the tree that a path is chosen from.
-        drafter_vocabulary: a sequence with a token beyond it is not drafted for; None where the
+        drafter_vocabulary: a token beyond it ends the drafts for its sequence; None where the
             drafter takes all tokens.
 
     Attributes:
@@ -82,14 +84,14 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
     ) -> None:
         check_version(TESTED_VERSIONS, "llama-cpp-python")
         self.num_passes = self.num_drafted = self.num_accepted = self.num_failures = 0
-        self._sessions = DrafterSessions(drafter)
+        limits = DraftLimits(drafter_vocabulary=drafter_vocabulary)
+        self._sessions = DrafterSessions(drafter, limits=limits)
         self._model_vocabulary = model_vocabulary
         self._num_pred_tokens = num_pred_tokens
         self._max_length = max_length
         self._budget = budget or FixedBudget(num_pred_tokens)
         self._budget_nodes = budget_nodes
-        self._drafter_vocabulary = drafter_vocabulary
-        self._sequence: TokenSequence | None = None
+        self._follower: Follower | None = None
         self._chain = DraftTree.empty()
         self._returned_s = 0.0
 
@@ -111,10 +113,10 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         The next sequence does so, too. The tokens of the last pass are not among them: the engine
         does not show them.
         """
-        sequence, self._sequence = self._sequence, None
+        follower, self._follower = self._follower, None
         self._chain = DraftTree.empty()
-        if sequence is not None:
-            self._sessions.end(sequence)
+        if follower is not None:
+            follower.close()
 
     def close(self) -> None:
         """End the sequence; never raises. The drafter stays open."""
@@ -124,11 +126,11 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             self._fail(error)
 
     def _draft(self, tokens: TokenIds, began_s: float) -> DraftTree:
-        sequence = self._followed(tokens, began_s)
+        follower = self._followed(tokens, began_s)
         most = min(self._budget.ask(len(tokens)), self._room(len(tokens)))
-        if most <= 0 or not sequence.is_sendable(self._drafter_vocabulary):
+        if most <= 0:
             return DraftTree.empty()
-        tree = self._sessions.draft([(sequence, self._budget_nodes)])[0]
+        tree = self._sessions.draft([(follower, self._budget_nodes)])[0]
         chain = chain_for(tree, most, self._model_vocabulary)
         return self._budget.cut(chain, len(tokens), perf_counter() - began_s)
 
@@ -137,19 +139,20 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
             return self._num_pred_tokens
         return min(self._num_pred_tokens, self._max_length - length)
 
-    def _followed(self, tokens: TokenIds, began_s: float) -> TokenSequence:
-        """Return the sequence that the tokens are, up to date."""
-        sequence = self._sequence
-        if sequence is None or not self._goes_on(sequence, tokens):
+    def _followed(self, tokens: TokenIds, began_s: float) -> Follower:
+        """Return what follows the sequence that the tokens are, up to date."""
+        follower = self._follower
+        if follower is None or not self._goes_on(follower.sequence, tokens):
             self.end()
-            sequence = self._sequence = TokenSequence(tokens, max(len(tokens) - 1, 0), 0)
-            return sequence
+            follower = self._follower = self._sessions.follow(tokens, max(len(tokens) - 1, 0))
+            return follower
+        sequence = follower.sequence
         new = tokens[len(sequence) :]
         self._learn(new, len(sequence), began_s)
         sequence.extend(new)
-        return sequence
+        return follower
 
-    def _goes_on(self, sequence: TokenSequence, tokens: TokenIds) -> bool:
+    def _goes_on(self, sequence: Sequence, tokens: TokenIds) -> bool:
         """Tell whether the tokens are the last call's, then what a pass could bring."""
         accepted = len(tokens) - len(sequence) - 1
         return (
@@ -169,9 +172,9 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         self.num_failures += 1
         if self.num_failures == 1:
             _log.warning("llama.cpp goes on without drafts for now: %s", error)
-        if self._sequence is not None:
-            self._sessions.abandon([self._sequence])
-        self._sequence, self._chain = None, DraftTree.empty()
+        if self._follower is not None:
+            self._sessions.abandon([self._follower])
+        self._follower, self._chain = None, DraftTree.empty()
 
 
 def attach(  # noqa: PLR0913  (all but the first two are given by name)

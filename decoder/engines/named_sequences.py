@@ -7,8 +7,9 @@ from logging import getLogger
 import numpy as np
 
 from decoder.engines.engine_options import chain_for
-from decoder.engines.engine_sessions import DrafterSessions, TokenSequence
+from decoder.engines.engine_sessions import DrafterSessions, HeldSequence
 from retriever.drafter import Drafter, TokenIds
+from retriever.follower import DraftLimits
 
 DEFAULT_BUDGET_NODES = 64
 
@@ -40,7 +41,7 @@ class NamedSequences:
     Args:
         drafter: whom to ask, once for all requests of a step.
         model_vocabulary: drafts end before a token that is not below it.
-        drafter_vocabulary: a request with a token beyond it is not drafted for; None where the
+        drafter_vocabulary: a token beyond it ends the drafts for its request; None where the
             drafter takes all tokens.
         deadline_s: see `DrafterSessions`.
         budget_nodes: most nodes of the tree that a path is chosen from.
@@ -58,18 +59,18 @@ class NamedSequences:
         budget_nodes: int = DEFAULT_BUDGET_NODES,
         max_idle_steps: int | None = None,
     ) -> None:
-        self._sessions = DrafterSessions(drafter, deadline_s)
+        limits = DraftLimits(drafter_vocabulary=drafter_vocabulary)
+        self._sessions = DrafterSessions(drafter, deadline_s, limits=limits)
         self._model_vocabulary = model_vocabulary
-        self._drafter_vocabulary = drafter_vocabulary
         self._budget_nodes = budget_nodes
         self._max_idle_steps = max_idle_steps
-        self._sequences: dict[int, TokenSequence] = {}
+        self._held: dict[int, HeldSequence] = {}
         self._step = 0
         self._num_errors = 0
 
     def __len__(self) -> int:
         """Count the requests that are held."""
-        return len(self._sequences)
+        return len(self._held)
 
     @property
     def num_failures(self) -> int:
@@ -90,12 +91,8 @@ class NamedSequences:
             return dict.fromkeys(running, _NOTHING)
 
     def _drafts(self, running: Mapping[int, NamedSequence]) -> dict[int, TokenIds]:
-        followed = {name: self._follow(name, each) for name, each in running.items()}
-        asked = [
-            name
-            for name, sequence in followed.items()
-            if running[name].max_tokens > 0 and sequence.is_sendable(self._drafter_vocabulary)
-        ]
+        followed = {name: self._follow(name, each).follower for name, each in running.items()}
+        asked = [name for name in followed if running[name].max_tokens > 0]
         self._expire()
         trees = self._sessions.draft([(followed[name], self._budget_nodes) for name in asked])
         chains = dict.fromkeys(running, _NOTHING)
@@ -111,38 +108,39 @@ class NamedSequences:
             name: of the request; one that is not held is no error.
             tokens: int32[n], all of its tokens, where more were generated than were shown.
         """
-        sequence = self._sequences.pop(name, None)
-        if sequence is None:
+        held = self._held.pop(name, None)
+        if held is None:
             return
-        if tokens is not None and sequence.begins(tokens):
-            sequence.extend(tokens[len(sequence) :])
+        if tokens is not None and held.sequence.begins(tokens):
+            held.sequence.extend(tokens[len(held.sequence) :])
         try:
-            self._sessions.end(sequence)
+            held.follower.close()
         except Exception as error:  # noqa: BLE001  likewise
             self._fail(error)
 
     def close(self) -> None:
         """End all requests."""
-        for name in list(self._sequences):
+        for name in list(self._held):
             self.end(name)
 
-    def _follow(self, name: int, row: NamedSequence) -> TokenSequence:
-        sequence = self._sequences.get(name)
-        if sequence is not None and not sequence.begins(row.tokens):
+    def _follow(self, name: int, row: NamedSequence) -> HeldSequence:
+        held = self._held.get(name)
+        if held is not None and not held.sequence.begins(row.tokens):
             self.end(name)
-            sequence = None
-        if sequence is None:
-            sequence = self._sequences[name] = TokenSequence(row.tokens, row.num_prompt, 0)
+            held = None
+        if held is None:
+            follower = self._sessions.follow(row.tokens, row.num_prompt)
+            held = self._held[name] = HeldSequence(follower)
         else:
-            sequence.extend(row.tokens[len(sequence) :])
-        sequence.call = self._step
-        return sequence
+            held.sequence.extend(row.tokens[len(held.sequence) :])
+        held.call = self._step
+        return held
 
     def _expire(self) -> None:
         if self._max_idle_steps is None:
             return
         last = self._step - self._max_idle_steps
-        for name in [name for name, each in self._sequences.items() if each.call <= last]:
+        for name in [name for name, each in self._held.items() if each.call <= last]:
             self.end(name)
 
     def _fail(self, error: Exception) -> None:
@@ -150,5 +148,5 @@ class NamedSequences:
         self._num_errors += 1
         if self._num_errors == 1:
             _log.warning("the engine goes on without drafts for now: %s", error)
-        self._sessions.abandon(self._sequences.values())
-        self._sequences.clear()
+        self._sessions.abandon(held.follower for held in self._held.values())
+        self._held.clear()

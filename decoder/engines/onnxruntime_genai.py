@@ -18,10 +18,10 @@ import onnxruntime_genai as og
 from numpy.typing import ArrayLike
 
 from decoder.engines.engine_options import check_version, checked_vocabulary_size
-from decoder.engines.engine_sessions import TokenSequence
 from decoder.engines.named_sequences import NamedSequence, NamedSequences
 from indexer.reader import Vocabulary
 from retriever.drafter import Drafter, TokenIds
+from retriever.sequences import Sequence
 
 TESTED_VERSIONS: Final = ">=0.18,<0.19"
 
@@ -68,7 +68,7 @@ class _Running:
     """
 
     request: Any
-    sequence: TokenSequence
+    sequence: Sequence
     max_tokens: int
     proposed: list[int] = field(default_factory=list)
     is_refused: bool = False
@@ -156,7 +156,7 @@ class DraftingLoop:
         for name, value in turn_options.items():
             getattr(turn, f"set_{name}")(value)
         request.begin_turn(tokens, turn)
-        sequence = TokenSequence(tokens, len(tokens), 0)
+        sequence = Sequence(tokens)
         self._running[id(request)] = _Running(request, sequence, len(tokens) + max_new_tokens)
         return request
 
@@ -215,7 +215,7 @@ class DraftingLoop:
         new, running.new = running.new, []
         proposed, running.proposed = running.proposed, []
         accepted = _common_length(new, proposed)
-        running.sequence.extend(np.array(new, np.int32))
+        running.sequence.extend(new)
         self.num_passes += 1
         self.num_drafted += len(proposed)
         self.num_accepted += accepted

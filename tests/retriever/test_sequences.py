@@ -41,6 +41,15 @@ def test_a_sequence_is_the_list_of_its_tokens(prompt: list[int], changes: list[o
         assert sequence.ids_since(len(prompt)) == twin[len(prompt) :]
 
 
+@given(prompt=IDS, row=IDS, goes_on=st.booleans())
+def test_a_row_begins_with_a_sequence_where_all_its_tokens_are_the_first(
+    prompt: list[int], row: list[int], *, goes_on: bool
+) -> None:
+    row = [*prompt, *row] if goes_on else row
+    begins = Sequence(np.array(prompt, np.int32)).begins(np.array(row, np.int32))
+    assert begins == (row[: len(prompt)] == prompt)
+
+
 def test_views_stay_and_the_prompt_given_is_left_alone() -> None:
     prompt = np.array([1, 2], np.int32)
     sequence = Sequence(prompt)

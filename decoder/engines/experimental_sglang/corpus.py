@@ -14,8 +14,9 @@ Source: sglang 0.5.23, `reconstructIndicesFromTreeMask`, `VerifyTreeGreedy` and
 `TreeSpeculativeSamplingTargetOnly`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Ids
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Final, NoReturn, Protocol
@@ -25,8 +26,10 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed import ProcessGroup
 
-from decoder.engines.engine_sessions import DrafterSessions, TokenSequence
+from decoder.engines.engine_sessions import DrafterSessions
 from retriever.drafter import TokenIds
+from retriever.follower import Follower
+from retriever.sequences import Sequence
 from retriever.tree import ROOT, DraftTree
 
 NO_PARENT: Final = -1
@@ -36,7 +39,7 @@ Nodes = NDArray[np.int64]
 """int64[2, rows, width]: tokens, and parents as places in the row."""
 
 
-def lay_out(trees: Sequence[DraftTree], last_tokens: Sequence[int], width: int) -> Nodes:
+def lay_out(trees: Ids[DraftTree], last_tokens: Ids[int], width: int) -> Nodes:
     """Return trees as rows of equal width, each behind the token that it goes on from.
 
     A larger tree is cut; a smaller one is padded, with its last committed token, which every model
@@ -83,11 +86,11 @@ class EngineRequest(Protocol):
         """Its name."""
 
     @property
-    def origin_input_ids_unpadded(self) -> Sequence[int]:
+    def origin_input_ids_unpadded(self) -> Ids[int]:
         """The prompt."""
 
     @property
-    def output_ids(self) -> Sequence[int]:
+    def output_ids(self) -> Ids[int]:
         """What was generated, as far as the scheduler knows."""
 
 
@@ -96,28 +99,33 @@ class FollowedRequest:
     """A request whose tokens are followed.
 
     Attributes:
-        sequence: its tokens.
-        offset: tokens in front of them that were never shown.
+        follower: what its drafter has been told of it.
+        offset: tokens in front of its own that were never shown.
         request: whose they are, where that was shown.
     """
 
-    sequence: TokenSequence
+    follower: Follower
     offset: int
     request: EngineRequest | None
 
     @classmethod
-    def of(cls, request: EngineRequest) -> "FollowedRequest":
+    def of(cls, request: EngineRequest, sessions: DrafterSessions) -> "FollowedRequest":
         """Follow a request that is shown: its prompt, and its output so far."""
         num_prompt = len(request.origin_input_ids_unpadded)
-        return cls(TokenSequence(_tokens_of(request), num_prompt, 0), 0, request)
+        return cls(sessions.follow(_tokens_of(request), num_prompt), 0, request)
 
     @classmethod
-    def of_tail(cls, tail: Sequence[int], length: int) -> "FollowedRequest":
+    def of_tail(cls, tail: Ids[int], length: int, sessions: DrafterSessions) -> "FollowedRequest":
         """Follow a request of which only the last tokens and the length are known."""
         tokens = np.array(tail, np.int32)
-        return cls(TokenSequence(tokens, len(tokens), 0), length - len(tokens), None)
+        return cls(sessions.follow(tokens, len(tokens)), length - len(tokens), None)
 
-    def go_on(self, tail: Sequence[int], length: int) -> bool:
+    @property
+    def sequence(self) -> Sequence:
+        """Its tokens."""
+        return self.follower.sequence
+
+    def go_on(self, tail: Ids[int], length: int) -> bool:
         """Append what is new; tell whether the sequence is still the same."""
         tokens = np.array(tail, np.int32)
         num_known = len(tokens) - (length - self.offset - len(self.sequence))
@@ -207,13 +215,13 @@ class DrafterCorpus:
                 followed = self._followed.get(request.rid)
                 if followed is None or followed.request is not request:
                     self._end(request.rid)
-                    self._followed[request.rid] = FollowedRequest.of(request)
+                    self._followed[request.rid] = FollowedRequest.of(request, self._sessions)
 
     def batch_get(
         self,
-        req_ids: Sequence[str],
-        batch_tokens: Sequence[Sequence[int]],
-        total_lens: Sequence[int],
+        req_ids: Ids[str],
+        batch_tokens: Ids[Ids[int]],
+        total_lens: Ids[int],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Draft for each request.
 
@@ -236,13 +244,13 @@ class DrafterCorpus:
         tokens, parents = nodes
         return tokens.reshape(-1), masks_of(parents).reshape(-1)
 
-    def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
+    def batch_put(self, batch_tokens: Ids[Ids[int]]) -> None:
         """Do nothing: what is generated is learned from when a session ends."""
 
     def synchronize(self) -> None:
         """Do nothing: nothing is put in."""
 
-    def erase_match_state(self, req_ids: Sequence[str]) -> None:
+    def erase_match_state(self, req_ids: Ids[str]) -> None:
         """End the sessions of requests that are decoded no more; their outputs are remembered."""
         with self._never_failing():
             for name in req_ids:
@@ -256,9 +264,7 @@ class DrafterCorpus:
         """Return nothing: there are none of the engine's kind."""
         return {}
 
-    def load_external_corpus_named(
-        self, corpus_id: str, _chunks: Iterable[Sequence[int]]
-    ) -> NoReturn:
+    def load_external_corpus_named(self, corpus_id: str, _chunks: Iterable[Ids[int]]) -> NoReturn:
         """Refuse a corpus.
 
         Raises:
@@ -281,30 +287,32 @@ class DrafterCorpus:
     def _draft(
         self,
         sessions: DrafterSessions,
-        names: Sequence[str],
-        tails: Sequence[Sequence[int]],
-        lengths: Sequence[int],
+        names: Ids[str],
+        tails: Ids[Ids[int]],
+        lengths: Ids[int],
     ) -> list[DraftTree]:
-        sequences = [
-            self._follow(name, tail, length)
+        followers = [
+            self._follow(sessions, name, tail, length)
             for name, tail, length in zip(names, tails, lengths, strict=True)
         ]
         budget_nodes = min(self._width - 1, _MAX_NODES, _MAX_STEP_NODES // max(len(names), 1))
-        trees = sessions.draft([(sequence, budget_nodes) for sequence in sequences])
+        trees = sessions.draft([(follower, budget_nodes) for follower in followers])
         return [self._checked(tree) for tree in trees]
 
-    def _follow(self, name: str, tail: Sequence[int], length: int) -> TokenSequence:
-        """Return a request's sequence, up to date; one that is another by now begins anew."""
+    def _follow(
+        self, sessions: DrafterSessions, name: str, tail: Ids[int], length: int
+    ) -> Follower:
+        """Return a request's follower, up to date; one that is another by now begins anew."""
         followed = self._followed.get(name)
         if followed is not None and followed.go_on(tail, length):
-            return followed.sequence
+            return followed.follower
         request = followed.request if followed is not None else None
         self._end(name)
-        anew = FollowedRequest.of(request) if request is not None else None
+        anew = FollowedRequest.of(request, sessions) if request is not None else None
         if anew is None or not anew.go_on(tail, length):
-            anew = FollowedRequest.of_tail(tail, length)
+            anew = FollowedRequest.of_tail(tail, length, sessions)
         self._followed[name] = anew
-        return anew.sequence
+        return anew.follower
 
     def _checked(self, tree: DraftTree) -> DraftTree:
         size = self._vocabulary_size
@@ -322,9 +330,9 @@ class DrafterCorpus:
 
     def _end(self, name: str) -> None:
         followed = self._followed.pop(name, None)
-        if followed is not None and self._sessions is not None:
+        if followed is not None:
             followed.take_rest()
-            self._sessions.end(followed.sequence)
+            followed.follower.close()
 
     @contextmanager
     def _never_failing(self) -> Iterator[None]:
@@ -335,14 +343,9 @@ class DrafterCorpus:
             self.num_errors += 1
             if self.num_errors == 1:
                 _log.exception("the engine goes on without these drafts")
-            for followed in self._followed.values():
-                with suppress(Exception):
-                    self._give_up(followed)
+            if self._sessions is not None:
+                self._sessions.abandon(each.follower for each in self._followed.values())
             self._followed.clear()
-
-    def _give_up(self, followed: FollowedRequest) -> None:
-        if self._sessions is not None:
-            self._sessions.give_up(followed.sequence)
 
 
 class Group(Protocol):

@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from decoder.drafters.following import Backoff, DraftLimits, DraftSession
+from decoder.drafters.following import SequenceDrafter, follow
 from decoder.engines.engine_options import checked_vocabulary_size
 from decoder.engines.transformers.requests import (
     CriteriaRule,
@@ -26,7 +26,9 @@ from decoder.engines.transformers.requests import (
     streamer_of_call,
 )
 from decoder.errors import UnsupportedGenerationError
-from retriever.drafter import Drafter
+from retriever.drafter import Drafter, TokenIds
+from retriever.follower import DraftLimits, Followers
+from retriever.sequences import Sequence
 
 DEFAULT_MAX_CANDIDATES = 10
 DEFAULT_BUDGET_NODES = 64
@@ -58,16 +60,14 @@ class DrafterCandidates(CandidateGenerator):
         budget_nodes: int = DEFAULT_BUDGET_NODES,
         max_length: int | None = None,
     ) -> None:
-        self._drafter = drafter
-        self._limits = limits
+        self._followers = Followers(drafter, limits)
         self._max_candidates = max_candidates
         self._min_probability = min_probability
         self._budget_nodes = budget_nodes
         self._max_length = max_length
-        self._backoff = Backoff()
-        self._session: DraftSession | None = None
-        self._tokens: list[int] = []
-        self._accepted: list[int] = []
+        self._sequence: Sequence | None = None
+        self._drafting: SequenceDrafter | None = None
+        self._accepted = _tokens_of(torch.empty(0))
 
     def get_candidates(self, input_ids: torch.Tensor, **_: Any) -> tuple[Any, Any]:
         """Return int64[1, n + k], a sequence of int64[1, n] tokens and k candidates behind it.
@@ -78,13 +78,13 @@ class DrafterCandidates(CandidateGenerator):
         Raises:
             UnsupportedGenerationError: there are several sequences.
         """
-        session = self._following(input_ids)
+        drafting = self._following(input_ids)
         room = self._max_candidates
         if self._max_length is not None:
             room = min(room, self._max_length - input_ids.shape[1] - 1)
         if room <= 0:
             return input_ids, None
-        path = session.draft(self._budget_nodes).best_chain(room)
+        path = drafting.draft(self._budget_nodes).best_chain(room)
         chain = path.token_ids[path.probabilities >= self._min_probability].tolist()
         return torch.cat([input_ids, input_ids.new_tensor(chain)[None]], dim=-1), None
 
@@ -95,7 +95,7 @@ class DrafterCandidates(CandidateGenerator):
         num_matches: int,  # noqa: ARG002  likewise
     ) -> None:
         """Note what was accepted, int64[1, n] in all; the drafter is told with what comes next."""
-        self._accepted = input_ids[0].tolist()
+        self._accepted = _tokens_of(input_ids[0])
 
     def close(self, length: int | None = None) -> None:
         """End the drafter's session with the tokens that it has not seen yet.
@@ -103,27 +103,31 @@ class DrafterCandidates(CandidateGenerator):
         Args:
             length: of the whole sequence, where it ends within what was accepted last.
         """
-        session, self._session = self._session, None
-        if session is not None:
-            session.extend(self._accepted[len(self._tokens) : length])
-            session.close()
+        drafting, self._drafting = self._drafting, None
+        if drafting is not None and self._sequence is not None:
+            self._sequence.extend(self._accepted[len(self._sequence) : length])
+            drafting.close()
 
-    def _following(self, input_ids: torch.Tensor) -> DraftSession:
-        """Return the session of a sequence, which knows all its tokens."""
+    def _following(self, input_ids: torch.Tensor) -> SequenceDrafter:
+        """Return what drafts for a sequence, of which all tokens are committed."""
         if len(input_ids) != 1:
             raise UnsupportedGenerationError(
                 f"candidates serve one sequence at a time, not {len(input_ids)}"
             )
-        tokens = input_ids[0].tolist()
-        known = len(self._tokens)
-        if self._session is None or tokens[:known] != self._tokens:
+        tokens = _tokens_of(input_ids[0])
+        if self._drafting is None or self._sequence is None or not self._sequence.begins(tokens):
             self.close()
-            prompt = np.array(tokens, np.int32)
-            self._session = DraftSession(self._drafter, prompt, self._limits, self._backoff)
+            self._sequence = Sequence(tokens)
+            self._drafting = follow(self._followers, self._sequence)
         else:
-            self._session.extend(tokens[known:])
-        self._tokens = self._accepted = tokens
-        return self._session
+            self._sequence.extend(tokens[len(self._sequence) :])
+        self._accepted = tokens
+        return self._drafting
+
+
+def _tokens_of(ids: torch.Tensor) -> TokenIds:
+    """Return int32[n] of int64[n], on the host."""
+    return ids.cpu().numpy().astype(np.int32)
 
 
 _OF_EACH_TOKEN: Final = ("scores", "logits", "attentions", "hidden_states")

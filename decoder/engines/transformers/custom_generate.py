@@ -75,8 +75,12 @@ class Foredraft:
         own = None if tokenizer is None else vocabulary_of(tokenizer)
         known = checked_vocabulary_size(drafter, target.vocabulary_size, own)
         self._model = model
-        self._drafter_vocabulary = known if drafter_vocabulary is None else drafter_vocabulary
-        self._decoder = Decoder(target, drafter, budget or MeasuredBudget(_costs(model, target)))
+        self._decoder = Decoder(
+            target,
+            drafter,
+            budget or MeasuredBudget(_costs(model, target)),
+            drafter_vocabulary=known if drafter_vocabulary is None else drafter_vocabulary,
+        )
         self.statistics = Statistics()
 
     def __call__(  # noqa: PLR0913  as `model.generate` calls it
@@ -144,9 +148,8 @@ class Foredraft:
             base.budget,
             rule,
             ending.stop_ids,
-            drafter_vocabulary=self._drafter_vocabulary,
         )
-        decoder.backoff = base.backoff
+        decoder.followers = base.followers
         return decoder
 
 

@@ -4,16 +4,20 @@ import numpy as np
 import pytest
 import torch
 
-from decoder.drafters.following import DraftLimits, NoDrafter, Verified
+from decoder.drafters.following import NoDrafter, Verified
 from decoder.drafters.fusion import FusedDrafter, GainEstimate
 from decoder.drafters.recycling import RecycledLogits
-from retriever.drafter import Drafter, DraftRequest
+from decoder.sampling.verification import Acceptance, Place, accept_greedy
+from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
+    InvalidRequestError,
     OutOfSequenceError,
     SessionExistsError,
     UnknownSessionError,
 )
+from retriever.follower import DraftLimits
+from retriever.sequences import Sequence
 from retriever.tree import ROOT, DraftTree, Source
 from tests.decoder.decoding import (
     MODELS,
@@ -102,6 +106,64 @@ def test_part_that_fails_costs_its_part_alone() -> None:
     assert paths_of(tree) == [(4,), (4, 5)]
     assert drafter.num_failures("a") > 0
     drafter.close("a")
+
+
+class Sharing(ScriptedDrafter):
+    """Keeps the very arrays that it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _tokens, _budget: DraftTree.empty())
+        self.prompts: list[TokenIds] = []
+
+    def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
+        self.prompts.append(prompt)
+        super().open(session, prompt, remember=remember)
+
+
+def test_the_loop_and_all_parts_share_one_sequence() -> None:
+    quick, slow = Sharing(), Sharing()
+    sequences: list[TokenIds] = []
+
+    def noting(tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
+        sequences.append(place.tokens)
+        return accept_greedy(tree, logits, place)
+
+    model, prompt = MODELS["llama"](), prompt_of(12)
+    with FusedDrafter([quick], LIMITS, models=[slow], recycled=RecycledLogits(1 << 8)) as drafter:
+        decoded(decoder_with(model, drafter, accept=noting), prompt, NEW_TOKENS)
+    assert len(sequences) > 2
+    for shown in (*quick.prompts, *slow.prompts, *sequences):
+        assert np.shares_memory(shown, sequences[0])
+    assert quick.closed == slow.closed == [prompt + plainly(model, prompt, NEW_TOKENS)]
+
+
+def test_a_part_that_refuses_a_prompt_leaves_no_session_of_the_others() -> None:
+    class Refusing(ScriptedDrafter):
+        def open(self, *_: object, **__: object) -> None:
+            raise InvalidRequestError("no such token")
+
+    first = ScriptedDrafter(lambda _tokens, _budget: DraftTree.empty())
+    drafter = FusedDrafter([first, Refusing(every_token)], LIMITS)
+    with pytest.raises(InvalidRequestError, match="no such token"):
+        drafter.open("a", np.array([1], np.int32))
+    assert not first.open_sessions
+    with pytest.raises(UnknownSessionError):
+        drafter.close("a")
+
+
+def test_a_draft_of_earlier_tokens_teaches_nothing() -> None:
+    drafter = FusedDrafter([saying(([4], 0.9)), saying(([5], 0.6))], LIMITS)
+    taught: list[DraftTree] = []
+    sequence = Sequence(np.array([1], np.int32))
+    fused_sequence = drafter.follow(sequence)
+    for _ in range(200):
+        if not taught:
+            taught.append(fused_sequence.draft(4))
+        sequence.extend([5])
+        nothing = DraftTree.empty()
+        passed = Verified(5, nothing, logits_for({5: 9}), np.zeros(0, np.int64), 5)
+        fused_sequence.learn(passed)
+    assert fused_sequence.draft(4).token_ids.tolist() == taught[0].token_ids.tolist()
 
 
 def test_thread_ends_with_the_drafter() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
-from decoder.drafters.following import DraftLimits
 from decoder.engines.transformers.assisted import DrafterCandidates, assisted_generate
 from decoder.errors import UnsupportedGenerationError
+from retriever.follower import DraftLimits
 from tests.decoder.decoding import (
     MODELS,
     VOCABULARY,
