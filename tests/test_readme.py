@@ -41,6 +41,7 @@ def run(script: list[str], services: list["subprocess.Popen[str]"], given: str =
     assert process.stdout.readline().startswith(READY)
 
 
+@pytest.mark.programs
 def test_readme_commands_run(tmp_path: Path, services: list["subprocess.Popen[str]"]) -> None:
     found = blocks()
     assert {language for language, _ in found} == {"sh", "python"}

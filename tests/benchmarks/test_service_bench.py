@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.programs
 def test_every_path_of_the_service_is_measured(tmp_path: Path) -> None:
     output = tmp_path / "service.json"
     options = ["--steps", "100", "--streams", "4", "--seconds", "0.4", "--json", "--output", output]

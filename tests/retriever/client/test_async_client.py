@@ -6,6 +6,7 @@ import signal
 import time
 
 import numpy as np
+import pytest
 
 from retriever import DraftRequest
 from retriever.client.asynchronous import AsyncResilientDrafter
@@ -46,6 +47,7 @@ def test_many_coroutines_draft_over_one_stream(service: str) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.faults
 def test_paused_and_killed_server_costs_one_wait_each() -> None:
     process, address = start_service("--address", "127.0.0.1:0")
 

@@ -42,6 +42,7 @@ def has_answered(drafter: ResilientDrafter, address: str) -> bool:
         return drafter._planner.conversations[address].oldest_unanswered_s() is None
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("deadline_s", [0.01, 0.02, 0.05, 0.1])
 @pytest.mark.parametrize("width", [1, 64])
 def test_late_step_ends_at_its_deadline(service: str, deadline_s: float, width: int) -> None:

@@ -119,6 +119,7 @@ def test_draft_is_the_merger_of_what_embedded_drafters_give(
                 assert tree.probabilities.tolist() == expected.probabilities.tolist()
 
 
+@pytest.mark.faults
 def test_slow_shard_costs_its_evidence_and_no_more_than_the_deadline(
     left_address: str, slow: tuple[SlowServicer, str]
 ) -> None:
@@ -146,6 +147,7 @@ def test_slow_shard_costs_its_evidence_and_no_more_than_the_deadline(
         assert [shard.failures for shard in drafter.shards] == [0, 0]
 
 
+@pytest.mark.faults
 def test_session_closed_while_a_shard_is_late_is_learned_from_by_it(
     left_address: str, slow: tuple[SlowServicer, str]
 ) -> None:
@@ -163,6 +165,7 @@ def test_session_closed_while_a_shard_is_late_is_learned_from_by_it(
     assert tree.token_ids[:3].tolist() == [44, 45, 46]
 
 
+@pytest.mark.faults
 def test_session_that_a_slow_shard_lost_is_ended_there_and_forgotten(
     left_address: str, slow: tuple[SlowServicer, str]
 ) -> None:
@@ -189,6 +192,7 @@ def test_session_that_a_slow_shard_lost_is_ended_there_and_forgotten(
     assert servicer.drafter.draft_context([40, 41, 42, 43], 4).token_ids[:2].tolist() == [44, 45]
 
 
+@pytest.mark.faults
 def test_killed_shard_costs_its_evidence_until_it_is_back(left_address: str, right: Path) -> None:
     process, address = start_service("--index", str(right), "--address", "127.0.0.1:0")
     with ShardedDrafter([left_address, address], deadline_s=2.0) as drafter:
@@ -216,6 +220,7 @@ def test_killed_shard_costs_its_evidence_until_it_is_back(left_address: str, rig
     stop_service(process)
 
 
+@pytest.mark.faults
 def test_stopped_shard_is_given_up_and_taken_back(left_address: str, right: Path) -> None:
     process, address = start_service("--index", str(right), "--address", "127.0.0.1:0")
     with ShardedDrafter([left_address, address], deadline_s=0.2, timeout_s=2.0) as drafter:

@@ -70,6 +70,7 @@ def test_a_server_that_lost_its_time_is_read_from_its_beginning(
             assert knows(away, 2)
 
 
+@pytest.mark.faults
 def test_a_paused_server_slows_neither_a_draft_nor_a_close(server: RedisServer) -> None:
     with sharing(server.url) as one, sharing(server.url) as other:
         one.warm()

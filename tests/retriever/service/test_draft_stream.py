@@ -164,6 +164,7 @@ def test_message_without_a_number_opens_nothing(service: str) -> None:
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.soak
 def test_slow_consumer_holds_its_own_messages_and_nobody_elses(index: Path) -> None:
     process, address = start_service("--index", str(index), "--address", "127.0.0.1:0")
     names = [str(at) for at in range(64)]

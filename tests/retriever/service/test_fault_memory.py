@@ -84,6 +84,7 @@ def served() -> Iterator[Served]:
     stop_service(process)
 
 
+@pytest.mark.soak
 def test_service_returns_to_its_level_after_each_fault(served: Served) -> None:
     """A thousand sessions are lost at a time; a tenant may have two thousand."""
     faults: list[Callable[[Served], None]] = [killed_client, slow_consumer, cut_network]
@@ -96,6 +97,7 @@ def test_service_returns_to_its_level_after_each_fault(served: Served) -> None:
         assert wait_until(lambda: served.num_descriptors <= descriptors), fault.__name__
 
 
+@pytest.mark.soak
 def test_sessions_of_a_half_open_connection_are_reclaimed(served: Served) -> None:
     """A client's machine that is gone says nothing: the service asks, within 15 s, and knows."""
     with proxy_to(served.address) as proxy:
@@ -181,6 +183,7 @@ print(resident() - settled)
 """
 
 
+@pytest.mark.soak
 def test_client_of_a_server_that_is_away_holds_no_more_and_no_more() -> None:
     """Ten thousand steps of 2,500 sequences: 40 MB of prompts, of which nothing is to be told."""
     done = subprocess.run(

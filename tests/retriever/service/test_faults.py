@@ -45,6 +45,7 @@ def in_time(act: Callable[[], object], after_s: float) -> threading.Timer:
     return timer
 
 
+@pytest.mark.faults
 def test_server_killed_in_a_step_and_restarted() -> None:
     address = free_address()
     first, _ = start_service("--address", address)
@@ -70,6 +71,7 @@ def test_server_killed_in_a_step_and_restarted() -> None:
     stop_service(second)
 
 
+@pytest.mark.faults
 def test_open_session_goes_on_with_a_restarted_server() -> None:
     address = free_address()
     process, _ = start_service("--address", address)
@@ -90,6 +92,7 @@ def test_open_session_goes_on_with_a_restarted_server() -> None:
     stop_service(process)
 
 
+@pytest.mark.faults
 def test_paused_server_costs_one_wait() -> None:
     process, address = start_service("--address", "127.0.0.1:0")
     with drafter_on(address) as drafter:
@@ -110,6 +113,7 @@ def test_paused_server_costs_one_wait() -> None:
     stop_service(process)
 
 
+@pytest.mark.faults
 def test_half_open_connection(service: str) -> None:
     with proxy_to(service) as proxy, drafter_on(proxy.address) as drafter:
         assert drafter.wait(10)
@@ -126,6 +130,7 @@ def test_half_open_connection(service: str) -> None:
         assert drafter.wait(10)
 
 
+@pytest.mark.faults
 def test_network_cut_and_healed(service: str) -> None:
     """Nothing passes and nothing closes for longer than streams are kept; then all passes again."""
     with proxy_to(service) as proxy, drafter_on(proxy.address) as drafter:
@@ -145,6 +150,7 @@ def test_network_cut_and_healed(service: str) -> None:
         assert drafter.fail_opens.total() == failed
 
 
+@pytest.mark.faults
 def test_network_cut_that_resets(service: str) -> None:
     """Connections are reset again and again in the middle of steps."""
     with proxy_to(service) as proxy, drafter_on(proxy.address) as drafter:
@@ -194,6 +200,7 @@ def test_forked_process_goes_on(service: str, support: dict[str, str]) -> None:
     subprocess.run([sys.executable, "-c", FORKED, service], check=True, timeout=30, env=environment)
 
 
+@pytest.mark.faults
 def test_sessions_move_only_while_their_server_is_away() -> None:
     started = [start_service("--address", "127.0.0.1:0") for _ in range(3)]
     processes = {address: process for process, address in started}

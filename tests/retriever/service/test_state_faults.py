@@ -23,6 +23,7 @@ from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import NUM_WORDS, Library, document, text
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
 from tests.retriever.service.test_faults import assert_unharmed, drafter_on, free_address
+import pytest
 
 DAY_S = 86_400.0
 
@@ -43,6 +44,7 @@ def outputs_in(state: Path) -> list[list[int]]:
     return outputs
 
 
+@pytest.mark.faults
 def test_full_disk_costs_outputs_and_nothing_else_and_is_got_over(tmp_path: Path) -> None:
     """The limit on a file's size stands for the disk: as there, what is written is refused."""
     web = int(free_address().rpartition(":")[2])
@@ -106,6 +108,7 @@ def is_remembered(remote: RemoteDrafter) -> bool:
     return Source.GENERATIONS in tree.sources and tree.follow(np.arange(112, 120)).size > 4
 
 
+@pytest.mark.faults
 def test_clock_set_by_days_ends_no_session_and_forgets_nothing(tmp_path: Path) -> None:
     """Forward and back while it runs, and back over a restart."""
     offset, state = tmp_path / "offset", tmp_path / "state"
@@ -176,6 +179,7 @@ def restarted(process: "subprocess.Popen[str]", *arguments: str) -> "subprocess.
     return start_service(*arguments)[0]
 
 
+@pytest.mark.faults
 def test_clients_go_on_with_the_snapshot_that_a_restart_brings(tmp_path: Path) -> None:
     library = Library(tmp_path, word_tokenizer(NUM_WORDS))
     with Index.open(library.path) as index:
@@ -207,6 +211,7 @@ def test_clients_go_on_with_the_snapshot_that_a_restart_brings(tmp_path: Path) -
     stop_service(process)
 
 
+@pytest.mark.faults
 def test_clients_do_without_a_service_that_restarts_for_another_tokenizer(
     index: Path, tmp_path: Path
 ) -> None:
