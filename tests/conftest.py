@@ -72,7 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Note what does not run, by part."""
     for item in items:
-        item.config.stash[_left_out].update(part for part in PARTS if item.get_closest_marker(part))
+        left_out = item.config.stash[_left_out]
+        left_out.update(part for part in PARTS if item.get_closest_marker(part))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

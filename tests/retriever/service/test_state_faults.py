@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from benchmarks.fuzz.planted_leaks import word_tokenizer
 from indexer.build import build_from_tokens
@@ -23,7 +24,6 @@ from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import NUM_WORDS, Library, document, text
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
 from tests.retriever.service.test_faults import assert_unharmed, drafter_on, free_address
-import pytest
 
 DAY_S = 86_400.0
 
