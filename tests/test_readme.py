@@ -24,7 +24,7 @@ def services() -> Iterator[list["subprocess.Popen[str]"]]:
     yield started
     for process in started:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 def run(script: list[str], services: list["subprocess.Popen[str]"], given: str = "") -> None:

@@ -62,7 +62,7 @@ def test_a_service_that_was_killed_starts_as_warm_as_it_was(tmp_path: Path) -> N
         drafter.open("s", tokens[:1])
         drafter.close("s", tokens[1:])
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     process, address = start_service(*arguments)
     with RemoteDrafter(address) as drafter:
         drafter.open("s", tokens[:9])

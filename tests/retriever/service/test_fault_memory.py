@@ -17,9 +17,9 @@ from retriever import DraftRequest
 from retriever.client.resilient import ResilientDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from tests.patience import free_address
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.service.decodes import proxy_to, wait_until
-from tests.retriever.service.test_faults import free_address
 
 NUM_SESSIONS = 1000
 TOLERATED_BYTES = 4 << 20
@@ -30,7 +30,7 @@ import numpy as np
 from retriever import DraftRequest
 from retriever.client.resilient import ResilientDrafter
 drafter = ResilientDrafter(sys.argv[1], deadline_s=10)
-assert drafter.wait(10)
+assert drafter.wait(60)
 names = [f"s{at}" for at in range(1000)]
 for name in names:
     drafter.open(name, np.arange(500, dtype=np.int32) % 50)
@@ -143,7 +143,7 @@ def cut_network(served: Served) -> None:
         proxy_to(served.address) as proxy,
         ResilientDrafter(proxy.address, deadline_s=2) as drafter,
     ):
-        assert drafter.wait(10)
+        assert drafter.wait(60)
         names = [f"s{at}" for at in range(NUM_SESSIONS)]
         for name in names:
             drafter.open(name, np.arange(500, dtype=np.int32) % 50)
