@@ -54,7 +54,7 @@ test-all: test $(addprefix test-,$(TOGETHER) $(ALONE)) test-engines test-ray
 
 # Building on Ray: in an environment of its own, because Ray takes half a gigabyte.
 test-ray: $(VENV)-ray/.installed
-	$(VENV)-ray/bin/pytest tests/indexer/engines/test_ray.py
+	$(VENV)-ray/bin/pytest --part all tests/indexer/engines/test_ray.py
 
 $(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)-ray
@@ -82,13 +82,13 @@ ENGINE_TESTS := $(addprefix test-engine-,$(OWN_ENVIRONMENT))
 test-engines: $(addprefix test-engine-,$(ENGINES))
 
 test-engine-transformers: install
-	$(BIN)/pytest tests/engines/transformers
+	$(BIN)/pytest --part all tests/engines/transformers
 
 test-engine-node: install
-	$(BIN)/pytest tests/engines/test_node_client.py
+	$(BIN)/pytest --part all tests/engines/test_node_client.py
 
 $(ENGINE_TESTS): test-engine-%: $(VENV)-%/.installed
-	$(VENV)-$*/bin/pytest tests/engines/$(subst -,_,$*)
+	$(VENV)-$*/bin/pytest --part all tests/engines/$(subst -,_,$*)
 
 $(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*
@@ -99,11 +99,11 @@ $(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.in
 
 # SGLang's own classes against ours, without its kernels: those need CUDA and gigabytes.
 test-engine-sglang: $(VENV)-sglang/.installed
-	$(VENV)-sglang/bin/pytest tests/engines/sglang
+	$(VENV)-sglang/bin/pytest --part all tests/engines/sglang
 
 # The loader of its corpora, which needs no more than is there for SGLang.
 test-engine-exllamav3: $(VENV)-sglang/.installed
-	$(VENV)-sglang/bin/pytest tests/engines/exllamav3
+	$(VENV)-sglang/bin/pytest --part all tests/engines/exllamav3
 
 $(VENV)-sglang/.installed: pyproject.toml tests/engines/sglang/requirements.txt
 	$(PYTHON) -m venv $(VENV)-sglang

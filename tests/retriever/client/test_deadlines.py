@@ -8,7 +8,7 @@ import pytest
 from retriever import DraftRequest
 from retriever.client.conversation import FailOpen
 from retriever.client.resilient import ResilientDrafter
-from tests.patience import can_be_kept
+from tests.patience import ROUNDS, can_be_kept
 from tests.retriever.service.decodes import PROMPT, proxy_to, wait_until
 
 NUM_LATE = 8
@@ -48,5 +48,12 @@ def has_answered(drafter: ResilientDrafter, address: str) -> bool:
 @pytest.mark.parametrize("width", [1, 64])
 @can_be_kept
 def test_late_step_ends_at_its_deadline(service: str, deadline_s: float, width: int) -> None:
+    """What is late because the machine is busy comes in other steps in another round."""
+    least_s = np.full(NUM_LATE, np.inf)
     with proxy_to(service, delay_s=1.3 * deadline_s) as proxy:
-        assert max(late_steps(proxy.address, deadline_s, width)) < 1.2 * deadline_s
+        for _ in range(ROUNDS):
+            waits_s = late_steps(proxy.address, deadline_s, width)
+            least_s = np.minimum(least_s, waits_s)
+            if least_s.max() < 1.2 * deadline_s:
+                return
+    pytest.fail(f"a step is late in every round: {least_s}")
