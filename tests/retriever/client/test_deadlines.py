@@ -51,7 +51,7 @@ def test_late_step_ends_at_its_deadline(service: str, deadline_s: float, width: 
     """What is late because the machine is busy comes in other steps in another round."""
     least_s = np.full(NUM_LATE, np.inf)
     with proxy_to(service, delay_s=1.3 * deadline_s) as proxy:
-        for _ in range(ROUNDS):
+        for _ in range(4 * ROUNDS):  # one is enough on a machine with nothing else to do
             waits_s = late_steps(proxy.address, deadline_s, width)
             least_s = np.minimum(least_s, waits_s)
             if least_s.max() < 1.2 * deadline_s:
