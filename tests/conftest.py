@@ -85,15 +85,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Tell the process that started this worker what was left out."""
+    left_out = session.config.stash[_left_out]
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = dict(session.config.stash[_left_out])
+        session.config.workeroutput["left_out"] = dict(left_out)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take what a worker says: every one collects all tests, so that one is enough."""
     left_out = getattr(node, "workeroutput", {}).get("left_out", {})
-    node.config.stash[_left_out] |= Counter(left_out)
+    counted = node.config.stash[_left_out]
+    counted |= Counter(left_out)
 
 
 def pytest_terminal_summary(
