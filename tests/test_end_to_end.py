@@ -71,6 +71,6 @@ def test_service_killed_in_the_middle_costs_drafts_and_no_tokens(
             tokens.extend(step)
             if len(tokens) > 5 and process.poll() is None:
                 process.kill()
-                process.communicate(timeout=30)
+                process.communicate(timeout=60)
     assert tokens == plainly(model, prompt_of(12), NUM_TOKENS)
     assert generation.statistics.num_failures > 0

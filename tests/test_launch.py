@@ -43,7 +43,7 @@ def test_an_interrupt_ends_in_silence(tmp_path: Path, commands: str) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (INTERRUPTED, "", "")
 
 
@@ -52,7 +52,7 @@ def test_what_the_packages_log_is_printed_bare(tmp_path: Path) -> None:
         "logging.getLogger('decoder.model.pretrained').info('loading it'); logging.info('noise')"
     )
     process = started(tmp_path, f"import logging\ndef main():\n    {logged}")
-    assert process.communicate(timeout=30) == ("", "loading it\n")
+    assert process.communicate(timeout=60) == ("", "loading it\n")
 
 
 @pytest.mark.parametrize(

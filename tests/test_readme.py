@@ -24,7 +24,7 @@ def services() -> Iterator[list["subprocess.Popen[str]"]]:
     yield started
     for process in started:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 def run(script: list[str], services: list["subprocess.Popen[str]"], given: str = "") -> None:
@@ -41,6 +41,7 @@ def run(script: list[str], services: list["subprocess.Popen[str]"], given: str =
     assert process.stdout.readline().startswith(READY)
 
 
+@pytest.mark.programs
 def test_readme_commands_run(tmp_path: Path, services: list["subprocess.Popen[str]"]) -> None:
     found = blocks()
     assert {language for language, _ in found} == {"sh", "python"}

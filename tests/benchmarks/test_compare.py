@@ -27,6 +27,7 @@ def compare(*arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.programs
 def test_comparison_is_written_for_programs_and_people(
     traces: Path, tmp_path: Path, make_index: IndexMaker
 ) -> None:

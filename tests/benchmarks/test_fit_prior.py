@@ -157,6 +157,7 @@ def write(path: Path, made: list[Trace]) -> Path:
     return path
 
 
+@pytest.mark.programs
 def test_command_writes_weights_that_load(tmp_path: Path) -> None:
     one, other = write(tmp_path / "a.jsonl", traces(4)), write(tmp_path / "b.jsonl", traces(3))
     stated = ("--workload", f"one={one},warm={other}", "--workload", f"other={other}")
@@ -171,6 +172,7 @@ def test_command_writes_weights_that_load(tmp_path: Path) -> None:
     assert "-" not in lines[-1]  # there is another workload to fit to
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize(
     ("workload", "folder", "reason"),
     [

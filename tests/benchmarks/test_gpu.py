@@ -40,6 +40,7 @@ def test_without_cuda_it_says_so_and_skips(
     assert capsys.readouterr().out == "skipped: no CUDA device here, nothing was measured\n"
 
 
+@pytest.mark.programs
 @pytest.mark.usefixtures("_small")
 def test_all_parts_run_and_are_kept(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 
 VOCABULARY_SIZE = 50
+_started: list["subprocess.Popen[str]"] = []
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +42,7 @@ def start_service(*arguments: str) -> tuple["subprocess.Popen[str]", str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+    _started.append(process)
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line.startswith("serving on "):
@@ -51,7 +53,26 @@ def start_service(*arguments: str) -> tuple["subprocess.Popen[str]", str]:
 
 def stop_service(process: "subprocess.Popen[str]") -> None:
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
+
+
+def num_started() -> int:
+    """Return how many services were started so far."""
+    return len(_started)
+
+
+def end_services(since: int = 0) -> None:
+    """Kill what still runs of the services that were started after so many, paused ones too."""
+    for process in _started[since:]:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_services_left() -> Iterator[None]:
+    """Whatever tests failed, no service outlives them."""
+    yield
+    end_services()
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ def test_replayed_prompt_lookup_takes_the_steps_that_the_real_one_takes(
     assert saved
 
 
+@pytest.mark.programs
 def test_a_benchmark_reports_every_way_and_goes_on_where_it_was(
     model_directory: Path,  # noqa: F811
     tmp_path: Path,

@@ -81,6 +81,7 @@ def growth(*arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.programs
 def test_growth_is_written_for_programs_and_people(tmp_path: Path, tokenizer_folder: Path) -> None:
     corpus, traces = tmp_path / "corpus.jsonl", tmp_path / "traces.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.faults
 def test_killed_writers_leave_one_whole_index_and_a_free_lock() -> None:
     done = subprocess.run(
         [

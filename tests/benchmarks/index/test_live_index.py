@@ -9,6 +9,7 @@ from benchmarks.fuzz.planted_leaks import Life, Seen, judge, merge, planted
 from benchmarks.index.live_index import Settings, measure
 
 
+@pytest.mark.soak
 def test_nothing_fails_and_nothing_wrong_is_drafted_while_an_index_changes() -> None:
     settings = Settings(
         clients=2,

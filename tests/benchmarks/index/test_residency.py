@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from benchmarks.index.residency import measure, opening
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 
 
+@pytest.mark.soak
 def test_what_a_service_holds_does_not_grow_with_the_index(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     paths = [tmp_path / "small", tmp_path / "large"]

@@ -216,6 +216,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> 
     return directory
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("moment", ["loading", "generating"])
 def test_ctrl_c_leaves_a_clean_terminal(endless: Path, moment: str) -> None:
     command = [sys.executable, "-m", "decoder", "generate", "--model", str(endless)]

@@ -127,7 +127,7 @@ def test_the_next_sequence_does_not_wait_for_a_drafter_that_just_hung(prompt: li
     list(first)
     list(second)
     assert first.statistics.draft_s >= 0.2
-    assert second.statistics.draft_s < 0.1
+    assert second.statistics.draft_s < 0.2
     assert second.statistics.num_failures > 0
 
 

@@ -172,6 +172,7 @@ print("goes on")
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
 def test_a_real_lack_of_memory_is_named_and_survived() -> None:
     done = subprocess.run(

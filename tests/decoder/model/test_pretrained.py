@@ -49,7 +49,7 @@ from tests.decoder.decoding import (
     tree_of,
 )
 
-SHAPES_LOG = "decoder.target.compatibility"
+SHAPES_LOG = "decoder.model.compatibility"
 
 TWO_LAYERS: dict[str, Any] = {
     **SIZES,

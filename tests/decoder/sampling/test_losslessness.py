@@ -204,6 +204,7 @@ PROMPTS = (
 )
 
 
+@pytest.mark.programs
 def test_default_path_with_a_real_model_is_lossless(
     real_model: LanguageModel, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_the_service_may_die_in_the_middle_of_a_chain_decode(service: Service) -
         assert drafter.fail_opens
 
 
+@pytest.mark.faults
 def test_a_real_model_writes_the_same_though_its_service_dies(
     service: Service, real_model: LanguageModel
 ) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from decoder.model.pretrained import ModelOptions, load_model
 from tests.engines.transformers.generating import generated
 from tests.retriever.conftest import start_service, stop_service
@@ -31,6 +33,7 @@ def run_example(model_directory: Path, *options: str) -> str:
     ).stdout.decode()
 
 
+@pytest.mark.programs
 def test_the_example_prints_what_the_model_writes_with_either_drafter(
     model_directory: Path,
 ) -> None:

@@ -39,6 +39,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.soak
 def test_a_build_keeps_to_its_memory(tmp_path: Path) -> None:
     tokenizer = save_byte_tokenizer(tmp_path / "tokenizer")
     rng = random.Random(1)
@@ -59,6 +60,7 @@ def test_a_build_keeps_to_its_memory(tmp_path: Path) -> None:
         assert index.num_tokens == 3_000_000
 
 
+@pytest.mark.soak
 def test_too_little_memory_is_one_clear_error(tmp_path: Path) -> None:
     tokenizer = save_byte_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "a.txt").write_text("text " * 100)

@@ -103,7 +103,7 @@ def test_workers_end_with_the_process_that_started_them(
         os.killpg(started.pid, end)  # as a terminal sends it: to all
     else:
         started.send_signal(end)
-    _, said = started.communicate(timeout=10)
+    _, said = started.communicate(timeout=60)
     assert said.count("Traceback") == (end is signal.SIGINT)
     wait_until(lambda: not any(map(is_alive, workers)), 5)
     wait_until(lambda: not members(started.pid), 5)

@@ -18,6 +18,7 @@ from indexer.errors import (
 from indexer.format.names import PHRASE_FILES, SEGMENT_FILES
 from indexer.format.records import FileRecord, checksum_of, encode_json
 from indexer.reader import Index
+from tests.parts import cases
 
 ROOT = Path(__file__).parents[3]
 FILES = [
@@ -163,7 +164,8 @@ def test_phrase_tables_of_other_sizes_than_their_neighbours_are_refused(
         Index.open(tiny_index)
 
 
-@pytest.mark.parametrize(("flips", "verifies"), [(60, 0), (3, 1)])
+@pytest.mark.seeds
+@pytest.mark.parametrize(("flips", "verifies"), [(cases(20, of=60), 0), (3, 1)])
 def test_no_damage_crashes_a_reader_and_verify_finds_each(
     flips: int, verifies: int, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -28,6 +28,7 @@ from tests.indexer.stages.phrase_twins import (
     slow_levels,
     slow_num_bytes,
 )
+from tests.parts import cases
 
 Documents = list[list[int]]
 
@@ -69,8 +70,9 @@ ALPHABETS: dict[int, list[Sequence[int]]] = {
 }
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("vocabulary_size", ALPHABETS)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(cases(4, of=12)))
 def test_tables_are_those_of_a_dictionary(
     vocabulary_size: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,8 +156,9 @@ def test_one_context_may_have_the_whole_vocabulary_for_successors() -> None:
     ]
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("vocabulary_size", [40, 70_000])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(cases(1, of=4)))
 def test_the_rarest_ngrams_of_each_length_go_in_turn_until_the_rest_fits(
     vocabulary_size: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

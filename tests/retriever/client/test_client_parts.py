@@ -206,7 +206,7 @@ def test_cancelled_step_leaves_nothing_behind() -> None:
         service = EmbeddedDrafter()
         with serving(service) as address:
             async with AsyncResilientDrafter(address, deadline_s=30) as drafter:
-                assert await drafter.wait(10)
+                assert await drafter.wait(60)
                 await drafter.open("s", [1, 2])
                 with service._lock, pytest.raises(TimeoutError):  # it cannot answer
                     async with asyncio.timeout(0.1):
@@ -243,7 +243,7 @@ def test_session_that_the_service_has_no_room_for_is_drafted_locally() -> None:
     service = EmbeddedDrafter(limits=Limits(max_sessions=1))
     service.open("other", PROMPT)
     with serving(service) as address, ResilientDrafter(address, deadline_s=5) as drafter:
-        assert drafter.wait(10)
+        assert drafter.wait(60)
         done = decode(drafter, "s", 300)
         assert done.tokens == plain(300)
         assert sum(done.accepted) > 100
@@ -258,7 +258,7 @@ def test_session_that_the_service_has_no_room_for_is_drafted_locally() -> None:
 def test_outputs_reach_the_service_unless_they_are_to_be_forgotten() -> None:
     service = EmbeddedDrafter()
     with serving(service) as address, ResilientDrafter(address, deadline_s=5) as drafter:
-        assert drafter.wait(10)
+        assert drafter.wait(60)
         for name, token, remember in (("kept", 1, True), ("gone", 2, False)):
             drafter.open(name, PROMPT, remember=remember)
             drafter.draft([DraftRequest(name, ids(token, token), len(PROMPT) + 2, 0)])
@@ -269,7 +269,7 @@ def test_outputs_reach_the_service_unless_they_are_to_be_forgotten() -> None:
     with serving(service) as address, ResilientDrafter(address, deadline_s=5) as drafter:
         drafter.open("late", PROMPT)
         drafter.close("late", ids(3, 3, 3, 13))  # perhaps before there was a connection
-        assert drafter.wait(10)
+        assert drafter.wait(60)
     assert Source.GENERATIONS in service.draft_context(ids(3, 3), 4).sources
 
 

@@ -27,12 +27,13 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.tally import Tally
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.padding import pad_request
+from tests.patience import can_be_kept, free_address
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.log.states import ids
 from tests.retriever.security.authorities import signed
 from tests.retriever.security.in_process import on_loop, serving
 from tests.retriever.service.decodes import PROMPT, decode, plain
-from tests.retriever.service.test_faults import DEADLINE_S, free_address
+from tests.retriever.service.test_faults import DEADLINE_S
 
 DOWN: Final = pb.FAIL_OPEN_REASON_DOWN
 
@@ -86,7 +87,7 @@ def test_what_a_client_went_without_its_server_is_told_once(client: Client) -> N
             drafter.draft([DraftRequest("s", ids(1) if length > len(PROMPT) else ids(), length, 4)])
         assert drafter.fail_opens == {FailOpen.DOWN: 5}
         with serving(service, address):
-            assert drafter.wait(10)
+            assert drafter.wait(60)
             for length in range(len(PROMPT) + 5, len(PROMPT) + 8):
                 drafter.draft([DraftRequest("s", ids(1), length, 4)])
         assert drafter.fail_opens == {FailOpen.DOWN: 5}
@@ -125,6 +126,7 @@ def test_a_client_that_lies_moves_counts_within_bounds() -> None:
 
 
 @both
+@can_be_kept
 def test_credentials_are_shown_and_files_checked_at_once(client: Client, tmp_path: Path) -> None:
     authority = signed(tmp_path, "authority")
     server = signed(tmp_path, "server", authority)
@@ -136,7 +138,7 @@ def test_credentials_are_shown_and_files_checked_at_once(client: Client, tmp_pat
         for shown, is_known in ((token, True), ("x" * 40, False)):
             credentials = Credentials(authority.certificate, token=shown)
             with client(address, deadline_s=1, credentials=credentials) as drafter:
-                assert drafter.wait(10 if is_known else 0.5) == is_known
+                assert drafter.wait(60 if is_known else 0.5) == is_known
                 assert decode(drafter, "s", 40).tokens == plain(40)
                 assert bool(drafter.fail_opens) != is_known
         with pytest.raises(CredentialsError, match="missing"):
@@ -173,7 +175,7 @@ def test_steps_of_a_padding_client_have_one_size(client: Client) -> None:
             serving(service) as address,
             client(address, deadline_s=5, pad_requests=True) as drafter,
         ):
-            assert drafter.wait(10)
+            assert drafter.wait(60)
             done = decode(drafter, "s", 200)
             assert not drafter.fail_opens
     assert sum(done.accepted) > 100  # steps of one token, and of many
@@ -182,6 +184,7 @@ def test_steps_of_a_padding_client_have_one_size(client: Client) -> None:
 
 
 @both
+@can_be_kept
 def test_an_own_index_drafts_while_the_server_is_away(client: Client, index: Path) -> None:
     local, address = EmbeddedDrafter.open_indexes([index]), free_address()
     local.warm()
@@ -194,17 +197,17 @@ def test_an_own_index_drafts_while_the_server_is_away(client: Client, index: Pat
             (tree,) = drafter.draft([DraftRequest("s", new, length, 8)])
             return set(tree.sources.tolist())
 
-        assert drafter.wait(10)
+        assert drafter.wait(60)
         drafter.open("s", tokens[:8])
         assert Source.CORPUS not in sources(8)  # the server has no index
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
         assert Source.CORPUS in sources(9)
         away = decode(drafter, "away", 300)
         assert away.tokens == plain(300)
         assert max(away.waits_s) < 1.2 * DEADLINE_S
         process, _ = start_service("--address", address)
-        assert drafter.wait(10)
+        assert drafter.wait(60)
         failed = drafter.fail_opens.total()
         assert Source.CORPUS not in sources(10)
         assert decode(drafter, "back", 300).tokens == plain(300)

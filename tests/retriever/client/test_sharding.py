@@ -29,10 +29,11 @@ from retriever.client.merging import merge_trees
 from retriever.commands import app
 from retriever.limits import Limits
 from retriever.sessions.embedded import EmbeddedDrafter
+from tests.patience import can_be_kept
 from tests.retriever.client.shard_servers import SlowServicer, planted_index, served
 from tests.retriever.conftest import start_service, stop_service
 
-PATIENT_S = 5.0
+PATIENT_S = 60.0
 """A deadline that no server misses."""
 
 BEGINNING = [1, 2, 3, 4, 5, 6]
@@ -119,6 +120,8 @@ def test_draft_is_the_merger_of_what_embedded_drafters_give(
                 assert tree.probabilities.tolist() == expected.probabilities.tolist()
 
 
+@pytest.mark.faults
+@can_be_kept
 def test_slow_shard_costs_its_evidence_and_no_more_than_the_deadline(
     left_address: str, slow: tuple[SlowServicer, str]
 ) -> None:
@@ -146,6 +149,8 @@ def test_slow_shard_costs_its_evidence_and_no_more_than_the_deadline(
         assert [shard.failures for shard in drafter.shards] == [0, 0]
 
 
+@pytest.mark.faults
+@can_be_kept
 def test_session_closed_while_a_shard_is_late_is_learned_from_by_it(
     left_address: str, slow: tuple[SlowServicer, str]
 ) -> None:
@@ -163,6 +168,8 @@ def test_session_closed_while_a_shard_is_late_is_learned_from_by_it(
     assert tree.token_ids[:3].tolist() == [44, 45, 46]
 
 
+@pytest.mark.faults
+@can_be_kept
 def test_session_that_a_slow_shard_lost_is_ended_there_and_forgotten(
     left_address: str, slow: tuple[SlowServicer, str]
 ) -> None:
@@ -189,13 +196,15 @@ def test_session_that_a_slow_shard_lost_is_ended_there_and_forgotten(
     assert servicer.drafter.draft_context([40, 41, 42, 43], 4).token_ids[:2].tolist() == [44, 45]
 
 
+@pytest.mark.faults
+@can_be_kept
 def test_killed_shard_costs_its_evidence_until_it_is_back(left_address: str, right: Path) -> None:
     process, address = start_service("--index", str(right), "--address", "127.0.0.1:0")
     with ShardedDrafter([left_address, address], deadline_s=2.0) as drafter:
         drafter.open("s", [7])
         drafter.draft([request("s", [], 1)])
         os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
         for new, length in (([8], 2), ([9], 3), (BEGINNING, 9)):
             began = time.monotonic()
             (tree,) = drafter.draft([request("s", new, length)])
@@ -216,6 +225,8 @@ def test_killed_shard_costs_its_evidence_until_it_is_back(left_address: str, rig
     stop_service(process)
 
 
+@pytest.mark.faults
+@can_be_kept
 def test_stopped_shard_is_given_up_and_taken_back(left_address: str, right: Path) -> None:
     process, address = start_service("--index", str(right), "--address", "127.0.0.1:0")
     with ShardedDrafter([left_address, address], deadline_s=0.2, timeout_s=2.0) as drafter:

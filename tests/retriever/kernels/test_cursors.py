@@ -11,10 +11,11 @@ from retriever.predict.databases import Context
 from retriever.predict.question import Question
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
+from tests.parts import cases
 from tests.retriever.kernels.twins.cursor_twin import LONG, LOST, CursorTwin, collect_without_cursor
 from tests.retriever.kernels.twins.row_twins import Row
 
-NUM_SEEDS = 3000
+NUM_SEEDS = cases(300, of=3000)
 MAX_ROWS = 12
 MAX_DEPTH = 12
 
@@ -43,6 +44,7 @@ def twin_of(cursor: NDArray[np.int64]) -> CursorTwin:
     return CursorTwin(None if place < 0 else place, misses)
 
 
+@pytest.mark.seeds
 def test_cursors_move_as_their_twins_do() -> None:
     """Over tokens that are copied, for a while, from where the cursor stands."""
     rng = np.random.default_rng(71)
@@ -66,6 +68,7 @@ def test_cursors_move_as_their_twins_do() -> None:
     assert min(moved, lost, parted) > NUM_SEEDS / 20
 
 
+@pytest.mark.seeds
 def test_cursors_are_set_as_their_twins_are() -> None:
     rng = np.random.default_rng(72)
     scratch = Scratch(8, max_rows=MAX_ROWS, max_nodes=8)
@@ -88,6 +91,7 @@ def test_cursors_are_set_as_their_twins_are() -> None:
     assert min(jumped, kept) > NUM_SEEDS / 20
 
 
+@pytest.mark.seeds
 def test_what_may_follow_an_edit_is_collected_as_the_twin_does() -> None:
     """From a cursor at the first token to one at the last; into rows that fill up."""
     rng = np.random.default_rng(73)

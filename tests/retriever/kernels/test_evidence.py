@@ -7,6 +7,7 @@ from indexer.reader import PhraseTables
 from retriever.kernels.layout import MAX_SUCCESSORS, Scratch
 from retriever.kernels.live_table import WAYS
 from retriever.kernels.succession import MOST_FOLLOWERS, MOST_SUCCESSORS, find_successor
+from tests.parts import cases
 from tests.retriever.kernels.twins.evidence_twin import Known
 from tests.retriever.kernels.twins.worlds import (
     DEPTH,
@@ -17,7 +18,7 @@ from tests.retriever.kernels.twins.worlds import (
     tables_of_tokens,
 )
 
-NUM_WORLDS = 250
+NUM_WORLDS = cases(50, of=250)
 
 
 def check_states(world: World, current: int, path: tuple[int, ...]) -> None:
@@ -57,6 +58,7 @@ def descend(world: World, parent: int, child: int, share: float) -> None:
     )
 
 
+@pytest.mark.seeds
 def test_evidence_equals_the_twins() -> None:
     rng = np.random.default_rng(71)
     nodes_seen = deep = 0
@@ -111,6 +113,7 @@ def test_what_does_not_exist_has_no_successor() -> None:
     assert find_successor(phrases.starts[0], phrases.tokens[1], 3, 1) == -1
 
 
+@pytest.mark.seeds
 def test_candidates_beyond_the_room_for_them_are_left_out() -> None:
     rng = np.random.default_rng(73)
     short = 0

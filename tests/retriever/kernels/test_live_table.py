@@ -7,6 +7,7 @@ from retriever.drafter import TokenIds
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.live_table import WAYS, count_tokens
 from retriever.predict.generations import Generations, Output, live_table
+from tests.parts import cases
 from tests.retriever.kernels.twins.live_table_twin import (
     MAX_COUNT,
     LiveTwin,
@@ -16,7 +17,7 @@ from tests.retriever.kernels.twins.live_table_twin import (
     true_counts,
 )
 
-NUM_SEEDS = 1000
+NUM_SEEDS = cases(100, of=1000)
 CAPACITY = 64
 MARGIN = 4
 
@@ -28,6 +29,7 @@ def random_tokens(rng: np.random.Generator, size: int) -> TokenIds:
     return np.where(rng.random(size) < 0.1, SEPARATOR, tokens).astype(np.int32)
 
 
+@pytest.mark.seeds
 def test_counting_and_taking_back_equal_the_twins() -> None:
     """A ring is written several times over; what will be overwritten is taken back before."""
     rng = np.random.default_rng(61)
@@ -56,6 +58,7 @@ def test_counting_and_taking_back_equal_the_twins() -> None:
     assert full > NUM_SEEDS / 10
 
 
+@pytest.mark.seeds
 def test_counts_are_exact_while_no_set_is_full() -> None:
     rng = np.random.default_rng(62)
     for _ in range(NUM_SEEDS // 10):

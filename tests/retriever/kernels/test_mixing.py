@@ -12,10 +12,11 @@ from retriever.kernels.mixing import depth_bucket, learn, match_bucket, mix, to_
 from retriever.predict.predictor import DEFAULT_PRIOR
 from retriever.predict.weights import Weights, blank_weights, from_values, prior_weights, values_of
 from retriever.tree import Source
+from tests.parts import cases
 from tests.retriever.kernels.twins import mixing_twin
 from tests.retriever.kernels.twins.mixing_twin import Parameters
 
-NUM_SEEDS = 2000
+NUM_SEEDS = cases(200, of=2000)
 NONE = -1
 LEAST_GRADIENT = 0.002  # less is not learned from
 
@@ -78,6 +79,7 @@ def random_weights(rng: np.random.Generator, spread: float = 0.8) -> Weights:
     return weights
 
 
+@pytest.mark.seeds
 def test_mixing_equals_its_twin() -> None:
     rng = np.random.default_rng(81)
     for _ in range(NUM_SEEDS):

@@ -20,9 +20,10 @@ from retriever.kernels.layout import (
 from retriever.kernels.similarity import mark_recent
 from retriever.kernels.suffixes import collect_suffixes, find_interval
 from retriever.kernels.tree_growth import weigh_rows
+from tests.parts import cases
 from tests.retriever.kernels.twins import row_twins as twins
 
-NUM_SEEDS = 3000
+NUM_SEEDS = cases(300, of=3000)
 CAPACITY = 64
 NUM_BUCKETS = 32
 
@@ -74,6 +75,7 @@ def mark(rng: np.random.Generator, scratch: Scratch, query: TokenIds) -> dict[in
     return twins.recent_tokens(query.tolist(), rarity.tolist())
 
 
+@pytest.mark.seeds
 def test_chains_find_what_brute_force_finds() -> None:
     rng = np.random.default_rng(1)
     found = 0
@@ -115,6 +117,7 @@ def test_chains_find_what_brute_force_finds() -> None:
     assert found > NUM_SEEDS
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_suffixes_find_what_brute_force_finds(dtype: type[np.unsignedinteger]) -> None:
     rng = np.random.default_rng(2)
@@ -156,6 +159,7 @@ def test_suffixes_find_what_brute_force_finds(dtype: type[np.unsignedinteger]) -
     assert found > NUM_SEEDS
 
 
+@pytest.mark.seeds
 def test_interval_holds_every_occurrence_and_nothing_else() -> None:
     rng = np.random.default_rng(3)
     tokens = np.append(rng.integers(0, 3, 500), 65535).astype(np.uint16)
@@ -183,6 +187,7 @@ def random_rows(rng: np.random.Generator) -> list[twins.Row]:
     ]
 
 
+@pytest.mark.seeds
 def test_weights_are_interpolated_from_the_longest_match_down() -> None:
     rng = np.random.default_rng(4)
     scratch = Scratch(8, max_rows=32, max_nodes=32)
@@ -196,6 +201,7 @@ def test_weights_are_interpolated_from_the_longest_match_down() -> None:
         assert sum(expected) <= 1 + 1e-9
 
 
+@pytest.mark.seeds
 def test_damaged_suffixes_are_read_without_harm() -> None:
     """Positions outside a segment find nothing, or something; nothing is read out there."""
     rng = np.random.default_rng(6)
@@ -222,6 +228,7 @@ def test_damaged_tokens_are_not_copied() -> None:
     assert [row.continuation for row in rows_in(scratch, 0, num_rows)] == [(2, 0)]
 
 
+@pytest.mark.seeds
 def test_the_last_position_of_every_token_is_known() -> None:
     """Of tokens whose ids are equal modulo the size of the table, the newest one's."""
     rng = np.random.default_rng(7)
@@ -237,6 +244,7 @@ def test_the_last_position_of_every_token_is_known() -> None:
         assert chains.last.tolist() == expected
 
 
+@pytest.mark.seeds
 def test_only_the_last_tokens_are_marked() -> None:
     rng = np.random.default_rng(8)
     scratch = Scratch(8)

@@ -17,11 +17,12 @@ from retriever.kernels.mixing import learn
 from retriever.predict.weights import blank_weights
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
+from tests.parts import cases
 from tests.retriever.kernels.test_mixing import random_weights
 from tests.retriever.kernels.twins.tree_twin import TreeTwin
 from tests.retriever.kernels.twins.worlds import MAX_BUDGET, Grow, random_world
 
-NUM_WORLDS = 120
+NUM_WORLDS = cases(30, of=120)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,7 @@ def check_nodes(tree: DraftTree, twin: TreeTwin) -> None:
         assert int(tree.sources[node]) == twin.known(path[:-1]).sources[path[-1]]
 
 
+@pytest.mark.seeds
 def test_nodes_have_the_probabilities_of_their_paths() -> None:
     rng = np.random.default_rng(91)
     nodes_seen, missed, best = 0, 0.0, 0.0
@@ -69,6 +71,7 @@ def test_nodes_have_the_probabilities_of_their_paths() -> None:
     assert missed < 0.02 * best
 
 
+@pytest.mark.seeds
 def test_a_thorough_tree_is_the_best_of_its_size(thorough: Grow) -> None:
     rng = np.random.default_rng(92)
     for _ in range(NUM_WORLDS):
@@ -82,6 +85,7 @@ def test_a_thorough_tree_is_the_best_of_its_size(thorough: Grow) -> None:
         assert len(tree) == len(most) or most[len(tree)] < 1.01e-6  # at the threshold
 
 
+@pytest.mark.seeds
 def test_learning_follows_the_tree_as_far_as_it_was_considered(thorough: Grow) -> None:
     rng = np.random.default_rng(93)
     unknown = 1 << 30
@@ -95,6 +99,7 @@ def test_learning_follows_the_tree_as_far_as_it_was_considered(thorough: Grow) -
             assert learn(weights, world.scratch.work, tokens, 1e-6) == len(path) + (not is_end)
 
 
+@pytest.mark.seeds
 def test_growth_ends_without_harm_when_there_is_no_room() -> None:
     rng = np.random.default_rng(94)
     for _ in range(2 * NUM_WORLDS):
@@ -119,6 +124,7 @@ def damaged(array: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
     return result
 
 
+@pytest.mark.seeds
 def test_damaged_tables_never_reach_a_tree() -> None:
     """Every token is of the vocabulary, whatever the tables hold; only sizes are as they were."""
     rng = np.random.default_rng(95)
@@ -134,6 +140,7 @@ def test_damaged_tables_never_reach_a_tree() -> None:
         world.grow(weights, MAX_BUDGET, 0.0)  # checks the tree
 
 
+@pytest.mark.soak
 @pytest.mark.skipif("NUMBA_BOUNDSCHECK" in os.environ, reason="this is the child")
 def test_nothing_is_read_out_of_bounds(tmp_path: Path) -> None:
     """Runs the tests of damage and of full tables again, with every index checked."""

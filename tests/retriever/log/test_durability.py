@@ -21,6 +21,7 @@ def output(number: int) -> TokenIds:
     return durability.output_of(number)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("choice", ["process", "disk"])
 def test_kills_lose_nothing_that_was_acknowledged(choice: str) -> None:
     command = [sys.executable, "benchmarks/serving/durability.py", "--kills", "30", "--json"]
@@ -52,6 +53,7 @@ def test_the_check_of_the_kills_notices_what_is_lost_and_what_is_torn() -> None:
     assert (counts.lost, counts.torn) == (0, 1)
 
 
+@pytest.mark.faults
 def test_a_service_that_was_killed_starts_as_warm_as_it_was(tmp_path: Path) -> None:
     arguments = ("--address", "127.0.0.1:0", "--state", str(tmp_path / "state"))
     tokens = output(3)
@@ -60,7 +62,7 @@ def test_a_service_that_was_killed_starts_as_warm_as_it_was(tmp_path: Path) -> N
         drafter.open("s", tokens[:1])
         drafter.close("s", tokens[1:])
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     process, address = start_service(*arguments)
     with RemoteDrafter(address) as drafter:
         drafter.open("s", tokens[:9])

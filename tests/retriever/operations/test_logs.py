@@ -45,7 +45,7 @@ def test_no_token_and_no_text_is_logged_at_any_level(log_format: str) -> None:
     process, address = start_service(*options)
     used(address)
     process.send_signal(signal.SIGTERM)
-    _, logged = process.communicate(timeout=20)
+    _, logged = process.communicate(timeout=60)
     assert logged.count("OpenSession") == 1
     assert "ABORTED" in logged
     assert "NOT_FOUND" in logged
@@ -67,7 +67,7 @@ def test_at_the_usual_level_calls_are_not_logged() -> None:
     process, address = start_service("--address", "127.0.0.1:0", "--log-format", "json")
     used(address)
     process.send_signal(signal.SIGTERM)
-    _, logged = process.communicate(timeout=20)
+    _, logged = process.communicate(timeout=60)
     assert len(logged.splitlines()) == 3
 
 

@@ -2,7 +2,6 @@
 
 import http.client
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from retriever import DrafterUnavailableError, DraftRequest, RemoteDrafter
 from retriever.log.generations_log import GenerationsLog
+from tests.patience import free_port
 from tests.retriever.conftest import start_service
 
 NOT_READY = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -33,11 +33,6 @@ from retriever.commands import app
 app(["serve", *sys.argv[1:]])
 """
 """A service that opens its state only once it is sent a line."""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def opening(*arguments: str) -> "subprocess.Popen[str]":
@@ -90,7 +85,7 @@ def test_health_metrics_and_page_answer_while_the_state_is_opened(tmp_path: Path
         assert asked(web, "/ready") == (200, "ready\n")
         assert 'foredraft_drafts_total{kind="bare"} 1.0' in asked(web, "/metrics")[1]
     process.terminate()
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == 0
 
 
@@ -130,7 +125,7 @@ def test_what_open_sessions_generated_is_remembered_when_a_drain_ends(tmp_path: 
         kept, forgotten = np.arange(10, 20, dtype=np.int32), np.arange(30, 40, dtype=np.int32)
         remote.draft([DraftRequest("kept", kept, 13, 4), DraftRequest("not", forgotten, 13, 4)])
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     log = GenerationsLog(tmp_path)
     outputs = [output.tokens.tolist() for output in log.load("").outputs]
     log.close()

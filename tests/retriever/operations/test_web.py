@@ -232,7 +232,7 @@ def test_a_service_serves_metrics_when_it_is_told_to(index: Path) -> None:
     web = type("There", (), {"address": WebAddress("127.0.0.1", int(port[1]))})()
     assert value(samples(asked(web, "/metrics")[2]), "ready") == 1
     process.terminate()
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
 
 
 BROWSER = next(

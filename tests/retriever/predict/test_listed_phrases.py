@@ -12,9 +12,10 @@ from retriever.replay.replay import replay
 from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
+from tests.parts import cases
 from tests.retriever.kernels.twins import row_twins as twins
 
-NUM_SEEDS = 2000
+NUM_SEEDS = cases(200, of=2000)
 # Ids that share their low or high bits: to the automaton each is two symbols.
 ALPHABET = (3, 259, 256, 70_003)
 
@@ -68,6 +69,7 @@ def random_session(rng: np.random.Generator, phrases: list[Phrase]) -> list[int]
     return session
 
 
+@pytest.mark.seeds
 def test_cursor_finds_what_brute_force_finds_at_every_step() -> None:
     rng = np.random.default_rng(11)
     found = {"rows": 0, "shorter": 0, "capped": 0}
@@ -163,6 +165,7 @@ def test_listed_template_is_drafted_whole_from_its_first_words() -> None:
     assert replay(EmbeddedDrafter(phrases=ListedPhrases(phrases)), [trace], 32).steps <= 5 + 2 + 1
 
 
+@pytest.mark.soak
 def test_cost_does_not_grow_with_the_list() -> None:
     """Bounds are generous: the machine may be busy."""
     rng = np.random.default_rng(8)

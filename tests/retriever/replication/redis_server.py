@@ -18,6 +18,7 @@ from indexer.reader import Vocabulary
 from retriever.limits import Limits
 from retriever.replication.options import ReplicationOptions
 from retriever.sessions.embedded import EmbeddedDrafter
+from tests.patience import free_port
 
 PROGRAM = shutil.which("redis-server")
 VOCABULARY = Vocabulary(1 << 20, "cd" * 32)
@@ -25,12 +26,6 @@ OUTPUTS = f"foredraft:{{{VOCABULARY.fingerprint}}}:outputs"
 DELETIONS = f"foredraft:{{{VOCABULARY.fingerprint}}}:deletions"
 
 needs_redis = pytest.mark.skipif(PROGRAM is None, reason="the program redis-server is missing")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -113,7 +108,7 @@ def sharing(
         drafter.shut_down()
 
 
-def soon(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+def soon(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     """Wait until it holds."""
     end = time.monotonic() + within_s
     while not holds():

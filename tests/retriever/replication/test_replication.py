@@ -15,13 +15,13 @@ from retriever.errors import ReplicationError
 from retriever.limits import Limits
 from retriever.replication.options import ReplicationOptions, without_credentials
 from retriever.sessions.embedded import EmbeddedDrafter
+from tests.patience import free_port
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.log.states import ids, knows, log_on, output
 from tests.retriever.replication.redis_server import (
     OUTPUTS,
     VOCABULARY,
     RedisServer,
-    free_port,
     needs_redis,
     server,
     sharing,

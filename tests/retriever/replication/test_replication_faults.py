@@ -16,6 +16,7 @@ from retriever.replication import replication_state
 from retriever.replication.replicated_records import Record, encode
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
+from tests.patience import can_be_kept
 from tests.retriever.log.states import ids, knows, output
 from tests.retriever.replication.redis_server import (
     DELETIONS,
@@ -70,6 +71,8 @@ def test_a_server_that_lost_its_time_is_read_from_its_beginning(
             assert knows(away, 2)
 
 
+@pytest.mark.faults
+@can_be_kept
 def test_a_paused_server_slows_neither_a_draft_nor_a_close(server: RedisServer) -> None:
     with sharing(server.url) as one, sharing(server.url) as other:
         one.warm()

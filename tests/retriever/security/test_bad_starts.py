@@ -148,6 +148,6 @@ def test_clients_are_told_what_is_wrong_with_them_or_with_the_service(
         assert good.communicate(timeout=60)[0].startswith("{")
     finally:
         process.terminate()
-        _, logged = process.communicate(timeout=30)
+        _, logged = process.communicate(timeout=60)
     for hidden in (token, SECRET, "PRIVATE", "Traceback"):
         assert hidden not in logged

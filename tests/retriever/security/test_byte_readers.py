@@ -20,8 +20,13 @@ from retriever.replication import replicated_records as records
 from retriever.security.admission import Doorkeeper
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire import messages
+from tests.parts import cases
 
-ROUNDS = {"calls": 150, "headers": 300, "records": 100}
+ROUNDS = {
+    "calls": cases(30, of=150),
+    "headers": cases(60, of=300),
+    "records": cases(20, of=100),
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,7 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("name", fuzz_bytes.READERS)
 def test_seeds_are_borne_whole_and_damaged(
     name: str, all_readers: dict[str, Callable[..., None]]
@@ -51,7 +57,7 @@ def test_seeds_are_borne_whole_and_damaged(
     chance = random.Random(name)
     for seed in seeds()[name]:
         all_readers[name](seed)
-    for _ in range(ROUNDS.get(name, 1000)):
+    for _ in range(ROUNDS.get(name, cases(200, of=1000))):
         all_readers[name](damaged(chance.choice(seeds()[name]), chance))
 
 

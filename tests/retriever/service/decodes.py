@@ -170,7 +170,7 @@ def proxy_to(address: str, delay_s: float = 0.0) -> Iterator[Proxy]:
         proxy.close()
 
 
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Look again and again; tell whether it has become so in time."""
     until = time.monotonic() + timeout_s
     while not is_so():

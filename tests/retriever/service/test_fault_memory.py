@@ -17,9 +17,9 @@ from retriever import DraftRequest
 from retriever.client.resilient import ResilientDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from tests.patience import free_address
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.service.decodes import proxy_to, wait_until
-from tests.retriever.service.test_faults import free_address
 
 NUM_SESSIONS = 1000
 TOLERATED_BYTES = 4 << 20
@@ -30,7 +30,7 @@ import numpy as np
 from retriever import DraftRequest
 from retriever.client.resilient import ResilientDrafter
 drafter = ResilientDrafter(sys.argv[1], deadline_s=10)
-assert drafter.wait(10)
+assert drafter.wait(60)
 names = [f"s{at}" for at in range(1000)]
 for name in names:
     drafter.open(name, np.arange(500, dtype=np.int32) % 50)
@@ -84,6 +84,7 @@ def served() -> Iterator[Served]:
     stop_service(process)
 
 
+@pytest.mark.soak
 def test_service_returns_to_its_level_after_each_fault(served: Served) -> None:
     """A thousand sessions are lost at a time; a tenant may have two thousand."""
     faults: list[Callable[[Served], None]] = [killed_client, slow_consumer, cut_network]
@@ -96,6 +97,7 @@ def test_service_returns_to_its_level_after_each_fault(served: Served) -> None:
         assert wait_until(lambda: served.num_descriptors <= descriptors), fault.__name__
 
 
+@pytest.mark.soak
 def test_sessions_of_a_half_open_connection_are_reclaimed(served: Served) -> None:
     """A client's machine that is gone says nothing: the service asks, within 15 s, and knows."""
     with proxy_to(served.address) as proxy:
@@ -141,7 +143,7 @@ def cut_network(served: Served) -> None:
         proxy_to(served.address) as proxy,
         ResilientDrafter(proxy.address, deadline_s=2) as drafter,
     ):
-        assert drafter.wait(10)
+        assert drafter.wait(60)
         names = [f"s{at}" for at in range(NUM_SESSIONS)]
         for name in names:
             drafter.open(name, np.arange(500, dtype=np.int32) % 50)
@@ -181,6 +183,7 @@ print(resident() - settled)
 """
 
 
+@pytest.mark.soak
 def test_client_of_a_server_that_is_away_holds_no_more_and_no_more() -> None:
     """Ten thousand steps of 2,500 sequences: 40 MB of prompts, of which nothing is to be told."""
     done = subprocess.run(

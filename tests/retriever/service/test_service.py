@@ -35,6 +35,7 @@ from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.messages import tree_from_message
+from tests.patience import can_be_kept
 from tests.retriever.conftest import start_service, stop_service
 
 
@@ -178,6 +179,7 @@ def test_nobody_listening_is_unavailable(address: str) -> None:
         remote.open("s", [1])
 
 
+@can_be_kept
 def test_paused_service_is_given_up_after_the_timeout(index: Path) -> None:
     process, address = start_service("--index", str(index), "--address", "127.0.0.1:0")
     with RemoteDrafter(address, timeout_s=0.5) as remote:
@@ -203,7 +205,7 @@ def test_killed_service_is_unavailable(index: Path) -> None:
     with RemoteDrafter(address) as remote:
         remote.open("s", [1, 2, 3])
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
         with pytest.raises(DrafterUnavailableError):
             remote.draft([DraftRequest("s", np.array([4], np.int32), 4, 4)])
 
@@ -222,7 +224,7 @@ def test_address_in_use_is_a_clear_error(service: str, tmp_path: Path) -> None:
     process, _ = start_service("--address", address)
     assert "choose another" in refused("--address", address)
     process.kill()  # leaves its socket behind, which the next service takes over
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     process, _ = start_service("--address", address)
     stop_service(process)
 

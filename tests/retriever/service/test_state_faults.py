@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from benchmarks.fuzz.planted_leaks import word_tokenizer
 from indexer.build import build_from_tokens
@@ -20,10 +21,11 @@ from retriever.log.generations_log import GenerationsLog
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
+from tests.patience import can_be_kept, free_address, free_port
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import NUM_WORDS, Library, document, text
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
-from tests.retriever.service.test_faults import assert_unharmed, drafter_on, free_address
+from tests.retriever.service.test_faults import assert_unharmed, drafter_on
 
 DAY_S = 86_400.0
 
@@ -44,9 +46,11 @@ def outputs_in(state: Path) -> list[list[int]]:
     return outputs
 
 
+@pytest.mark.faults
+@can_be_kept
 def test_full_disk_costs_outputs_and_nothing_else_and_is_got_over(tmp_path: Path) -> None:
     """The limit on a file's size stands for the disk: as there, what is written is refused."""
-    web = int(free_address().rpartition(":")[2])
+    web = free_port()
     process, address = start_service(
         *("--address", "127.0.0.1:0", "--state", str(tmp_path), "--metrics-address", str(web))
     )
@@ -57,7 +61,7 @@ def test_full_disk_costs_outputs_and_nothing_else_and_is_got_over(tmp_path: Path
 
     begun = log.stat().st_size
     with drafter_on(address) as drafter:
-        assert drafter.wait(10)
+        assert drafter.wait(60)
         assert_unharmed(decode(drafter, "before", 300))
         assert wait_until(lambda: log.stat().st_size > begun)
         resource.prlimit(
@@ -107,6 +111,7 @@ def is_remembered(remote: RemoteDrafter) -> bool:
     return Source.GENERATIONS in tree.sources and tree.follow(np.arange(112, 120)).size > 4
 
 
+@pytest.mark.faults
 def test_clock_set_by_days_ends_no_session_and_forgets_nothing(tmp_path: Path) -> None:
     """Forward and back while it runs, and back over a restart."""
     offset, state = tmp_path / "offset", tmp_path / "state"
@@ -123,7 +128,7 @@ def test_clock_set_by_days_ends_no_session_and_forgets_nothing(tmp_path: Path) -
             remote.draft([DraftRequest("live", np.empty(0, np.int32), 3, 4)])
             assert is_remembered(remote)
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
     offset.write_text("0")
     process, address = start_with_clock(offset, *options)
     with RemoteDrafter(address, timeout_s=10) as remote:
@@ -173,10 +178,12 @@ def test_second_service_on_one_log_is_refused_in_one_line(tmp_path: Path) -> Non
 
 def restarted(process: "subprocess.Popen[str]", *arguments: str) -> "subprocess.Popen[str]":
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     return start_service(*arguments)[0]
 
 
+@pytest.mark.faults
+@can_be_kept
 def test_clients_go_on_with_the_snapshot_that_a_restart_brings(tmp_path: Path) -> None:
     library = Library(tmp_path, word_tokenizer(NUM_WORDS))
     with Index.open(library.path) as index:
@@ -190,7 +197,7 @@ def test_clients_go_on_with_the_snapshot_that_a_restart_brings(tmp_path: Path) -
         return drafter.draft([DraftRequest("s", np.empty(0, np.int32), 12, 16)])[0]
 
     with ResilientDrafter(address, deadline_s=1.0, vocabulary_fingerprint=fingerprint) as drafter:
-        assert drafter.wait(10)
+        assert drafter.wait(60)
         drafter.open("s", tokens[:12])
         assert len(draft(drafter).follow(tokens[12:])) < 3
         (tmp_path / "new.txt").write_text(text(100))
@@ -201,13 +208,15 @@ def test_clients_go_on_with_the_snapshot_that_a_restart_brings(tmp_path: Path) -
             timeout=60,
         )
         process = restarted(process, *served)
-        assert drafter.wait(10)
+        assert drafter.wait(60)
         assert wait_until(lambda: len(draft(drafter).follow(tokens[12:])) > 4)
         assert Source.CORPUS in draft(drafter).sources
         drafter.close("s")
     stop_service(process)
 
 
+@pytest.mark.faults
+@can_be_kept
 def test_clients_do_without_a_service_that_restarts_for_another_tokenizer(
     index: Path, tmp_path: Path
 ) -> None:
@@ -216,7 +225,7 @@ def test_clients_do_without_a_service_that_restarts_for_another_tokenizer(
     address = free_address()
     process, _ = start_service("--index", str(index), "--address", address)
     with ResilientDrafter(address, deadline_s=0.1, vocabulary_fingerprint="ab" * 32) as drafter:
-        assert drafter.wait(10)
+        assert drafter.wait(60)
         assert_unharmed(decode(drafter, "before", 100))
         assert not drafter.fail_opens
 
@@ -224,7 +233,7 @@ def test_clients_do_without_a_service_that_restarts_for_another_tokenizer(
             nonlocal process
             if step == 10:
                 process = restarted(process, "--index", str(other), "--address", address)
-                assert drafter.wait(10)
+                assert drafter.wait(60)
 
         assert_unharmed(decode(drafter, "during", 400, on_step=fault))
         assert_unharmed(decode(drafter, "after", 200))

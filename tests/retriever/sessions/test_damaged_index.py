@@ -10,6 +10,7 @@ import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
+from tests.parts import cases
 
 ROOT = Path(__file__).parents[3]
 NUM_WORDS = 40
@@ -75,7 +76,8 @@ def build(path: Path, seed: int) -> None:
     build_from_tokens(documents, path, Vocabulary(NUM_WORDS, "aa"), options)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.seeds
+@pytest.mark.parametrize("seed", range(1, 1 + cases(1, of=2)))
 def test_no_damage_crashes_who_drafts(seed: int, tmp_path: Path) -> None:
     for number in (1, 2):
         build(tmp_path / str(number), number)
