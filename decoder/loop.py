@@ -1,7 +1,6 @@
 """The decoding loop: draft, cut to budget, verify in one pass, accept, commit."""
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Ids
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 
@@ -25,7 +24,7 @@ from decoder.stopping import StopRule, first_stop
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import RetrieverError
 from retriever.follower import DraftLimits, Followers
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -69,7 +68,7 @@ class Decoder:
 
     def generate(
         self,
-        prompt: Ids[int] | TokenIds,
+        prompt: Sequence[int] | TokenIds,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
         *,
         remember: bool = True,
@@ -94,7 +93,7 @@ class Decoder:
             raise InvalidSettingsError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
         tokens = self.target.checked_prompt(prompt)
         room = self.target.room(len(tokens), max_new_tokens)
-        sequence = Sequence(tokens, remember=remember)
+        sequence = TokenSequence(tokens, remember=remember)
         return Generation(self, sequence, next(self._numbers), room, Watch(stop_rule, observer))
 
     @contextmanager
@@ -125,7 +124,7 @@ class Generation:
     def __init__(
         self,
         decoder: Decoder,
-        sequence: Sequence,
+        sequence: TokenSequence,
         number: int,
         max_new_tokens: int,
         watch: Watch,

@@ -3,8 +3,7 @@
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Ids
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -24,7 +23,7 @@ from retriever.errors import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
 NO_DRAFT: Final = (
@@ -118,7 +117,7 @@ class Follower:
     def __init__(
         self,
         followers: "Followers",
-        sequence: Sequence,
+        sequence: TokenSequence,
         limits: DraftLimits,
         name: str | None = None,
     ) -> None:
@@ -280,7 +279,7 @@ class Followers:
         self._numbers = count()
 
     def follow(
-        self, sequence: Sequence, name: str | None = None, limits: DraftLimits | None = None
+        self, sequence: TokenSequence, name: str | None = None, limits: DraftLimits | None = None
     ) -> Follower:
         """Return a follower of a sequence; its session opens with the first request.
 
@@ -318,7 +317,7 @@ class Followers:
                 return
 
     def draft(
-        self, asked: Ids[tuple[Follower, int]], min_probability: float = 0.0
+        self, asked: Sequence[tuple[Follower, int]], min_probability: float = 0.0
     ) -> list[DraftTree]:
         """Return a tree for each sequence, in order; empty where there is none to be had.
 
@@ -401,7 +400,9 @@ class Followers:
             self._fail(error, start_s, [follower])
         return follower.name is not None
 
-    def _ask(self, asked: Ids[tuple[Follower, int]], min_probability: float) -> list[DraftTree]:
+    def _ask(
+        self, asked: Sequence[tuple[Follower, int]], min_probability: float
+    ) -> list[DraftTree]:
         """Ask for drafts of open sessions with one call."""
         start_s = self._clock()
         try:
@@ -434,7 +435,7 @@ class Followers:
         self._fail(error, start_s, [follower])
         return DraftTree.empty()
 
-    def _fail(self, error: RetrieverError, start_s: float, followers: Ids[Follower]) -> None:
+    def _fail(self, error: RetrieverError, start_s: float, followers: Sequence[Follower]) -> None:
         """Give up the sessions that a failed call was about; leave the drafter alone for a while.
 
         What it noted of them is not known.

@@ -1,11 +1,10 @@
 """Sequences that are being decoded: their tokens, and those that are open, by name.
 
-Whatever keeps tokens of a sequence keeps them in a `Sequence`, and whoever shares a process with it
-shares the object: a drafter is told of it by position, not by copy.
+Whatever keeps the tokens of a sequence keeps them in a `TokenSequence`. Within a process the object
+is shared: a drafter is told of it by position, not by copy.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Ids
+from collections.abc import Iterator, Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,7 +26,7 @@ _ROOM: Final = 512
 _MOST_NODES: Final = (1 << 32) - 1
 
 
-class Sequence:
+class TokenSequence:
     """The committed tokens of one sequence, the prompt first, in one buffer that grows.
 
     Args:
@@ -228,7 +227,7 @@ def check_step(request: DraftRequest, num_known: int, num_new: int) -> None:
         )
 
 
-def check_batch(requests: Ids[DraftRequest], limits: Limits) -> None:
+def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
     """Refuse steps with too many sequences or nodes, or with one sequence twice.
 
     Raises:
@@ -249,7 +248,7 @@ def check_batch(requests: Ids[DraftRequest], limits: Limits) -> None:
     check_named_once(requests)
 
 
-def check_named_once(requests: Ids[DraftRequest]) -> None:
+def check_named_once(requests: Sequence[DraftRequest]) -> None:
     """Refuse a step that names a session twice.
 
     Raises:

@@ -4,8 +4,7 @@ Each reader is given an input and must read it, or refuse it with the error that
 has read must be valid by rules that are written down here once more.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Ids
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +32,7 @@ from retriever.replication.replication_state import Deletions, Position, Replica
 from retriever.security.access import read_access
 from retriever.security.admission import token_in
 from retriever.security.certificates import certified
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import explanation_from_message
@@ -154,7 +153,7 @@ def readers(service: Callable[[], CalledService], folder: Path) -> dict[str, Cal
 
 
 def _step(name: str) -> SequenceStep:
-    sequence = Sequence(np.array(PROMPT, np.int32))
+    sequence = TokenSequence(np.array(PROMPT, np.int32))
     sequence.extend(np.array([3], np.int32))
     new = np.array([3], np.int32)
     return SequenceStep(DraftRequest(name, new, len(sequence), _BUDGET), sequence)
@@ -184,7 +183,7 @@ class _Pages:
 
     outputs, deletions = _OUTPUTS, _DELETIONS
 
-    def __init__(self, contents: Ids[bytes]) -> None:
+    def __init__(self, contents: Sequence[bytes]) -> None:
         self._entries = [StreamEntry(f"{n}-0", each) for n, each in enumerate(contents, 1)]
 
     def read(self, *_: Any) -> tuple[list[StreamEntry], list[StreamEntry]]:
@@ -199,10 +198,10 @@ class _Pages:
     def last_id(self, _: bytes) -> str:
         return self._entries[-1].entry_id
 
-    def remove_outputs(self, entry_ids: Ids[str]) -> None:
+    def remove_outputs(self, entry_ids: Sequence[str]) -> None:
         """Remove nothing."""
 
-    def remove_deletions(self, entry_ids: Ids[str]) -> None:
+    def remove_deletions(self, entry_ids: Sequence[str]) -> None:
         """Remove nothing."""
 
 
@@ -211,7 +210,7 @@ class _NoWait(Event):
         return timeout is None
 
 
-def _consume(contents: Ids[bytes]) -> None:
+def _consume(contents: Sequence[bytes]) -> None:
     """Learn from a stream of these records, and see that a tenant has only what names it."""
     limits = Limits(max_tenants=4, generations_tokens=1 << 8)
     pools = Pools(limits, None)

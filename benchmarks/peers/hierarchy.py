@@ -29,7 +29,7 @@ from benchmarks.peers.datastore import SortedText, continuations, texts_of
 from benchmarks.peers.sequence_drafter import SequenceDrafter
 from indexer.reader import Index
 from retriever.drafter import TokenIds
-from retriever.sequences import Sequence as TokenSequence
+from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree, Source
 
 DRAFT_TOKENS: Final = 4

@@ -8,7 +8,7 @@ from benchmarks.peers.counting import most_frequent
 from benchmarks.peers.datastore import Datastore, continuations, longest_match
 from benchmarks.peers.sequence_drafter import SequenceDrafter
 from retriever.drafter import TokenIds
-from retriever.sequences import Sequence as TokenSequence
+from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from benchmarks.peers.kernels.scanning import longest_repeat
 from benchmarks.peers.sequence_drafter import SequenceDrafter, chain
 from retriever.drafter import TokenIds
-from retriever.sequences import Sequence as TokenSequence
+from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source
 
 MAX_MATCHING_NGRAM_SIZE: Final = 32

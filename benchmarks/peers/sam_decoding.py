@@ -19,7 +19,7 @@ from benchmarks.peers.kernels.scanning import longest_repeat
 from benchmarks.peers.sequence_drafter import SequenceDrafter, chain
 from indexer.reader import Index
 from retriever.drafter import TokenIds
-from retriever.sequences import Sequence as TokenSequence
+from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source
 
 LENGTH_BIAS: Final = 0

@@ -7,8 +7,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.sequences import OpenSessions, check_step
-from retriever.sequences import Sequence as TokenSequence
+from retriever.sequences import OpenSessions, TokenSequence, check_step
 from retriever.tree import ROOT, DraftTree, Source
 
 NO_TOKENS = np.empty(0, np.int32)

@@ -25,7 +25,7 @@ from benchmarks.peers.sequence_drafter import SequenceDrafter
 from benchmarks.peers.suffix_tree import OpenSequence, SuffixTree
 from indexer.reader import Index
 from retriever.drafter import TokenIds
-from retriever.sequences import Sequence as TokenSequence
+from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source
 
 MAX_DEPTH: Final = 64

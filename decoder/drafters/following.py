@@ -1,6 +1,6 @@
 """What drafts for the sequence of a decoding loop, and what it may learn from a pass."""
 
-from collections.abc import Sequence as Ids
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.follower import DraftLimits, Followers
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
 
@@ -62,7 +62,7 @@ class SequenceDrafter(Protocol):
 class FollowingDrafter(Protocol):
     """A drafter that follows sequences by itself, as one that is made of others does."""
 
-    def follow(self, sequence: Sequence, limits: DraftLimits | None = None) -> SequenceDrafter:
+    def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> SequenceDrafter:
         """Return what drafts for a sequence.
 
         Args:
@@ -76,7 +76,7 @@ class FollowingDrafter(Protocol):
 
 
 def follow(
-    followers: Followers, sequence: Sequence, limits: DraftLimits | None = None
+    followers: Followers, sequence: TokenSequence, limits: DraftLimits | None = None
 ) -> SequenceDrafter:
     """Return what drafts for a sequence, with its session open; see `FollowingDrafter.follow`."""
     if isinstance(followers.drafter, FollowingDrafter):
@@ -92,7 +92,7 @@ class NoDrafter:
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
         """Begin a sequence; nothing is kept of it."""
 
-    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Return an empty tree for each request."""
         return [DraftTree.empty() for _ in requests]
 

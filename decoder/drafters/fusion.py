@@ -8,7 +8,7 @@ cut to the budget as one.
 """
 
 import time
-from collections.abc import Sequence as Ids
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from importlib.resources import files
@@ -33,7 +33,7 @@ from decoder.drafters.kernels.siblings import (
 from decoder.drafters.recycling import NO_HINTS, NUM_LIKELY, RecycledLogits
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.follower import DraftLimits, Followers
-from retriever.sequences import OpenSessions, Sequence, check_named_once, check_step
+from retriever.sequences import OpenSessions, TokenSequence, check_named_once, check_step
 from retriever.tree import DraftTree, Source
 
 RATE: Final = 0.2
@@ -152,14 +152,16 @@ class Parts:
         gain: of asking the slow ones.
     """
 
-    def __init__(self, drafters: Ids[Drafter], models: Ids[Drafter], limits: DraftLimits) -> None:
+    def __init__(
+        self, drafters: Sequence[Drafter], models: Sequence[Drafter], limits: DraftLimits
+    ) -> None:
         self.gain = GainEstimate()
         self._quick = [Followers(drafter, limits) for drafter in drafters]
         self._slow = [Followers(model, limits) for model in models]
         self._thread = ThreadPoolExecutor(1, "quick-drafters") if models else None
 
     def follow(
-        self, sequence: Sequence, limits: DraftLimits | None
+        self, sequence: TokenSequence, limits: DraftLimits | None
     ) -> tuple[list[SequenceDrafter], list[SequenceDrafter]]:
         """Return what the quick and what the slow drafters have for a sequence.
 
@@ -214,7 +216,7 @@ class FusedSequence:
         self,
         drafter: "FusedDrafter",
         parts: Parts,
-        sequence: Sequence,
+        sequence: TokenSequence,
         limits: DraftLimits | None = None,
     ) -> None:
         self._drafter = drafter
@@ -336,10 +338,10 @@ class FusedDrafter:
 
     def __init__(
         self,
-        drafters: Ids[Drafter],
+        drafters: Sequence[Drafter],
         limits: DraftLimits,
         *,
-        models: Ids[Drafter] = (),
+        models: Sequence[Drafter] = (),
         recycled: RecycledLogits | None = None,
     ) -> None:
         self._parts = Parts(drafters, models, limits)
@@ -350,18 +352,18 @@ class FusedDrafter:
         self._forest = Forest.of(num_trees, MAX_NODES)
         self._siblings = Siblings.of(num_trees)
         self._growth = Growth.of(num_trees, MAX_NODES)
-        self._planted: Ids[DraftTree] = ()
+        self._planted: Sequence[DraftTree] = ()
 
-    def follow(self, sequence: Sequence, limits: DraftLimits | None = None) -> FusedSequence:
+    def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> FusedSequence:
         """Return what drafts for a sequence; see `FollowingDrafter.follow`."""
         return FusedSequence(self, self._parts, sequence, limits)
 
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
         """Begin a sequence; see `Drafter.open`."""
         self._sessions.check_free(session)
-        self._sessions.add(session, self.follow(Sequence(prompt, remember=remember)))
+        self._sessions.add(session, self.follow(TokenSequence(prompt, remember=remember)))
 
-    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Ask all drafters and fuse what they say; see `Drafter.draft`."""
         check_named_once(requests)
         fused = [self._sessions.get(request.session) for request in requests]
@@ -434,7 +436,7 @@ class FusedDrafter:
     def _table(self) -> Table:
         return _NO_TABLE if self._recycled is None else self._recycled.table
 
-    def _plant(self, trees: Ids[DraftTree]) -> None:
+    def _plant(self, trees: Sequence[DraftTree]) -> None:
         """Enter trees into the forest, unless it holds these already."""
         if trees is self._planted:
             return

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence as Ids
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -31,7 +31,7 @@ from retriever.limits import (
     check_session_name,
     checked_tokens,
 )
-from retriever.sequences import OpenSessions, Sequence, check_batch, check_step
+from retriever.sequences import OpenSessions, TokenSequence, check_batch, check_step
 from retriever.tree import DraftTree
 
 _REMEMBERED_REFUSALS: Final = 1024
@@ -47,7 +47,7 @@ class ModelSession:
         last_draft: what nobody has learned from yet.
     """
 
-    sequence: Sequence
+    sequence: TokenSequence
     cache: BranchCache | None = None
     last_draft: ModelDraft | None = None
 
@@ -86,7 +86,7 @@ class ModelSessions:
             raise LimitExceededError(
                 f"{len(self._open)} sessions are open, which is the limit (max_sessions)"
             )
-        self._open.add(name, ModelSession(Sequence(tokens)))
+        self._open.add(name, ModelSession(TokenSequence(tokens)))
 
     def get(self, name: str) -> ModelSession:
         """Return a session.
@@ -207,7 +207,7 @@ class ModelDrafter:
         check_length(len(tokens), self.limits)
         self._sessions.add(session, tokens)
 
-    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
         A step is checked as a whole first: where any request is refused, nothing is kept of any.
@@ -244,7 +244,7 @@ class ModelDrafter:
             return MostProbableTrees(self.model, self.rule)
         return DrawnTrees(self.model, self.rule, self.options.draws, target_vocabulary)
 
-    def _begin_step(self, requests: Ids[DraftRequest]) -> tuple[str, ...]:
+    def _begin_step(self, requests: Sequence[DraftRequest]) -> tuple[str, ...]:
         """Note how long the target took, where this is the step after the last one."""
         check_batch(requests, self.limits)
         names = tuple(request.session for request in requests)
@@ -260,7 +260,7 @@ class ModelDrafter:
         check_step(request, known, len(tokens))
         return tokens
 
-    def _refuse_outgrown(self, requests: Ids[DraftRequest]) -> None:
+    def _refuse_outgrown(self, requests: Sequence[DraftRequest]) -> None:
         """Refuse a sequence beyond the model's limit, unless that was done before."""
         for request in requests:
             if self._is_outgrown(request.length) and self._sessions.is_first_refusal(request):

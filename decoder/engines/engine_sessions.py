@@ -2,14 +2,13 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Ids
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from retriever.drafter import Drafter, TokenIds
 from retriever.follower import DraftLimits, Follower, Followers
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
 _TAIL: Final = 8
@@ -34,7 +33,7 @@ class HeldSequence:
     slot: int = 0
     call: int = 0
     seen_s: float = 0.0
-    sequence: Sequence = field(init=False)
+    sequence: TokenSequence = field(init=False)
 
     def __post_init__(self) -> None:
         self.sequence = self.follower.sequence
@@ -151,9 +150,9 @@ class DrafterSessions:
 
     def follow(self, tokens: TokenIds, num_prompt: int) -> Follower:
         """Return a follower of a copy of int32[n], whose first `num_prompt` are the prompt."""
-        return self._followers.follow(Sequence(tokens, num_prompt))
+        return self._followers.follow(TokenSequence(tokens, num_prompt))
 
-    def draft(self, asked: Ids[tuple[Follower, int]]) -> list[DraftTree]:
+    def draft(self, asked: Sequence[tuple[Follower, int]]) -> list[DraftTree]:
         """Return a tree for each sequence, in order; empty where there is none to be had.
 
         Args:
@@ -183,7 +182,7 @@ class DrafterSessions:
         self._turn = 0 if len(order) == num_asked else self._turn + len(order)
         return order
 
-    def _step(self, asked: Ids[tuple[Follower, int]]) -> list[DraftTree]:
+    def _step(self, asked: Sequence[tuple[Follower, int]]) -> list[DraftTree]:
         """Draft for open sessions, and note how long that takes where it succeeds."""
         failures, start_s = self.num_failures, self._clock()
         trees = self._followers.draft(asked, self._min_probability)

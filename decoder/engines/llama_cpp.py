@@ -32,7 +32,7 @@ from decoder.errors import UncroppableCacheError, UnsupportedModelError
 from indexer.reader import Vocabulary
 from retriever.drafter import Drafter, TokenIds
 from retriever.follower import DraftLimits, Follower
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
 TESTED_VERSIONS: Final = ">=0.3.36,<0.4"
@@ -152,7 +152,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         sequence.extend(new)
         return follower
 
-    def _goes_on(self, sequence: Sequence, tokens: TokenIds) -> bool:
+    def _goes_on(self, sequence: TokenSequence, tokens: TokenIds) -> bool:
         """Tell whether the tokens are the last call's, then what a pass could bring."""
         accepted = len(tokens) - len(sequence) - 1
         return (

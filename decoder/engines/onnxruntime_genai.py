@@ -21,7 +21,7 @@ from decoder.engines.engine_options import check_version, checked_vocabulary_siz
 from decoder.engines.named_sequences import NamedSequence, NamedSequences
 from indexer.reader import Vocabulary
 from retriever.drafter import Drafter, TokenIds
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 
 TESTED_VERSIONS: Final = ">=0.18,<0.19"
 
@@ -68,7 +68,7 @@ class _Running:
     """
 
     request: Any
-    sequence: Sequence
+    sequence: TokenSequence
     max_tokens: int
     proposed: list[int] = field(default_factory=list)
     is_refused: bool = False
@@ -156,7 +156,7 @@ class DraftingLoop:
         for name, value in turn_options.items():
             getattr(turn, f"set_{name}")(value)
         request.begin_turn(tokens, turn)
-        sequence = Sequence(tokens)
+        sequence = TokenSequence(tokens)
         self._running[id(request)] = _Running(request, sequence, len(tokens) + max_new_tokens)
         return request
 

@@ -5,8 +5,7 @@ No input or output happens here, so that the synchronous and the asynchronous cl
 
 import secrets
 from collections import Counter, deque
-from collections.abc import Iterable
-from collections.abc import Sequence as Ids
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count, islice
@@ -18,7 +17,7 @@ import grpc
 from retriever.backoff import Backoff
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import InvalidTreeError
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import (
@@ -185,7 +184,7 @@ class Answer(NamedTuple):
 
 def answer_with_trees(
     response: pb.DraftStreamResponse,
-    requests: Ids[DraftRequest],
+    requests: Sequence[DraftRequest],
     reasons: dict[str, FailOpen],
     address: str,
 ) -> Answer:
@@ -223,7 +222,7 @@ class SequenceStep(NamedTuple):
     """One sequence's part of a step, its new tokens in the sequence already."""
 
     request: DraftRequest
-    sequence: Sequence
+    sequence: TokenSequence
 
 
 @dataclass(slots=True)
@@ -241,7 +240,7 @@ class _Sent(NamedTuple):
     sent_s: float
     deadline_s: float
     requests: dict[str, DraftRequest]
-    outputs: Ids[TokenIds]
+    outputs: Sequence[TokenIds]
     missed: FailOpens
 
 
@@ -309,7 +308,7 @@ class Conversation:
         return FailOpen.BUSY if is_late or len(self._sent) >= _MAX_UNANSWERED else None
 
     def ask(
-        self, steps: Ids[SequenceStep], now_s: float, deadline_s: float
+        self, steps: Sequence[SequenceStep], now_s: float, deadline_s: float
     ) -> tuple[pb.DraftStreamRequest, dict[str, FailOpen]]:
         """Return a message for steps, and the sessions that are left out of it, with the reason."""
         message = self._message()
@@ -335,7 +334,7 @@ class Conversation:
         self._note(message, now_s, deadline_s, requests, outputs)
         return message, left_out
 
-    def close(self, session: str, sequence: Sequence) -> None:
+    def close(self, session: str, sequence: TokenSequence) -> None:
         """End a session; the server is told with the next message."""
         self._refused.pop(session, None)
         known = self._known.pop(session, None)
@@ -400,7 +399,9 @@ class Conversation:
                 backoff = self._refused.setdefault(name, Backoff(_FIRST_REFUSAL_S, _LAST_REFUSAL_S))
                 backoff.fail()
 
-    def _open(self, name: str, sequence: Sequence, message: pb.DraftStreamRequest) -> _Known | None:
+    def _open(
+        self, name: str, sequence: TokenSequence, message: pb.DraftStreamRequest
+    ) -> _Known | None:
         refused = self._refused.get(name)
         if refused is not None and not refused.is_over():
             return None
@@ -420,7 +421,7 @@ class Conversation:
         now_s: float,
         deadline_s: float,
         requests: dict[str, DraftRequest],
-        outputs: Ids[TokenIds],
+        outputs: Sequence[TokenIds],
     ) -> None:
         """Complete a message that is about to be sent, and remember what went with it."""
         missed = self.missed

@@ -1,6 +1,6 @@
 """Drafting with nothing but numpy: what followed the last tokens in this sequence, or lately."""
 
-from collections.abc import Sequence as Ids
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.limits import check_session_name, checked_tokens
-from retriever.sequences import OpenSessions, Sequence, check_step
+from retriever.sequences import OpenSessions, TokenSequence, check_step
 from retriever.tree import DraftTree, Source
 
 _NO_TOKEN: Final = -1  # between outputs, so that no match spans two
@@ -37,15 +37,15 @@ class LocalDrafter:
     def __init__(self, recent_tokens: int = 1 << 15) -> None:
         self._recent_tokens = recent_tokens
         self._recent = _NO_TOKENS
-        self._sequences: OpenSessions[str, Sequence] = OpenSessions()
+        self._sequences: OpenSessions[str, TokenSequence] = OpenSessions()
 
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
         """Begin a sequence; see `Drafter.open`."""
         check_session_name(session)
         self._sequences.check_free(session)
-        self._sequences.add(session, Sequence(checked_tokens(prompt, None), remember=remember))
+        self._sequences.add(session, TokenSequence(checked_tokens(prompt, None), remember=remember))
 
-    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`."""
         sequences = [self._checked(request) for request in requests]
         for sequence, request in zip(sequences, requests, strict=True):
@@ -65,7 +65,7 @@ class LocalDrafter:
             joined = np.concatenate([self._recent, [np.int32(_NO_TOKEN)], sequence.output])
             self._recent = joined[-self._recent_tokens :].astype(np.int32)
 
-    def _checked(self, request: DraftRequest) -> Sequence:
+    def _checked(self, request: DraftRequest) -> TokenSequence:
         sequence = self._sequences.get(request.session)
         check_step(request, len(sequence), len(request.new_tokens))
         return sequence

@@ -3,8 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as Ids
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -19,7 +18,13 @@ from retriever.drafter import Drafter, DraftRequest
 from retriever.errors import InvalidRequestError, RetrieverError, UnknownSessionError
 from retriever.follower import Follower, Followers
 from retriever.limits import check_session_name, checked_ids, checked_tokens
-from retriever.sequences import OpenSessions, Sequence, check_named_once, check_step, check_wire
+from retriever.sequences import (
+    OpenSessions,
+    TokenSequence,
+    check_named_once,
+    check_step,
+    check_wire,
+)
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 
@@ -61,7 +66,7 @@ class LocalSide:
         self._followers = None if chosen is None else Followers(chosen)
         self._following: dict[str, Follower] = {}
 
-    def draft(self, steps: Ids[SequenceStep], until_s: float) -> dict[str, DraftTree]:
+    def draft(self, steps: Sequence[SequenceStep], until_s: float) -> dict[str, DraftTree]:
         """Return trees by session, for those that there are any for.
 
         The first is drafted for whenever it is, others until then, by `time.monotonic`.
@@ -76,7 +81,7 @@ class LocalSide:
                 trees[step.request.session] = self._ask(self._followers, step)
         return trees
 
-    def close(self, session: str, sequence: Sequence) -> None:
+    def close(self, session: str, sequence: TokenSequence) -> None:
         """End a session; what it generated joins the recent outputs."""
         if self._followers is None:
             return
@@ -137,7 +142,7 @@ class Plan:
 class _Placed:
     """A sequence, and the server that drafts for it."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     address: str
 
 
@@ -198,10 +203,10 @@ class Planner:
         """Begin a sequence; servers are told with its first step."""
         check_session_name(session)
         self._placed.check_free(session)
-        sequence = Sequence(checked_tokens(prompt, None), remember=remember)
+        sequence = TokenSequence(checked_tokens(prompt, None), remember=remember)
         self._placed.add(session, _Placed(sequence, ranked(session, self.conversations)[0]))
 
-    def plan(self, requests: Ids[DraftRequest], now_s: float, deadline_s: float) -> Plan:
+    def plan(self, requests: Sequence[DraftRequest], now_s: float, deadline_s: float) -> Plan:
         """Note the new tokens of a step; return what is to be sent.
 
         Raises:

@@ -1,7 +1,6 @@
 """A corpus whose segments are spread over several servers, as one drafter."""
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Ids
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from retriever.errors import (
 )
 from retriever.follower import Follower, Followers
 from retriever.limits import check_session_name, checked_tokens
-from retriever.sequences import OpenSessions, Sequence, check_named_once, check_step
+from retriever.sequences import OpenSessions, TokenSequence, check_named_once, check_step
 from retriever.tree import DraftTree
 
 
@@ -132,13 +131,13 @@ class Shard:
         """How it does."""
         return ShardState(self._address, self._is_up, self.missed, self._failures)
 
-    def open(self, session: str, sequence: Sequence) -> Future[bool] | None:
+    def open(self, session: str, sequence: TokenSequence) -> Future[bool] | None:
         """Open a session; None where the answer is not worth waiting for."""
         is_awaited = self._is_up and not self._is_late()
         job = self._submit(self._open, session, sequence)
         return job if is_awaited else None
 
-    def draft(self, steps: Ids[SequenceStep]) -> Future[Trees] | None:
+    def draft(self, steps: Sequence[SequenceStep]) -> Future[Trees] | None:
         """Draft for a step; None where the answer is not worth waiting for.
 
         While an earlier step has no answer, this one is left out; its tokens travel with the next.
@@ -149,7 +148,7 @@ class Shard:
         self._step = self._submit(self._draft, steps)
         return self._step if is_awaited else None
 
-    def close(self, session: str, sequence: Sequence) -> Future[bool] | None:
+    def close(self, session: str, sequence: TokenSequence) -> Future[bool] | None:
         """Close a session; None where the answer is not worth waiting for."""
         is_awaited = self._is_up and not self._is_late()
         job = self._submit(self._close, session, sequence)
@@ -238,14 +237,14 @@ class Shard:
             self._end_stale()
         return self._connection
 
-    def _open(self, session: str, sequence: Sequence) -> bool:
+    def _open(self, session: str, sequence: TokenSequence) -> bool:
         connection = self._connected()
         follower = connection.followers.follow(sequence, session)
         follower.open()
         connection.following[session] = follower
         return True
 
-    def _draft(self, steps: Ids[SequenceStep]) -> Trees:
+    def _draft(self, steps: Sequence[SequenceStep]) -> Trees:
         connection = self._connected()
         asked: dict[int, Follower] = {}
         for at, step in enumerate(steps):
@@ -269,7 +268,7 @@ class Shard:
                 self._failures += 1
         return connection.following.get(session)
 
-    def _close(self, session: str, sequence: Sequence) -> bool:
+    def _close(self, session: str, sequence: TokenSequence) -> bool:
         following = self._connection.following if self._connection is not None else {}
         if session not in following:
             if not sequence.remember or not len(sequence.output):
@@ -323,7 +322,7 @@ class ShardedDrafter:
     ) -> None:
         self._deadline_s = deadline_s
         self._timeout_s = timeout_s
-        self._sequences: OpenSessions[str, Sequence] = OpenSessions()
+        self._sequences: OpenSessions[str, TokenSequence] = OpenSessions()
         self._lock = Lock()
         agreement = Agreement(vocabulary_fingerprint)
         client = partial(_client, timeout_s=timeout_s, credentials=credentials)
@@ -343,7 +342,7 @@ class ShardedDrafter:
             VocabularyMismatchError: a shard, which is named, is of another vocabulary.
         """
         check_session_name(session)
-        sequence = Sequence(checked_tokens(prompt, None), remember=remember)
+        sequence = TokenSequence(checked_tokens(prompt, None), remember=remember)
         with self._lock:
             self._sequences.add(session, sequence)
         try:
@@ -355,7 +354,7 @@ class ShardedDrafter:
             self.close(session)
             raise
 
-    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
         It is never an error that servers cannot be reached.
@@ -407,7 +406,7 @@ class ShardedDrafter:
         check_step(request, len(sequence), len(tokens))
         return SequenceStep(replace(request, new_tokens=tokens), sequence)
 
-    def _take_back(self, steps: list[SequenceStep], jobs: Ids[_Job]) -> None:
+    def _take_back(self, steps: list[SequenceStep], jobs: Sequence[_Job]) -> None:
         """Keep nothing of a step that is at fault, nor let a shard that took it in."""
         for step in steps:
             step.sequence.shorten(step.request.length - len(step.request.new_tokens))
@@ -417,7 +416,7 @@ class ShardedDrafter:
 
 
 def connect(
-    addresses: Ids[str],
+    addresses: Sequence[str],
     *,
     deadline_s: float = DEFAULT_DEADLINE_S,
     vocabulary_fingerprint: str = "",
@@ -447,7 +446,7 @@ def connect(
     )
 
 
-def _await(jobs: Ids[_Job], timeout_s: float) -> list[Any]:
+def _await(jobs: Sequence[_Job], timeout_s: float) -> list[Any]:
     """Return what was answered in time, None for each shard that did not answer.
 
     Raises:

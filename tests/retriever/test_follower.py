@@ -1,6 +1,6 @@
 """A follower tells a drafter each token once, and costs no more than drafts when that fails."""
 
-from collections.abc import Sequence as Ids
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from retriever.errors import (
     VocabularyMismatchError,
 )
 from retriever.follower import DraftLimits, Follower, Followers
-from retriever.sequences import OpenSessions, Sequence, check_step
+from retriever.sequences import OpenSessions, TokenSequence, check_step
 from retriever.tree import DraftTree, Source
 
 
@@ -50,7 +50,7 @@ class Strict:
     closing: Exception | None = None
     refused: int = -1
     num_trees: int | None = None
-    told: OpenSessions[str, Sequence] = field(default_factory=OpenSessions)
+    told: OpenSessions[str, TokenSequence] = field(default_factory=OpenSessions)
     steps: list[list[str]] = field(default_factory=list)
     closed: list[tuple[list[int], list[int]]] = field(default_factory=list)
     learned: list[tuple[str, object]] = field(default_factory=list)
@@ -61,9 +61,9 @@ class Strict:
             raise self.opening
         if self.refused in prompt:
             raise InvalidRequestError("a token that is not known")
-        self.told.add(session, Sequence(prompt, remember=remember))
+        self.told.add(session, TokenSequence(prompt, remember=remember))
 
-    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         self.steps.append([request.session for request in requests])
         if self.drafting is not None:
             raise self.drafting
@@ -89,8 +89,8 @@ class Strict:
         self.learned.append((session, verified))
 
 
-def of(tokens: Ids[int], *, remember: bool = True) -> Sequence:
-    return Sequence(np.array(tokens, np.int32), remember=remember)
+def of(tokens: Sequence[int], *, remember: bool = True) -> TokenSequence:
+    return TokenSequence(np.array(tokens, np.int32), remember=remember)
 
 
 def tokens_of(tree: DraftTree) -> list[int]:

@@ -14,8 +14,8 @@ from retriever.errors import (
 )
 from retriever.sequences import (
     OpenSessions,
-    Sequence,
     SessionKey,
+    TokenSequence,
     check_named_once,
     check_step,
 )
@@ -25,7 +25,7 @@ IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 
 @given(IDS, st.lists(st.one_of(IDS, st.integers(0, 40)), max_size=12))
 def test_a_sequence_is_the_list_of_its_tokens(prompt: list[int], changes: list[object]) -> None:
-    sequence, twin = Sequence(np.array(prompt, np.int32)), list(prompt)
+    sequence, twin = TokenSequence(np.array(prompt, np.int32)), list(prompt)
     for change in changes:
         if isinstance(change, list):
             sequence.extend(change)
@@ -46,13 +46,13 @@ def test_a_row_begins_with_a_sequence_where_all_its_tokens_are_the_first(
     prompt: list[int], row: list[int], *, goes_on: bool
 ) -> None:
     row = [*prompt, *row] if goes_on else row
-    begins = Sequence(np.array(prompt, np.int32)).begins(np.array(row, np.int32))
+    begins = TokenSequence(np.array(prompt, np.int32)).begins(np.array(row, np.int32))
     assert begins == (row[: len(prompt)] == prompt)
 
 
 def test_views_stay_and_the_prompt_given_is_left_alone() -> None:
     prompt = np.array([1, 2], np.int32)
-    sequence = Sequence(prompt)
+    sequence = TokenSequence(prompt)
     before = sequence.tokens
     for token in range(100):
         sequence.extend([token])

@@ -14,8 +14,7 @@ Source: sglang 0.5.23, `reconstructIndicesFromTreeMask`, `VerifyTreeGreedy` and
 `TreeSpeculativeSamplingTargetOnly`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Ids
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
@@ -29,7 +28,7 @@ from torch.distributed import ProcessGroup
 from decoder.engines.engine_sessions import DrafterSessions
 from retriever.drafter import TokenIds
 from retriever.follower import Follower
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree
 
 NO_PARENT: Final = -1
@@ -39,7 +38,7 @@ Nodes = NDArray[np.int64]
 """int64[2, rows, width]: tokens, and parents as places in the row."""
 
 
-def lay_out(trees: Ids[DraftTree], last_tokens: Ids[int], width: int) -> Nodes:
+def lay_out(trees: Sequence[DraftTree], last_tokens: Sequence[int], width: int) -> Nodes:
     """Return trees as rows of equal width, each behind the token that it goes on from.
 
     A larger tree is cut; a smaller one is padded, with its last committed token, which every model
@@ -86,11 +85,11 @@ class EngineRequest(Protocol):
         """Its name."""
 
     @property
-    def origin_input_ids_unpadded(self) -> Ids[int]:
+    def origin_input_ids_unpadded(self) -> Sequence[int]:
         """The prompt."""
 
     @property
-    def output_ids(self) -> Ids[int]:
+    def output_ids(self) -> Sequence[int]:
         """What was generated, as far as the scheduler knows."""
 
 
@@ -115,17 +114,19 @@ class FollowedRequest:
         return cls(sessions.follow(_tokens_of(request), num_prompt), 0, request)
 
     @classmethod
-    def of_tail(cls, tail: Ids[int], length: int, sessions: DrafterSessions) -> "FollowedRequest":
+    def of_tail(
+        cls, tail: Sequence[int], length: int, sessions: DrafterSessions
+    ) -> "FollowedRequest":
         """Follow a request of which only the last tokens and the length are known."""
         tokens = np.array(tail, np.int32)
         return cls(sessions.follow(tokens, len(tokens)), length - len(tokens), None)
 
     @property
-    def sequence(self) -> Sequence:
+    def sequence(self) -> TokenSequence:
         """Its tokens."""
         return self.follower.sequence
 
-    def go_on(self, tail: Ids[int], length: int) -> bool:
+    def go_on(self, tail: Sequence[int], length: int) -> bool:
         """Append what is new; tell whether the sequence is still the same."""
         tokens = np.array(tail, np.int32)
         num_known = len(tokens) - (length - self.offset - len(self.sequence))
@@ -219,9 +220,9 @@ class DrafterCorpus:
 
     def batch_get(
         self,
-        req_ids: Ids[str],
-        batch_tokens: Ids[Ids[int]],
-        total_lens: Ids[int],
+        req_ids: Sequence[str],
+        batch_tokens: Sequence[Sequence[int]],
+        total_lens: Sequence[int],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Draft for each request.
 
@@ -244,13 +245,13 @@ class DrafterCorpus:
         tokens, parents = nodes
         return tokens.reshape(-1), masks_of(parents).reshape(-1)
 
-    def batch_put(self, batch_tokens: Ids[Ids[int]]) -> None:
+    def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
         """Do nothing: what is generated is learned from when a session ends."""
 
     def synchronize(self) -> None:
         """Do nothing: nothing is put in."""
 
-    def erase_match_state(self, req_ids: Ids[str]) -> None:
+    def erase_match_state(self, req_ids: Sequence[str]) -> None:
         """End the sessions of requests that are decoded no more; their outputs are remembered."""
         with self._never_failing():
             for name in req_ids:
@@ -264,7 +265,9 @@ class DrafterCorpus:
         """Return nothing: there are none of the engine's kind."""
         return {}
 
-    def load_external_corpus_named(self, corpus_id: str, _chunks: Iterable[Ids[int]]) -> NoReturn:
+    def load_external_corpus_named(
+        self, corpus_id: str, _chunks: Iterable[Sequence[int]]
+    ) -> NoReturn:
         """Refuse a corpus.
 
         Raises:
@@ -287,9 +290,9 @@ class DrafterCorpus:
     def _draft(
         self,
         sessions: DrafterSessions,
-        names: Ids[str],
-        tails: Ids[Ids[int]],
-        lengths: Ids[int],
+        names: Sequence[str],
+        tails: Sequence[Sequence[int]],
+        lengths: Sequence[int],
     ) -> list[DraftTree]:
         followers = [
             self._follow(sessions, name, tail, length)
@@ -300,7 +303,7 @@ class DrafterCorpus:
         return [self._checked(tree) for tree in trees]
 
     def _follow(
-        self, sessions: DrafterSessions, name: str, tail: Ids[int], length: int
+        self, sessions: DrafterSessions, name: str, tail: Sequence[int], length: int
     ) -> Follower:
         """Return a request's follower, up to date; one that is another by now begins anew."""
         followed = self._followed.get(name)

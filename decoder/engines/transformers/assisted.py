@@ -28,7 +28,7 @@ from decoder.engines.transformers.requests import (
 from decoder.errors import UnsupportedGenerationError
 from retriever.drafter import Drafter, TokenIds
 from retriever.follower import DraftLimits, Followers
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 
 DEFAULT_MAX_CANDIDATES = 10
 DEFAULT_BUDGET_NODES = 64
@@ -65,7 +65,7 @@ class DrafterCandidates(CandidateGenerator):
         self._min_probability = min_probability
         self._budget_nodes = budget_nodes
         self._max_length = max_length
-        self._sequence: Sequence | None = None
+        self._sequence: TokenSequence | None = None
         self._drafting: SequenceDrafter | None = None
         self._accepted = _tokens_of(torch.empty(0))
 
@@ -117,7 +117,7 @@ class DrafterCandidates(CandidateGenerator):
         tokens = _tokens_of(input_ids[0])
         if self._drafting is None or self._sequence is None or not self._sequence.begins(tokens):
             self.close()
-            self._sequence = Sequence(tokens)
+            self._sequence = TokenSequence(tokens)
             self._drafting = follow(self._followers, self._sequence)
         else:
             self._sequence.extend(tokens[len(self._sequence) :])

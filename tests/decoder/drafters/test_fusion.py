@@ -17,7 +17,7 @@ from retriever.errors import (
     UnknownSessionError,
 )
 from retriever.follower import DraftLimits
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, DraftTree, Source
 from tests.decoder.decoding import (
     MODELS,
@@ -154,7 +154,7 @@ def test_a_part_that_refuses_a_prompt_leaves_no_session_of_the_others() -> None:
 def test_a_draft_of_earlier_tokens_teaches_nothing() -> None:
     drafter = FusedDrafter([saying(([4], 0.9)), saying(([5], 0.6))], LIMITS)
     taught: list[DraftTree] = []
-    sequence = Sequence(np.array([1], np.int32))
+    sequence = TokenSequence(np.array([1], np.int32))
     fused_sequence = drafter.follow(sequence)
     for _ in range(200):
         if not taught:

@@ -25,7 +25,7 @@ from retriever.client.planner import LocalSide, ranked
 from retriever.client.resilient import LONGEST_S, SHORTEST_S, Pace, ResilientDrafter
 from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
@@ -128,7 +128,7 @@ def test_backlog_is_bounded_in_memory_whatever_ends() -> None:
     conversation = Conversation("nowhere", "")
     tracemalloc.start()
     for at in range(30_000):
-        sequence = Sequence(np.zeros(2000, np.int32))
+        sequence = TokenSequence(np.zeros(2000, np.int32))
         sequence.extend(ids(1))
         conversation.close(str(at), sequence)
     held, _ = tracemalloc.get_traced_memory()
@@ -160,9 +160,9 @@ def test_reconnecting_costs_no_step_much_more_than_others() -> None:
     conversation.begin()
     steps = []
     for at in range(64):
-        sequence = Sequence(np.zeros(8000, np.int32))
+        sequence = TokenSequence(np.zeros(8000, np.int32))
         steps.append(SequenceStep(DraftRequest(str(at), ids(), 8000, 4), sequence))
-        ended = Sequence(ids(1))
+        ended = TokenSequence(ids(1))
         ended.extend(np.zeros(1000, np.int32))
         conversation.close(f"ended-{at}", ended)
     message, left_out = conversation.ask(steps, 0.0, 0.01)
@@ -179,7 +179,7 @@ def test_reconnecting_costs_no_step_much_more_than_others() -> None:
 
 def test_a_local_side_catches_up_and_outlives_sessions_that_ended() -> None:
     drafter = LocalDrafter()
-    side, sequence = LocalSide(drafter), Sequence(ids(1, 2))
+    side, sequence = LocalSide(drafter), TokenSequence(ids(1, 2))
 
     def drafted(*tokens: int) -> list[int]:
         sequence.extend(tokens)
@@ -192,7 +192,7 @@ def test_a_local_side_catches_up_and_outlives_sessions_that_ended() -> None:
     assert drafted(2) == []
     assert drafted(9) == [8, 1, 2, 9]  # all of it was told again
     side.close("s", sequence)
-    late = Sequence(ids(7))
+    late = TokenSequence(ids(7))
     late.extend([5, 6, 4])
     side.close("late", late)  # it never was asked for here
     drafter.open("t", [5, 6])

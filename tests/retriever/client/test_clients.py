@@ -1,7 +1,6 @@
 """What both clients that fail open do alike: fail-opens that are told, credentials, padding."""
 
-from collections.abc import Callable
-from collections.abc import Sequence as Ids
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -21,7 +20,7 @@ from retriever import (
 from retriever.client.conversation import Conversation, FailOpen, SequenceStep
 from retriever.security.access import add_token
 from retriever.security.protection import Protection, ProtectionFiles
-from retriever.sequences import Sequence
+from retriever.sequences import TokenSequence
 from retriever.service.draft_stream import MOST_FAIL_OPENS, bounded_fail_opens
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.tally import Tally
@@ -50,7 +49,7 @@ class Awaited:
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
         on_loop(self.drafter.open(session, prompt, remember=remember))
 
-    def draft(self, requests: Ids[DraftRequest]) -> list[DraftTree]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         return on_loop(self.drafter.draft(requests))
 
     def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
@@ -97,7 +96,7 @@ def test_what_a_client_went_without_its_server_is_told_once(client: Client) -> N
 
 def test_what_was_told_on_a_stream_that_broke_is_told_again() -> None:
     conversation = Conversation("a", "")
-    sequence = Sequence(PROMPT)
+    sequence = TokenSequence(PROMPT)
     step = SequenceStep(DraftRequest("s", ids(), len(PROMPT), 4), sequence)
     conversation.missed[FailOpen.BUSY] = 3
     told = []
