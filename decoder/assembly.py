@@ -250,7 +250,7 @@ class DrafterSettings(DraftSettings):
                 credentials=self.shown_credentials(),
             )
         encode = partial(language_model.tokenizer.encode, add_special_tokens=False)
-        phrases = load_phrases(self.phrases, encode, vocabulary.size)
+        phrases = load_phrases(self.phrases, encode, vocabulary)
         drafter = EmbeddedDrafter.open_indexes(self.index, vocabulary=vocabulary, phrases=phrases)
         drafter.warm()
         return drafter

@@ -44,13 +44,19 @@ if TYPE_CHECKING:
     from retriever.client.sharded import ShardedDrafter, ShardState, connect
     from retriever.client.strict import IndexInfo, RemoteDrafter
     from retriever.drafter import Drafter, DraftRequest, TokenIds
-    from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
     from retriever.follower import DraftLimits
     from retriever.limits import Limits
     from retriever.predict.phrases import ListedPhrases
     from retriever.replication.options import ReplicationOptions
     from retriever.sessions.embedded import EmbeddedDrafter
-    from retriever.tree import ROOT, DraftTree, Source
+    from retriever.tree import (
+        ROOT,
+        DocumentOccurrence,
+        DraftTree,
+        Explanation,
+        NodeProvenance,
+        Source,
+    )
 
 try:
     check_packages()
@@ -146,13 +152,19 @@ _HOMES: Final = {
     "retriever.client.sharded": ("ShardedDrafter", "ShardState", "connect"),
     "retriever.client.strict": ("IndexInfo", "RemoteDrafter"),
     "retriever.drafter": ("Drafter", "DraftRequest", "TokenIds"),
-    "retriever.explanation": ("DocumentOccurrence", "Explanation", "NodeProvenance"),
     "retriever.follower": ("DraftLimits",),
     "retriever.limits": ("Limits",),
     "retriever.predict.phrases": ("ListedPhrases",),
     "retriever.replication.options": ("ReplicationOptions",),
     "retriever.sessions.embedded": ("EmbeddedDrafter",),
-    "retriever.tree": ("ROOT", "DraftTree", "Source"),
+    "retriever.tree": (
+        "ROOT",
+        "DocumentOccurrence",
+        "DraftTree",
+        "Explanation",
+        "NodeProvenance",
+        "Source",
+    ),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -34,8 +34,7 @@ from retriever.errors import (
     UnknownSessionError,
     VocabularyMismatchError,
 )
-from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
-from retriever.tree import ROOT, DraftTree, Source
+from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
 
 __distribution__ = "foredraft"
 

@@ -124,7 +124,7 @@ def _phrases(
         _log.warning("no listed phrases: the engine's tokenizer is not known")
         return None
     try:
-        return load_phrases(paths, encode, vocabulary.size, say=_log.info)
+        return load_phrases(paths, encode, vocabulary, say=_log.info)
     except RetrieverError as error:
         _log.warning("no listed phrases: %s", error)
         return None

@@ -20,10 +20,9 @@ from retriever.errors import (
     RetrieverError,
     UnknownSessionError,
 )
-from retriever.explanation import Explanation
 from retriever.limits import DEFAULT_DOCUMENTS, check_session_name, checked_tokens, shown
 from retriever.sequences import OpenSessions
-from retriever.tree import DraftTree
+from retriever.tree import DraftTree, Explanation
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS

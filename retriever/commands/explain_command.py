@@ -15,15 +15,14 @@ from indexer.errors import reason_of
 from indexer.flags import AsJson, with_flags
 from indexer.reader import Vocabulary
 from retriever.client.strict import RemoteDrafter
-from retriever.commands.options import clear_errors, listed_phrases
+from retriever.commands.options import clear_errors, progress
 from retriever.errors import InvalidRequestError
-from retriever.explanation import Explanation, NodeProvenance
 from retriever.limits import DEFAULT_DOCUMENTS, MAX_DOCUMENTS
 from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.traces import ChatEncoder
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.options import DEFAULT_LIMITS, check_files
-from retriever.tree import ROOT, Source
+from retriever.sessions.options import DEFAULT_LIMITS, check_files, load_phrases
+from retriever.tree import ROOT, Explanation, NodeProvenance, Source
 
 _SHOWN_POSITIONS: Final = 3
 
@@ -105,7 +104,13 @@ def explain(
         if source.server:
             drafter = _remote(source, encoder.vocabulary)
         else:
-            phrases = listed_phrases(source.phrases, encoder, source.index)
+            phrases = load_phrases(
+                source.phrases,
+                encoder.encode_output,
+                encoder.vocabulary,
+                indexes=source.index,
+                track=progress,
+            )
             drafter = EmbeddedDrafter.open_indexes(
                 source.index, vocabulary=encoder.vocabulary, phrases=phrases
             )

@@ -11,13 +11,13 @@ from rich.console import Console
 
 from indexer.flags import AsJson, with_flags
 from indexer.reader import Index
-from retriever.commands.options import clear_errors, listed_phrases, progress
+from retriever.commands.options import clear_errors, progress
 from retriever.errors import InvalidRequestError
 from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.replay.replay import replay, tables
 from retriever.replay.traces import ChatEncoder, read_outputs, read_traces
-from retriever.sessions.options import DEFAULT_LIMITS, check_files
+from retriever.sessions.options import DEFAULT_LIMITS, check_files, load_phrases
 
 
 @clear_errors()
@@ -92,7 +92,13 @@ def replay_traces(
             credentials=source.shown_credentials(),
         )
     elif drafter == OWN:
-        listed = listed_phrases(source.phrases, encoder, source.index)
+        listed = load_phrases(
+            source.phrases,
+            encoder.encode_output,
+            encoder.vocabulary,
+            indexes=source.index,
+            track=progress,
+        )
         make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
     indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in source.index]
     made = make_drafter(indexes, outputs, budget)

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from indexer.flags import AsJson, Given, with_flags
-from retriever.commands.options import clear_errors, listed_phrases
+from retriever.commands.options import clear_errors, progress
 from retriever.operations.logs import log_event, log_to_standard_error
 from retriever.operations.observer import Operator
 from retriever.operations.resolving import FILE_VARIABLE, as_toml, resolve, to_json
@@ -23,13 +23,12 @@ from retriever.operations.settings import Settings
 from retriever.operations.tracing import tracing_of
 from retriever.operations.web import Web, WebAddress
 from retriever.replay.traces import ChatEncoder
-from retriever.replication.options import ReplicationOptions
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.service.listening import check_address
 from retriever.service.serving import serve as serve_forever
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.options import check_files
+from retriever.sessions.options import check_files, load_phrases
 
 _logger = logging.getLogger(__name__)
 
@@ -138,8 +137,11 @@ def _open(settings: Settings) -> EmbeddedDrafter:
         [*settings.phrases, *chain.from_iterable(lists.values())],
     )
     encoder = ChatEncoder(settings.tokenizer)
+    load = partial(
+        load_phrases, encode=encoder.encode_output, indexes=settings.index, track=progress
+    )
     listed = {
-        tenant: listed_phrases([*settings.phrases, *own], encoder, settings.index)
+        tenant: load([*settings.phrases, *own], vocabulary=encoder.vocabulary)
         for tenant, own in lists.items()
     }
     return EmbeddedDrafter.open_indexes(
@@ -148,10 +150,8 @@ def _open(settings: Settings) -> EmbeddedDrafter:
         limits=settings.limits,
         state=settings.state,
         durability=settings.durability,
-        phrases=listed_phrases(settings.phrases, encoder, settings.index),
+        phrases=load(settings.phrases, vocabulary=encoder.vocabulary),
         refresh_s=settings.refresh,
         bound=BoundPaths(indexes, {tenant: own for tenant, own in listed.items() if own}),
-        replication=ReplicationOptions(settings.redis.get_secret_value())
-        if settings.redis
-        else None,
+        replication=settings.replication,
     )

@@ -19,7 +19,7 @@ from retriever.client.credentials import VARIABLES, Credentials
 from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
 from retriever.log.options import DEFAULT_DURABILITY, Durability
-from retriever.replication.options import without_credentials
+from retriever.replication.options import ReplicationOptions, without_credentials
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -352,3 +352,8 @@ class Settings(ReportSettings, LimitSettings, NetworkSettings, EmbeddedSettings,
     def limits(self) -> Limits:
         """The limits among the settings."""
         return Limits(**{field.name: getattr(self, field.name) for field in fields(Limits)})
+
+    @property
+    def replication(self) -> ReplicationOptions | None:
+        """Where outputs are shared; None where they are not."""
+        return ReplicationOptions(self.redis.get_secret_value()) if self.redis else None

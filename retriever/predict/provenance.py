@@ -20,12 +20,11 @@ from indexer.errors import IndexerError
 from indexer.reader import Index, Segment
 from retriever.drafter import TokenIds
 from retriever.errors import ProvenanceError
-from retriever.explanation import DocumentOccurrence, NodeProvenance
 from retriever.kernels.layout import Tables
 from retriever.kernels.live_table import check_of, entry_count, entry_token, hash_context
 from retriever.predict.databases import Databases
 from retriever.predict.predictor import Predictor
-from retriever.tree import ROOT, DraftTree, Source
+from retriever.tree import ROOT, DocumentOccurrence, DraftTree, NodeProvenance, Source
 
 _LOOKS_PER_DOCUMENT: Final = 8
 """Occurrences to look at for each document that is wanted: many may stand in one."""

@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike
 from indexer.reader import Index
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import RetrieverError, UnknownSessionError, VocabularyMismatchError
-from retriever.explanation import Explanation
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
     check_documents,
@@ -50,7 +49,7 @@ from retriever.sessions.options import (
 )
 from retriever.sessions.session_table import Session, Sessions, Step
 from retriever.sessions.tally import Census, Tally, census_of
-from retriever.tree import DraftTree
+from retriever.tree import DraftTree, Explanation
 
 _NO_TOKENS: Final = np.empty(0, np.int32)
 

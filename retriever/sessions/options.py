@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final, TypedDict
 
@@ -39,11 +39,12 @@ def _print_to_standard_error(line: str) -> None:
     print(line, file=sys.stderr)  # noqa: T201  (for whoever runs a command)
 
 
-def load_phrases(
+def load_phrases(  # noqa: PLR0913  (the last three are options)
     paths: Sequence[Path],
     encode: Encode,
-    vocabulary_size: int | None,
+    vocabulary: Vocabulary | None,
     *,
+    indexes: Sequence[Path | str] = (),
     say: Callable[[str], object] = _print_to_standard_error,
     track: Track = lambda items, _: items,
 ) -> ListedPhrases | None:
@@ -52,16 +53,22 @@ def load_phrases(
     Args:
         paths: files of listed phrases.
         encode: the tokenizer of the model that is drafted for, without special tokens.
-        vocabulary_size: token ids must be below it; None where it is not known.
+        vocabulary: token ids must be of it; None for that of the first index, if there is one.
+        indexes: that will be drafted from.
         say: takes a line; standard error, if nothing else is said.
         track: shows progress.
 
     Raises:
         PhrasesError: a file cannot be read.
+        IndexerError: the index cannot be opened.
     """
     if not paths:
         return None
-    listed = ListedPhrases.load(paths, encode, vocabulary_size, track=track)
+    if vocabulary is None and indexes:
+        with closing(Index.open(indexes[0])) as opened:
+            vocabulary = opened.vocabulary
+    size = None if vocabulary is None else vocabulary.size
+    listed = ListedPhrases.load(paths, encode, size, track=track)
     for line in listed.summary():
         say(line)
     return listed

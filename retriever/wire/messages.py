@@ -14,9 +14,8 @@ from numpy.typing import ArrayLike
 
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import InvalidRequestError, InvalidTreeError
-from retriever.explanation import DocumentOccurrence, Explanation, NodeProvenance
 from retriever.limits import checked_tokens
-from retriever.tree import DraftTree, Source
+from retriever.tree import DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
 from retriever.v1 import retriever_pb2 as pb
 
 _MAX_TOKEN_ID: Final = (1 << 31) - 1

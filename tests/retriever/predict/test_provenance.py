@@ -25,10 +25,10 @@ from retriever import (
     VocabularyMismatchError,
 )
 from retriever.commands import app
-from retriever.explanation import Explanation, NodeProvenance
 from retriever.predict.phrases import ListedPhrases
 from retriever.predict.provenance import find_ngram
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import Explanation, NodeProvenance
 from tests.retriever.conftest import VOCABULARY_SIZE, start_service, stop_service
 
 BEGINNING = [1, 2, 3, 4, 5, 6]
