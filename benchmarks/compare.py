@@ -18,8 +18,8 @@ from rich.progress import track
 from benchmarks.comparison import Comparison, Measurement, circumstances, describe
 from benchmarks.peers import DRAFTERS
 from benchmarks.workloads import Workload, WorkloadFiles, stdlib_workload
+from retriever.commands.factories import OWN, DrafterFactory, find_factory
 from retriever.commands.options import clear_errors
-from retriever.replay.factories import OWN, DrafterFactory, find_factory
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.workloads import Workload
-from retriever.replay.factories import OWN
+from retriever.commands.factories import OWN
 
 PACKAGES: Final = ("numpy", "numba", "transformers")
 

@@ -32,9 +32,9 @@ from benchmarks.workloads import stdlib_corpus, stdlib_recordings
 from indexer.errors import IndexerError
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL
+from retriever.commands.factories import OWN, DrafterFactory, find_factory
 from retriever.drafter import TokenIds
 from retriever.errors import RetrieverError
-from retriever.replay.factories import OWN, DrafterFactory, find_factory
 from retriever.replay.replay import ReplayReport, replay
 from retriever.replay.traces import ChatEncoder, Trace, read_outputs, read_traces
 

@@ -17,8 +17,8 @@ from benchmarks.peers.rest import Rest
 from benchmarks.peers.sam_decoding import SamDecoding
 from benchmarks.peers.suffix_decoding import BEST_PATH, BEST_TREE, SuffixDecoding, documents_of
 from indexer.reader import Index
+from retriever.commands.factories import DrafterFactory
 from retriever.drafter import TokenIds
-from retriever.replay.factories import DrafterFactory
 
 
 def _prompt_lookup(

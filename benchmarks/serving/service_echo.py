@@ -49,7 +49,7 @@ class Echo(RetrieverServicer):
 
 async def main() -> None:
     """Serve until standard input ends."""
-    server = aio.server(options=server_options(Limits()))
+    server = aio.server(options=server_options(Limits().max_message_bytes))
     pb_grpc.add_RetrieverServiceServicer_to_server(Echo(int(sys.argv[1])), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -13,8 +13,8 @@ import typer
 
 from indexer.reader import Index
 from retriever.client.merging import merge_trees
+from retriever.commands.factories import own_drafter
 from retriever.drafter import Drafter, DraftRequest, TokenIds
-from retriever.replay.factories import own_drafter
 from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder, read_outputs, read_traces
 from retriever.tree import DraftTree

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from indexer.flags import AsJson, with_flags
 from indexer.reader import Index
+from retriever.commands.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.commands.options import clear_errors, progress
 from retriever.errors import InvalidRequestError
 from retriever.operations.settings import DraftSettings, TokenizerSettings
-from retriever.replay.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.replay.replay import replay, tables
 from retriever.replay.traces import ChatEncoder, read_outputs, read_traces
 from retriever.sessions.options import DEFAULT_LIMITS, check_files, load_phrases

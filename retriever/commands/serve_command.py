@@ -65,7 +65,7 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
             asyncio.run(
                 serve_forever(
                     partial(_open_for, service, settings),
-                    settings.limits,
+                    settings.max_message_bytes,
                     settings.address,
                     operator,
                     protection,

@@ -21,7 +21,6 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from retriever.errors import InvalidRequestError
-from retriever.limits import Limits
 from retriever.operations.logs import log_event
 from retriever.operations.observer import Operator
 from retriever.security.admission import Admission, kind_of, rebuilt
@@ -199,7 +198,7 @@ async def start(
     """
     operator = operator or Operator()
     listening = await _listen(
-        drafter.limits, address, operator, protection, pad_replies=pad_replies
+        drafter.limits.max_message_bytes, address, operator, protection, pad_replies=pad_replies
     )
     await listening.open(lambda: drafter)
     return listening.server, listening.address
@@ -207,7 +206,7 @@ async def start(
 
 async def serve(  # noqa: PLR0913  (what a service consists of)
     open_drafter: Callable[[], EmbeddedDrafter],
-    limits: Limits,
+    max_message_bytes: int,
     address: str,
     operator: Operator,
     protection: Protection = NO_PROTECTION,
@@ -224,7 +223,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
 
     Args:
         open_drafter: opens what answers, in another thread; the caller shuts it down.
-        limits: of that.
+        max_message_bytes: size of the largest message that is taken.
         address: as for `start`, and so are the others.
         operator: what looks after the service.
         protection: who is let in, and how connections are encrypted.
@@ -239,7 +238,9 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, partial(_stop, stopped, number))
-    listening = await _listen(limits, address, operator, protection, pad_replies=pad_replies)
+    listening = await _listen(
+        max_message_bytes, address, operator, protection, pad_replies=pad_replies
+    )
     drafter = await listening.open(open_drafter)
     settle()
     watching = asyncio.create_task(protection.watch())
@@ -257,7 +258,12 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
 
 
 async def _listen(
-    limits: Limits, address: str, operator: Operator, protection: Protection, *, pad_replies: bool
+    max_message_bytes: int,
+    address: str,
+    operator: Operator,
+    protection: Protection,
+    *,
+    pad_replies: bool,
 ) -> _Listening:
     """Start a server that nothing answers yet."""
     check_address(address)
@@ -265,7 +271,7 @@ async def _listen(
     interceptors = [*operator.interceptors, Reading()]
     if protection.doorkeeper is not None:
         interceptors.insert(1, Admission(protection.doorkeeper))
-    server = aio.server(interceptors=interceptors, options=server_options(limits))
+    server = aio.server(interceptors=interceptors, options=server_options(max_message_bytes))
     servicer = RetrieverServicer(pad_replies=pad_replies)
     pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
     await operator.attach(server)

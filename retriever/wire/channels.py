@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from retriever.limits import MAX_MESSAGE_BYTES, Limits
+from retriever.limits import MAX_MESSAGE_BYTES
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -24,10 +24,10 @@ CLIENT_OPTIONS: Final = (
 )
 
 
-def server_options(limits: Limits) -> tuple[tuple[str, int], ...]:
+def server_options(max_message_bytes: int) -> tuple[tuple[str, int], ...]:
     """Return the options of a server's channels."""
     return (
-        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         *_KEEPALIVE,
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

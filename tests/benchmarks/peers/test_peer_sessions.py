@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.peers import DRAFTERS
+from retriever.commands.factories import own_drafter
 from retriever.drafter import DraftRequest
 from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError
-from retriever.replay.factories import own_drafter
 from retriever.tree import DraftTree
 from tests.benchmarks.drafting import IndexMaker, draft_for, ids
 
