@@ -91,7 +91,7 @@ def error_of(error: grpc.RpcError) -> RetrieverError:
     if code is grpc.StatusCode.UNAVAILABLE and (refused := _UNREACHED.search(details)):
         return DrafterUnavailableError(
             f"no draft service answers at {unquote(refused['place'])} ({refused['reason']}): "
-            "is `python -m retriever serve` running there?"
+            "is `foredraft serve` running there?"
         )
     return DrafterUnavailableError(f"the draft service answered {code.name}: {details}")
 

@@ -22,7 +22,7 @@ from tests.retriever.kernels.test_mixing import random_weights
 from tests.retriever.kernels.twins.tree_twin import TreeTwin
 from tests.retriever.kernels.twins.worlds import MAX_BUDGET, Grow, random_world
 
-NUM_WORLDS = cases(30, of=120)
+NUM_WORLDS = cases(60, of=120)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ NOT_READY = health_pb2.HealthCheckResponse.NOT_SERVING
 
 SLOW = """
 import sys, time
-from retriever.sessions import pools
+from retriever.log import pools
 loaded = pools.Pools.get
 def get(self, tenant):
     print("opening", flush=True)

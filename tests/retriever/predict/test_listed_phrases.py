@@ -93,7 +93,7 @@ def test_cursor_finds_what_brute_force_finds_at_every_step() -> None:
             found["capped"] += any(row.match == MAX_MATCH for row in rows)
     assert found["rows"] > 10 * NUM_SEEDS
     assert found["shorter"] > NUM_SEEDS
-    assert found["capped"] > 10
+    assert found["capped"] > NUM_SEEDS // 200
 
 
 def test_a_phrase_of_one_token_over_and_over_is_found_once_at_each_length() -> None:
