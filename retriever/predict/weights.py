@@ -32,7 +32,8 @@ _UNNAMED_MARK: Final = b"weights2"
 _UNNAMED: Final = ("UNSPECIFIED", "CONTEXT", "GENERATIONS", "PHRASES", "CORPUS", "MODEL")
 
 _ROW_SIZE: Final = MATCH_BUCKETS * DEPTH_BUCKETS
-_NETWORK_SIZE: Final = WEIGHTS.itemsize // 4 - MAX_SOURCES * _ROW_SIZE
+_NETWORK_SIZE: Final = (WEIGHTS.fields or {})["escape"][1] // 4
+"""Values before the rows of sources; fields behind these rows would not be kept."""
 
 Weights = NDArray[Any]
 """WEIGHTS[1]."""
