@@ -12,6 +12,7 @@ sources that are not registered are left out. What begins with `weights2` has th
 six sources in the order of their numbers, and does not name them.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any, Final
@@ -32,7 +33,8 @@ _UNNAMED_MARK: Final = b"weights2"
 _UNNAMED: Final = ("UNSPECIFIED", "CONTEXT", "GENERATIONS", "PHRASES", "CORPUS", "MODEL")
 
 _ROW_SIZE: Final = MATCH_BUCKETS * DEPTH_BUCKETS
-_NETWORK_SIZE: Final = (WEIGHTS.fields or {})["escape"][1] // 4
+_OFFSETS: Final[Mapping[str, Any]] = WEIGHTS.fields or {}
+_NETWORK_SIZE: Final[int] = _OFFSETS["escape"][1] // 4
 """Values before the rows of sources; fields behind these rows would not be kept."""
 
 Weights = NDArray[Any]
