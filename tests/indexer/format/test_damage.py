@@ -18,7 +18,7 @@ from indexer.errors import (
 from indexer.format.names import PHRASE_FILES, SEGMENT_FILES
 from indexer.format.records import FileRecord, checksum_of, encode_json
 from indexer.reader import Index
-from tests.parts import cases
+from tests.suite_parts import cases
 
 ROOT = Path(__file__).parents[3]
 FILES = [

@@ -28,7 +28,7 @@ from tests.indexer.stages.phrase_twins import (
     slow_levels,
     slow_num_bytes,
 )
-from tests.parts import cases
+from tests.suite_parts import cases
 
 Documents = list[list[int]]
 

@@ -7,7 +7,6 @@ from indexer.reader import PhraseTables
 from retriever.kernels.layout import MAX_SUCCESSORS, Scratch
 from retriever.kernels.live_table import WAYS
 from retriever.kernels.succession import MOST_FOLLOWERS, MOST_SUCCESSORS, find_successor
-from tests.parts import cases
 from tests.retriever.kernels.twins.evidence_twin import Known
 from tests.retriever.kernels.twins.worlds import (
     DEPTH,
@@ -17,6 +16,7 @@ from tests.retriever.kernels.twins.worlds import (
     random_world,
     tables_of_tokens,
 )
+from tests.suite_parts import cases
 
 NUM_WORLDS = cases(50, of=250)
 

@@ -17,10 +17,10 @@ from retriever.kernels.mixing import learn
 from retriever.predict.weights import blank_weights
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
-from tests.parts import cases
 from tests.retriever.kernels.test_mixing import random_weights
 from tests.retriever.kernels.twins.tree_twin import TreeTwin
 from tests.retriever.kernels.twins.worlds import MAX_BUDGET, Grow, random_world
+from tests.suite_parts import cases
 
 NUM_WORLDS = cases(30, of=120)
 
