@@ -19,7 +19,7 @@ from decoder.errors import UncroppableCacheError
 from decoder.model.adapted import adapted
 from decoder.model.cache import TreeCache
 from decoder.model.compatibility import Capability, compatibility_of, position_limit
-from decoder.model.tree_layout import TreeLayout, additive_mask
+from decoder.model.passes import TreeLayout, additive_mask
 from retriever.drafter import TokenIds
 from retriever.errors import VocabularyMismatchError
 from retriever.tree import ROOT, DraftTree

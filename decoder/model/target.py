@@ -22,8 +22,15 @@ from decoder.model.compatibility import (
     tell_once,
 )
 from decoder.model.graphs import CaptureMaker, GraphPasses, capture_on
-from decoder.model.passes import CachedPasses, ChainCache, Masks, Passes, PlainPasses
-from decoder.model.tree_layout import TreeLayout, additive_mask
+from decoder.model.passes import (
+    CachedPasses,
+    ChainCache,
+    Masks,
+    Passes,
+    PlainPasses,
+    TreeLayout,
+    additive_mask,
+)
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
