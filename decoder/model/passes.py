@@ -1,4 +1,4 @@
-"""Forward passes of one sequence: how a draft tree lies in one, and each kind of state of a model."""
+"""Forward passes of a sequence: how a draft tree lies in one, over each kind of state."""
 
 import inspect
 from collections.abc import Iterator
