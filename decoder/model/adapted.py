@@ -8,13 +8,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from decoder.model.attention import TREE_ATTENTION
 from decoder.model.compatibility import Capability
-from decoder.model.packing import pack_linears
+from decoder.model.packing import LEAST_WEIGHTS, LeastWeights, pack_linears
 
 _REPLACED_ATTENTION: Final = "sdpa"
 
 
 def adapted(
-    model: PreTrainedModel, capability: Capability, *, pack: bool
+    model: PreTrainedModel, capability: Capability, *, pack: bool | LeastWeights
 ) -> tuple[PreTrainedModel, int]:
     """Return a copy of a model in evaluation mode, made over for narrow passes, and what it takes.
 
@@ -27,7 +27,9 @@ def adapted(
         return model, 0
     if capability is Capability.TREES:
         attend_by_groups(copied)
-    return copied, pack_linears(copied) if pack else 0
+    if not pack:
+        return copied, 0
+    return copied, pack_linears(copied, LEAST_WEIGHTS if pack is True else pack)
 
 
 def structural_copy(model: PreTrainedModel) -> PreTrainedModel:

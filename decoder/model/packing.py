@@ -1,6 +1,6 @@
 """Linear layers whose weights are laid out once, as the kernels of a CPU want them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeGuard
 
 import torch
@@ -9,8 +9,11 @@ from torch import nn
 _ROWS_HINT: Final = 32
 """Rows to lay weights out for; measured, the layout then serves from one row to thousands."""
 
-_LEAST_WEIGHTS: Final = {torch.float32: 1 << 17, torch.bfloat16: 1 << 12}
-"""Weights of a layer below which the call costs more than the layout saves."""
+LeastWeights = Mapping[torch.dtype, int]
+"""Weights of the smallest layer that is packed, for each precision that is packed at all."""
+
+LEAST_WEIGHTS: Final[LeastWeights] = {torch.float32: 1 << 17, torch.bfloat16: 1 << 12}
+"""Below, the call costs more than the layout saves."""
 
 _JOINT_NAMES: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -91,25 +94,31 @@ class JointLinear(PackedLinear):
         return self.joint.output(self.member, input)
 
 
-def pack_linears(copied: nn.Module) -> int:
+def pack_linears(copied: nn.Module, least: LeastWeights = LEAST_WEIGHTS) -> int:
     """Replace the linear layers of a structural copy by packed ones where that pays.
 
     Layers of another type, with hooks, on another device or of a precision without kernels stay
     as they are.
+
+    Args:
+        copied: changed in place.
+        least: weights of the smallest layer to pack, or of those that are multiplied together.
 
     Returns:
         The bytes of the packed weights.
     """
     if not _has_kernels():
         return 0
-    alone = {module for module in copied.modules() if _is_packable(module)}
+    alone = {module for module in copied.modules() if _is_packable(module, least)}
     packed = []
     for group in _groups(copied):
-        if alone.issuperset(group) and _is_joinable(group):
+        if alone.issuperset(group) and _is_joinable(group, least):
             _join(group)
             alone.difference_update(group)
             packed.extend(group)
-    for linear in filter(_is_large, alone):
+    for linear in alone:
+        if not _is_large([linear], least):
+            continue
         linear.__class__ = PackedLinear
         vars(linear)["packed"] = _laid_out(linear.weight.detach())
         packed.append(linear)
@@ -123,7 +132,7 @@ def _has_kernels() -> bool:
     return is_built and all(hasattr(operators, name) for name in names)
 
 
-def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
+def _is_packable(module: nn.Module, least: LeastWeights) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear or any(getattr(module, name) for name in _HOOKS):
         return False
     weight = module.weight
@@ -131,13 +140,13 @@ def _is_packable(module: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # noqa: SLF001
         return False
-    return weight.dtype in _LEAST_WEIGHTS
+    return weight.dtype in least
 
 
-def _is_large(*linears: nn.Linear) -> bool:
+def _is_large(linears: Sequence[nn.Linear], least: LeastWeights) -> bool:
     """Return whether layers that are multiplied together are worth packing."""
     weights = sum(linear.weight.numel() for linear in linears)
-    return weights >= _LEAST_WEIGHTS[linears[0].weight.dtype]
+    return weights >= least[linears[0].weight.dtype]
 
 
 def _groups(copied: nn.Module) -> Iterator[list[Any]]:
@@ -149,9 +158,9 @@ def _groups(copied: nn.Module) -> Iterator[list[Any]]:
                 yield [children[name] for name in names]
 
 
-def _is_joinable(group: Sequence[nn.Linear]) -> bool:
+def _is_joinable(group: Sequence[nn.Linear], least: LeastWeights) -> bool:
     kinds = {(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in group}
-    return len(kinds) == 1 and len(set(group)) == len(group) and _is_large(*group)
+    return len(kinds) == 1 and len(set(group)) == len(group) and _is_large(group, least)
 
 
 def _join(group: Sequence[Any]) -> None:

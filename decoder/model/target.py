@@ -22,6 +22,7 @@ from decoder.model.compatibility import (
     tell_once,
 )
 from decoder.model.graphs import CaptureMaker, GraphPasses, capture_on
+from decoder.model.packing import LeastWeights
 from decoder.model.passes import (
     CachedPasses,
     ChainCache,
@@ -114,7 +115,8 @@ class Target:
 
     Args:
         model: a decoder-only model of transformers.
-        pack: whether to keep packed weights on a CPU; they take `packed_bytes`.
+        pack: whether to keep packed weights on a CPU, or of which layers; they take
+            `packed_bytes`.
         capture: how passes of fixed shapes are captured; `None` for CUDA graphs on CUDA, and
             elsewhere passes as wide as their draft.
 
@@ -132,7 +134,11 @@ class Target:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, pack: bool = True, capture: CaptureMaker | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        pack: bool | LeastWeights = True,
+        capture: CaptureMaker | None = None,
     ) -> None:
         compatibility = compatibility_of(model)
         self.capability = compatibility.capability
