@@ -157,7 +157,7 @@ def test_a_length_taken_from_the_host_is_caught(monkeypatch: pytest.MonkeyPatch)
         shown = slice(frame.num_keys)
         return self._key_buffer[..., shown, :], self._value_buffer[..., shown, :]
 
-    monkeypatch.setattr(GrowingLayer, "_put", put)
+    monkeypatch.setattr(GrowingLayer, "put", put)
     assert largest_error(unlimited("llama"), Uncaptured, 6, 20) < 1e-9
     assert largest_error(unlimited("llama"), Traced, 6, 20) > 1e-3
 
