@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decoder.errors import InvalidPromptError, OutOfMemoryError
-from decoder.model.adapted import adapted, is_patched
+from decoder.model.adapted import LeastWeights, adapted, is_patched
 from decoder.model.cache import TreeCache, num_seen
 from decoder.model.compatibility import (
     Capability,
@@ -22,7 +22,6 @@ from decoder.model.compatibility import (
     tell_once,
 )
 from decoder.model.graphs import CaptureMaker, GraphPasses, capture_on
-from decoder.model.packing import LeastWeights
 from decoder.model.passes import (
     CachedPasses,
     ChainCache,

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decoder.model import attention
-from decoder.model.adapted import structural_copy
+from decoder.model.adapted import LeastWeights, PackedLinear, pack_linears, structural_copy
 from decoder.model.attention import TREE_ATTENTION, tree_attention
-from decoder.model.packing import LeastWeights, PackedLinear, pack_linears
 from decoder.model.target import Target
 from retriever.tree import DraftTree
 from tests.decoder.decoding import MODELS, plainly, prompt_of, random_tree, tiny_llama
