@@ -33,7 +33,7 @@ bench: install
 bench-index: install
 	$(BIN)/python -m benchmarks.index.growth --against rest --against infini-gram $(ARGS)
 
-# What a change is checked with. The parts of the suite that take longer are named in tests/parts.py
+# What a change is checked with. The parts of the suite that take longer are named in tests/suite_parts.py
 # (`make test` says at its end what it left out); a release passes them all: `make test-all`.
 # With more processes than two: `make test WORKERS=8`. Parts that measure times run in one.
 WORKERS ?= 2

@@ -24,7 +24,7 @@ from retriever.replay.replay import replay
 from retriever.replay.traces import ChatEncoder
 
 BUDGETS: Final = (8, 16, 32, 64)
-RESULTS: Final = Path(__file__).parent / "results"
+RESULTS: Final = Path(__file__).parent / "results" / "drafting"
 
 console = Console(stderr=True)
 

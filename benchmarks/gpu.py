@@ -41,7 +41,7 @@ from indexer.errors import IndexerError
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.errors import RetrieverError
 
-RESULTS: Final = Path(__file__).parent / "results"
+RESULTS: Final = Path(__file__).parent / "results" / "decoding"
 WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS: Final = (64, 512, 2048, 8192)
 _CURVE_SECONDS: Final = 60.0
@@ -177,7 +177,8 @@ def command(  # noqa: PLR0913  options
     only: Annotated[list[Part] | None, typer.Option(help="Parts to measure, not all.")] = None,
     device: Annotated[str, typer.Option(help="Another device, to try the command.")] = "cuda",
     output: Annotated[
-        Path | None, typer.Option(help="JSON. Default: named for day and device, in results/.")
+        Path | None,
+        typer.Option(help="JSON. Default: named for day and device, in results."),
     ] = None,
 ) -> None:
     """Measure on a CUDA device what is claimed of speed and exactness, and keep it."""

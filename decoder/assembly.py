@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
+from decoder.drafters.draft_model import frequent_tokens
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.recycling import RecycledLogits
@@ -41,7 +42,6 @@ from retriever.errors import VocabularyMismatchError
 from retriever.follower import DraftLimits
 from retriever.operations.settings import DraftSettings
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.frequent_tokens import frequent_tokens
 from retriever.sessions.options import check_files, load_phrases
 
 

@@ -16,8 +16,8 @@ from decoder.errors import (
     InvalidSettingsError,
     OutOfMemoryError,
 )
+from decoder.model.passes import within_depth
 from decoder.model.target import Target
-from decoder.model.tree_layout import within_depth
 from decoder.observation import Clock, Observer, Statistics, Step, Watch
 from decoder.sampling.verification import AcceptRule, Place, accept_greedy
 from decoder.stopping import StopRule, first_stop

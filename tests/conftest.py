@@ -1,7 +1,7 @@
 """Which parts of the suite run, with how many cases, and what is said of those left out.
 
 `--part NAME` runs one part, `--part all` everything; by default all run but those that
-`tests.parts` names. A test that is named with `::` runs in any case.
+`tests.suite_parts` names. A test that is named with `::` runs in any case.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from typing import Any, Final
 import pytest
 from hypothesis import settings
 
-from tests.parts import PARTS, SEEDS, draw_all_cases, draws_all_cases
+from tests.suite_parts import PARTS, SEEDS, draw_all_cases, draws_all_cases
 
 ROOT: Final = Path(__file__).parent.parent
 ENGINES: Final = "tests/engines/"

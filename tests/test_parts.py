@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parts import PARTS, SEEDS, cases, draws_all_cases
 from tests.patience import ROUNDS, can_be_kept, free_port, must_hold
+from tests.suite_parts import PARTS, SEEDS, cases, draws_all_cases
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,8 +20,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from benchmarks.comparison import circumstances
 from decoder.budget.cost_store import device_name
+from decoder.model.passes import TreeLayout, additive_mask
 from decoder.model.target import Target
-from decoder.model.tree_layout import TreeLayout, additive_mask
 from retriever.tree import DraftTree
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192)

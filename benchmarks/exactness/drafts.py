@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.exactness.scripted_target import SIZE, logits_after
-from decoder.sampling.sampled import CERTAIN, SampledTree
+from decoder.sampling.verification import CERTAIN, SampledTree
 from retriever.tree import ROOT
 
 SHAPES: Final[dict[str, tuple[int, ...]]] = {

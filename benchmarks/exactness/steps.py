@@ -15,8 +15,7 @@ from benchmarks.exactness.drafts import PROPOSALS, Batch
 from decoder.sampling import rule as rules
 from decoder.sampling.choice import Choice, Draw, DrawnChildren, Rejection
 from decoder.sampling.rule import ProcessedRule
-from decoder.sampling.sampled import CERTAIN
-from decoder.sampling.verification import Place, drawn_numbers
+from decoder.sampling.verification import CERTAIN, Place, drawn_numbers
 from retriever.tree import ROOT
 
 

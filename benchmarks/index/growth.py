@@ -39,7 +39,7 @@ from retriever.replay.replay import ReplayReport, replay
 from retriever.replay.traces import ChatEncoder, Trace, read_outputs, read_traces
 
 PEERS: Final = "benchmarks.peers"
-RESULTS: Final = Path(__file__).parents[1] / "results"
+RESULTS: Final = Path(__file__).parents[1] / "results" / "index"
 SIZES: Final = (1_000_000, 10_000_000, 100_000_000)
 
 _SAMPLE: Final = 500

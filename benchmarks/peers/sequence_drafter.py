@@ -10,9 +10,6 @@ from retriever.drafter import DraftRequest, TokenIds
 from retriever.sequences import OpenSessions, TokenSequence, check_step
 from retriever.tree import ROOT, DraftTree, Source
 
-NO_TOKENS = np.empty(0, np.int32)
-
-
 State = TypeVar("State", bound=TokenSequence)
 
 

@@ -6,6 +6,7 @@ is frequent. Output stays the target's, which verifies.
 """
 
 import inspect
+from collections.abc import Sequence
 from logging import getLogger
 from typing import Any, Final
 
@@ -19,9 +20,11 @@ from decoder.errors import UncroppableCacheError
 from decoder.model.adapted import adapted
 from decoder.model.cache import TreeCache
 from decoder.model.compatibility import Capability, compatibility_of, position_limit
-from decoder.model.tree_layout import TreeLayout, additive_mask
+from decoder.model.passes import TreeLayout, additive_mask
+from indexer.reader import COUNT_VALUES, Index
 from retriever.drafter import TokenIds
 from retriever.errors import VocabularyMismatchError
+from retriever.sessions.bindings import shared_vocabulary
 from retriever.tree import ROOT, DraftTree
 
 _log = getLogger(__name__)
@@ -334,3 +337,30 @@ class BranchCache:
             if parent != ROOT:
                 visible[row] |= visible[parent]
         return TreeLayout(visible, visible.sum(axis=1) - 1)
+
+
+def frequent_tokens(indexes: Sequence[Index], size: int) -> TokenIds:
+    """Return the most frequent tokens of open indexes.
+
+    A draft model that computes these alone drafts faster and hardly less (FR-Spec: Zhao et al.,
+    2025, arXiv:2502.14856). Counts are rounded as in phrase tables, of single tokens by 6% at most;
+    of equally frequent tokens the lowest ids are taken.
+
+    Args:
+        indexes: of one vocabulary.
+        size: how many tokens.
+
+    Returns:
+        int32[n], rising; fewer than `size` where fewer occur.
+
+    Raises:
+        InvalidRequestError: the indexes are of several vocabularies.
+    """
+    shared = shared_vocabulary(indexes, None)
+    if shared is None:
+        return np.empty(0, np.int32)
+    counts = np.zeros(shared.size)
+    for index in indexes:
+        counts += COUNT_VALUES[index.phrases.counts[0]]
+    order = np.argsort(-counts, kind="stable")[: min(size, np.count_nonzero(counts))]
+    return np.sort(order).astype(np.int32)

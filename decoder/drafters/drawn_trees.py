@@ -32,7 +32,7 @@ from decoder.drafters.model_trees import (
     grow,
 )
 from decoder.errors import ContradictoryOptionsError
-from decoder.sampling.sampled import SampledTree
+from decoder.sampling.verification import SampledTree
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source
 

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from decoder.drafters.following import Verified
-from decoder.drafters.kernels.likeliest import rank_columns
-from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, write_rows
+from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, rank_columns, write_rows
 from decoder.drafters.kernels.siblings import Hints
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree

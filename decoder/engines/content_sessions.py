@@ -65,14 +65,12 @@ class SessionCounts:
 
     Attributes:
         begun: rows that nothing known goes on to.
-        continued: rows that go on from a sequence seen before.
-        moved: of those, the ones that stood in another slot then.
+        moved: rows that go on from a sequence seen before, in another slot.
         ended: sequences that were no longer shown, or made room.
         turned_away: rows without room, or with a token beyond the vocabulary.
     """
 
     begun: int = 0
-    continued: int = 0
     moved: int = 0
     ended: int = 0
     turned_away: int = 0
@@ -199,7 +197,6 @@ class ContentSessions:
 
     def _continue(self, held: HeldSequence, row: Row, new: TokenIds) -> None:
         self._sequences.extend(held, new)
-        self.counts.continued += 1
         self.counts.moved += held.slot != row.slot
 
     def _is_known_to_vocabulary(self, tokens: TokenIds) -> bool:

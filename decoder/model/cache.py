@@ -70,7 +70,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.frame is not None:
-            return self._put(self.frame, key_states, value_states)
+            return self.put(self.frame, key_states, value_states)
         first, start = self._first_seen(), self._length
         end = start + key_states.shape[-2]
         self.reserve(end)
@@ -135,15 +135,11 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         if length <= self.capacity:
             return
         try:
-            self._grow(max(1 << length.bit_length(), _MIN_CAPACITY))
+            self.grow(max(1 << length.bit_length(), _MIN_CAPACITY))
         except (MemoryError, RuntimeError):
-            self._grow(length)  # what is needed now may still fit
+            self.grow(length)  # what is needed now may still fit
 
-    def _first_seen(self) -> int:
-        """Return the first slot that the next token can see."""
-        return self._length - num_seen(self._length, self._window)
-
-    def _put(
+    def put(
         self, frame: Frame, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write states to a frame's slots and return all of its keys and values."""
@@ -152,13 +148,18 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         shown = slice(frame.num_keys)
         return self._key_buffer[..., shown, :], self._value_buffer[..., shown, :]
 
-    def _grow(self, capacity: int) -> None:
+    def grow(self, capacity: int) -> None:
+        """Move what is held to buffers of `capacity` tokens; where that fails, it stays."""
         grown = (
             self._resized(self._key_buffer, capacity),
             self._resized(self._value_buffer, capacity),
         )
         self._key_buffer, self._value_buffer = grown
         self.num_growths += 1
+
+    def _first_seen(self) -> int:
+        """Return the first slot that the next token can see."""
+        return self._length - num_seen(self._length, self._window)
 
     def _resized(self, buffer: torch.Tensor, capacity: int) -> torch.Tensor:
         grown = buffer.new_zeros((*buffer.shape[:-2], capacity, buffer.shape[-1]))

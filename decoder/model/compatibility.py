@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 
 from decoder.errors import UncroppableCacheError, UnsupportedModelError
-from decoder.sampling.sampled import SampledTree
+from decoder.sampling.verification import SampledTree
 from retriever.tree import ROOT, DraftTree
 
 _TREE_ATTENTION = ("sdpa", "eager")

@@ -84,14 +84,6 @@ class CudaGraphs:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-class Uncaptured:
-    """Captures nothing: what fixed shapes compute can be had, and checked, on every device."""
-
-    def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
-        """See `Capture`."""
-        return function
-
-
 def capture_on(device: torch.device) -> CaptureMaker | None:
     """Return how functions are captured on a device, `None` where they cannot be."""
     return partial(CudaGraphs, device) if device.type == "cuda" else None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decoder.errors import InvalidPromptError, OutOfMemoryError
-from decoder.model.adapted import adapted, is_patched
+from decoder.model.adapted import LeastWeights, adapted, is_patched
 from decoder.model.cache import TreeCache, num_seen
 from decoder.model.compatibility import (
     Capability,
@@ -22,8 +22,15 @@ from decoder.model.compatibility import (
     tell_once,
 )
 from decoder.model.graphs import CaptureMaker, GraphPasses, capture_on
-from decoder.model.passes import CachedPasses, ChainCache, Masks, Passes, PlainPasses
-from decoder.model.tree_layout import TreeLayout, additive_mask
+from decoder.model.passes import (
+    CachedPasses,
+    ChainCache,
+    Masks,
+    Passes,
+    PlainPasses,
+    TreeLayout,
+    additive_mask,
+)
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
@@ -107,7 +114,8 @@ class Target:
 
     Args:
         model: a decoder-only model of transformers.
-        pack: whether to keep packed weights on a CPU; they take `packed_bytes`.
+        pack: whether to keep packed weights on a CPU, or of which layers; they take
+            `packed_bytes`.
         capture: how passes of fixed shapes are captured; `None` for CUDA graphs on CUDA, and
             elsewhere passes as wide as their draft.
 
@@ -125,7 +133,11 @@ class Target:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, pack: bool = True, capture: CaptureMaker | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        pack: bool | LeastWeights = True,
+        capture: CaptureMaker | None = None,
     ) -> None:
         compatibility = compatibility_of(model)
         self.capability = compatibility.capability

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoder.sampling.sampled import CERTAIN, SampledTree
-from decoder.sampling.verification import draw
+from decoder.sampling.verification import CERTAIN, SampledTree, draw
 
 NOTHING: Final = -1
 """What is chosen where no token is possible."""

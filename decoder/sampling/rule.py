@@ -20,12 +20,13 @@ from decoder.sampling.choice import (
 )
 from decoder.sampling.constraint import Constraint
 from decoder.sampling.processors import PathScores, Processing
-from decoder.sampling.sampled import CERTAIN, SampledTree
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
+    CERTAIN,
     Acceptance,
     AcceptRule,
     Place,
+    SampledTree,
     accept_greedy,
     drawn_numbers,
     follow,

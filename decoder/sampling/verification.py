@@ -10,6 +10,7 @@ that disagrees is already distributed as the residual.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final, Self
 
 import numpy as np
 import torch
@@ -145,3 +146,47 @@ def _first_above(ends: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     below_last = torch.nextafter(ends[:, -1:], torch.zeros_like(points))
     found = torch.searchsorted(ends, torch.minimum(points, below_last), right=True)
     return found.clamp(max=ends.shape[-1] - 1)  # where a row holds no numbers, it is none of them
+
+
+CERTAIN: Final = -1
+"""Row of a node that was not drawn: the drafter would always have named it here."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledTree(DraftTree):
+    """A draft tree that tells how its nodes came about, so that verification can stay exact.
+
+    Siblings of one row were drawn from it one after the other, in the order of their nodes, each
+    from what the earlier ones left (without replacement). Whether a node is drafted, and where it
+    stands, may depend on its ancestors and its earlier siblings, never on its own token: what is
+    kept of a draw by its value is no longer distributed as the row says. So probabilities of drawn
+    nodes are estimates made before their tokens were known.
+
+    A certain node is one that would be here whatever was drawn among its ancestors' other
+    children; a token that is both drawn and certain below one parent is one node, a drawn one.
+
+    Attributes:
+        proposals: float32[rows, vocabulary], the distributions drawn from, each summing to one.
+        rows: int32[N], the row of `proposals` that a node was drawn from, or `CERTAIN`.
+    """
+
+    proposals: torch.Tensor
+    rows: NDArray[np.int32]
+
+    def prefix(self, num_nodes: int) -> Self:
+        """Return the tree of the first `num_nodes` nodes: the best one of that size."""
+        if num_nodes >= len(self):
+            return self
+        return self.among(np.arange(len(self)) < num_nodes)
+
+    def among(self, kept: NDArray[np.bool_]) -> Self:
+        """Return the tree of the kept nodes, bool[N], whose parents are kept, too."""
+        tree = DraftTree.among(self, kept)
+        return type(self)(
+            tree.token_ids,
+            tree.parents,
+            tree.probabilities,
+            tree.sources,
+            self.proposals,
+            self.rows[kept],
+        )

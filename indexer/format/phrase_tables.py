@@ -6,7 +6,6 @@ One byte for a count: exact where counts are small, then on a scale of equal rat
 part of the on-disk format; docs/format.md specifies it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -136,34 +135,3 @@ class PhraseTables:
             (arrays["tokens2"][:0], *(arrays[f"tokens{level}"] for level in levels[1:])),
             tuple(arrays[f"counts{level}"] for level in levels),
         )
-
-    def find(self, ngram: Sequence[int]) -> int | None:
-        """Return the entry of an n-gram in the level of its length, or None if it has none.
-
-        For tools and tests: it searches, where a drafter goes from state to state.
-        """
-        if not 1 <= len(ngram) <= MAX_ORDER or not 0 <= ngram[0] < self.vocabulary_size:
-            return None
-        entry = ngram[0]
-        for level, token in enumerate(ngram[1:], start=1):
-            begin, end = self.starts[level - 1][entry : entry + 2].tolist()
-            found = np.flatnonzero(self.tokens[level][begin:end] == token)
-            if len(found) == 0:
-                return None
-            entry = begin + int(found[0])
-        return entry
-
-    def count_of(self, ngram: Sequence[int]) -> int:
-        """Return how often an n-gram of 1 to 4 tokens occurs, rounded; 0 if it has no entry."""
-        entry = self.find(ngram)
-        return 0 if entry is None else int(COUNT_SCALE[self.counts[len(ngram) - 1][entry]])
-
-    def successors(self, context: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the tokens that followed 1 to 3 tokens, with counts, most frequent first."""
-        entry = self.find(context)
-        if entry is None or len(context) >= MAX_ORDER:
-            return []
-        level = len(context)
-        begin, end = self.starts[level - 1][entry : entry + 2].tolist()
-        counts = COUNT_SCALE[self.counts[level][begin:end]]
-        return list(zip(self.tokens[level][begin:end].tolist(), counts.tolist(), strict=True))

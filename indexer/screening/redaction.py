@@ -88,10 +88,11 @@ OWN_RULES: Final[dict[str, Finder]] = {
 
 PLACEHOLDER: Final = "[REDACTED]"
 
-# However a rule of the library behaves on hostile text, it sees so much at a time, and a secret
-# no longer than the overlap is seen whole.
-_WINDOW_BYTES: Final = 1 << 17
-_OVERLAP_BYTES: Final = 1 << 14
+WINDOW_BYTES: Final = 1 << 17
+"""However a rule of the library behaves on hostile text, it sees so much at a time."""
+
+OVERLAP_BYTES: Final = 1 << 14
+"""Of windows: a secret no longer than this is seen whole."""
 
 # UTF-8 (RFC 3629, section 3): the bytes of a character after its first.
 _LEAD_BITS: Final = 0xC0
@@ -117,11 +118,18 @@ class SecretFinder:
 
     Most rules are Kingfisher's; it never asks anyone whether a key is valid.
 
+    Args:
+        window_bytes: what the library sees of a text at a time.
+        overlap_bytes: of windows.
+
     Raises:
         IndexerError: Kingfisher is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, window_bytes: int = WINDOW_BYTES, overlap_bytes: int = OVERLAP_BYTES
+    ) -> None:
+        self._window_bytes, self._overlap_bytes = window_bytes, overlap_bytes
         try:
             library: Any = import_module("kingfisher_sdk")
         except ImportError as error:
@@ -144,7 +152,7 @@ class SecretFinder:
             (start + finding.location["start_offset"], start + finding.location["end_offset"]): (
                 finding.rule_id
             )
-            for start, window in _windows(encoded)
+            for start, window in _windows(encoded, self._window_bytes, self._overlap_bytes)
             for finding in self._scanner.scan(window)
         }
         if not spans:
@@ -205,11 +213,10 @@ def _merged(secrets: Iterable[Secret]) -> list[Secret]:
     return merged
 
 
-def _windows(encoded: bytes) -> Iterator[tuple[int, bytes]]:
+def _windows(encoded: bytes, size: int, overlap: int) -> Iterator[tuple[int, bytes]]:
     """Cut bytes into overlapping pieces, each with where it begins."""
-    step = _WINDOW_BYTES - _OVERLAP_BYTES
-    for start in range(0, max(len(encoded) - _OVERLAP_BYTES, 1), step):
-        yield start, encoded[start : start + _WINDOW_BYTES]
+    for start in range(0, max(len(encoded) - overlap, 1), size - overlap):
+        yield start, encoded[start : start + size]
 
 
 def _characters_begun(encoded: bytes) -> NDArray[np.int32]:

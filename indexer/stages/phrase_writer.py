@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
@@ -12,10 +11,10 @@ from numpy.typing import NDArray
 
 from indexer.engines import Engine
 from indexer.errors import IndexerError
-from indexer.format.names import COUNT_DTYPE, MAX_ORDER, PHRASE_FILES, POSITION_DTYPE, token_dtype
+from indexer.format.names import MAX_ORDER, PHRASE_FILES, POSITION_DTYPE, token_dtype
 from indexer.format.opening import Segment, open_segment
 from indexer.format.output import sync_file, sync_folder, write_array
-from indexer.format.phrase_tables import PhraseTables, encode_counts
+from indexer.format.phrase_tables import encode_counts
 from indexer.format.records import FileRecord, SegmentRecord
 from indexer.format.table_sums import NUM_CODES, Level, least_codes, prune, size_limit
 from indexer.stages.ngram_ranges import (
@@ -127,27 +126,6 @@ def token_counts(segments: Iterable[Segment], vocabulary_size: int) -> NDArray[n
     for segment in segments:
         counts += np.diff(segment.starts)
     return counts
-
-
-def build_tables(segments: Sequence[Segment], vocabulary_size: int) -> PhraseTables:
-    """Return the phrase tables of all documents in segments, as `write_phrases` writes them.
-
-    Args:
-        segments: whose arrays are sound.
-        vocabulary_size: largest token id plus one.
-    """
-    dtypes = {"tokens": token_dtype(vocabulary_size), "counts": COUNT_DTYPE}
-    with TemporaryDirectory() as name:
-        branches = [
-            write_branches(segments, each, vocabulary_size, Path(name, f"{number:08d}"))
-            for number, each in enumerate(plan_ranges(segments, vocabulary_size))
-        ]
-        join_branches(branches, token_counts(segments, vocabulary_size), Path(name))
-        arrays = {
-            file: np.fromfile(Path(name, file), dtypes.get(file[:-1], POSITION_DTYPE))
-            for file in PHRASE_FILES
-        }
-    return PhraseTables.of_files(arrays)
 
 
 class _TableFiles:

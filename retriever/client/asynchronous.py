@@ -13,10 +13,8 @@ from grpc import aio
 from numpy.typing import ArrayLike
 
 from retriever.backoff import Backoff
-from retriever.client.conversation import FailOpens
 from retriever.client.credentials import Credentials
-from retriever.client.planner import Planner
-from retriever.client.resilient import Pace
+from retriever.client.resilient import FailOpenClient
 from retriever.client.streams import CONNECT_TIMEOUT_S, LOST_AFTER_S, StreamTable
 from retriever.drafter import Drafter, DraftRequest
 from retriever.errors import CredentialsError
@@ -126,7 +124,7 @@ class AsyncLink:
             self._report(AsyncLinkEvent(self._address))
 
 
-class AsyncResilientDrafter:
+class AsyncResilientDrafter(FailOpenClient):
     """`ResilientDrafter`, awaited: drafts from services and never fails because of them.
 
     Several coroutines may draft at the same time, each for sequences of its own. What `local` does
@@ -161,29 +159,18 @@ class AsyncResilientDrafter:
         pad_requests: bool = False,
         open_channel: OpenAsyncChannel | None = None,
     ) -> None:
-        listed = [addresses] if isinstance(addresses, str) else addresses
-        self._planner = Planner(listed, vocabulary_fingerprint, local, pads=pad_requests)
-        self._pace = Pace(deadline_s)
+        super().__init__(
+            addresses,
+            deadline_s=deadline_s,
+            local=local,
+            vocabulary_fingerprint=vocabulary_fingerprint,
+            credentials=credentials,
+            pad_requests=pad_requests,
+        )
         self._streams: StreamTable[AsyncLinkStream] = StreamTable(self._planner, lost_after_s)
-        if credentials is not None:
-            credentials.check(listed)
         self._open_channel = open_channel or partial(remote_async_channel, credentials=credentials)
         self._links: list[AsyncLink] = []
         self._changed = asyncio.Event()
-
-    @property
-    def fail_opens(self) -> FailOpens:
-        """How many steps of sequences went on without a server's draft, by reason."""
-        return self._planner.fail_opens
-
-    @property
-    def deadline_s(self) -> float:
-        """How long a step may wait now, in seconds."""
-        return self._pace.deadline_s
-
-    def is_up(self, address: str) -> bool:
-        """Tell whether a server can be asked, as far as is known."""
-        return self._planner.conversations[address].is_up
 
     async def wait(self, timeout_s: float) -> bool:
         """Wait until every server can be asked; tell whether that is so."""

@@ -24,9 +24,9 @@ from retriever.wire.messages import (
     add_step,
     closing_message,
     opening_message,
+    pad_request,
     trees_from_messages,
 )
-from retriever.wire.padding import pad_request
 
 
 class FailOpen(StrEnum):

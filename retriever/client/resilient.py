@@ -69,10 +69,47 @@ class Pace:
         self._ended_s = now_s
 
 
+class FailOpenClient:
+    """What the clients that never fail share, whoever waits for their servers.
+
+    Args: see `ResilientDrafter`.
+    """
+
+    def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
+        self,
+        addresses: str | Sequence[str],
+        *,
+        deadline_s: float | None,
+        local: Drafter | bool,
+        vocabulary_fingerprint: str,
+        credentials: Credentials | None,
+        pad_requests: bool,
+    ) -> None:
+        listed = [addresses] if isinstance(addresses, str) else addresses
+        self._planner = Planner(listed, vocabulary_fingerprint, local, pads=pad_requests)
+        self._pace = Pace(deadline_s)
+        if credentials is not None:
+            credentials.check(listed)
+
+    @property
+    def fail_opens(self) -> FailOpens:
+        """How many steps of sequences went on without a server's draft, by reason."""
+        return self._planner.fail_opens
+
+    @property
+    def deadline_s(self) -> float:
+        """How long a step may wait now, in seconds."""
+        return self._pace.deadline_s
+
+    def is_up(self, address: str) -> bool:
+        """Tell whether a server can be asked, as far as is known."""
+        return self._planner.conversations[address].is_up
+
+
 _ORPHANS: Final[list[object]] = []  # of a parent process: to end them could hang in this one
 
 
-class ResilientDrafter:
+class ResilientDrafter(FailOpenClient):
     """Drafts from one or more services and never fails because of them; a `Drafter`.
 
     A step waits until its deadline and no longer. Whatever a server does (it is late, paused,
@@ -114,32 +151,21 @@ class ResilientDrafter:
         pad_requests: bool = False,
         open_channel: OpenChannel | None = None,
     ) -> None:
-        listed = [addresses] if isinstance(addresses, str) else addresses
-        self._planner = Planner(listed, vocabulary_fingerprint, local, pads=pad_requests)
-        self._pace = Pace(deadline_s)
+        super().__init__(
+            addresses,
+            deadline_s=deadline_s,
+            local=local,
+            vocabulary_fingerprint=vocabulary_fingerprint,
+            credentials=credentials,
+            pad_requests=pad_requests,
+        )
         self._lost_after_s = lost_after_s
         self._streams: StreamTable[LinkStream] = StreamTable(self._planner, lost_after_s)
-        if credentials is not None:
-            credentials.check(listed)
         self._open_channel = open_channel or partial(remote_channel, credentials=credentials)
         self._pid = os.getpid()
         self._lock = Lock()
         self._events: SimpleQueue[LinkEvent] = SimpleQueue()
         self._links: list[Link] = []
-
-    @property
-    def fail_opens(self) -> FailOpens:
-        """How many steps of sequences went on without a server's draft, by reason."""
-        return self._planner.fail_opens
-
-    @property
-    def deadline_s(self) -> float:
-        """How long a step may wait now, in seconds."""
-        return self._pace.deadline_s
-
-    def is_up(self, address: str) -> bool:
-        """Tell whether a server can be asked, as far as is known."""
-        return self._planner.conversations[address].is_up
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until every server can be asked; tell whether that is so."""

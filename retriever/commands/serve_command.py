@@ -24,7 +24,7 @@ from retriever.operations.tracing import tracing_of
 from retriever.operations.web import Web, WebAddress
 from retriever.replay.traces import ChatEncoder
 from retriever.security.protection import Protection, ProtectionFiles
-from retriever.service.listening import check_address
+from retriever.service.serving import check_address
 from retriever.service.serving import serve as serve_forever
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
 from retriever.sessions.embedded import EmbeddedDrafter

@@ -96,16 +96,6 @@ def from_bytes(kept: bytes | None) -> Weights:
     return weights
 
 
-def blank_weights() -> Weights:
-    """Return weights that know nothing: they go by the rows alone."""
-    weights = np.zeros(1, WEIGHTS)
-    weights["evidence"][0, 0, 0] = 1.0
-    weights["bias"][0, 0] = 3.0
-    weights["output"][0, 0] = 4.0
-    weights["escape"][:] = 15.0
-    return weights
-
-
 @cache
 def _load_prior() -> NDArray[np.float32]:
     with resources.files("retriever.predict").joinpath(_PRIOR_FILE).open("rb") as file:

@@ -24,8 +24,7 @@ from retriever.service.draft_stream import DraftStream, Flushing, Turns, end_ses
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
-from retriever.wire.messages import explanation_to_message, tokens_from_wire, tree_to_message
-from retriever.wire.padding import pad
+from retriever.wire.messages import explanation_to_message, pad, tokens_from_wire, tree_to_message
 from retriever.wire.statuses import status_of
 
 

@@ -20,11 +20,12 @@ from benchmarks.workloads import Workload
 from retriever.drafter import DraftRequest
 from retriever.kernels.layout import HIDDEN, Evidence, Traits
 from retriever.kernels.mixing import depth_bucket, match_bucket, score, score_escape, to_shares
-from retriever.predict.weights import blank_weights, from_values, prior_weights
+from retriever.predict.weights import from_values, prior_weights
 from retriever.replay.replay import replay
 from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.benchmarks.drafting import IndexMaker, ids
+from tests.retriever.predict.blank import blank_weights
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -8,11 +8,6 @@ from decoder.engines import engine_options as versions
 from decoder.engines.engine_options import check_version
 
 
-@pytest.fixture(autouse=True)
-def _nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_told", set())
-
-
 def test_a_version_outside_the_range_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         assert not check_version(">=0.1,<0.2", "no-such-engine", "numpy")

@@ -17,7 +17,7 @@ from decoder.drafters.drawn_trees import MAX_SIBLINGS, DrawnTrees, Draws, RankRa
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.model_trees import Bounds, JudgedDraft, StoppingRule
 from decoder.errors import ContradictoryOptionsError
-from decoder.sampling.sampled import SampledTree
+from decoder.sampling.verification import SampledTree
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT
 from tests.decoder.decoding import prompt_of

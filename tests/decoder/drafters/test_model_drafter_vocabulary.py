@@ -27,7 +27,7 @@ from decoder.drafters.drawn_trees import Draws
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.errors import ContradictoryOptionsError, UncroppableCacheError
 from decoder.model.pretrained import ModelOptions, load_model
-from decoder.sampling.sampled import SampledTree
+from decoder.sampling.verification import SampledTree
 from indexer.build import build_from_tokens
 from retriever.drafter import DraftRequest
 from retriever.errors import (

@@ -30,7 +30,7 @@ LACK = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 byt
 
 def without_memory_for(monkeypatch: pytest.MonkeyPatch, num_tokens: int, layer: int = 0) -> None:
     """Let buffers grow to fewer than `num_tokens`, and exactly; the layers before `layer` may."""
-    grow = GrowingLayer._grow
+    grow = GrowingLayer.grow
     order: list[GrowingLayer] = []
 
     def limited(self: GrowingLayer, capacity: int) -> None:
@@ -40,7 +40,7 @@ def without_memory_for(monkeypatch: pytest.MonkeyPatch, num_tokens: int, layer: 
             raise RuntimeError(LACK)
         grow(self, capacity)
 
-    monkeypatch.setattr(GrowingLayer, "_grow", limited)
+    monkeypatch.setattr(GrowingLayer, "grow", limited)
 
 
 def test_a_pass_without_memory_is_tried_with_fewer_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,19 +93,20 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatc
 def test_state_that_a_failed_pass_left_halfway_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = Target(tiny_mamba())
+    model = tiny_mamba()
+    target = Target(model)
     target.prefill(np.array(prompt_of(9), np.int32))
     nothing = DraftTree.empty()
     expected = target.verify(5, nothing)
     target.rewind()
-    forward = type(target._model).forward
+    forward = type(model).forward
 
     def failing(*arguments: object, **options: object) -> None:
         forward(*arguments, **options)
         raise RuntimeError(LACK)
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(target._model), "forward", failing)
+        patched.setattr(type(model), "forward", failing)
         with pytest.raises(OutOfMemoryError):
             target.verify(5, nothing)
     torch.testing.assert_close(target.verify(5, nothing), expected)

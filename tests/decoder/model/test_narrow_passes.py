@@ -2,22 +2,26 @@
 
 import copy
 import functools
+from typing import Any, Final
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from decoder.model import attention, packing
-from decoder.model.adapted import structural_copy
+from decoder.model import attention
+from decoder.model.adapted import LeastWeights, PackedLinear, pack_linears, structural_copy
 from decoder.model.attention import TREE_ATTENTION, tree_attention
-from decoder.model.packing import PackedLinear, pack_linears
 from decoder.model.target import Target
 from retriever.tree import DraftTree
 from tests.decoder.decoding import MODELS, plainly, prompt_of, random_tree, tiny_llama
 from tests.decoder.model.test_target import FORKED, largest_error
+
+ALL_LAYERS: Final = {torch.float32: 1}
+"""Packs the layers of a tiny model as well."""
 
 
 def heads_dealt_out(query: torch.Tensor, key_heads: int) -> torch.Tensor:
@@ -65,15 +69,14 @@ def test_options_that_change_attention_are_left_to_transformers() -> None:
         tree_attention(module, query, key, value, mask, softcap=30.0)
 
 
-def test_the_model_itself_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_LEAST_WEIGHTS", {torch.float32: 1})
+def test_the_model_itself_stays_as_it_was() -> None:
     model = tiny_llama().train()
     calls: list[str] = []
     model.lm_head.register_forward_hook(lambda *_: calls.append("head"))
     expected = plainly(model, prompt_of(9), 5)
     classes = [type(module) for module in model.modules()]
     state = copy.deepcopy(model.state_dict())
-    target = Target(model)
+    target = Target(model, pack=ALL_LAYERS)
     before = len(calls)
     target.prefill(np.array(prompt_of(9), np.int32))
     assert len(calls) == before + 1  # hooks go on working in the copy
@@ -95,31 +98,29 @@ def test_a_copy_shares_every_weight() -> None:
     assert all(config is copied.config for config in configs)
 
 
-def logits_of(model: PreTrainedModel, tree: DraftTree, *, pack: bool) -> tuple[torch.Tensor, int]:
+def logits_of(
+    model: PreTrainedModel, tree: DraftTree, *, pack: bool | LeastWeights
+) -> tuple[torch.Tensor, int]:
     target = Target(model, pack=pack)
     target.prefill(np.array(prompt_of(20), np.int32))
     return target.verify(5, tree), target.packed_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_weights_change_nothing_but_rounding(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "_LEAST_WEIGHTS", {torch.float32: 1})
+def test_packed_weights_change_nothing_but_rounding(name: str) -> None:
     model = MODELS[name]()
     linear_bytes = sum(
         4 * part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear)
     )
     for width in (0, 1, 20, 60):
         tree = random_tree(np.random.default_rng(width), width)
-        packed, num_bytes = logits_of(model, tree, pack=True)
+        packed, num_bytes = logits_of(model, tree, pack=ALL_LAYERS)
         plain, none = logits_of(model, tree, pack=False)
         assert (num_bytes, none) == (linear_bytes, 0)
         torch.testing.assert_close(packed, plain, rtol=0, atol=1e-4)
 
 
-def test_layers_that_cannot_be_packed_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_LEAST_WEIGHTS", {torch.float32: 64})
+def test_layers_that_cannot_be_packed_stay_as_they_are() -> None:
     hooked, bare, small, double = (
         nn.Linear(8, 8),
         nn.Linear(8, 8),
@@ -128,7 +129,7 @@ def test_layers_that_cannot_be_packed_stay_as_they_are(monkeypatch: pytest.Monke
     )
     hooked.register_forward_pre_hook(lambda *_: None)
     part = nn.Sequential(hooked, bare, small, double.double())
-    assert pack_linears(part) == 4 * 64
+    assert pack_linears(part, {torch.float32: 64}) == 4 * 64
     assert [type(layer) for layer in part] == [nn.Linear, PackedLinear, nn.Linear, nn.Linear]
     inputs = torch.randn(3, 5, 8)[:, ::2]
     expected = inputs @ bare.weight.T + bare.bias
@@ -153,6 +154,19 @@ def test_grouped_attention_is_used() -> None:
     assert Target(tiny_llama("eager"))._model.config._attn_implementation == "eager"
 
 
+class CountedProducts(TorchDispatchMode):
+    """Counts products with packed weights."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        self.count += func.overloadpacket is torch.ops.mkldnn._linear_pointwise
+        return func(*args, **(kwargs or {}))
+
+
 class Attention(nn.Module):
     """Three layers of one input, under the names that transformers gives them."""
 
@@ -164,28 +178,17 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_layers_of_one_input_are_multiplied_together(
-    *, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packing, "_LEAST_WEIGHTS", {torch.float32: 1})
+def test_layers_of_one_input_are_multiplied_together(*, bias: bool) -> None:
     part = Attention(bias=bias)
     layers = (part.q_proj, part.k_proj, part.v_proj)
     plain = [copy.deepcopy(layer) for layer in layers]
-    assert pack_linears(part) == 4 * (12 + 4 + 4) * 8
-    products: list[torch.Tensor] = []
-    multiplied = packing._multiplied
-
-    def counted(states: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        products.append(states)
-        return multiplied(states, *given)
-
-    monkeypatch.setattr(packing, "_multiplied", counted)
-    with torch.inference_mode():
+    assert pack_linears(part, ALL_LAYERS) == 4 * (12 + 4 + 4) * 8
+    with torch.inference_mode(), CountedProducts() as products:
         inputs = [torch.randn(1, rows, 8) for rows in (1, 3, 3)]
         for states in inputs:
             for layer, expected in zip(layers, plain, strict=True):
                 torch.testing.assert_close(layer(states), expected(states))
-        assert len(products) == 3
+        assert products.count == 3
         for number in (2, 0, 1, 0, 2, 1):  # in any order, with inputs that differ
             states = inputs[number]
             torch.testing.assert_close(layers[number](states), plain[number](states))

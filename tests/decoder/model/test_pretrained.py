@@ -29,7 +29,7 @@ from decoder.errors import DeviceError, ModelLoadError, UncroppableCacheError, U
 from decoder.model.compatibility import Capability
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
-from decoder.sampling.sampled import SampledTree
+from decoder.sampling.verification import SampledTree
 from indexer.errors import TokenizerError
 from retriever.tree import ROOT
 from tests.decoder.decoding import (

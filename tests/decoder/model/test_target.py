@@ -5,9 +5,8 @@ from transformers import PreTrainedModel
 
 from decoder.model import target as target_module
 from decoder.model.cache import GrowingLayer, TreeCache
-from decoder.model.passes import CachedPasses
+from decoder.model.passes import CachedPasses, TreeLayout, additive_mask, within_depth
 from decoder.model.target import Target
-from decoder.model.tree_layout import TreeLayout, additive_mask, within_depth
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import MODELS, VOCABULARY, prompt_of, random_tree, tree_of
 

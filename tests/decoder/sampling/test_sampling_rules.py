@@ -15,9 +15,8 @@ from benchmarks.exactness.trials import RULES, Case, all_cases, corrected, run
 from decoder.drafters.following import NoDrafter
 from decoder.errors import DeadEndError, InvalidLogitsError
 from decoder.sampling.rule import ProcessedRule, accept_rule
-from decoder.sampling.sampled import CERTAIN, SampledTree
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.sampling.verification import Acceptance, Place, accept_greedy
+from decoder.sampling.verification import CERTAIN, Acceptance, Place, SampledTree, accept_greedy
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import (
     ScriptedDrafter,

@@ -80,7 +80,6 @@ def test_a_drafter_that_comes_back_for_another_tokenizer_costs_drafts_alone(way:
 def test_another_version_is_told_of_once_and_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(versions, "_told", set())
     monkeypatch.setattr(versions, "version", lambda _: "9.0")
     model, prompt = tiny_llama(), prompt_of(12)
     for way in WAYS.values():

@@ -129,7 +129,6 @@ def test_another_version_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(versions, "version", lambda _: "0.99.0")
-    monkeypatch.setattr(versions, "_told", set())
     for _ in range(2):
         assert propose(opened(), [REPEATED], [1])[0]
     told = [record.message for record in caplog.records if "0.99.0" in record.message]

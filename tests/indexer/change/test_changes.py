@@ -13,6 +13,7 @@ from indexer.change.choosing import chosen_documents, list_documents
 from indexer.change.verify import verify_index
 from indexer.errors import DamagedIndexError, IndexerError, SourceError
 from indexer.reader import Index, Vocabulary
+from tests.indexer.stages.phrase_reading import count_of
 
 LARGE = BuildOptions()
 SMALL = BuildOptions(max_segment_tokens=60)
@@ -173,7 +174,7 @@ def test_what_was_removed_is_in_no_file(
     compact(path)
     pair = tuple(tokenizer.encode(phrase[:2], add_special_tokens=False))
     with Index.open(path) as reader:
-        assert reader.phrases.count_of(pair) == 2
+        assert count_of(reader.phrases, pair) == 2
         report = remove_documents(path, names)
         assert (report.num_documents, report.num_older) == (2, 1)
         assert "still read" in report.describe()
@@ -186,7 +187,7 @@ def test_what_was_removed_is_in_no_file(
         for needle in (*sequences, *(name.encode() for name in names), phrase.encode()):
             assert needle not in content, file
     with Index.open(path) as index:
-        assert index.phrases.count_of(pair) == 0
+        assert count_of(index.phrases, pair) == 0
         assert len(list(index.documents())) == 3
 
 
@@ -271,7 +272,7 @@ def test_phrases_are_counted_anew_once_more_than_an_eighth_is_not_in_them(
     assert _uncounted(path) == 10
     x, y = tokenizer.encode("xy", add_special_tokens=False)
     with Index.open(path) as index:
-        assert (index.phrases.count_of((x,)), index.phrases.count_of((y,))) == (70, 0)
+        assert (count_of(index.phrases, (x,)), count_of(index.phrases, (y,))) == (70, 0)
     add_documents(path, twin.write("z"))  # 11 of 81
     assert _uncounted(path) == 0
     add_documents(path, twin.write("w"))

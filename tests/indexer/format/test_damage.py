@@ -18,7 +18,7 @@ from indexer.errors import (
 from indexer.format.names import PHRASE_FILES, SEGMENT_FILES
 from indexer.format.records import FileRecord, checksum_of, encode_json
 from indexer.reader import Index
-from tests.parts import cases
+from tests.suite_parts import cases
 
 ROOT = Path(__file__).parents[3]
 FILES = [
@@ -39,6 +39,7 @@ from indexer.commands.summary import summarise
 from indexer.stages.tokenise import stored_encoder
 from indexer.change.verify import verify_index
 from tests.indexer.format.damages import damages
+from tests.indexer.stages.phrase_reading import count_of, successors
 
 path, other, flips, seed, verifies = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:])
 counts = [0, 0]
@@ -56,9 +57,9 @@ def look_at(index):
             segment.suffixes[begin:end].sum()
     pairs = [(a, b) for a in range(5) for b in range(5)]
     for context in [*((a,) for a in range(index.vocabulary.size)), *pairs]:
-        for token, count in index.phrases.successors(context):
-            index.phrases.count_of((*context, token))
-            index.phrases.successors((*context, token))
+        for token, count in successors(index.phrases, context):
+            count_of(index.phrases, (*context, token))
+            successors(index.phrases, (*context, token))
     merge_tables([index.phrases, index.phrases])
     list(index.documents())
     summarise(path)

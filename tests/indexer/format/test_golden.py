@@ -8,6 +8,7 @@ import pytest
 
 from indexer.build import build_from_tokens
 from indexer.reader import Index, Vocabulary
+from tests.indexer.stages.phrase_reading import successors
 
 GOLDEN = Path(__file__).parents[2] / "data" / "format_v3.json"
 CASES = json.loads(GOLDEN.read_text("utf-8"))
@@ -49,6 +50,6 @@ def test_phrases_of_the_golden_index_are_readable_by_hand(tmp_path: Path) -> Non
     # 0 1 twice, 0 0 once, 1 0 and 1 1 twice; 0 1 0 and 1 1 1 once, 1 0 1 twice
     assert [tokens.tolist() for tokens in tables.tokens] == [[], [1, 0, 0, 1], [1], []]
     assert [starts.tolist() for starts in tables.starts] == [[0, 2, 4], [0, 0, 0, 1, 1], [0, 0]]
-    assert tables.successors([0]) == [(1, 2), (0, 1)]
-    assert tables.successors([1]) == [(0, 2), (1, 2)]
-    assert tables.successors([1, 0]) == [(1, 2)]
+    assert successors(tables, [0]) == [(1, 2), (0, 1)]
+    assert successors(tables, [1]) == [(0, 2), (1, 2)]
+    assert successors(tables, [1, 0]) == [(1, 2)]

@@ -35,6 +35,7 @@ LOOPING_READER = """
 import json, select, sys
 import numpy as np
 from indexer.reader import Index
+from tests.indexer.stages.phrase_reading import successors
 numbers = []
 print("ready", flush=True)
 while not select.select([sys.stdin], [], [], 0)[0]:
@@ -47,7 +48,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
         assert 1 <= len(added) <= 2, added  # the writer adds one before it removes another
         for segment in index.segments:
             assert np.array_equal(np.sort(segment.suffixes), np.flatnonzero(segment.tokens < 65535))
-        index.phrases.successors((1,))
+        successors(index.phrases, (1,))
 assert numbers == sorted(numbers)
 print(json.dumps([len(numbers), len(set(numbers))]))
 """

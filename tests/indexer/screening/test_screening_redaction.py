@@ -154,11 +154,8 @@ def test_a_word_is_a_secret_only_where_it_is_one(finder: SecretFinder) -> None:
     )
 
 
-def test_secrets_are_found_across_the_windows(
-    finder: SecretFinder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(redaction, "_WINDOW_BYTES", 200)
-    monkeypatch.setattr(redaction, "_OVERLAP_BYTES", 90)
+def test_secrets_are_found_across_the_windows() -> None:
+    finder = SecretFinder(window_bytes=200, overlap_bytes=90)
     for filler in ("x ", "\u4e00\u00e9 ", "\U0001f600 "):
         for shift in range(0, 130, 7):
             text = filler * shift + GITHUB + " " + filler * 100

@@ -19,8 +19,8 @@ from indexer.format.table_sums import merge_tables, size_limit
 from indexer.reader import Index, Vocabulary
 from indexer.stages import ngram_ranges as ranges
 from indexer.stages import phrase_writer
-from indexer.stages.phrase_writer import build_tables
 from indexer.stages.segments import first_token_starts, sort_suffixes
+from tests.indexer.stages.phrase_reading import build_tables, count_of, find, successors
 from tests.indexer.stages.phrase_twins import (
     count_all,
     levels_in,
@@ -28,7 +28,7 @@ from tests.indexer.stages.phrase_twins import (
     slow_levels,
     slow_num_bytes,
 )
-from tests.parts import cases
+from tests.suite_parts import cases
 
 Documents = list[list[int]]
 
@@ -106,24 +106,24 @@ def test_a_context_keeps_all_its_successors_and_what_followed_these() -> None:
     built = tables_of(54, often, ties)
     assert levels_in(built) == slow_levels(count_all(often + ties), 54)
     seen = [(token, rounded(token + 1)) for token in range(40)]
-    assert built.successors([50]) == sorted(seen, key=lambda each: (-each[1], each[0]))
-    assert built.successors([53]) == [(token, 1) for token in range(40)]
-    assert built.successors([50, 39]) == [(51, 41)]
-    assert built.successors([50, 39, 51]) == [(52, 41)]
-    assert built.successors([50, 1]) == [(51, 2)]
+    assert successors(built, [50]) == sorted(seen, key=lambda each: (-each[1], each[0]))
+    assert successors(built, [53]) == [(token, 1) for token in range(40)]
+    assert successors(built, [50, 39]) == [(51, 41)]
+    assert successors(built, [50, 39, 51]) == [(52, 41)]
+    assert successors(built, [50, 1]) == [(51, 2)]
 
 
 def test_pairs_that_occur_once_have_an_entry_and_longer_ngrams_do_not() -> None:
     once, twice = [0, 1, 2, 3], [4, 5, 6, 7]
     built = tables_of(8, [once], [twice, twice])
     assert built.num_entries == (8, 6, 2, 1)
-    assert [built.successors(once[:length]) for length in (1, 2, 3)] == [[(1, 1)], [], []]
-    assert [built.successors(twice[:length]) for length in (1, 2, 3)] == [
+    assert [successors(built, once[:length]) for length in (1, 2, 3)] == [[(1, 1)], [], []]
+    assert [successors(built, twice[:length]) for length in (1, 2, 3)] == [
         [(5, 2)],
         [(6, 2)],
         [(7, 2)],
     ]
-    assert built.count_of(once[2:]) == 1
+    assert count_of(built, once[2:]) == 1
 
 
 @pytest.mark.parametrize("stride", [1, 5, 40, 300])
@@ -150,8 +150,8 @@ def test_very_frequent_tokens_are_divided_and_the_tables_are_the_same(
 
 def test_one_context_may_have_the_whole_vocabulary_for_successors() -> None:
     built = tables_of(70_000, [[69_999, token] for token in range(70_000)])
-    assert built.successors([69_999]) == [(token, 1) for token in range(70_000)]
-    assert merge_tables([built, built]).successors([69_999]) == [
+    assert successors(built, [69_999]) == [(token, 1) for token in range(70_000)]
+    assert successors(merge_tables([built, built]), [69_999]) == [
         (token, 2) for token in range(70_000)
     ]
 
@@ -265,21 +265,21 @@ def test_empty_tables_answer_and_merge() -> None:
         assert empty.num_entries == (vocabulary_size, 0, 0, 0)
         assert empty.num_bytes == vocabulary_size + 4 * (vocabulary_size + 3)
         assert {tokens.dtype for tokens in empty.tokens} == {np.dtype(dtype)}
-        assert (empty.successors([1]), empty.count_of([1]), empty.find([1])) == ([], 0, 1)
+        assert (successors(empty, [1]), count_of(empty, [1]), find(empty, [1])) == ([], 0, 1)
         full = tables_of(vocabulary_size, [[0, 1, 0, 1]])
         assert levels_in(merge_tables([empty, full, empty])) == levels_in(full)
 
 
 def test_lookups_outside_the_tables_find_nothing() -> None:
     built = tables_of(3, [[0, 1, 2, 0, 1], [0, 1, 2, 0]])
-    assert built.successors([0]) == [(1, 3)]
-    assert built.count_of([0]) == 4
-    assert built.count_of([0, 1, 2, 0]) == 2
+    assert successors(built, [0]) == [(1, 3)]
+    assert count_of(built, [0]) == 4
+    assert count_of(built, [0, 1, 2, 0]) == 2
     for context in ([], [3], [-1], [0, 3], [0, -1], [0, 2], [0, 1, 2, 0], [0, 1, 2, 0, 1]):
-        assert built.successors(context) == []
+        assert successors(built, context) == []
     for ngram in ([], [3], [-1], [0, 2], [0, 1, 2, 0, 1]):
-        assert built.find(ngram) is None
-        assert built.count_of(ngram) == 0
+        assert find(built, ngram) is None
+        assert count_of(built, ngram) == 0
 
 
 def test_all_arrays_are_read_only_wherever_they_come_from(tiny_index: Path) -> None:

@@ -25,7 +25,7 @@ from retriever.service.draft_stream import MOST_FAIL_OPENS, bounded_fail_opens
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.tally import Tally
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.padding import pad_request
+from retriever.wire.messages import pad_request
 from tests.patience import can_be_kept, free_address
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.log.states import ids

@@ -11,9 +11,9 @@ from retriever.predict.databases import Context
 from retriever.predict.question import Question
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
-from tests.parts import cases
 from tests.retriever.kernels.twins.cursor_twin import LONG, LOST, CursorTwin, collect_without_cursor
 from tests.retriever.kernels.twins.row_twins import Row
+from tests.suite_parts import cases
 
 NUM_SEEDS = cases(300, of=3000)
 MAX_ROWS = 12

@@ -7,7 +7,7 @@ from indexer.reader import PhraseTables
 from retriever.kernels.layout import MAX_SUCCESSORS, Scratch
 from retriever.kernels.live_table import WAYS
 from retriever.kernels.succession import MOST_FOLLOWERS, MOST_SUCCESSORS, find_successor
-from tests.parts import cases
+from tests.indexer.stages.phrase_reading import find
 from tests.retriever.kernels.twins.evidence_twin import Known
 from tests.retriever.kernels.twins.worlds import (
     DEPTH,
@@ -17,6 +17,7 @@ from tests.retriever.kernels.twins.worlds import (
     random_world,
     tables_of_tokens,
 )
+from tests.suite_parts import cases
 
 NUM_WORLDS = cases(50, of=250)
 
@@ -24,7 +25,7 @@ NUM_WORLDS = cases(50, of=250)
 def check_states(world: World, current: int, path: tuple[int, ...]) -> None:
     node, text = world.scratch.work.nodes[current], [*world.sequence, *path]
     for field, order in (("pair", 2), ("triple", 3)):
-        entry = world.phrases.find(text[-order:]) if len(text) >= order else None
+        entry = find(world.phrases, text[-order:]) if len(text) >= order else None
         assert int(node[field]) == (-1 if entry is None else entry)
 
 

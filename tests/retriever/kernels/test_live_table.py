@@ -7,7 +7,6 @@ from retriever.drafter import TokenIds
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.live_table import WAYS, count_tokens
 from retriever.predict.generations import Generations, Output, live_table
-from tests.parts import cases
 from tests.retriever.kernels.twins.live_table_twin import (
     MAX_COUNT,
     LiveTwin,
@@ -16,6 +15,7 @@ from tests.retriever.kernels.twins.live_table_twin import (
     successors,
     true_counts,
 )
+from tests.suite_parts import cases
 
 NUM_SEEDS = cases(100, of=1000)
 CAPACITY = 64

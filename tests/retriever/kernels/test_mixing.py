@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 from retriever.kernels.layout import MAX_MATCH, Evidence, Scratch, Traits, Work
 from retriever.kernels.mixing import depth_bucket, learn, match_bucket, mix, to_traits
 from retriever.predict.predictor import DEFAULT_PRIOR
-from retriever.predict.weights import Weights, blank_weights, from_values, prior_weights, values_of
+from retriever.predict.weights import Weights, from_values, prior_weights, values_of
 from retriever.tree import Source
-from tests.parts import cases
 from tests.retriever.kernels.twins import mixing_twin
 from tests.retriever.kernels.twins.mixing_twin import Parameters
+from tests.retriever.predict.blank import blank_weights
+from tests.suite_parts import cases
 
 NUM_SEEDS = cases(200, of=2000)
 NONE = -1

@@ -20,8 +20,8 @@ from retriever.kernels.layout import (
 from retriever.kernels.similarity import mark_recent
 from retriever.kernels.suffixes import collect_suffixes, find_interval
 from retriever.kernels.tree_growth import weigh_rows
-from tests.parts import cases
 from tests.retriever.kernels.twins import row_twins as twins
+from tests.suite_parts import cases
 
 NUM_SEEDS = cases(300, of=3000)
 CAPACITY = 64

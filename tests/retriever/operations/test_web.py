@@ -23,6 +23,7 @@ from retriever.operations.status_page import (
     quantile,
 )
 from retriever.operations.web import Web, WebAddress
+from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.tally import Latencies, Tally
 from retriever.tree import Source
 from tests.retriever.conftest import start_service
@@ -264,6 +265,5 @@ def test_a_browser_shows_the_page_and_obeys_its_policy(index: Path, tmp_path: Pa
     assert "script" not in found.tags
 
 
-def _length(drafter: object) -> int:
-    sessions = drafter._sessions.all()  # type: ignore[attr-defined]
-    return len(sessions[0].databases.context)
+def _length(drafter: EmbeddedDrafter) -> int:
+    return drafter.census().session_tokens

@@ -9,7 +9,6 @@ from retriever import DraftRequest, DraftTree, TokenIds
 from retriever.predict.pool import Pool
 from retriever.predict.weights import (
     Weights,
-    blank_weights,
     from_bytes,
     prior_weights,
     to_bytes,
@@ -17,6 +16,7 @@ from retriever.predict.weights import (
 )
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.log.states import drafter_on, ids, log_on, output
+from tests.retriever.predict.blank import blank_weights
 
 PROMPT = ids(1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
 

@@ -12,8 +12,8 @@ from retriever.replay.replay import replay
 from retriever.replay.traces import Trace
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
-from tests.parts import cases
 from tests.retriever.kernels.twins import row_twins as twins
+from tests.suite_parts import cases
 
 NUM_SEEDS = cases(200, of=2000)
 # Ids that share their low or high bits: to the automaton each is two symbols.

@@ -20,7 +20,7 @@ from retriever.replication import replicated_records as records
 from retriever.security.admission import Doorkeeper
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire import messages
-from tests.parts import cases
+from tests.suite_parts import cases
 
 ROUNDS = {
     "calls": cases(30, of=150),

@@ -71,7 +71,7 @@ def test_the_tokens_that_a_session_ends_with_are_not_taken_from_others() -> None
     for number in range(50):
         drafter.open(str(number), ids(1, 2, 3))
         drafter.close(str(number), np.arange(300, dtype=np.int32))
-    assert drafter._sessions.num_tokens == 0
+    assert drafter.census().session_tokens == 0
     for number in range(6):
         drafter.open(str(number), np.arange(250, dtype=np.int32))
     with pytest.raises(LimitExceededError):

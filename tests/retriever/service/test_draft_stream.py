@@ -232,11 +232,14 @@ def test_tenants_cannot_reach_one_anothers_sessions_and_share_limits_fairly() ->
     (full,) = drafter.commit_each([request("s", 21)], "b")
     assert isinstance(full, LimitExceededError)
     assert "max_tenant_tokens" in str(full)
-    assert drafter._sessions.num_tokens == 21
+    assert drafter.census().session_tokens == 21
     for key in (SessionKey("b", "s"), SessionKey("a", "t"), SessionKey("", "mine")):
         drafter.end(key, prompt)  # what an end brings was never charged
-    assert drafter._sessions.num_tokens == drafter.num_sessions == 0
-    assert not drafter._sessions._tenant_tokens
+    assert drafter.census().session_tokens == drafter.num_sessions == 0
+    for tenant, name in ("aq", "ar", "bq", "br"):  # all of the room is there again
+        begin(tenant, name)
+    with pytest.raises(LimitExceededError, match="max_total_tokens"):
+        begin("c", "s")
 
 
 def request(name: str, num_new: int) -> DraftRequest:
@@ -254,4 +257,4 @@ def test_idle_sessions_end_by_themselves() -> None:
 
     assert asyncio.run(has_ended())
     assert time.monotonic() - began > 0.1
-    assert drafter._sessions.num_tokens == 0
+    assert drafter.census().session_tokens == 0

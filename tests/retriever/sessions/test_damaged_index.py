@@ -10,7 +10,7 @@ import pytest
 
 from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
-from tests.parts import cases
+from tests.suite_parts import cases
 
 ROOT = Path(__file__).parents[3]
 NUM_WORDS = 40

@@ -11,8 +11,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from retriever.wire.messages import tree_to_message
-from retriever.wire.padding import pad
+from retriever.wire.messages import pad, tree_to_message
 from tests.retriever.security.in_process import serving
 
 

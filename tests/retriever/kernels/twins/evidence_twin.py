@@ -7,6 +7,7 @@ from indexer.format.phrase_tables import COUNT_SCALE
 from indexer.reader import PhraseTables
 from retriever.predict.generations import Generations
 from retriever.tree import Source
+from tests.indexer.stages.phrase_reading import find, successors
 from tests.retriever.kernels.twins.live_table_twin import counts_in, place_of
 from tests.retriever.kernels.twins.row_twins import Row, bucket_of
 
@@ -123,14 +124,14 @@ class EvidenceTwin:
     ) -> tuple[Counts, float]:
         """The most frequent successors of the last tokens, and how often these occur."""
         context = text[-order:]
-        entry = self._phrases.find(context) if len(context) == order else None
+        entry = find(self._phrases, context) if len(context) == order else None
         if entry is None:
             return {}, 0.0
         most = MOST_SUCCESSORS[order]
         while probability < 1 and most > LEAST_SUCCESSORS[order]:
             most, probability = most // 2, 2 * probability
-        successors = self._phrases.successors(context)[:most]
-        return dict(successors), float(COUNT_SCALE[self._phrases.counts[order - 1][entry]])
+        followers = successors(self._phrases, context)[:most]
+        return dict(followers), float(COUNT_SCALE[self._phrases.counts[order - 1][entry]])
 
     def _followers(self, text: list[int], order: int) -> Counts:
         """What followed the last tokens in the sequence, of so many places in their bucket."""

@@ -10,7 +10,6 @@ from indexer.format.documents import DocumentTableBuilder
 from indexer.format.names import separator_of, token_dtype
 from indexer.format.opening import Segment
 from indexer.reader import PhraseTables
-from indexer.stages.phrase_writer import build_tables
 from retriever.kernels.evidence import gather, plant
 from retriever.kernels.layout import MAX_MATCH, Evidence, Scratch, Tables
 from retriever.kernels.tree_growth import grow_tree
@@ -18,6 +17,7 @@ from retriever.predict.databases import Context, to_kernel
 from retriever.predict.generations import Generations
 from retriever.predict.weights import Weights
 from retriever.tree import DraftTree
+from tests.indexer.stages.phrase_reading import build_tables
 from tests.retriever.kernels.twins import row_twins as twins
 from tests.retriever.kernels.twins.evidence_twin import EvidenceTwin
 

@@ -6,10 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from decoder.drafters.draft_model import frequent_tokens
 from indexer.build import build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever.errors import InvalidRequestError
-from retriever.sessions.frequent_tokens import frequent_tokens
+
+
+@pytest.fixture
+def vocabulary() -> Vocabulary:
+    return Vocabulary(50, "ab" * 32)
 
 
 def test_tokens_are_ranked_over_all_indexes(tmp_path: Path, vocabulary: Vocabulary) -> None:
