@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoder.budget.budget import Budget, Outcome
+from decoder.budget.budget import Budget, PassOutcome
 from decoder.drafters.following import Verified, follow
 from decoder.errors import (
     DecoderBusyError,
@@ -18,8 +18,8 @@ from decoder.errors import (
 )
 from decoder.model.target import Target
 from decoder.model.tree_layout import within_depth
-from decoder.observation import Clock, Observer, Statistics, Step, Watch
-from decoder.sampling.verification import AcceptRule, Place, accept_greedy
+from decoder.observation import Clock, ObservedPass, Observer, Statistics, Watch
+from decoder.sampling.verification import AcceptRule, PassContext, accept_greedy
 from decoder.stopping import StopRule, first_stop
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import RetrieverError
@@ -167,7 +167,7 @@ class Generation:
         tree = DraftTree.empty()
         with self.statistics.charging("target_s"), self.statistics.charging("prompt_s"):
             logits = self._target.prefill(self._sequence.prompt)
-            path, next_token = self._accept(tree, logits, self._place())
+            path, next_token = self._accept(tree, logits, self._pass_context())
         self._learn(Verified(self._last_token, tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
 
@@ -177,10 +177,10 @@ class Generation:
         before_s = self.statistics.target_s
         with self.statistics.charging("target_s"):
             tree, logits = self._verify(tree)
-            path, next_token = self._accept(tree, logits, self._place())
+            path, next_token = self._accept(tree, logits, self._pass_context())
             self._target.commit(path)
         context, pass_s = len(self._sequence), self.statistics.target_s - before_s
-        self._budget.learn(Outcome(tree, path, next_token, context, pass_s))
+        self._budget.learn(PassOutcome(tree, path, next_token, context, pass_s))
         self._learn(Verified(self._last_token, tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
 
@@ -193,8 +193,8 @@ class Generation:
             self._budget.halve()
         return tree, self._target.verify(self._last_token, tree)
 
-    def _place(self) -> Place:
-        return Place(self._number, self._sequence.tokens, self._sequence.num_prompt)
+    def _pass_context(self) -> PassContext:
+        return PassContext(self._number, self._sequence.tokens, self._sequence.num_prompt)
 
     def _learn(self, verified: Verified) -> None:
         with self.statistics.charging("draft_s"):
@@ -245,5 +245,5 @@ class Generation:
         self.statistics.record(tree, self._path, len(tokens))
         return tokens
 
-    def _seen(self, tokens: list[int], clock: Clock) -> Step:
-        return Step(self._drafted, self._tree, self._path, tokens, clock.lap())
+    def _seen(self, tokens: list[int], clock: Clock) -> ObservedPass:
+        return ObservedPass(self._drafted, self._tree, self._path, tokens, clock.lap())

@@ -157,7 +157,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class ObservedPass:
     """One pass of the target, the prompt's included.
 
     Attributes:
@@ -176,7 +176,7 @@ class Step:
     times: Times
 
 
-Observer = Callable[[Step], object]
+Observer = Callable[[ObservedPass], object]
 """Is called once for every pass, after its tokens are out. What it raises ends the sequence."""
 
 

@@ -128,7 +128,7 @@ def describe_skipped(skipped: Mapping[str, int], places: Mapping[str, str]) -> s
 
 
 @dataclass(slots=True)
-class Tally:
+class BuildTally:
     """Counts that the stages of a build keep; who shows progress looks here.
 
     Attributes:
@@ -165,7 +165,7 @@ class Tally:
         self.skipped[reason] += 1
         self.skipped_places.setdefault(reason, place)
 
-    def merge(self, other: "Tally") -> None:
+    def merge(self, other: "BuildTally") -> None:
         """Add what another process counted, except for documents and tokens."""
         self.num_bytes += other.num_bytes
         self.num_bytes_read += other.num_bytes_read

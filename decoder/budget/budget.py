@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.budget.calibration import DraftCalibration
-from decoder.budget.costs import CostSurface, LiveCosts
+from decoder.budget.costs import AdaptiveCosts, CostSurface
 from decoder.budget.payoff import FadingRatio, Payoff, RecentMedian
 from retriever.tree import DraftTree
 
@@ -55,7 +55,7 @@ is noticed that is right again. Drafters of up to five passes' time reach the sh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class PassOutcome:
     """What a pass brought and took.
 
     Attributes:
@@ -87,7 +87,7 @@ class Budget(Protocol):
         """Return the prefix of a tree, drafted in `draft_s` seconds, that is worth verifying."""
         ...
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: PassOutcome) -> None:
         """Take in what a pass over the last tree, or without one, brought and took."""
         ...
 
@@ -110,7 +110,7 @@ class FixedBudget:
         """Return the first `max_nodes` nodes."""
         return tree.prefix(self.max_nodes)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: PassOutcome) -> None:
         """Take in an outcome; nothing follows from it."""
 
     def halve(self) -> None:
@@ -135,7 +135,7 @@ class MeasuredBudget:
     """
 
     def __init__(self, surface: CostSurface, max_nodes: int | None = None) -> None:
-        self.costs = LiveCosts(surface)
+        self.costs = AdaptiveCosts(surface)
         widest = surface.widths[-1] - 1
         self.max_nodes = widest if max_nodes is None else min(max_nodes, widest)
         self._calibration = DraftCalibration()
@@ -172,7 +172,7 @@ class MeasuredBudget:
         self._drafter.learn(float(gained[nodes] - gained[0]) / pace)
         return tree.prefix(nodes)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: PassOutcome) -> None:
         """Take in what a pass over the last tree, or without one, brought and took."""
         tree, path, context = outcome.tree, outcome.path, outcome.context
         began_rightly = self._calibration.learn(len(tree), path, outcome.next_token)

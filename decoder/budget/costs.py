@@ -1,4 +1,4 @@
-"""What a pass of the target costs, by its width and its context: measured once, then live."""
+"""What a pass of the target costs, by its width and its context: measured once, then adapted."""
 
 import math
 import time
@@ -97,7 +97,7 @@ class CostSurface:
         return np.stack([np.interp(every_width, self.widths, row) for row in measured])
 
 
-class LiveCosts:
+class AdaptiveCosts:
     """A surface that follows what passes really take.
 
     Two things differ from what was measured: how busy the machine is, which slows passes of
@@ -211,7 +211,7 @@ _CHECKS: Final = 5
 
 _STILL_HOLDS: Final = 1.3
 """A machine that is busy or throttled differs by less, another version or setting by more. What is
-within it, live costs correct."""
+within it, `AdaptiveCosts` corrects."""
 
 Samples = dict[tuple[int, int], list[float]]
 """(context, width) to the seconds of the passes timed so far."""

@@ -20,7 +20,7 @@ _WARM_UP_TEXT = "Count from one to ten."
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchPrompt:
     """A prompt that the model can take.
 
     Attributes:
@@ -32,7 +32,7 @@ class Case:
     token_ids: list[int]
 
 
-Track = Callable[[Sequence[Case]], Iterable[Case]]
+Track = Callable[[Sequence[BenchPrompt]], Iterable[BenchPrompt]]
 """Passes cases through one by one and shows how far it is."""
 
 
@@ -97,13 +97,15 @@ def run_benchmark(
     }
 
 
-def fitting(language_model: LanguageModel, target: Target, prompts: Iterable[Prompt]) -> list[Case]:
+def fitting(
+    language_model: LanguageModel, target: Target, prompts: Iterable[Prompt]
+) -> list[BenchPrompt]:
     """Return the prompts that the model can take, as tokens."""
     cases = []
     for prompt in prompts:
         tokens = language_model.encode(prompt.text)
         with suppress(InvalidPromptError):
-            cases.append(Case(prompt.category, target.checked_prompt(tokens).tolist()))
+            cases.append(BenchPrompt(prompt.category, target.checked_prompt(tokens).tolist()))
     return cases
 
 
@@ -130,7 +132,7 @@ def warm_up(
 def compare(
     language_model: LanguageModel,
     ways: dict[str, Contender],
-    cases: Iterable[Case],
+    cases: Iterable[BenchPrompt],
     repeat: int = 1,
 ) -> list[Comparison]:
     """Decode every case in every way, in an order that rotates from round to round.

@@ -14,7 +14,7 @@ from typing import Any, Self, TextIO
 from transformers import PreTrainedTokenizerBase
 
 from decoder.errors import TraceFileError
-from decoder.observation import Observer, Step
+from decoder.observation import ObservedPass, Observer
 from decoder.stopping import plain_text
 from indexer.errors import reason_of
 from retriever.tree import Source
@@ -174,7 +174,7 @@ class TraceWriter:
             if self._path.suffix != ".gz":
                 self._file.flush()
 
-    def _traced(self, prompt: int, number: int, step: Step) -> TracedStep:
+    def _traced(self, prompt: int, number: int, step: ObservedPass) -> TracedStep:
         times = step.times
         return TracedStep(
             prompt,
@@ -190,7 +190,7 @@ class TraceWriter:
             ),
         )
 
-    def _traced_tree(self, step: Step) -> TracedTree:
+    def _traced_tree(self, step: ObservedPass) -> TracedTree:
         tree = step.drafted
         tokens = tree.token_ids.tolist()
         return TracedTree(

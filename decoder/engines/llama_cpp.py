@@ -24,7 +24,7 @@ from llama_cpp import (
 from llama_cpp.llama_speculative import LlamaDraftModel
 from numpy.typing import NDArray
 
-from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget, Outcome
+from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget, PassOutcome
 from decoder.budget.costs import CostSurface
 from decoder.engines.engine_options import chain_for, check_version, checked_vocabulary_size
 from decoder.engines.engine_sessions import DrafterSessions
@@ -166,7 +166,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         path = np.arange(len(new) - 1)
         self.num_accepted += len(path)
         seconds = began_s - self._returned_s
-        self._budget.learn(Outcome(self._chain, path, int(new[-1]), context, seconds))
+        self._budget.learn(PassOutcome(self._chain, path, int(new[-1]), context, seconds))
 
     def _fail(self, error: Exception) -> None:
         self.num_failures += 1

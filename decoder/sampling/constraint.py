@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decoder.errors import InvalidConstraintError
-from decoder.sampling.verification import Place
+from decoder.sampling.verification import PassContext
 from retriever.drafter import TokenIds
 
 State = TypeVar("State")
@@ -52,9 +52,9 @@ class ConstraintMemory(Generic[State]):
         self._known: TokenIds = np.empty(0, np.int32)
         self._state = constraint.start()
 
-    def state(self, place: Place) -> State:
+    def state(self, context: PassContext) -> State:
         """Return the state after all that is committed."""
-        generated = place.generated
+        generated = context.generated
         known = len(self._known)
         if known > len(generated) or not np.array_equal(generated[:known], self._known):
             self._state, known = self.constraint.start(), 0

@@ -17,7 +17,7 @@ from transformers import (
 
 from decoder.sampling.constraint import Constraint, ConstraintMemory, masked
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.sampling.verification import Place
+from decoder.sampling.verification import PassContext
 from retriever.tree import ROOT, DraftTree
 
 _SLACK: Final = 0.01
@@ -229,16 +229,16 @@ class PathScores:
         processing: what is done to them.
         tree: N nodes.
         logits: [1 + N, vocabulary], the target's; they stay as they are.
-        place: where the tree's first tokens stand.
+        context: the sequence that the tree goes on from.
     """
 
     def __init__(
-        self, processing: Processing, tree: DraftTree, logits: torch.Tensor, place: Place
+        self, processing: Processing, tree: DraftTree, logits: torch.Tensor, context: PassContext
     ) -> None:
         self._processing = processing
         self._tree = tree
         self._logits = logits
-        self._place = place
+        self._context = context
         self._committed: torch.Tensor | None = None
         self._states: dict[int, Any] = {}
 
@@ -250,7 +250,7 @@ class PathScores:
         scores = self._copied(slice(row, row + 1))
         if self._processing.looks_at_tokens:
             scores = self._processing.before_constraint(
-                self._paths([row]), scores, self._place.num_prompt_tokens
+                self._paths([row]), scores, self._context.num_prompt_tokens
             )
         if self._processing.memory is not None:
             allowed = self._processing.memory.constraint.allowed(self._state(row))
@@ -265,7 +265,7 @@ class PathScores:
             for depth in range(int(depths.max()) + 1):
                 rows = np.flatnonzero(depths == depth)
                 scores[rows] = self._processing.before_constraint(
-                    self._paths(rows.tolist()), scores[rows], self._place.num_prompt_tokens
+                    self._paths(rows.tolist()), scores[rows], self._context.num_prompt_tokens
                 )
         return self._processing.after_constraint(scores)
 
@@ -275,7 +275,7 @@ class PathScores:
     def _paths(self, rows: Sequence[int]) -> torch.Tensor:
         """Return int64[rows, n], all tokens before each of some rows of equal depth."""
         if self._committed is None:
-            tokens = torch.from_numpy(self._place.tokens.astype(np.int64))
+            tokens = torch.from_numpy(self._context.tokens.astype(np.int64))
             self._committed = tokens.to(self._logits.device)
         paths = [self._tree.token_ids[self._tree.path_to(row - 1)] for row in rows]
         ends = torch.from_numpy(np.stack(paths).astype(np.int64)).to(self._logits.device)
@@ -286,7 +286,7 @@ class PathScores:
         if memory is None:
             return None
         if row == ROOT + 1:
-            state = memory.state(self._place)
+            state = memory.state(self._context)
         else:
             node = row - 1
             before = self._states[int(self._tree.parents[node]) + 1]

@@ -25,7 +25,7 @@ from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
     Acceptance,
     AcceptRule,
-    Place,
+    PassContext,
     accept_greedy,
     drawn_numbers,
     follow,
@@ -52,7 +52,7 @@ class ProcessedRule:
     processing: Processing
     seed: int
 
-    def __call__(self, tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
+    def __call__(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
         """Accept the path that the target's choices follow.
 
         Raises:
@@ -61,35 +61,35 @@ class ProcessedRule:
         """
         is_stepwise = logits.device.type == "cpu" or self.processing.memory is not None
         with torch.inference_mode():
-            return (self.stepwise if is_stepwise else self.at_once)(tree, logits, place)
+            return (self.stepwise if is_stepwise else self.at_once)(tree, logits, context)
 
-    def stepwise(self, tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
+    def stepwise(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
         """Process and choose row by row, as far as the path goes."""
-        scores = PathScores(self.processing, tree, logits, place)
-        choose = self._choice(tree, place)
+        scores = PathScores(self.processing, tree, logits, context)
+        choose = self._choice(tree, context)
         path, token = walk(
             tree, lambda row: int(choose(scores.one(row), np.array([row], np.int64)))
         )
         return _possible(tree, logits, (path, token))
 
-    def at_once(self, tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
+    def at_once(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
         """Process and choose for all rows; not for constraints."""
-        scores = PathScores(self.processing, tree, logits, place).all()
-        choices = self._choice(tree, place)(scores, np.arange(len(tree) + 1))
+        scores = PathScores(self.processing, tree, logits, context).all()
+        choices = self._choice(tree, context)(scores, np.arange(len(tree) + 1))
         return _possible(tree, logits, follow(tree, choices.tolist()))
 
-    def _choice(self, tree: DraftTree, place: Place) -> Choice:
+    def _choice(self, tree: DraftTree, context: PassContext) -> Choice:
         if self.settings.is_greedy:
             return most_probable
         depths = np.concatenate(([0], tree.depths()))
         count = int(depths.max()) + 1
         if self.settings.coupled:
-            return Draw(depths, uniforms(self.seed, place, count))
+            return Draw(depths, uniforms(self.seed, context, count))
         if isinstance(tree, SampledTree) and (tree.rows != CERTAIN).any():
             children = DrawnChildren.of(tree)
-            points = drawn_numbers(self.seed, place, (count, children.tokens.shape[1] + 1))
+            points = drawn_numbers(self.seed, context, (count, children.tokens.shape[1] + 1))
             return Rejection(children, tree.proposals, depths, points)
-        return Draw(depths, drawn_numbers(self.seed, place, (count,)))
+        return Draw(depths, drawn_numbers(self.seed, context, (count,)))
 
 
 def accept_rule(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from indexer.build_report import ChangeReport, Tally
+from indexer.build_report import BuildTally, ChangeReport
 from indexer.change.choosing import Choice
 from indexer.change.writer import IndexWriter, writing
 from indexer.engines import Engine
@@ -57,7 +57,7 @@ def add_documents(
         IndexerError: the index has no tokenizer, or cannot be written.
     """
     started = time.perf_counter()
-    tally = Tally()
+    tally = BuildTally()
     with writing(Path(path), "add") as writer, scratch_folder(writer.folder) as scratch:
         contents = writer.contents
         options = replace(options, keep_texts=contents.keeps_texts)
@@ -236,9 +236,9 @@ def _report(  # noqa: PLR0913, PLR0917
     num_tokens: int,
     writer: IndexWriter,
     started: float,
-    tally: Tally | None = None,
+    tally: BuildTally | None = None,
 ) -> ChangeReport:
-    tally = tally or Tally()
+    tally = tally or BuildTally()
     return ChangeReport(
         str(path),
         verb,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from indexer.build import report_of, store_tokenizer, write_index
-from indexer.build_report import BuildReport, Tally
+from indexer.build_report import BuildReport, BuildTally
 from indexer.errors import SourceError
 from indexer.format.names import SEGMENTS_FOLDER, TEXTS_FILE, TOKENIZER_FILE, token_dtype
 from indexer.format.opening import check_file
@@ -90,14 +90,14 @@ class RetokeniseTask:
         return tokenising_bytes(DEFAULT_MAX_DOCUMENT_BYTES)
 
 
-def retokenise(task: RetokeniseTask) -> tuple[Part, Tally]:
+def retokenise(task: RetokeniseTask) -> tuple[Part, BuildTally]:
     """Read and tokenise the texts of a segment; return where the result is, and what was counted.
 
     Raises:
         DamagedIndexError: the texts are not what was written.
         IndexerError: the disk is full or refuses.
     """
-    tally = Tally()
+    tally = BuildTally()
     check_file(task.part.folder / TEXTS_FILE, task.texts)
     kept = (SourceDocument(*document) for document in task.part.texts())
     usable = usable_texts(kept, sys.maxsize, tally, task.screening)
@@ -116,7 +116,7 @@ def _build(  # noqa: PLR0913, PLR0917
     options: BuildOptions,
     on_progress: OnProgress | None,
 ) -> BuildReport:
-    tally = Tally()
+    tally = BuildTally()
     records = held.contents.segments
     tally.num_bytes_found = sum(record.files[TEXTS_FILE].num_bytes for record in records)
     folder_of_texts = Path(source).resolve() / SEGMENTS_FOLDER

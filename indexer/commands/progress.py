@@ -14,7 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 
 _INTERVAL_S: Final = 0.1
 _MIB: Final = 2**20
@@ -42,7 +42,7 @@ class BuildProgress:
         self._shown = 0.0
         self._is_sorting = False
 
-    def __call__(self, tally: Tally) -> None:
+    def __call__(self, tally: BuildTally) -> None:
         """Show how far a build has come."""
         now = time.monotonic()
         if self._task is None:
@@ -64,7 +64,7 @@ class BuildProgress:
             self._bar.remove_task(self._task)
         self._task = self._bar.add_task("sorting the last segment", total=None, rate="")
 
-    def _start(self, tally: Tally, now: float) -> None:
+    def _start(self, tally: BuildTally, now: float) -> None:
         if self._started:
             return
         self._started = now

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Final
 
 
-class Form(StrEnum):
+class FileForm(StrEnum):
     """How documents lie in a file."""
 
     TEXT = "text"
@@ -30,7 +30,7 @@ class Compression(StrEnum):
 class Format:
     """How a file is read."""
 
-    form: Form
+    form: FileForm
     compression: Compression = Compression.NONE
 
     @property
@@ -40,7 +40,7 @@ class Format:
 
 
 _COMPRESSIONS: Final = {".gz": Compression.GZIP, ".zst": Compression.ZSTD}
-_TABLES: Final = {".parquet": Form.PARQUET, ".arrow": Form.ARROW}
+_TABLES: Final = {".parquet": FileForm.PARQUET, ".arrow": FileForm.ARROW}
 _LINES: Final = frozenset({".jsonl", ".ndjson"})
 _TEXT_LIST: Final = """
     .adoc .asm .bash .bat .c .cc .cfg .cjs .clj .cmake .conf .cpp .cs .css .csv .cu .cuh .cxx .dart
@@ -62,17 +62,17 @@ def format_of(name: str) -> Format | None:
     inner, compression = _decompressed(name.lower())
     suffix = PurePath(inner).suffix
     if suffix in _LINES:
-        return Format(Form.LINES, compression)
+        return Format(FileForm.LINES, compression)
     if suffix in _TABLES and not compression:
         return Format(_TABLES[suffix])
     if suffix in _TEXT or inner.partition(".")[0] in _NAMES:
-        return Format(Form.TEXT, compression)
+        return Format(FileForm.TEXT, compression)
     return None
 
 
 def text_format_of(name: str) -> Format:
     """Return how a file is read that is said to be text, whatever its suffix."""
-    return Format(Form.TEXT, _decompressed(name.lower())[1])
+    return Format(FileForm.TEXT, _decompressed(name.lower())[1])
 
 
 def _decompressed(name: str) -> tuple[str, Compression]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import IndexerError, SourceError, reason_of
 from indexer.format.names import CATALOG_FOLDER, SEGMENTS_FOLDER
 from indexer.sources.blocks import Format, SourceFile, format_of, name_of, text_format_of
@@ -125,7 +125,7 @@ class Walk:
     in repositories in git's order; in saved datasets as these list them.
     """
 
-    def __init__(self, patterns: Patterns, git: Git, tally: Tally) -> None:
+    def __init__(self, patterns: Patterns, git: Git, tally: BuildTally) -> None:
         self._patterns = patterns
         self._git = TrackedFiles() if git == Git.AUTO else None
         self._tally = tally
@@ -217,7 +217,7 @@ class Finder:
     symbolic links are passed over. A file that is named itself is taken whatever it is called.
     """
 
-    def __init__(self, options: SourceOptions, tally: Tally) -> None:
+    def __init__(self, options: SourceOptions, tally: BuildTally) -> None:
         self._licence = options.licence
         self._patterns = Patterns(options.include, options.exclude)
         self._walk = Walk(self._patterns, options.git, tally)

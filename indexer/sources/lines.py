@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.sources.blocks import (
     Compression,
     SourceDocument,
@@ -73,7 +73,7 @@ def _cuts(stream: Any, block_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def read_lines(
-    piece: SourcePiece, options: SourceOptions, tally: Tally
+    piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourceDocument]:
     """Yield the documents of a piece; count the lines that are none.
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import SourceError
-from indexer.sources.blocks import Form, SourceDocument, SourceFile, SourcePiece, UnusableError
+from indexer.sources.blocks import FileForm, SourceDocument, SourceFile, SourcePiece, UnusableError
 from indexer.sources.licences import licence_in
 from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions
 
@@ -224,7 +224,7 @@ def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
         OSError: the file cannot be read.
     """
     with _translated(file):
-        if file.format.form == Form.PARQUET:
+        if file.format.form == FileForm.PARQUET:
             return _pieces(file, parquet_row_counts(file, options), options.block_bytes)
         counts = arrow_row_counts(file, options) or [0]
     *others, last = _pieces(file, counts, options.block_bytes)
@@ -232,7 +232,7 @@ def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
 
 
 def read_table(
-    piece: SourcePiece, options: SourceOptions, tally: Tally
+    piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourceDocument]:
     """Yield the documents of a piece; count the rows that are none.
 
@@ -241,7 +241,7 @@ def read_table(
         DamagedTableError: what follows is damaged.
         OSError: the file cannot be read.
     """
-    batches = parquet_batches if piece.file.format.form == Form.PARQUET else arrow_batches
+    batches = parquet_batches if piece.file.format.form == FileForm.PARQUET else arrow_batches
     row = piece.first
     with _translated(piece.file):
         for batch in batches(piece, options):
@@ -274,7 +274,7 @@ def _translated(file: SourceFile) -> Iterator[None]:
     try:
         from pyarrow import ArrowException  # noqa: PLC0415  (not everybody has tables)
     except ImportError as error:
-        extra = "parquet" if form == Form.PARQUET else "datasets"
+        extra = "parquet" if form == FileForm.PARQUET else "datasets"
         raise TableError(
             f"reading {form} takes pyarrow", f"run `pip install 'foredraft[{extra}]'`"
         ) from error

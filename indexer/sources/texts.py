@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import SourceError, reason_of
 from indexer.format.compression import zstd
 from indexer.sources.blocks import (
     Compression,
-    Form,
+    FileForm,
     Format,
     SourceDocument,
     SourceFile,
@@ -114,7 +114,9 @@ def _ends(line: str | bytes) -> bool:
     return line.endswith("\n") if isinstance(line, str) else line.endswith(b"\n")
 
 
-def read_text(piece: SourcePiece, options: SourceOptions, tally: Tally) -> Iterator[SourceDocument]:
+def read_text(
+    piece: SourcePiece, options: SourceOptions, tally: BuildTally
+) -> Iterator[SourceDocument]:
     """Yield the text of a file; count it if it is none, or longer than the limit.
 
     Raises:
@@ -165,5 +167,5 @@ def keep_standard_input(scratch: Path | None, options: SourceOptions) -> SourceF
     except OSError as error:
         said = reason_of(error)
         raise SourceError(f"cannot keep standard input in {scratch}: {said}") from error
-    form = Format(Form.TEXT if is_text else Form.LINES)
+    form = Format(FileForm.TEXT if is_text else FileForm.LINES)
     return SourceFile(path, _NAME, form, options.licence, num_bytes)

@@ -16,7 +16,7 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.engines import Engine
 from indexer.errors import IndexerError, SourceError
 from indexer.format.names import (
@@ -78,9 +78,9 @@ class PartTask:
         return tokenising_bytes(self.sources.max_document_bytes)
 
 
-def write_part(task: PartTask) -> tuple[Part, Tally]:
+def write_part(task: PartTask) -> tuple[Part, BuildTally]:
     """Read and tokenise sources; return where the result is and what was counted."""
-    tally = Tally()
+    tally = BuildTally()
     documents = read(task.block, task.sources, tally)
     usable = usable_texts(documents, task.sources.max_document_bytes, tally, task.screening)
     dtype = token_dtype(task.vocabulary_size)
@@ -104,7 +104,7 @@ def gather_part(
 
 
 def without_duplicates(
-    parts: Sequence[Part], known: Sequence[NDArray[np.uint8]], tally: Tally
+    parts: Sequence[Part], known: Sequence[NDArray[np.uint8]], tally: BuildTally
 ) -> list[Piece]:
     """Return the documents of parts that no part before has, nor what is known; count the rest.
 
@@ -230,7 +230,7 @@ def _num_tokens(piece: Piece) -> int:
     )
 
 
-OnProgress = Callable[[Tally], None]
+OnProgress = Callable[[BuildTally], None]
 
 
 class ReadingTask(Protocol):
@@ -246,7 +246,7 @@ _Task = TypeVar("_Task", bound=ReadingTask)
 
 
 def planned(
-    sources: Sequence[Path | str], options: BuildOptions, tally: Tally, scratch: Path
+    sources: Sequence[Path | str], options: BuildOptions, tally: BuildTally, scratch: Path
 ) -> list[SourceBlock]:
     """Return what there is to read, in blocks.
 
@@ -286,9 +286,9 @@ def part_tasks(
 def read_parts(
     engine: Engine,
     tasks: Sequence[_Task],
-    tally: Tally,
+    tally: BuildTally,
     on_progress: OnProgress | None,
-    write: Callable[[_Task], tuple[Part, Tally]],
+    write: Callable[[_Task], tuple[Part, BuildTally]],
 ) -> list[Part]:
     """Read and tokenise all sources, each task as `write` does; count."""
     if on_progress is not None:
@@ -310,7 +310,7 @@ def chosen_pieces(
     parts: Sequence[Part],
     known: Sequence[NDArray[np.uint8]],
     options: BuildOptions,
-    tally: Tally,
+    tally: BuildTally,
 ) -> list[Piece]:
     """Return the documents of parts that are to be indexed."""
     filled = [part for part in parts if part.num_documents]
@@ -319,7 +319,7 @@ def chosen_pieces(
     return [Piece(part, ((0, part.num_documents),)) for part in filled]
 
 
-def no_document(tally: Tally) -> SourceError:
+def no_document(tally: BuildTally) -> SourceError:
     """Return the error for sources that hold nothing to be indexed."""
     reasons = tally.describe_skipped()
     return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))

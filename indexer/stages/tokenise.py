@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import TokenizerError, reason_of
 from indexer.format.compression import zstd
 from indexer.format.names import Tokens
@@ -51,7 +51,7 @@ class UsableText:
 def usable_texts(
     documents: Iterable[SourceDocument],
     max_document_bytes: int,
-    tally: Tally,
+    tally: BuildTally,
     screening: ScreenOptions = NO_SCREENING,
 ) -> Iterator[UsableText]:
     """Yield the documents that hold text and are not too long, screened; count the others.
@@ -84,7 +84,7 @@ def usable_texts(
         tally.screened = screen.take_tally()
 
 
-def _screened(document: SourceDocument, screen: Screen, tally: Tally) -> Iterator[UsableText]:
+def _screened(document: SourceDocument, screen: Screen, tally: BuildTally) -> Iterator[UsableText]:
     """Yield the document if anything of it may be indexed; count it otherwise."""
     screened = screen.screen(document.name, document.text, document.licence)
     if screened is None:
@@ -112,7 +112,7 @@ def tokenising_bytes(largest_document_bytes: int) -> int:
 
 
 def tokenise(
-    documents: Iterable[UsableText], encoder: Any, dtype: np.dtype[Any], tally: Tally
+    documents: Iterable[UsableText], encoder: Any, dtype: np.dtype[Any], tally: BuildTally
 ) -> Iterator[TokenisedDocument]:
     """Yield the tokens of every document that has any, in order; count them and the others.
 

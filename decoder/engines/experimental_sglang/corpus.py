@@ -351,7 +351,7 @@ class DrafterCorpus:
             self._followed.clear()
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """What is read of SGLang's groups of ranks.
 
     Attributes:
@@ -365,7 +365,7 @@ class Group(Protocol):
     cpu_group: ProcessGroup
 
 
-def sharing(group: Group) -> Share | None:
+def sharing(group: RankGroup) -> Share | None:
     """Return what gives all ranks of a group the nodes of its first; None where it is alone."""
     if group.world_size == 1:
         return None
