@@ -80,7 +80,7 @@ class Budget(Protocol):
     """
 
     def ask(self, context: int) -> int:
-        """Return the most nodes that could pay behind `context` tokens; 0 to ask nobody."""
+        """Return the most nodes that could pay behind `context` tokens; 0 to ask no drafter."""
         ...
 
     def cut(self, tree: DraftTree, context: int, draft_s: float) -> DraftTree:

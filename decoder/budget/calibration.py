@@ -188,7 +188,7 @@ class DraftCalibration:
         return is_hit
 
     def _notice(self, draft: _Corrected, *, is_hit: bool) -> None:
-        """Forget what is out of date: first tokens came true much oftener than was thought."""
+        """Fade what was learned once first tokens come true much more often than expected."""
         likely = float(draft.probabilities[draft.tree.parents == ROOT].sum())
         self._surprise = _SURPRISE_DECAY * self._surprise + is_hit - min(likely, 1.0)
         if self._surprise > _MOST_SURPRISE:

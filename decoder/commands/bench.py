@@ -43,8 +43,8 @@ class BenchOptions:
     Attributes:
         max_new_tokens: most tokens for each prompt.
         repeat: rounds of each prompt; the fastest run of each way counts.
-        warm: prompts that are answered beforehand, so that the drafter has answers to draw on.
-            Those that are measured, too, are left out.
+        warm: prompts that are answered beforehand, so that the drafter has generations to draft
+            from. Those that are measured, too, are left out.
         warm_limit: most of them, the others left out.
     """
 
@@ -63,8 +63,8 @@ def run_benchmark(
 ) -> dict[str, Any]:
     """Compare the ways of decoding and report it with the circumstances.
 
-    The decoder's drafter lives on from prompt to prompt, as it does in use: it may draft from
-    what it generated for earlier ones.
+    The decoder's drafter is kept from prompt to prompt, as in use: it may draft from its outputs
+    for earlier ones.
 
     Args:
         language_model: the model of all contenders.
@@ -138,7 +138,7 @@ def compare(
     """Decode every case in every way, in an order that rotates from round to round.
 
     Of several rounds the fastest run of each way is kept. Answers are remembered in the last
-    alone: nobody drafts from an answer to the same prompt.
+    alone, so that no way drafts from an answer to the same prompt.
     """
     for contender in ways.values():
         contender(language_model.encode(_WARM_UP_TEXT), remember=False)
@@ -153,7 +153,7 @@ def compare(
 
 
 def circumstances(language_model: LanguageModel) -> dict[str, Any]:
-    """Return what a figure needs beside it: day, model, precision, versions and machine."""
+    """Return the circumstances of figures: day, model, precision, versions and machine."""
     parameter = next(language_model.model.parameters())
     return {
         "date": datetime.now(UTC).date().isoformat(),

@@ -320,6 +320,9 @@ MAX_NODES: Final = 256
 """Most nodes of a fused tree, and of each tree that goes into it."""
 
 _LEAST_PROBABILITY: Final = 1e-4
+"""Less probable nodes are not considered: 256 of them together bring at most 0.026 tokens, and each
+candidate of a node must be scored."""
+
 _NO_TABLE: Final = Table.of(4, NUM_LIKELY)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are laid out once, as the kernels of a CPU want them."""
+"""Linear layers whose weights are laid out once, in the layout of a CPU's kernels."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeGuard
@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 _ROWS_HINT: Final = 32
-"""Rows to lay weights out for; measured, the layout then serves from one row to thousands."""
+"""Rows to lay weights out for; measured, that layout is good from one row to thousands."""
 
 _LEAST_WEIGHTS: Final = {torch.float32: 1 << 17, torch.bfloat16: 1 << 12}
-"""Weights of a layer below which the call costs more than the layout saves."""
+"""Weights of a layer below which the call costs more than the layout saves, by measurement."""
 
 _JOINT_NAMES: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -25,7 +25,7 @@ _HOOKS: Final = (
 class PackedLinear(nn.Linear):
     """A linear layer that multiplies by a copy of its weights in oneDNN's own layout.
 
-    `torch.nn.functional.linear` lays weights out anew in every call, which for a pass of few
+    `torch.nn.functional.linear` lays weights out again in every call, which for a pass of few
     rows takes as long as multiplying. torch's public `MkldnnLinear` does not, but converts its
     input and output in every call, which for such passes takes longer still (measured: 45 us a
     call); so the operators of torch's own compiler are called.
@@ -44,10 +44,10 @@ class PackedLinear(nn.Linear):
 
 
 class JointProduct:
-    """Linear layers of one input, multiplied in one product by whichever of them is called first.
+    """Linear layers of one input, multiplied in one product when the first of them is called.
 
-    A call of a kernel takes as long as a small product itself. The others find their part of the
-    output where their input is the very same tensor; where it is not, the product is made anew.
+    A call of a kernel takes as long as a small product itself. The other layers take their part of
+    the output if their input is the same tensor object; otherwise the product is computed again.
 
     Args:
         linears: layers with as many input features each, all or none with a bias.

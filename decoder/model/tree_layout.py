@@ -1,4 +1,4 @@
-"""How a draft tree lies in one forward pass: who sees whom, and at which position."""
+"""The layout of a draft tree in one forward pass: which rows see which, and their positions."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -39,7 +39,7 @@ def additive_mask(
 ) -> torch.Tensor:
     """Return the attention mask of one verification pass over `past` cached tokens.
 
-    Additive and floating, because eager attention takes a boolean mask for numbers to add.
+    Additive and floating, because eager attention adds a boolean mask as numbers.
     The window is counted in positions: by slots, siblings would push each other out of it.
 
     Args:

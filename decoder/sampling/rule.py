@@ -1,4 +1,4 @@
-"""From settings, processors and a constraint to the rule that says which drafts are kept."""
+"""The acceptance rule for sampling settings, processors and a constraint."""
 
 import secrets
 from collections.abc import Sequence
@@ -39,12 +39,12 @@ from retriever.tree import DraftTree
 class ProcessedRule:
     """A rule that chooses from processed logits.
 
-    On a CPU a row is processed when the path comes to it; of another device all rows are
-    processed together, so that it is waited for once.
+    On a CPU a row is processed when the path reaches it. On another device all rows are processed
+    together, so that the host waits for it once.
 
     Attributes:
         settings: how tokens are chosen.
-        processing: what is done to logits before.
+        processing: of the logits before a choice.
         seed: of the random numbers.
     """
 
@@ -56,7 +56,7 @@ class ProcessedRule:
         """Accept the path that the target's choices follow.
 
         Raises:
-            DeadEndError: no token is possible after what is committed.
+            DeadEndError: no token is possible after the committed ones.
             InvalidLogitsError: the logits after it are not numbers.
         """
         is_stepwise = logits.device.type == "cpu" or self.processing.memory is not None
@@ -102,8 +102,8 @@ def accept_rule(
     Args:
         settings: how tokens are chosen; greedily by default.
         processors: of transformers, applied along each path with all tokens before a row as
-            `input_ids`. Each is a function of its arguments: one that remembers its calls would
-            see tokens that are given up.
+            `input_ids`. Each must be a function of its arguments: one that remembers its calls
+            would see rejected tokens.
         constraint: which tokens may be chosen.
     """
     settings = SamplingSettings() if settings is None else settings
@@ -115,7 +115,7 @@ def accept_rule(
 
 
 def _possible(tree: DraftTree, logits: torch.Tensor, acceptance: Acceptance) -> Acceptance:
-    """Give out what lies before a dead end; the next pass, which begins there, raises."""
+    """Accept the path up to a dead end; the next pass, which begins there, raises."""
     path, token = acceptance
     if token != NOTHING:
         return acceptance

@@ -1,4 +1,4 @@
-"""Draft trees some of whose nodes were drawn at random from a draft model's distribution."""
+"""Draft trees with nodes that were drawn at random from a draft model's distributions."""
 
 from dataclasses import dataclass
 from typing import Final, Self
@@ -10,21 +10,21 @@ from numpy.typing import NDArray
 from retriever.tree import DraftTree
 
 CERTAIN: Final = -1
-"""Row of a node that was not drawn: the drafter would always have named it here."""
+"""Row of a node that was not drawn: the drafter always proposes it here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTree(DraftTree):
-    """A draft tree that tells how its nodes came about, so that verification can stay exact.
+    """A draft tree with the distributions its nodes were drawn from, for exact verification.
 
-    Siblings of one row were drawn from it one after the other, in the order of their nodes, each
-    from what the earlier ones left (without replacement). Whether a node is drafted, and where it
-    stands, may depend on its ancestors and its earlier siblings, never on its own token: what is
-    kept of a draw by its value is no longer distributed as the row says. So probabilities of drawn
-    nodes are estimates made before their tokens were known.
+    Siblings of one row were drawn from it without replacement, in the order of their nodes.
+    Whether a node is drafted, and where it stands, may depend on its ancestors and its earlier
+    siblings, never on its own token: draws that are selected by their value are no longer
+    distributed as the row says. So probabilities of drawn nodes are estimates made before their
+    tokens were known.
 
-    A certain node is one that would be here whatever was drawn among its ancestors' other
-    children; a token that is both drawn and certain below one parent is one node, a drawn one.
+    A certain node would be in the tree whatever was drawn among its ancestors' other children. A
+    token that is both drawn and certain below one parent is one node, a drawn one.
 
     Attributes:
         proposals: float32[rows, vocabulary], the distributions drawn from, each summing to one.

@@ -51,14 +51,17 @@ AcceptRule = Callable[[DraftTree, torch.Tensor, PassContext], Acceptance]
 """Accepts a path of a tree of N nodes, given the target's logits [1 + N, vocabulary]."""
 
 _BLOCK = 256
+"""Tokens that are summed together first: about the square root of a usual vocabulary, so that the
+sums of blocks and those inside one block take equally long."""
+
 _PHILOX_WORDS = 4  # numbers for each count
 
 
 def accept_greedy(tree: DraftTree, logits: torch.Tensor, _context: PassContext) -> Acceptance:
     """Follow the child that equals the target's most probable token.
 
-    A processor looks only at the rows that the path comes to; from another device all choices
-    come at once, so that it is waited for once.
+    On a CPU only the rows on the path are searched. From another device all choices come
+    together, so that the host waits for it once.
 
     Args:
         tree: what was verified, N nodes.
@@ -82,7 +85,7 @@ def uniforms(seed: int, context: PassContext, count: int) -> NDArray[np.float64]
 
 
 def drawn_numbers(seed: int, context: PassContext, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Return float64[shape], random numbers of a pass: none of those that belong to positions."""
+    """Return float64[shape], random numbers of a pass, apart from those of positions."""
     counter = np.array([0, context.position, 1, 0], np.uint64)
     source = np.random.Philox(key=np.array([seed, context.sequence], np.uint64), counter=counter)
     return np.random.Generator(source).random(shape)
@@ -99,7 +102,7 @@ def follow(tree: DraftTree, choices: list[int]) -> Acceptance:
 
 
 def walk(tree: DraftTree, choose: Callable[[int], int]) -> Acceptance:
-    """Do as `follow` does, and choose tokens only where the path comes by.
+    """Do as `follow` does, and choose tokens only along the path.
 
     Args:
         tree: N nodes.

@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import kernel
 
 _BLOCK: Final = 64
+"""Columns that are compared at once: a few vector registers, and few enough that a block with a
+great value is soon searched."""
+
 _LEAST: Final = np.iinfo(np.int32).min
 _BYTES_16: Final = 2
 _MAGNITUDE_16: Final = 0x7FFF
@@ -19,8 +22,8 @@ def rank_columns(bits: NDArray[Any], columns: NDArray[np.int32]) -> None:
     """Set the columns of the greatest values of each row, the greatest first.
 
     The bits of floats, read as signed integers, have the floats' order where they are positive
-    and the opposite one where they are negative: turning over all but the sign mends that. Whole
-    blocks of columns are compared first, which a processor does many at a time.
+    and the opposite one where they are negative, so all bits but the sign are flipped there. Whole
+    blocks of columns are compared first, in vector instructions.
 
     Args:
         bits: int16[R, V] of bfloat16 values, or int32[R, V] of float32 ones.
