@@ -112,7 +112,7 @@ def build_from_tokens(
     vocabulary: Vocabulary,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
-    """Index pairs of name and token ids, which came from the tokenizer of `vocabulary`.
+    """Index pairs of name and token ids, made by the tokenizer of `vocabulary`.
 
     Raises:
         SourceError: there is no document with a token.
@@ -135,7 +135,7 @@ def build_from_tokens(
 def report_of(
     output: Path | str, contents: Contents, tally: BuildTally, started: float
 ) -> BuildReport:
-    """Return what a build did."""
+    """Return the report of a build."""
     return BuildReport(
         output=str(output),
         num_documents=sum(record.num_documents for record in contents.segments),

@@ -93,7 +93,7 @@ def list_documents(path: Path | str, patterns: Iterable[str] = ()) -> Iterator[L
 
     Raises:
         IndexerError: as `Index.open`.
-        DamagedIndexError: what the index holds of a document is not what was built.
+        DamagedIndexError: a document table is damaged.
     """
     patterns = tuple(patterns)
     with Index.open(path) as index:

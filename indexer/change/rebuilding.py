@@ -34,15 +34,15 @@ def build_from_index(
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
-    """Build all documents of an index anew, with their names and licences.
+    """Build all documents of an index again, with their names and licences.
 
     Args:
         source: the directory of an index that keeps its texts.
         output: as for `build_index`; may be the same.
-        tokenizer: likewise.
-        options: likewise. Documents are taken whatever their length, and repeated ones as often as
-            the index has them.
-        on_progress: likewise.
+        tokenizer: as for `build_index`.
+        options: as for `build_index`. Documents of any length are taken, and repeated ones as
+            often as the index has them.
+        on_progress: as for `build_index`.
 
     Raises:
         SourceError: the index does not keep its texts.
@@ -69,10 +69,10 @@ class RetokeniseTask:
     Attributes:
         folder: of the part, to be made.
         part: the segment whose texts are read.
-        texts: what was written of them.
+        texts: the record of their file.
         tokenizer: the stored tokenizer.
         vocabulary_size: largest token id plus one.
-        screening: what is taken out of them.
+        screening: phrases and secrets to remove.
         keep_texts: whether texts are stored again.
     """
 
@@ -91,10 +91,10 @@ class RetokeniseTask:
 
 
 def retokenise(task: RetokeniseTask) -> tuple[Part, BuildTally]:
-    """Read and tokenise the texts of a segment; return where the result is, and what was counted.
+    """Read and tokenise the texts of a segment; return the part and its counts.
 
     Raises:
-        DamagedIndexError: the texts are not what was written.
+        DamagedIndexError: the file of texts is damaged.
         IndexerError: the disk is full or refuses.
     """
     tally = BuildTally()

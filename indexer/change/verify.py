@@ -1,4 +1,4 @@
-"""Checking that an index is what its builder wrote, and looking at what it holds."""
+"""Verifying an index: checksums, suffix order, document tables and phrase tables."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _SAMPLING_SEED: Final = 0
 
 
 def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: int) -> Iterator[str]:
-    """Yield what is wrong with a segment, in words; nothing if it is sound.
+    """Yield the errors of a segment, in words; nothing if it is sound.
 
     Args:
         segment: whose files have the sizes that the catalog states.
@@ -58,7 +58,7 @@ def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: in
 
 
 def find_wrong_documents(documents: DocumentTable) -> Iterator[str]:
-    """Yield what is wrong with the names and licences of documents; nothing if all can be read."""
+    """Yield the errors in names and licences of documents; nothing if all can be read."""
     for number in range(len(documents)):
         try:
             documents.document(number)
@@ -126,16 +126,18 @@ def _pieces(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
 
 
 DEFAULT_SAMPLES: Final = 10_000
+"""Neighbours in each suffix array whose whole order is checked: checksums find damage, so these are
+for errors of a builder, which show in far fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `verify_index` found.
+    """The findings of `verify_index`.
 
     Attributes:
         path: the index's directory.
-        num_segments: segments that were looked at.
-        findings: what is wrong, a sentence each; empty if nothing is.
+        num_segments: segments that were checked.
+        findings: the errors, a sentence each; empty for a sound index.
     """
 
     path: str
@@ -212,7 +214,7 @@ def _check_segment(
 
 
 def _check_phrases(path: Path, contents: Contents, *, segments_are_sound: bool) -> Iterator[str]:
-    """Yield what is wrong with the phrase tables; what they count is known of sound segments."""
+    """Yield the errors of the phrase tables; their counts are compared if segments are sound."""
     record, size = contents.phrases, contents.vocabulary.size
     folder = path / PHRASES_FOLDER / record.name
     damaged = list(_check_files(folder, record.files))

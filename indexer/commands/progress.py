@@ -1,4 +1,4 @@
-"""How a build shows that it moves: a bar on a terminal, one line elsewhere."""
+"""The progress of a build: a bar on a terminal, one line elsewhere."""
 
 import time
 from types import TracebackType
@@ -17,6 +17,8 @@ from rich.progress import (
 from indexer.build_report import BuildTally
 
 _INTERVAL_S: Final = 0.1
+"""Between two updates: smooth to look at, and far longer than drawing the bar takes."""
+
 _MIB: Final = 2**20
 
 
@@ -58,7 +60,7 @@ class BuildProgress:
             self._bar.update(self._task, completed=tally.num_bytes_read, rate=rate)
 
     def _begin_sorting(self) -> None:
-        """Show that all is read, and that nobody knows how long the last segment takes."""
+        """Show that all is read; the time of sorting the last segment is unknown."""
         self._is_sorting = True
         if self._task is not None:
             self._bar.remove_task(self._task)

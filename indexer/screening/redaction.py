@@ -1,4 +1,4 @@
-"""Where the secrets of a text are: by a library's rules, by a few of our own, and repeated."""
+"""Finding the secrets of a text: by a library's rules, by a few of our own, and by repetition."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +34,7 @@ _URL_PASSWORD: Final = re.compile(
 )
 
 # AWS IAM User Guide, "IAM identifiers", unique ID prefixes: of access keys and temporary ones. The
-# library wants the secret key beside it.
+# library wants the secret key next to it.
 _AWS_KEY: Final = re.compile(r"A(?:KIA|SIA)(?<![A-Za-z0-9].{4})[A-Z0-9]{16}(?![A-Za-z0-9])")
 
 # RFC 5322, section 3.2.3: dot-atom of at most 64 characters (RFC 5321, section 4.5.3.1.1), other
@@ -88,7 +88,7 @@ OWN_RULES: Final[dict[str, Finder]] = {
 
 PLACEHOLDER: Final = "[REDACTED]"
 
-# However a rule of the library behaves on hostile text, it sees so much at a time, and a secret
+# The library's rules see so much text at a time, which bounds their time on hostile text. A secret
 # no longer than the overlap is seen whole.
 _WINDOW_BYTES: Final = 1 << 17
 _OVERLAP_BYTES: Final = 1 << 14
@@ -176,7 +176,7 @@ def _by_own_rules(text: str) -> Iterator[Secret]:
 
 
 def _repeated(text: str, found: list[Secret]) -> Iterator[Secret]:
-    """Yield where secrets stand again, though nothing beside them says what they are."""
+    """Yield where the values of found secrets occur again, in any context."""
     automaton: Any = ahocorasick.Automaton()
     for secret in found:
         value = text[secret.start : secret.end]

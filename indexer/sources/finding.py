@@ -1,4 +1,4 @@
-"""Finding the files of a source: which of those that are there are wanted."""
+"""Finding the files of a source: by walking folders, by git, and by patterns and suffixes."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 
 
 class GitError(IndexerError):
-    """Git does not say which files are tracked."""
+    """Git failed to list the tracked files."""
 
 
 def is_repository(folder: Path) -> bool:
@@ -50,7 +50,7 @@ def is_repository(folder: Path) -> bool:
 
 
 class TrackedFiles:
-    """Asks git which files are tracked; notes once if there is no git to ask."""
+    """Asks git for tracked files; logs once if git is not installed."""
 
     def __init__(self) -> None:
         self._program = shutil.which("git")

@@ -33,7 +33,7 @@ _LINE_OVERHEAD_BYTES: Final = 1 << 16
 def cut_lines(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
     """Cut a file at line ends into pieces of a little more than `block_bytes`.
 
-    What is compressed, or has line breaks that are not single bytes, is not cut.
+    Compressed files, and files whose line breaks are not single bytes, are not cut.
 
     Raises:
         OSError: the file cannot be read.
@@ -79,8 +79,8 @@ def read_lines(
 
     Raises:
         OSError: the file cannot be read.
-        UnicodeError: what follows is not text.
-        streams.DAMAGED: what follows cannot be decompressed.
+        UnicodeError: the rest is not text.
+        texts.DAMAGED: the rest cannot be decompressed.
     """
     before = tally.num_bytes_read
     with opened(piece.file) as (stream, raw):

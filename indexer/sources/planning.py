@@ -31,10 +31,10 @@ _READERS: Final[dict[FileForm, _Reader]] = {
 
 
 def read(block: SourceBlock, options: SourceOptions, tally: BuildTally) -> Iterator[SourceDocument]:
-    """Yield the documents of a block in order; of what breaks off, what came before stays.
+    """Yield the documents of a block in order; of a damaged file, those before the damage.
 
-    No more is held than a document and a buffer. What cannot be read is skipped and counted. What
-    is empty, holds NUL, or is too long once it is decoded is yielded: `usable_texts` counts it.
+    Holds no more than a document and a buffer. Unreadable files are skipped and counted. Texts that
+    are empty, hold NUL, or are too long once decoded are yielded: `usable_texts` counts them.
 
     Args:
         block: of a plan that was made with the same options.
@@ -68,7 +68,7 @@ def plan(
     """Cut sources into blocks, in order: sources as given, folders in order of names.
 
     The blocks depend on the sources and the options alone. JSON lines of more than a block are cut
-    at line ends, tables between row groups or record batches; what is compressed is not cut.
+    at line ends, tables between row groups or record batches; compressed files are not cut.
 
     Args:
         sources: files and folders; `-` stands for standard input.
@@ -98,7 +98,7 @@ def plan(
 def _pieces_of(
     source: str, files: Iterator[SourceFile], options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourcePiece]:
-    """Yield the pieces of a source's files; what is nothing but unusable tables is an error."""
+    """Yield the pieces of a source's files; only unusable tables is an error."""
     num_files = 0
     refused = []
     for file in files:

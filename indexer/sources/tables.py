@@ -1,8 +1,8 @@
 """Tables, a document a row: Parquet files and Arrow files, both read with pyarrow.
 
-Arrow files, as saved datasets consist of: record batches, in a stream or with an index. Files are
-mapped into memory, as the `datasets` library does: of a batch only what is looked at is read. They
-must not be cut short while they are mapped; to be removed does no harm.
+Arrow files, which saved datasets consist of, hold record batches in a stream or with an index. They
+are mapped into memory, as the `datasets` library does, so only the columns that are used are read.
+A mapped file must not be truncated; it may be removed.
 """
 
 import os
@@ -51,7 +51,7 @@ class Rows:
     """The rows of a batch as documents.
 
     Raises:
-        pyarrow.ArrowInvalid: the batch is damaged: what is in it would be read from elsewhere.
+        pyarrow.ArrowInvalid: the batch is damaged: its offsets lead outside of it.
     """
 
     def __init__(self, batch: "RecordBatch", file: SourceFile, options: SourceOptions) -> None:
@@ -90,7 +90,7 @@ class Rows:
 
 def _checked(column: "Array") -> "Array":
     """Return a column with sound offsets; strings as bytes, so that each may be wrong alone."""
-    import pyarrow as pa  # noqa: PLC0415  (not everybody has tables)
+    import pyarrow as pa  # noqa: PLC0415  (an optional extra)
 
     bytes_of = {
         pa.string(): pa.binary(),
@@ -115,7 +115,7 @@ def arrow_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
     Raises:
         TableError: there is no column of texts.
     """
-    from pyarrow import ArrowException  # noqa: PLC0415  (not everybody has tables)
+    from pyarrow import ArrowException  # noqa: PLC0415  (an optional extra)
 
     counts: list[int] = []
     with _opened_arrow(file, options) as found:
@@ -127,14 +127,14 @@ def arrow_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
 
 
 def arrow_batches(piece: SourcePiece, options: SourceOptions) -> Iterator["RecordBatch"]:
-    """Yield the record arrow_batches of a piece."""
+    """Yield the record batches of a piece."""
     with _opened_arrow(piece.file, options) as found:
         yield from islice(found, piece.start, piece.end)
 
 
 @contextmanager
 def _opened_arrow(file: SourceFile, options: SourceOptions) -> Iterator[Iterator["RecordBatch"]]:
-    from pyarrow import ipc, memory_map  # noqa: PLC0415  (not everybody has tables)
+    from pyarrow import ipc, memory_map  # noqa: PLC0415  (an optional extra)
 
     with memory_map(os.fsencode(file.path)) as source:
         is_indexed = source.read(len(_INDEXED_MAGIC)) == _INDEXED_MAGIC
@@ -200,8 +200,8 @@ def _batch_rows(table: "ParquetFile", group: int) -> int:
 
 @contextmanager
 def _opened_parquet(file: SourceFile) -> Iterator["ParquetFile"]:
-    from pyarrow import OSFile  # noqa: PLC0415  (not everybody has tables)
-    from pyarrow.parquet import ParquetFile  # noqa: PLC0415  (likewise)
+    from pyarrow import OSFile  # noqa: PLC0415  (an optional extra)
+    from pyarrow.parquet import ParquetFile  # noqa: PLC0415  (as above)
 
     settings: dict[str, Any] = {"pre_buffer": False, "page_checksum_verification": True}
     with (
@@ -212,7 +212,7 @@ def _opened_parquet(file: SourceFile) -> Iterator["ParquetFile"]:
 
 
 class DamagedTableError(Exception):
-    """What follows in a table cannot be read."""
+    """The rest of a table cannot be read."""
 
 
 def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
@@ -228,7 +228,10 @@ def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
             return _pieces(file, parquet_row_counts(file, options), options.block_bytes)
         counts = arrow_row_counts(file, options) or [0]
     *others, last = _pieces(file, counts, options.block_bytes)
-    return [*others, replace(last, end=sys.maxsize)]  # and what is damaged, so that it is counted
+    return [
+        *others,
+        replace(last, end=sys.maxsize),
+    ]  # the last piece reads on into damaged rows, which counts them
 
 
 def read_table(
@@ -238,7 +241,7 @@ def read_table(
 
     Raises:
         TableError: as `cut_table` does.
-        DamagedTableError: what follows is damaged.
+        DamagedTableError: the rest is damaged.
         OSError: the file cannot be read.
     """
     batches = parquet_batches if piece.file.format.form == FileForm.PARQUET else arrow_batches
@@ -272,7 +275,7 @@ def _pieces(file: SourceFile, num_rows: Sequence[int], block_bytes: int) -> list
 def _translated(file: SourceFile) -> Iterator[None]:
     form = file.format.form
     try:
-        from pyarrow import ArrowException  # noqa: PLC0415  (not everybody has tables)
+        from pyarrow import ArrowException  # noqa: PLC0415  (an optional extra)
     except ImportError as error:
         extra = "parquet" if form == FileForm.PARQUET else "datasets"
         raise TableError(

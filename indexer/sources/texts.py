@@ -29,7 +29,7 @@ BOM_BYTES: Final = 4
 """How much of the beginning of a file tells its encoding."""
 
 DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError)
-"""What reading a damaged compressed file raises, after what came before the damage."""
+"""Raised by reading a damaged compressed file, after the data before the damage."""
 
 # UTF-32 first: its mark begins with that of UTF-16.
 _MARKS: Final = {
@@ -97,7 +97,7 @@ def bounded_lines(stream: Any, max_line: int, num_bytes: int) -> Iterator[str | 
         Lines with their line breaks.
 
     Raises:
-        UnicodeError: what follows in a stream of text is none.
+        UnicodeError: the rest of a stream of text cannot be decoded.
     """
     while num_bytes > 0 and (line := stream.readline(max_line)):
         num_bytes -= len(line)
@@ -121,7 +121,7 @@ def read_text(
 
     Raises:
         OSError: the file cannot be read.
-        streams.DAMAGED: it cannot be decompressed.
+        DAMAGED: it cannot be decompressed.
     """
     file = piece.file
     with opened(file) as (stream, _):
@@ -142,7 +142,7 @@ _NAME: Final = "stdin"
 
 
 def keep_standard_input(scratch: Path | None, options: SourceOptions) -> SourceFile:
-    """Copy standard input to a file; of plain text no more than shows that it is too long.
+    """Copy standard input to a file; plain text only up to just over the limit of a document.
 
     Args:
         scratch: the folder for the file, which must stay until all blocks are read.

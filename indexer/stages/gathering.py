@@ -1,8 +1,8 @@
-"""The stages of a build, from sources to the contents of a snapshot; each maps over tasks.
+"""The stages of a build in order, from sources to the contents of a snapshot.
 
-Every stage is a function of arguments that travel between processes, so that an engine may run it
-anywhere: blocks of sources become parts, parts without duplicates become segments, and the
-segments' n-grams become phrase tables.
+Blocks of sources become parts, parts without duplicates become segments, and the segments' n-grams
+become phrase tables. Every stage maps a function over tasks; both can be pickled, so that an engine
+may run them anywhere.
 """
 
 import secrets
@@ -41,13 +41,15 @@ from indexer.tokenizer import Vocabulary
 DUPLICATE: Final = "exact duplicate"
 
 _UNCOUNTED_SHARE: Final = 8
-"""Phrase tables are made anew once more than one in so many tokens is not counted in them."""
+"""Phrase tables are rebuilt once more than one token in so many is not counted in them. Counting
+takes as long as the whole index is large; continuations that are frequent in seven eighths of it
+are frequent in all. With a fixed share, each token is counted a bounded number of times."""
 
 _SCRATCH_NAME_BYTES: Final = 4
 _BYTES_PER_VOCABULARY_ENTRY: Final = 16
 
 _BYTES_PER_DOCUMENT: Final = 512
-"""Of memory while a segment is written: of its place in the tables, and its name twice."""
+"""Memory for each document while a segment is written: its row in the tables, its name twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class PartTask:
         tokenizer: the stored tokenizer.
         vocabulary_size: largest token id plus one.
         sources: how they are read.
-        screening: what is taken out of them.
+        screening: phrases and secrets to remove.
         keep_texts: whether texts are stored.
     """
 
@@ -79,7 +81,7 @@ class PartTask:
 
 
 def write_part(task: PartTask) -> tuple[Part, BuildTally]:
-    """Read and tokenise sources; return where the result is and what was counted."""
+    """Read and tokenise sources; return the part and its counts."""
     tally = BuildTally()
     documents = read(task.block, task.sources, tally)
     usable = usable_texts(documents, task.sources.max_document_bytes, tally, task.screening)
@@ -106,11 +108,11 @@ def gather_part(
 def without_duplicates(
     parts: Sequence[Part], known: Sequence[NDArray[np.uint8]], tally: BuildTally
 ) -> list[Piece]:
-    """Return the documents of parts that no part before has, nor what is known; count the rest.
+    """Return the documents that neither earlier parts nor known digests hold; count the others.
 
     Args:
         parts: in order.
-        known: uint8[n, DIGEST_BYTES] each, digests of documents that are there already.
+        known: uint8[n, DIGEST_BYTES] each, digests of documents that the index holds already.
         tally: counts the duplicates.
     """
     digests = np.concatenate([*known, *(part.documents().digests for part in parts)])
@@ -133,7 +135,7 @@ def without_duplicates(
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Give an empty folder in an index that nobody else has a name for.
+    """Give an empty folder in an index, under a random name that no other process uses.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -147,7 +149,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        with suppress(OSError):  # somebody else's is there still, or there never was any
+        with suppress(OSError):  # other writers' folders are left, or there was none
             scratch.parent.rmdir()
 
 
@@ -160,8 +162,8 @@ def write_segments(
 ) -> list[SegmentRecord]:
     """Write a segment for each group of pieces, numbered from `first` on.
 
-    They are moved to their places when all are whole: processes that outlive whoever started them
-    write where nobody looks.
+    They are moved to their places when all are whole: processes that outlive a killed writer write
+    in its scratch folder only.
     """
     with scratch_folder(folder) as scratch:
         tasks = [
@@ -178,10 +180,10 @@ def write_segments(
 def renewed_phrases(
     engine: Engine, folder: Path, number: int, contents: Contents, *, always: bool = False
 ) -> PhrasesRecord:
-    """Return phrase tables for the segments of contents: those that they have, if these will do.
+    """Return phrase tables for the segments of contents: the present ones if they are good enough.
 
-    They will where they count nothing that is gone, and lack no more than an eighth of the tokens:
-    what was just added is still found in the suffixes, and counting all anew takes as long as all
+    They are if they count no removed segment and lack no more than an eighth of the tokens. Tokens
+    that were just added are found in the suffixes, and counting takes as long as the whole index
     is large.
 
     Args:
@@ -189,7 +191,7 @@ def renewed_phrases(
         folder: the index's directory.
         number: of the snapshot that will be published.
         contents: with the phrase tables of the snapshot before.
-        always: make them anew unless they are exactly those of the segments.
+        always: rebuild them unless they count exactly the segments.
     """
     live = {record.name for record in contents.segments}
     counts_live = bool(contents.phrases.files) and live.issuperset(contents.phrases.segments)
@@ -248,7 +250,7 @@ _Task = TypeVar("_Task", bound=ReadingTask)
 def planned(
     sources: Sequence[Path | str], options: BuildOptions, tally: BuildTally, scratch: Path
 ) -> list[SourceBlock]:
-    """Return what there is to read, in blocks.
+    """Return the blocks of all sources.
 
     Raises:
         SourceError: a source does not exist, or all of them are empty.
@@ -268,7 +270,7 @@ def part_tasks(
     vocabulary: Vocabulary,
     options: BuildOptions,
 ) -> list[PartTask]:
-    """Return what is to be read, in pieces."""
+    """Return a task for each block."""
     return [
         PartTask(
             scratch / f"{number:08d}",
@@ -320,6 +322,6 @@ def chosen_pieces(
 
 
 def no_document(tally: BuildTally) -> SourceError:
-    """Return the error for sources that hold nothing to be indexed."""
+    """Return the error for sources without a document that can be indexed."""
     reasons = tally.describe_skipped()
     return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))
