@@ -51,7 +51,7 @@ class KeptRuns:
         return [runs[way].token_ids for runs in self.done.values() if way in runs]
 
     def add(self, text: str, runs: Mapping[str, Run]) -> None:
-        """Keep runs of a prompt, beside those that it has."""
+        """Keep runs of a prompt, in addition to those that it has."""
         self.done[text] = {**self.done.get(text, {}), **runs}
         if self._path is not None:
             rows = {

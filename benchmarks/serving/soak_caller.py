@@ -144,7 +144,7 @@ def _rare(caller: Caller) -> str:
 
 
 async def fill(load: Load, num_tokens: int) -> None:
-    """Give every tenant as many recent outputs as are kept of it."""
+    """Give every tenant as many generations as are kept of it."""
     own = texts(0)
     for token in [*load.tokens.values(), *load.rare.values()]:
         async with Credentials(token=token).aio_channel(

@@ -40,7 +40,7 @@ def broken() -> Drafter:
     """Return a drafter that is never there."""
 
     def refuse(_tokens: list[int], _budget: int) -> DraftTree:
-        raise DrafterUnavailableError("nobody answers")
+        raise DrafterUnavailableError("no service answers")
 
     return ScriptedDrafter(refuse)
 
