@@ -28,6 +28,7 @@ from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
 DEFAULT_MAX_NEW_TOKENS = 256
+"""A paragraph or two: short enough that a forgotten limit does not run for long."""
 
 
 class Decoder:

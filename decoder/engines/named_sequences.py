@@ -12,6 +12,8 @@ from retriever.drafter import Drafter, TokenIds
 from retriever.follower import DraftLimits
 
 DEFAULT_BUDGET_NODES = 64
+"""Nodes of the tree that a path is taken from: a usual path and its main alternatives."""
+
 
 _log = getLogger(__name__)
 _NOTHING = np.empty(0, np.int32)

@@ -32,7 +32,7 @@ class Choice:
             raise SourceError("no document is named: name some, or a pattern of their names")
 
     def takes(self, name: str) -> bool:
-        """Tell whether a document of this name is chosen."""
+        """Return whether a document of this name is chosen."""
         found = {pattern for pattern in self._patterns if fnmatchcase(name, pattern)}
         if name in self._names:
             found.add(name)

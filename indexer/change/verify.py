@@ -28,8 +28,14 @@ from indexer.stages.phrase_writer import write_phrases
 from indexer.stages.segments import first_token_starts
 
 _STRIDE: Final = 1 << 22
+"""Elements that are checked together: temporary arrays stay at some tens of MB."""
+
 _FIRST_COMPARED: Final = 64
+"""Tokens of two suffixes that are compared first; most neighbours differ within them, and only the
+others are read further."""
+
 _SAMPLING_SEED: Final = 0
+"""Fixed, so that a second run checks the same neighbours."""
 
 
 def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: int) -> Iterator[str]:
@@ -77,7 +83,7 @@ def _parts_documents(is_separator: NDArray[np.bool_], document_starts: NDArray[n
 
 
 def _covers_tokens(suffixes: NDArray[np.uint32], is_separator: NDArray[np.bool_]) -> bool:
-    """Tell whether suffixes, which are as many as tokens, name each of them."""
+    """Return whether suffixes, which are as many as tokens, name each of them."""
     seen = is_separator.copy()
     for piece in _pieces(suffixes):
         if np.any(piece >= len(seen)) or np.any(is_separator[piece]):
@@ -108,7 +114,7 @@ def _neighbours_rise(tokens: Tokens, suffixes: NDArray[np.uint32], num_samples: 
 
 
 def _precedes(tokens: Tokens, first: int, second: int) -> bool:
-    """Tell whether the suffix at `first` sorts before the one at `second`."""
+    """Return whether the suffix at `first` sorts before the one at `second`."""
     length = _FIRST_COMPARED
     while max(first, second) < len(tokens):
         left, right = tokens[first : first + length], tokens[second : second + length]

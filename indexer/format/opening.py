@@ -43,6 +43,8 @@ DOCUMENT_DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 
 _SMALL_BYTES: Final = 1 << 16
+"""Smaller files are read: each map holds a descriptor, of which a process has few, and an index of
+many small segments has many files."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

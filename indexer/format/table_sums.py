@@ -286,6 +286,9 @@ SMALL_BYTES: Final = 1 << 20
 longer."""
 
 _ALIGNMENT: Final = 64
+"""Bytes to which arrays in the file are aligned: a line of a processor's cache, and more than any
+dtype needs."""
+
 _DAMAGED: Final = 10  # a status that Python itself does not end with
 _PRIORITY: Final = 10
 """Niceness of the process that adds up: drafts go first."""

@@ -206,7 +206,7 @@ class Walk:
 
 
 def _is_index(folder: Path) -> bool:
-    """Tell whether a folder is an index: none is a source."""
+    """Return whether a folder is an index: none is a source."""
     return (folder / CATALOG_FOLDER).is_dir() and (folder / SEGMENTS_FOLDER).is_dir()
 
 

@@ -153,8 +153,14 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 _BATCH_BYTES: Final = 4 << 20
+"""Size of the rows that are read together, by the mean of their group: little memory, even where
+rows differ much."""
+
 _MAX_BATCH_ROWS: Final = 64
+"""Bounds a batch whose rows are far longer than the mean of their group."""
+
 _BUFFER_BYTES: Final = 1 << 20
+"""Bytes that are read at once: large enough for a disk's full speed."""
 
 
 def parquet_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:

@@ -47,6 +47,8 @@ are frequent in all. With a fixed share, each token is counted a bounded number 
 
 _SCRATCH_NAME_BYTES: Final = 4
 _BYTES_PER_VOCABULARY_ENTRY: Final = 16
+"""Memory for each entry of `starts` while a segment is written: counts of eight bytes, twice."""
+
 
 _BYTES_PER_DOCUMENT: Final = 512
 """Memory for each document while a segment is written: its row in the tables, its name twice."""

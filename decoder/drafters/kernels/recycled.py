@@ -24,7 +24,11 @@ ENTRY: Final = np.dtype(
 )
 NOT_FOUND: Final = -1
 _PRIME: Final = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio, as in Fibonacci hashing: neighbouring tokens spread far."""
+
 _SEED: Final = 0xD1B54A32D192ED03
+"""Another odd number without pattern: contexts of each order begin with a multiple of their own, as
+they would collide if all began at zero."""
 
 
 class Table(NamedTuple):

@@ -31,7 +31,11 @@ from retriever.follower import DraftLimits, Followers
 from retriever.sequences import TokenSequence
 
 DEFAULT_MAX_CANDIDATES = 10
+"""As many as prompt lookup proposes in transformers' documentation."""
+
 DEFAULT_BUDGET_NODES = 64
+"""Nodes of the tree that a path is taken from: a path of 10 tokens and its main alternatives."""
+
 DEFAULT_MIN_PROBABILITY = 0.05
 """Half of the candidates, and 99% of the tokens per step: see benchmarks/README.md."""
 
