@@ -1,4 +1,4 @@
-"""What drafters are compared on: recordings with the outputs and indexes that go with them."""
+"""Workloads for comparing drafters: recordings, with the generations and indexes to draft from."""
 
 import sys
 import sysconfig

@@ -1,4 +1,4 @@
-"""What a benchmark keeps, so that one which was interrupted goes on: answers, and runs."""
+"""The answers and runs that a benchmark stores, so that an interrupted one can continue."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

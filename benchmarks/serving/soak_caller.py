@@ -1,4 +1,4 @@
-"""Who asks a service that is soaked: what all callers have, and how they are kept at it."""
+"""The callers of a soaked service: their common part, and the loop that keeps them calling."""
 
 import asyncio
 import random

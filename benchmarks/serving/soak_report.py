@@ -1,4 +1,4 @@
-"""What a run of a soaked service came to, and whether that is good enough."""
+"""The report of a soaked service, and whether it passes."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field

@@ -18,16 +18,16 @@ from retriever.tree import DraftTree
 # was changed at a time.
 
 _PACE_DECAY: Final = 0.97
-"""The pace of late is that of some 33 steps: about a paragraph. In simulated decoding 0.9 brings
+"""The recent pace is that of some 33 steps: about a paragraph. In simulated decoding 0.9 brings
 1% less with a slow drafter, and 0.99 up to 8% less where the text turns every 100 steps."""
 
 _LIKENESS: Final = 0.7
-"""Weight of this step's own pace against that of late, for their logarithms. On replayed chats it
+"""Weight of this step's own pace against the recent one, for their logarithms. On replayed chats it
 is on par with the best ratio of each step (1.0), on edits of code it brings 2% more. Simulated
 decoding prefers less where steps change every seven (0: +7%), more for slow drafters (1: +1.5%)."""
 
 _LEAST_ASKED: Final = 16
-"""Nodes that may be asked for whatever paid of late: retrieval drafts 16 in hardly more time than
+"""Nodes that may be asked for whatever paid recently: retrieval drafts 16 in hardly more time than
 one, and nodes that are not verified calibrate, too. Less would double from lower once text repeats;
 more would take time for nodes that have not paid."""
 
@@ -56,10 +56,10 @@ is noticed that is right again. Drafters of up to five passes' time reach the sh
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutcome:
-    """What a pass brought and took.
+    """The outcome and the time of a pass.
 
     Attributes:
-        tree: what was verified, empty for a plain step.
+        tree: the verified tree, empty for a plain step.
         path: int64[k], the nodes of it that were accepted.
         next_token: the target's choice after them.
         context: tokens of the sequence before the pass.
@@ -111,7 +111,7 @@ class FixedBudget:
         return tree.prefix(self.max_nodes)
 
     def learn(self, outcome: PassOutcome) -> None:
-        """Take in an outcome; nothing follows from it."""
+        """Ignore the outcome."""
 
     def halve(self) -> None:
         """Verify half as many from now on."""
@@ -124,8 +124,8 @@ class MeasuredBudget:
     The first n nodes bring the sum of their probabilities in tokens and make the pass longer.
     They are worth it where the same time brings fewer tokens otherwise, that is at the pace to
     expect of the steps to come: most tokens for all time want that, not the best ratio of each
-    step (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492). Steps come in runs of like ones, so that
-    pace lies between this step's own and that of late. At worst it is that of plain decoding.
+    step (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492). Steps come in runs of similar ones, so that
+    pace lies between this step's own and the recent one. At worst it is that of plain decoding.
     Probabilities are corrected by outcomes first, costs by what passes take, and a drafter that
     takes longer than it saves is left alone.
 
@@ -148,8 +148,8 @@ class MeasuredBudget:
     def ask(self, context: int) -> int:
         """Return the most nodes that pay if all are right; 0 where the drafter does not pay.
 
-        Drafting takes longer the more nodes are asked for, so no more are than twice what paid
-        of late: a draft that pays to its end doubles the next one.
+        Drafting takes longer the more nodes are asked for, so at most twice as many are as paid
+        recently: a draft that pays to its end doubles the next one.
         """
         table = self._table(context)
         certain = np.arange(1, len(table) + 1)
@@ -189,7 +189,7 @@ class MeasuredBudget:
         self.max_nodes //= 2
 
     def _is_drafter_due(self, plain_s: float) -> bool:
-        """Return whether drafts save more than they take of late, or one is to be tried."""
+        """Return whether recent drafts saved more time than they took, or one is to be tried."""
         draft_s = self._drafts_s.value() or 0.0
         longest = min(int(draft_s / (_PROBING_SHARE * plain_s)), _LONGEST_PAUSE)
         return self._drafter.is_due(1.0, draft_s, longest)

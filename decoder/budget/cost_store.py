@@ -1,4 +1,4 @@
-"""Costs that were measured before, kept on the machine that they were measured on."""
+"""Storing measured costs of passes on the machine that they were measured on."""
 
 import json
 import os

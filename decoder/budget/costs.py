@@ -40,8 +40,8 @@ _FADING: Final = 0.999
 again within a long answer. Without fading the error is the same, with 0.99 it is 0.09."""
 
 _MOST_SHAPE: Final = math.log(4)
-"""No width is held for more than four times as dear or as cheap as measured: a bound for what is
-impossible, which no sound run comes near."""
+"""No width counts as more than four times as dear or as cheap as measured: a bound that no sound
+run comes near."""
 
 _FRESH_PASSES: Final = 16
 """Passes that a table serves: making one takes as long as the rest of a step's decisions, some tens
@@ -240,7 +240,7 @@ def measure_costs(
     lost; the target is left without one.
 
     Where passes are padded, each width is measured with the next one, which is where costs leap,
-    and what is only done once for each shape is done before.
+    and work that is done once for each shape is done before.
 
     Args:
         target: the model to measure.

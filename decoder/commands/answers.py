@@ -74,6 +74,7 @@ FORESEEN = (DecoderError, RetrieverError, IndexerError, MemoryError, torch.OutOf
 """Errors that tell a user what to do; others are bugs, and are shown with a traceback."""
 
 _HEADING_CHARACTERS = 72
+"""Of a prompt, so that its heading fits a line of 80."""
 
 
 class Printer:

@@ -69,7 +69,7 @@ class Answer:
         text: the output without special tokens, up to the stop string.
         token_ids: the same as tokens, the stop token included; the last one may hold (the end
             of) the stop string.
-        statistics: what it took.
+        statistics: its counts and times.
         finish_reason: why it ended.
         stop_string: the one that ended it.
         error: what ended it.

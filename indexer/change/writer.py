@@ -48,7 +48,7 @@ class IndexWriter:
         """Make contents the latest snapshot, and remove files that no reader needs.
 
         Raises:
-            IndexerError: the disk is full or refuses; the index is what it was.
+            IndexerError: the disk is full or refuses; the index is unchanged.
         """
         _sync_new(self.folder, contents, self.contents)
         publish(self.folder, self.next_number, contents)

@@ -22,7 +22,7 @@ _INTERPRETER_BYTES: Final = 128 << 20
 """Of a worker of Ray that has imported what the tasks need; an estimate."""
 
 _OBJECT_STORE_BYTES: Final = 80 << 20
-"""Results are small, and what is large goes by way of files; Ray takes no less than 75 MiB."""
+"""Results are small, as large data is in files; Ray takes no less than 75 MiB."""
 
 _AHEAD: Final = 2
 """Tasks that Ray holds for each that can run: a worker that ends one finds the next at once."""

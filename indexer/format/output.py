@@ -273,7 +273,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
     Raises:
         IndexExistsError: the path is taken by something that must stay.
-        IndexerError: what is at the path cannot be read.
+        IndexerError: the path cannot be read.
     """
     try:
         if not output.exists():

@@ -18,7 +18,7 @@ Finder = Callable[[str], Iterator[tuple[int, int]]]
 """Yields where secrets begin and end in a text, in order."""
 
 # RFC 7468, section 2, and RFC 4880, section 6.2 for blocks; RFC 1421, section 4.6 for headers. The
-# library wants 64 characters and an end; this takes short blocks, and what is left of cut ones.
+# library wants 64 characters and an end; this takes short blocks, and the rest of cut ones.
 # In source code, line breaks are often spelt.
 _PRIVATE_KEY: Final = re.compile(
     r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"

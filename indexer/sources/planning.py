@@ -39,7 +39,7 @@ def read(block: SourceBlock, options: SourceOptions, tally: BuildTally) -> Itera
     Args:
         block: of a plan that was made with the same options.
         options: how to read.
-        tally: counts what is skipped, and how far reading has come.
+        tally: counts skipped documents and the bytes read.
     """
     for piece in block.pieces:
         name = piece.file.name

@@ -76,7 +76,7 @@ class Rows:
         return SourceDocument(name, licence, self._text(self._texts[number]))
 
     def _text(self, scalar: "Scalar") -> str:
-        value = getattr(scalar, "value", scalar)  # of what is encoded by a dictionary
+        value = getattr(scalar, "value", scalar)  # where a dictionary encodes the column
         content = value.as_buffer() if hasattr(value, "as_buffer") else None
         if content is None:
             raise UnusableError(f"no text in field {self._options.field!r}")

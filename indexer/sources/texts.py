@@ -146,7 +146,7 @@ def keep_standard_input(scratch: Path | None, options: SourceOptions) -> SourceF
 
     Args:
         scratch: the folder for the file, which must stay until all blocks are read.
-        options: what is on standard input, the licence, and the longest document.
+        options: the form of standard input, the licence, and the longest document.
 
     Raises:
         SourceError: there is no folder, no standard input, or no room.
