@@ -1,7 +1,8 @@
-"""Our drafter beside its peers, on the same recordings at the same budgets, in one run.
+"""Compares our drafter with its peers, on the same recordings at the same budgets, in one run.
 
-Every drafter begins each replay anew with the same outputs and indexes. Recordings are tokenised
-once. Without a workload, a small one is made from the standard library of this interpreter.
+Every drafter begins each replay with the same generations and indexes, and no others. Recordings
+are tokenised once. Without a workload, a small one is made from the standard library of this
+interpreter.
 """
 
 import datetime as dt

@@ -26,7 +26,7 @@ class Measurement:
         tokens_per_step: mean, the model's own token included.
         nodes_per_step: mean.
         draft_us_p50: microseconds of a draft, median.
-        draft_us_p99: likewise, 99th percentile.
+        draft_us_p99: the same, 99th percentile.
     """
 
     workload: str

@@ -100,7 +100,7 @@ def exactness(plan: Plan) -> dict[str, Any]:
 
 
 def commit_cost(plan: Plan) -> dict[str, Any]:
-    """Time passes and commits at growing contexts, beside a stock cache."""
+    """Time passes and commits at growing contexts, compared with a stock cache."""
     return {"rounds": plan.rounds, "rows": [*map(asdict, commit_costs(plan.device, plan.rounds))]}
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.sources import DEFAULT_FIELD, SourceOptions, plan, read
 from retriever.errors import RetrieverError
 
@@ -51,7 +51,7 @@ def read_texts(path: Path) -> list[str]:
         SourceError: there is no such file.
         NoTextError: it holds no text.
     """
-    tally = Tally()
+    tally = BuildTally()
     options = SourceOptions()
     blocks = plan([path], options, tally)
     documents = chain.from_iterable(read(block, options, tally) for block in blocks)

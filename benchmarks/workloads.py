@@ -1,4 +1,4 @@
-"""What drafters are compared on: recordings with the outputs and indexes that go with them."""
+"""Workloads for comparing drafters: recordings, with the generations and indexes to draft from."""
 
 import sys
 import sysconfig
@@ -19,7 +19,7 @@ from retriever.replay.traces import ChatEncoder, Trace, read_outputs, read_trace
 STDLIB: Final = Path(sysconfig.get_paths()["stdlib"])
 STDLIB_OUTPUT_TOKENS: Final = 400
 EVERY: Final = 8
-"""Of so many modules of the standard library one is a recording and one a recent output."""
+"""Of so many modules of the standard library one is a recording and one a generation."""
 
 
 class WorkloadError(RetrieverError):
@@ -99,7 +99,7 @@ def stdlib_workload(encoder: ChatEncoder, limit: int | None) -> Iterator[Workloa
     """Give a small workload that needs no files: modules of the standard library to go on with.
 
     Of every eighth module the first half is a prompt and the rest, cut to 400 tokens, the recorded
-    output; the modules after these are recent outputs; all others are indexed.
+    output; the modules after these are generations; all others are indexed.
     """
     outputs, traces = stdlib_recordings(encoder, limit)
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def stdlib_corpus() -> list[Path]:
 def stdlib_recordings(
     encoder: ChatEncoder, limit: int | None
 ) -> tuple[list[TokenIds], list[Trace]]:
-    """Return recent outputs (int32[n] each) and recorded ones, made of other modules."""
+    """Return generations (int32[n] each) and recorded ones, made of other modules."""
     modules = sorted(STDLIB.glob("*.py"))
     outputs = [_ids(encoder, path.read_text()) for path in modules[1::EVERY]]
     return outputs, [_halved(encoder, path) for path in modules[::EVERY][:limit]]

@@ -1,4 +1,4 @@
-"""From names and options to a decoder that is ready to run."""
+"""Building a decoder from names and options: draft sources, draft model, acceptance rule."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ class DraftModelOptions:
     num_tokens: int | None = None
 
     def check(self, indexes: Sequence[Path]) -> None:
-        """Refuse to rank tokens by nothing.
+        """Refuse a trimmed vocabulary without an index to rank tokens by.
 
         Raises:
             ContradictoryOptionsError: there are no indexes, and not all tokens are drafted.
@@ -171,11 +171,11 @@ class DrafterSettings(DraftSettings):
         ),
     ] = None
     recycle: Annotated[
-        bool, Field(description="Draft from what the model itself found likely before, too.")
+        bool, Field(description="Draft from the logits of the model's earlier passes, too.")
     ] = True
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse what contradicts itself."""
+        """Refuse settings that contradict one another."""
         super().model_post_init(context)
         if self.drafting_model is not None:
             self.drafting_model.check(self.index)
@@ -191,7 +191,7 @@ class DrafterSettings(DraftSettings):
         return None if name is None else DraftModelOptions(name, self.draft_vocabulary)
 
     def check(self, vocabulary: Vocabulary | None = None) -> None:
-        """Open the files for a moment: what is wrong with them need not wait for a model to load.
+        """Open the files once and close them, so that errors in them show before a model loads.
 
         Args:
             vocabulary: of the model's tokenizer, once that is known.
@@ -199,7 +199,7 @@ class DrafterSettings(DraftSettings):
         Raises:
             IndexerError: an index cannot be opened or was built for another tokenizer.
             PhrasesError: a file of phrases cannot be read.
-            CredentialsError: what to show to a service cannot be read.
+            CredentialsError: a token or certificate for a service cannot be read.
         """
         self.shown_credentials()
         check_files(self.index, self.phrases, vocabulary)
@@ -218,7 +218,7 @@ class DrafterSettings(DraftSettings):
 
     @contextmanager
     def connect(self, language_model: LanguageModel) -> Iterator[Drafter]:
-        """Have a drafter for a model's vocabulary during the block.
+        """Open a drafter for a model's vocabulary during the block.
 
         Raises:
             IndexerError: an index cannot be opened or was built for another tokenizer.
@@ -273,11 +273,11 @@ def assemble(
 
     Args:
         language_model: the target.
-        drafter: whose guesses it verifies.
-        accept: which of them are kept.
-        costs: where what was measured is kept for the next start; `None` to measure always.
+        drafter: proposes the drafts.
+        accept: the rule that accepts or rejects drafted tokens.
+        costs: keeps measured costs for the next start; `None` to measure always.
 
-    Warns where the model's generation_config asks for what the rule does not do.
+    Warns where the model's generation_config sets options that the rule does not apply.
 
     Raises:
         UnsupportedModelError: the model cannot be decoded here.
@@ -302,7 +302,7 @@ def assemble(
 
 
 def pattern_of(language_model: LanguageModel, regex: str | None) -> Grammar | None:
-    """Return what an output of a model shall match, `None` where it may be anything.
+    """Return the constraint for a regular expression, `None` without one.
 
     Raises:
         InvalidConstraintError: the expression cannot be followed.

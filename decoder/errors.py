@@ -1,4 +1,4 @@
-"""What can go wrong around the target model, as one tree of errors."""
+"""The errors of this package, as one tree."""
 
 
 class DecoderError(Exception):
@@ -10,15 +10,15 @@ class ModelLoadError(DecoderError):
 
 
 class DeviceError(DecoderError):
-    """Nothing can be computed on the device that was asked for."""
+    """The requested device does not exist or cannot compute."""
 
 
 class UnsupportedModelError(DecoderError):
-    """The model cannot be a target or draft model here; the message says what stands in the way."""
+    """The model cannot be a target or draft model here; the message gives the reason."""
 
 
 class UncroppableCacheError(UnsupportedModelError):
-    """The model's cache cannot give up rejected tokens, and what was asked for needs that."""
+    """The model's cache cannot drop rejected tokens, which the requested use needs."""
 
 
 class InvalidPromptError(DecoderError):
@@ -34,7 +34,7 @@ class DecoderBusyError(DecoderError):
 
 
 class GenerationStartedError(DecoderError):
-    """A generation is decoded once: ask the decoder for another one."""
+    """A generation was iterated twice: ask the decoder for another one."""
 
 
 class PromptFileError(DecoderError):
@@ -54,7 +54,7 @@ class TraceFileError(DecoderError):
 
 
 class UnsupportedGenerationError(DecoderError):
-    """`model.generate` was asked for something that drafts do not serve; the message says what."""
+    """`model.generate` got an option that drafts do not support; the message names it."""
 
 
 class UnknownTokenError(DecoderError):
@@ -70,7 +70,7 @@ class InvalidConstraintError(DecoderError):
 
 
 class DeadEndError(DecoderError):
-    """No token may follow what was generated so far; all of that was given out before."""
+    """No token may follow the output so far; all of that output was given out before."""
 
 
 class InvalidLogitsError(DecoderError):

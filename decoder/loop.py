@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoder.budget.budget import Budget, Outcome
+from decoder.budget.budget import Budget, PassOutcome
 from decoder.drafters.following import Verified, follow
 from decoder.errors import (
     DecoderBusyError,
@@ -18,8 +18,8 @@ from decoder.errors import (
 )
 from decoder.model.passes import within_depth
 from decoder.model.target import Target
-from decoder.observation import Clock, Observer, Statistics, Step, Watch
-from decoder.sampling.verification import AcceptRule, Place, accept_greedy
+from decoder.observation import Clock, ObservedPass, Observer, Statistics, Watch
+from decoder.sampling.verification import AcceptRule, PassContext, accept_greedy
 from decoder.stopping import StopRule, first_stop
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import RetrieverError
@@ -28,14 +28,15 @@ from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
 DEFAULT_MAX_NEW_TOKENS = 256
+"""A paragraph or two: short enough that a forgotten limit does not run for long."""
 
 
 class Decoder:
     """Decodes one sequence at a time with a target model and a drafter.
 
     Args:
-        target: the model whose output it is.
-        drafter: whose guesses are verified; `NoDrafter` makes it plain decoding.
+        target: the model that decides the output.
+        drafter: proposes the drafts that are verified; `NoDrafter` makes it plain decoding.
         budget: how much of a draft is verified.
         accept: which drafted tokens are kept: greedily or by sampling.
         stop_ids: tokens that end a sequence; the one that did is part of the output.
@@ -43,7 +44,7 @@ class Decoder:
             larger; a token beyond it ends the drafts for its sequence.
 
     Attributes:
-        followers: of the drafter; decoders that share them leave it alone together.
+        followers: of the drafter; decoders that share them share its back-off.
     """
 
     def __init__(  # noqa: PLR0913  the last three are options
@@ -82,7 +83,7 @@ class Decoder:
             max_new_tokens: most tokens to generate; the model's own limit also ends it.
             remember: whether the drafter may use the output for later sequences.
             stop_rule: may end the sequence before that.
-            observer: is shown every pass once its tokens are out.
+            observer: called with every pass, after its tokens are given out.
 
         Raises:
             InvalidPromptError: the prompt is empty or no token ids of the vocabulary, or leaves
@@ -98,7 +99,7 @@ class Decoder:
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
-        """Hold the target, whose cache is that of one sequence, for the block's time.
+        """Hold the target during the block; its cache serves one sequence.
 
         Raises:
             DecoderBusyError: another sequence holds it.
@@ -113,12 +114,12 @@ class Decoder:
 
 
 class Generation:
-    """One sequence as it is decoded, once: each iteration gives the tokens of one pass.
+    """One sequence, decoded once: each iteration gives the tokens of one pass.
 
     Leaving the iteration early, by an error or by closing it, ends the drafter's session too.
 
     Attributes:
-        statistics: what was done so far.
+        statistics: counts and times so far.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Generation:
         tree = DraftTree.empty()
         with self.statistics.charging("target_s"), self.statistics.charging("prompt_s"):
             logits = self._target.prefill(self._sequence.prompt)
-            path, next_token = self._accept(tree, logits, self._place())
+            path, next_token = self._accept(tree, logits, self._pass_context())
         self._learn(Verified(self._last_token, tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
 
@@ -177,15 +178,15 @@ class Generation:
         before_s = self.statistics.target_s
         with self.statistics.charging("target_s"):
             tree, logits = self._verify(tree)
-            path, next_token = self._accept(tree, logits, self._place())
+            path, next_token = self._accept(tree, logits, self._pass_context())
             self._target.commit(path)
         context, pass_s = len(self._sequence), self.statistics.target_s - before_s
-        self._budget.learn(Outcome(tree, path, next_token, context, pass_s))
+        self._budget.learn(PassOutcome(tree, path, next_token, context, pass_s))
         self._learn(Verified(self._last_token, tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
 
     def _verify(self, tree: DraftTree) -> tuple[DraftTree, torch.Tensor]:
-        """Verify a tree, or as much of it as there is memory for."""
+        """Verify a tree; while memory runs out, half of it."""
         while len(tree):
             with suppress(OutOfMemoryError):
                 return tree, self._target.verify(self._last_token, tree)
@@ -193,8 +194,8 @@ class Generation:
             self._budget.halve()
         return tree, self._target.verify(self._last_token, tree)
 
-    def _place(self) -> Place:
-        return Place(self._number, self._sequence.tokens, self._sequence.num_prompt)
+    def _pass_context(self) -> PassContext:
+        return PassContext(self._number, self._sequence.tokens, self._sequence.num_prompt)
 
     def _learn(self, verified: Verified) -> None:
         with self.statistics.charging("draft_s"):
@@ -202,13 +203,13 @@ class Generation:
 
     @contextmanager
     def _drafting(self) -> Iterator[None]:
-        """Keep a session with the drafter open for the block's time."""
+        """Keep a session with the drafter open during the block."""
         with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
             self._drafter = follow(self._decoder.followers, self._sequence)
         try:
             yield
         except Exception:
-            with suppress(RetrieverError):  # the first error is the one to be seen
+            with suppress(RetrieverError):  # the first error is raised
                 self._end_session()
             raise
         finally:
@@ -220,7 +221,7 @@ class Generation:
         self.statistics.num_failures = self._drafter.num_failures
 
     def _draft(self) -> DraftTree:
-        """Return the part of a draft that pays and that there is room for."""
+        """Return the nodes of a draft that pay and fit."""
         self._drafted = DraftTree.empty()
         max_depth, context = self._remaining - 1, len(self._sequence)
         max_nodes = min(self._budget.ask(context), self._target.max_nodes) if max_depth else 0
@@ -234,7 +235,7 @@ class Generation:
         return self._budget.cut(self._drafted, context, draft_s)
 
     def _emit(self, tree: DraftTree, path: NDArray[np.int64], next_token: int) -> list[int]:
-        """Take what was accepted up to the limit or the first stop."""
+        """Commit the accepted tokens up to the limit or the first stop."""
         tokens = [*tree.token_ids[path].tolist(), next_token][: self._remaining]
         end = first_stop(tokens, self._decoder.stop_ids, self._watch.stop_rule)
         tokens = tokens[:end]
@@ -245,5 +246,5 @@ class Generation:
         self.statistics.record(tree, self._path, len(tokens))
         return tokens
 
-    def _seen(self, tokens: list[int], clock: Clock) -> Step:
-        return Step(self._drafted, self._tree, self._path, tokens, clock.lap())
+    def _seen(self, tokens: list[int], clock: Clock) -> ObservedPass:
+        return ObservedPass(self._drafted, self._tree, self._path, tokens, clock.lap())

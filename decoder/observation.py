@@ -1,4 +1,4 @@
-"""What can be seen of decoding while it goes on: one pass of the target after the other."""
+"""Observing decoding: counts and times, and an observer that is called after every pass."""
 
 import time
 from collections import Counter
@@ -23,12 +23,12 @@ class Statistics:
         num_tokens: tokens generated.
         num_drafted: nodes verified.
         widths: passes after the prompt's by the nodes that they verified.
-        accepted: accepted nodes by the source that spoke for them.
-        num_failures: drafts that could not be had because the drafter failed or refused.
+        accepted: accepted nodes by their dominant source.
+        num_failures: drafts that the drafter refused or failed to give.
         draft_s: seconds in the drafter.
         target_s: seconds in the target, the wait for its choices included.
-        prompt_s: those of them that reading the prompt took.
-        total_s: seconds in all, first token to last; the rest is the loop's own.
+        prompt_s: the part of `target_s` that reading the prompt took.
+        total_s: seconds in all, first token to last; the remainder is the loop itself.
     """
 
     num_passes: int = 0
@@ -80,7 +80,7 @@ class Statistics:
         }
 
     def summary(self) -> str:
-        """Return the figures that matter in one line."""
+        """Return the main figures in one line."""
         shares = [
             f"{name} {count / self.num_tokens:.0%}"
             for name, count in self.accepted_by_source().items()
@@ -94,7 +94,7 @@ class Statistics:
         )
 
     def _widths(self) -> str:
-        """Return how much was verified, in a few words."""
+        """Return the mean width of passes, in a few words."""
         passes = self.widths.total()
         if not passes:
             return ""
@@ -157,16 +157,16 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class ObservedPass:
     """One pass of the target, the prompt's included.
 
     Attributes:
-        drafted: what the drafter sent, as far as there is room for it.
-        tree: what was verified of it: the first nodes.
+        drafted: the drafter's tree, cut to what the model can verify and the limit allows.
+        tree: its first nodes, which were verified.
         path: int64[k], the nodes that were accepted and kept, from the root downwards.
-        tokens: what was committed: theirs, and the target's own behind them unless the sequence
+        tokens: the committed tokens: those of the path, then the target's own unless the sequence
             ended before.
-        times: what it took.
+        times: where the pass spent its time.
     """
 
     drafted: DraftTree
@@ -176,20 +176,21 @@ class Step:
     times: Times
 
 
-Observer = Callable[[Step], object]
-"""Is called once for every pass, after its tokens are out. What it raises ends the sequence."""
+Observer = Callable[[ObservedPass], object]
+"""Called once for every pass, after its tokens are given out. An error that it raises ends the
+sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Who may end a sequence, and who looks on."""
+    """A rule that may end a sequence, and an observer of its passes."""
 
     stop_rule: StopRule | None = None
     observer: Observer | None = None
 
 
 class Clock:
-    """Tells the times of single passes from the sums that statistics keep."""
+    """Derives the times of single passes from the sums that statistics keep."""
 
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics

@@ -1,4 +1,4 @@
-"""What ends a sequence before its limit: tokens, and rules such as strings in its text."""
+"""Stopping a sequence before its limit: by tokens, and by rules such as strings in its text."""
 
 from collections.abc import Collection, Sequence
 from typing import Final, Protocol
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from decoder.errors import StopStringError
 
 INCOMPLETE: Final = "\ufffd"
-"""What stands for a character of which some bytes are missing."""
+"""Decoders put it in place of a character some bytes of which are missing."""
 
 
 class TextStream:
@@ -63,7 +63,7 @@ class StopRule(Protocol):
         """Take in the tokens that were accepted next.
 
         Args:
-            tokens: at least one; what comes behind a stop token is not among them.
+            tokens: at least one; none behind a stop token.
 
         Returns:
             How many of them the sequence keeps, at least one, if it ends here; `None` if it
@@ -87,10 +87,10 @@ class StopStrings:
     By the automaton of Aho and Corasick (1975, doi:10.1145/360825.360855).
 
     Args:
-        strings: the strings; there may be none. One alone may come by itself.
+        strings: the strings, possibly none, or a single string.
 
     Raises:
-        StopStringError: one is empty, or no text.
+        StopStringError: a string is empty or not valid text.
     """
 
     def __init__(self, strings: str | Sequence[str] = ()) -> None:
@@ -111,20 +111,20 @@ class StopStrings:
         return end + 1, string
 
     def num_open(self, text: str) -> int:
-        """Return the length of a text's longest end that a stop string begins with."""
+        """Return the length of the longest suffix of a text that is a prefix of a stop string."""
         longest = min(len(text), self._max_length - 1)
         return next((n for n in range(longest, 0, -1) if self._automaton.match(text[-n:])), 0)
 
 
 class StopSearch:
-    """One text as it grows, of which no part of a stop string is shown.
+    """Shows a growing text without any part of a stop string.
 
-    What is held back is what an automaton's state stands for, so each piece is searched together
-    with it, and what was shown is never searched again.
+    A suffix that may become a stop string is held back and searched again with the next piece;
+    text that was shown is never searched again.
 
     Args:
-        strings: what ends the text.
-        include: whether the stop string is shown in the end.
+        strings: the stop strings.
+        include: whether the stop string itself is shown.
 
     Attributes:
         found: the first stop string to be complete, the longest where several are at once.
@@ -137,7 +137,7 @@ class StopSearch:
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """Add text and return what is now certain to be shown; it may be empty."""
+        """Add text and return the part that no stop string can hold any more; it may be empty."""
         if self.found is not None:
             return ""
         self._held += piece
@@ -147,7 +147,7 @@ class StopSearch:
         return self._show(end if self._include else end - len(self.found))
 
     def finish(self) -> str:
-        """Return what was held back of a text that ends without a stop string."""
+        """Return the text held back, for a text that ends without a stop string."""
         return "" if self.found is not None else self._show(len(self._held))
 
     def _show(self, count: int) -> str:
@@ -160,7 +160,7 @@ class StoppableText:
 
     Args:
         tokenizer: decodes the tokens; special tokens are left out.
-        strings: what ends the text. The token that completes one is the last to be kept.
+        strings: the stop strings. The token that completes one is the last that is kept.
         include: whether the text ends behind the stop string instead of before it.
     """
 
@@ -211,7 +211,7 @@ def check_stop_strings(strings: StopStrings, tokenizer: PreTrainedTokenizerBase)
     doubtful = [string for string in strings.strings if not _returns(tokenizer, string)]
     missing = {c for c in "".join(doubtful) if not _returns(tokenizer, c)}
     if missing:
-        # Twice each: what a tokenizer puts between two tokens is text, too.
+        # Each token twice: a tokenizer may put text, such as a space, between two tokens.
         missing.difference_update(*(plain_text(tokenizer, [i, i]) for i in range(len(tokenizer))))
     for string in doubtful:
         if lacking := sorted(missing.intersection(string)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.build_report import BuildReport, Tally
+from indexer.build_report import BuildReport, BuildTally
 from indexer.errors import TokenizerError
 from indexer.format.names import TOKENIZER_FILE, token_dtype
 from indexer.format.output import check_output, new_index_folder, write_file
@@ -67,7 +67,7 @@ def build_index(
         IndexerError: the index cannot be written.
     """
     check_output(Path(output), overwrite=options.overwrite)
-    tally = Tally()
+    tally = BuildTally()
     with (
         new_index_folder(Path(output), overwrite=options.overwrite) as folder,
         scratch_folder(folder) as scratch,
@@ -90,7 +90,7 @@ def build_from_texts(
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
     """Index pairs of name and text; see `build_index`."""
-    tally = Tally()
+    tally = BuildTally()
     with new_index_folder(Path(output), overwrite=options.overwrite) as folder:
         loaded = loaded_tokenizer(tokenizer)
         started = time.perf_counter()
@@ -112,7 +112,7 @@ def build_from_tokens(
     vocabulary: Vocabulary,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
-    """Index pairs of name and token ids, which came from the tokenizer of `vocabulary`.
+    """Index pairs of name and token ids, made by the tokenizer of `vocabulary`.
 
     Raises:
         SourceError: there is no document with a token.
@@ -120,7 +120,7 @@ def build_from_tokens(
         IndexExistsError: the output path is taken.
         IndexerError: the index cannot be written.
     """
-    tally = Tally()
+    tally = BuildTally()
     started = time.perf_counter()
     with (
         new_index_folder(Path(output), overwrite=options.overwrite) as folder,
@@ -132,8 +132,10 @@ def build_from_tokens(
     return report_of(output, contents, tally, started)
 
 
-def report_of(output: Path | str, contents: Contents, tally: Tally, started: float) -> BuildReport:
-    """Return what a build did."""
+def report_of(
+    output: Path | str, contents: Contents, tally: BuildTally, started: float
+) -> BuildReport:
+    """Return the report of a build."""
     return BuildReport(
         output=str(output),
         num_documents=sum(record.num_documents for record in contents.segments),
@@ -163,7 +165,7 @@ def write_index(  # noqa: PLR0913, PLR0917
     vocabulary: Vocabulary,
     tokenizer: FileRecord | None,
     options: BuildOptions,
-    tally: Tally,
+    tally: BuildTally,
 ) -> Contents:
     """Write segments and phrases, then the snapshot that makes them an index."""
     most = options.segment_tokens(vocabulary.size)
@@ -182,7 +184,7 @@ def write_index(  # noqa: PLR0913, PLR0917
 
 
 def _checked(
-    documents: Iterable[tuple[str, TokenIds]], vocabulary: Vocabulary, tally: Tally
+    documents: Iterable[tuple[str, TokenIds]], vocabulary: Vocabulary, tally: BuildTally
 ) -> Iterator[TokenisedDocument]:
     dtype = token_dtype(vocabulary.size)
     for name, token_ids in documents:

@@ -1,4 +1,4 @@
-"""What a build has done so far, and the report it ends with."""
+"""The counts of a running build, and the reports of finished builds and changes."""
 
 import time
 from collections import Counter
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 _MAX_PLACES: Final = 3
+"""Documents or lines that a report names for each reason: enough to look at, few enough to read."""
+
 _LINES: Final = "lines with an excluded phrase"
 _DOCUMENTS: Final = "documents with an excluded phrase"
 
@@ -22,7 +24,7 @@ class ScreenTally:
         num_redacted: documents in which a secret was replaced, in the text, name or licence.
         documents_by_phrase: documents left out, by the phrase's line in its file. A document that
             holds several phrases counts for each.
-        lines_by_phrase: lines left out, likewise.
+        lines_by_phrase: lines left out, by the same numbers.
         secrets: places replaced, by kind.
         places: by reason, names of the first documents, at most three, as screened.
     """
@@ -57,7 +59,7 @@ class ScreenTally:
             self._keep(kind, place)
 
     def add(self, other: "ScreenTally") -> None:
-        """Add what another process, or an earlier part, counted."""
+        """Add the counts of another process, or of an earlier part."""
         self.num_documents += other.num_documents
         self.num_lines += other.num_lines
         self.num_redacted += other.num_redacted
@@ -128,8 +130,8 @@ def describe_skipped(skipped: Mapping[str, int], places: Mapping[str, str]) -> s
 
 
 @dataclass(slots=True)
-class Tally:
-    """Counts that the stages of a build keep; who shows progress looks here.
+class BuildTally:
+    """Counts that the stages of a build keep, and that progress shows.
 
     Attributes:
         num_documents: documents tokenised.
@@ -137,7 +139,7 @@ class Tally:
         num_bytes: their text in UTF-8.
         skipped: documents and files left out, by reason.
         skipped_places: where the first was, by reason, if known.
-        num_bytes_read: of the source files, as they lie on disk, what has been read or skipped.
+        num_bytes_read: bytes of the source files, as on disk, that were read or skipped.
         num_bytes_found: size of the source files; 0 where documents do not come from files.
         screened: what screening took out; None where nothing was screened for.
         stage_seconds: time of each stage that has ended, by its name.
@@ -165,8 +167,8 @@ class Tally:
         self.skipped[reason] += 1
         self.skipped_places.setdefault(reason, place)
 
-    def merge(self, other: "Tally") -> None:
-        """Add what another process counted, except for documents and tokens."""
+    def merge(self, other: "BuildTally") -> None:
+        """Add the counts of another process, except for documents and tokens."""
         self.num_bytes += other.num_bytes
         self.num_bytes_read += other.num_bytes_read
         self.skipped.update(other.skipped)
@@ -178,13 +180,13 @@ class Tally:
             self.screened.add(other.screened)
 
     def describe_skipped(self) -> str:
-        """Return what was left out in words; empty if nothing was."""
+        """Return the skipped documents and files in words; empty if there are none."""
         return describe_skipped(self.skipped, self.skipped_places)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildReport:
-    """What a finished build did.
+    """The report of a finished build.
 
     Attributes:
         output: the index's directory.
@@ -247,7 +249,7 @@ class BuildReport:
 
 @dataclass(frozen=True, slots=True)
 class ChangeReport:
-    """What a change of an index did.
+    """The report of a change of an index.
 
     Attributes:
         path: the index's directory.
@@ -255,7 +257,7 @@ class ChangeReport:
         num_documents: documents that were; of a merge, by how many segments there are fewer.
         num_tokens: their tokens, separators not counted.
         num_segments: segments that the index has now.
-        num_older: snapshots from before that stay until the next change: somebody reads them.
+        num_older: older snapshots that are still read, and stay until the next change.
         seconds: time taken.
         skipped: documents and files left out, by reason.
         skipped_places: where the first was, by reason, if known.
@@ -299,6 +301,6 @@ class ChangeReport:
             f"{self.path}: {what} "
             f"in {self.seconds:.1f} s; {self.num_segments} segment(s) now"
             + (f"\nskipped: {skipped}" if skipped else "")
-            + (f"\n{older}next change, or `compact`, once nobody does" if self.num_older else "")
+            + (f"\n{older}next change, or `compact`, after their readers" if self.num_older else "")
             + screened
         )

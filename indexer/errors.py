@@ -1,13 +1,14 @@
-"""What can go wrong while an index is built, opened or checked, as one tree of errors."""
+"""The errors of building, opening and checking an index, as one tree."""
 
 from textwrap import shorten
 from typing import Final
 
 _MAX_REASON_CHARACTERS: Final = 500
+"""Some libraries put a whole file or configuration into a message: a few lines of it suffice."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error of a library says, in one line; of a system's, without the path."""
+    """Return the message of a library's error in one line; of a system error without its path."""
     said = getattr(error, "strerror", None) or str(error)
     text = shorten(said, _MAX_REASON_CHARACTERS, placeholder=" \u2026")
     return text or type(error).__name__
@@ -38,7 +39,7 @@ class IndexExistsError(IndexerError):
 
 
 class IndexBusyError(IndexerError):
-    """Somebody else is changing the index."""
+    """Another process is changing the index."""
 
 
 class DamagedIndexError(IndexerError):

@@ -1,9 +1,9 @@
-"""Flags of commands, which follow from schemata of settings.
+"""Flags of commands, derived from schemata of settings.
 
-A schema is a pydantic model. A parameter of a command that is annotated with one stands for a flag
-for each field: a field `name` is `--name`, its description is the help, and its type and bounds are
-what is accepted. Under `Given[Schema]` the command takes only what was given, for settings that a
-file and the environment may set as well.
+A schema is a pydantic model. A parameter of a command that is annotated with a schema stands for
+one flag per field: a field `name` is `--name`, with the field's description as help and its type
+and bounds as check. With `Given[Schema]` the command gets only the flags that were given, for
+settings that a file and the environment may set as well.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ Command = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class Metavar:
-    """What stands for a setting's value in the help.
+    """The placeholder of a setting's value in the help.
 
     Attributes:
         name: in capitals.
@@ -70,13 +70,13 @@ def flag_of(name: str) -> str:
 
 
 def is_secret(field: FieldInfo) -> bool:
-    """Tell whether a setting's value must not be shown."""
+    """Return whether a setting's value must not be shown."""
     kinds = (field.annotation, *get_args(field.annotation))
     return any(isinstance(kind, type) and issubclass(kind, SecretStr) for kind in kinds)
 
 
 def expected_by(error: ValidationError) -> str:
-    """Return what would have been accepted, for the end of a sentence."""
+    """Return the expected value in words, for the end of a sentence."""
     return error.errors(include_url=False)[0]["msg"].replace("Input ", "it ", 1)
 
 
@@ -114,7 +114,7 @@ def _panel_of(name: str, schema: type[BaseModel]) -> str | None:
 def _option(name: str, field: FieldInfo, panel: str | None, *, is_partial: bool) -> Any:
     flag, default = flag_of(name), field.default
     if field.annotation in (bool, bool | None) and (is_partial or default is True):
-        flag += f"/--no-{flag.removeprefix('--')}"  # what a file says can be taken back
+        flag += f"/--no-{flag.removeprefix('--')}"  # a flag can undo a file's setting
     kind: Any = str if is_secret(field) else field.annotation
     if _is_list(field):
         kind = list[get_args(field.annotation)[0]]  # type: ignore[misc]  # known when it runs

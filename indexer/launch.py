@@ -1,6 +1,6 @@
-"""Starting a command line: what happens before the package that does the work is imported.
+"""Starting a command line, before the package that does the work is imported.
 
-Loads the standard library only, so that it can say what to install.
+Loads the standard library only, so that it can tell which package to install.
 """
 
 import logging
@@ -20,10 +20,10 @@ _PACKAGES: Final = ("indexer", "retriever", "decoder")
 
 
 def launch(package: str, extra: str) -> None:
-    """Import a package's commands and run them; Ctrl-C ends that in silence at any time.
+    """Import a package's commands and run them; Ctrl-C ends them at any time without a message.
 
-    `--version` alone is answered here, at once and whatever is installed. What the packages log at
-    INFO and above goes to standard error, a line each.
+    `--version` alone is answered here, at once and even if libraries are missing. Log messages of
+    the packages from INFO on go to standard error, a line each.
 
     Args:
         package: has a module `commands` with a function `main`.
@@ -32,7 +32,7 @@ def launch(package: str, extra: str) -> None:
     # Not an exception: libraries turn those into errors of their own while they are imported.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     if sys.argv[1:] == ["--version"]:
-        print(version_line())  # noqa: T201  (for whoever runs a command)
+        print(version_line())  # noqa: T201  (the output of a command)
         return
     try:
         commands = import_module(f"{package}.commands")
@@ -55,7 +55,7 @@ def version_line() -> str:
 
 
 def show_messages() -> None:
-    """Have what the packages log at INFO and above printed to standard error."""
+    """Print log messages of the packages from INFO on to standard error."""
     for package in _PACKAGES:
         logger = logging.getLogger(package)
         logger.setLevel(logging.INFO)
@@ -73,12 +73,12 @@ def errors_in_one_line(*foreseen: type[BaseException]) -> Iterator[None]:
     try:
         yield
     except foreseen as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)  # noqa: T201  (likewise)
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)  # noqa: T201  (as above)
         raise SystemExit(1) from error
 
 
 class _StandardError(logging.Handler):
-    """Prints to what is standard error at that moment: a progress bar takes its place."""
+    """Prints to the present `sys.stderr`, which a progress bar may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)  # noqa: T201  (for whoever runs a command)
+        print(self.format(record), file=sys.stderr)  # noqa: T201  (the output of a command)

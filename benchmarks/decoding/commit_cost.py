@@ -1,4 +1,4 @@
-"""What verifying and committing a draft cost as the context grows, here and with a stock cache.
+"""The cost of verifying and committing a draft as the context grows, here and with a stock cache.
 
 Both hold the same states, and both verify the same trees with the same weights (of SmolLM2-135M's
 shapes, drawn at random: what is cached changes no cost). The stock way verifies with transformers'

@@ -1,4 +1,4 @@
-"""What a CUDA device is and how fast it runs, for whoever reads its figures later."""
+"""The name, versions and speed of a CUDA device, kept with the figures measured on it."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What fusing is worth: tokens per pass of each part alone and of all together, at equal nodes.
+"""The gain of fusing: tokens per pass of each drafter alone and of all together, at equal nodes.
 
     python -m benchmarks.decoding.fusion_worth --prompts questions.jsonl --index my.index --output F
 

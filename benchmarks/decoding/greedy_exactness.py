@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 
 from decoder.assembly import DrafterSettings, assemble
-from decoder.commands.bench import Case, circumstances, fitting
+from decoder.commands.bench import BenchPrompt, circumstances, fitting
 from decoder.commands.contenders import FOREDRAFT, PLAIN, Contender, contenders
 from decoder.commands.prompts import read_prompts
 from decoder.errors import DecoderError
@@ -98,7 +98,7 @@ def _best_two(language_model: LanguageModel, tokens: list[int]) -> tuple[tuple[i
 
 
 def compare(
-    language_model: LanguageModel, ways: dict[str, Contender], case: Case, number: int
+    language_model: LanguageModel, ways: dict[str, Contender], case: BenchPrompt, number: int
 ) -> dict[str, Any]:
     """Decode one prompt in both ways and return a line of the file."""
     runs = {name: ways[name](case.token_ids, remember=True) for name in _WAYS}

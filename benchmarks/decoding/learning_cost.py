@@ -1,4 +1,4 @@
-"""What learning from the target's logits costs, beside the passes that it learns from.
+"""The cost of learning from the target's logits, compared with the passes that it learns from.
 
     python -m benchmarks.decoding.learning_cost --prompts questions.jsonl --index my.index
 

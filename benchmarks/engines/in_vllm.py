@@ -1,4 +1,4 @@
-"""Drafts inside vLLM, beside its own `ngram` and `suffix`.
+"""Drafts inside vLLM, compared with its own `ngram` and `suffix`.
 
     python -m benchmarks.engines.in_vllm --model FOLDER --prompts questions.jsonl --output F
 
@@ -65,7 +65,7 @@ class Workload:
     Attributes:
         model: a folder.
         warm: prompts as token ids, decoded before.
-        measured: likewise, decoded one by one.
+        measured: the same, decoded one by one.
         max_tokens: most tokens of each output.
         kept: a folder that keeps what a process has done, so that one that was done is not again.
     """

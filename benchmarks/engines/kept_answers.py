@@ -1,4 +1,4 @@
-"""What a benchmark keeps, so that one which was interrupted goes on: answers, and runs."""
+"""The answers and runs that a benchmark stores, so that an interrupted one can continue."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ class KeptRuns:
         return [runs[way].token_ids for runs in self.done.values() if way in runs]
 
     def add(self, text: str, runs: Mapping[str, Run]) -> None:
-        """Keep runs of a prompt, beside those that it has."""
+        """Keep runs of a prompt, in addition to those that it has."""
         self.done[text] = {**self.done.get(text, {}), **runs}
         if self._path is not None:
             rows = {

@@ -20,7 +20,7 @@ class Contender:
         name: for people.
         whose: whose way it is.
         settings: of the generation config.
-        options: of `model.generate`, beside that.
+        options: further options of `model.generate`.
     """
 
     name: str

@@ -76,7 +76,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _greedy(max_tokens: int) -> Any:
-    from vllm import SamplingParams  # noqa: PLC0415  likewise
+    from vllm import SamplingParams  # noqa: PLC0415  as above
 
     return SamplingParams(temperature=0, max_tokens=max_tokens)
 

@@ -73,7 +73,7 @@ def ngram(texts: Texts, num_tokens: int, shortest: int, longest: int) -> float:
 
 def suffix(texts: Texts, num_tokens: int, depth: int, factor: float, probability: float) -> float:
     """Return tokens per step of vLLM's `suffix`, its cache holding the warm outputs."""
-    from arctic_inference.suffix_decoding import SuffixDecodingCache  # noqa: PLC0415  likewise
+    from arctic_inference.suffix_decoding import SuffixDecodingCache  # noqa: PLC0415  as above
 
     cache: Any = SuffixDecodingCache(max_tree_depth=depth, max_cached_requests=10_000)
     for number, (prompt, output) in enumerate(texts.warm):

@@ -1,4 +1,4 @@
-"""What exactness tests found, as tables for people."""
+"""The results of exactness tests as tables for people."""
 
 from typing import Any
 

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.exactness.drafts import Drafts
-from benchmarks.exactness.trials import Case, Outcome, run
+from benchmarks.exactness.trials import Case, TrialOutcome, run
 from decoder.sampling import choice, rule
 from decoder.sampling import processors as paths
-from decoder.sampling.verification import Place, uniforms
+from decoder.sampling.verification import PassContext, uniforms
 
 
 def _by_the_drafts_probability(
@@ -36,8 +36,8 @@ def _proposal_as_it_is(
     return proposal.scatter(1, tokens, proposal.gather(1, tokens).masked_fill(is_gone, 0))
 
 
-def _one_number(seed: int, place: Place, count: int) -> NDArray[np.float64]:
-    return np.repeat(uniforms(seed, place, 1), count)
+def _one_number(seed: int, context: PassContext, count: int) -> NDArray[np.float64]:
+    return np.repeat(uniforms(seed, context, 1), count)
 
 
 _before_constraint = paths.Processing.before_constraint
@@ -87,7 +87,7 @@ def planted(error: str) -> Iterator[Case]:
         yield case
 
 
-def run_planted(draws: int) -> dict[str, Outcome]:
+def run_planted(draws: int) -> dict[str, TrialOutcome]:
     """Test every planted error."""
     outcomes = {}
     for error in PLANTED:

@@ -15,61 +15,63 @@ from benchmarks.exactness.drafts import PROPOSALS, Batch
 from decoder.sampling import rule as rules
 from decoder.sampling.choice import Choice, Draw, DrawnChildren, Rejection
 from decoder.sampling.rule import ProcessedRule
-from decoder.sampling.verification import CERTAIN, Place, drawn_numbers
+from decoder.sampling.verification import CERTAIN, PassContext, drawn_numbers
 from retriever.tree import ROOT
 
 
-def stepped(rule: ProcessedRule, batch: Batch, places: Sequence[Place]) -> list[list[int]]:
+def stepped(rule: ProcessedRule, batch: Batch, contexts: Sequence[PassContext]) -> list[list[int]]:
     """Return the tokens that each sequence gets, asking the rule for one after the other."""
     emitted = []
-    for number, place in enumerate(places):
+    for number, context in enumerate(contexts):
         tree, logits = batch.tree(number)
-        path, token = rule(tree, logits, place)
+        path, token = rule(tree, logits, context)
         emitted.append([*tree.token_ids[path].tolist(), token])
     return emitted
 
 
-def stepped_together(rule: ProcessedRule, batch: Batch, places: Sequence[Place]) -> list[list[int]]:
+def stepped_together(
+    rule: ProcessedRule, batch: Batch, contexts: Sequence[PassContext]
+) -> list[list[int]]:
     """Return the same, in arrays; all sequences are of one length."""
-    scores = _processed(rule, batch, places)
+    scores = _processed(rule, batch, contexts)
     rows = np.arange(scores.shape[0] * scores.shape[1])
-    choices = _choice(rule, batch, places)(scores.flatten(0, 1), rows)
+    choices = _choice(rule, batch, contexts)(scores.flatten(0, 1), rows)
     return _followed(batch, choices.numpy().reshape(scores.shape[:2]))
 
 
-def _processed(rule: ProcessedRule, batch: Batch, places: Sequence[Place]) -> torch.Tensor:
+def _processed(rule: ProcessedRule, batch: Batch, contexts: Sequence[PassContext]) -> torch.Tensor:
     """Return float32[sequences, 1 + N, SIZE], the logits after processors."""
-    committed = torch.from_numpy(np.array([place.tokens for place in places], np.int64))
+    committed = torch.from_numpy(np.array([context.tokens for context in contexts], np.int64))
     processing, scores = rule.processing, batch.logits.clone()
     for node in range(ROOT, len(batch.parents)):
         path = torch.from_numpy(batch.tokens[:, [above + 1 for above in batch.path(node)]])
         scores[:, node + 1] = processing.before_constraint(
-            torch.cat([committed, path], dim=1), scores[:, node + 1], places[0].num_prompt_tokens
+            torch.cat([committed, path], dim=1), scores[:, node + 1], contexts[0].num_prompt_tokens
         )
     return processing.after_constraint(scores.flatten(0, 1)).view(scores.shape)
 
 
-def _choice(rule: ProcessedRule, batch: Batch, places: Sequence[Place]) -> Choice:
+def _choice(rule: ProcessedRule, batch: Batch, contexts: Sequence[PassContext]) -> Choice:
     """Return what chooses in all sequences: their rows one after the other."""
     depths = np.array([len(batch.path(node)) for node in range(ROOT, len(batch.parents))])
     count = int(depths.max()) + 1
-    own = (np.arange(len(places))[:, None] * count + depths).reshape(-1)
+    own = (np.arange(len(contexts))[:, None] * count + depths).reshape(-1)
     if rule.settings.coupled:
         uniforms = rules.uniforms  # type: ignore[attr-defined]  # an error may be planted there
-        points = [uniforms(rule.seed, place, count) for place in places]
+        points = [uniforms(rule.seed, context, count) for context in contexts]
         return Draw(own, np.concatenate(points))
     drawn = batch.rows != CERTAIN
     if not drawn.any():
-        return Draw(own, np.concatenate(_numbers(rule, places, (count,))))
+        return Draw(own, np.concatenate(_numbers(rule, contexts, (count,))))
     children = _drawn_children(batch, drawn[0])
     shape = (count, children.tokens.shape[1] + 1)
-    return Rejection(children, PROPOSALS, own, np.concatenate(_numbers(rule, places, shape)))
+    return Rejection(children, PROPOSALS, own, np.concatenate(_numbers(rule, contexts, shape)))
 
 
 def _numbers(
-    rule: ProcessedRule, places: Sequence[Place], shape: tuple[int, ...]
+    rule: ProcessedRule, contexts: Sequence[PassContext], shape: tuple[int, ...]
 ) -> list[NDArray[np.float64]]:
-    return [drawn_numbers(rule.seed, place, shape) for place in places]
+    return [drawn_numbers(rule.seed, context, shape) for context in contexts]
 
 
 def _drawn_children(batch: Batch, is_drawn: NDArray[np.bool_]) -> DrawnChildren:
@@ -81,9 +83,9 @@ def _drawn_children(batch: Batch, is_drawn: NDArray[np.bool_]) -> DrawnChildren:
     tokens = np.zeros((*batch.tokens.shape, most), np.int64)
     rows = np.full(tokens.shape, CERTAIN)
     for row, nodes in enumerate(of):
-        for place, node in enumerate(nodes):
-            tokens[:, row, place] = batch.tokens[:, node + 1]
-            rows[:, row, place] = batch.rows[:, node]
+        for column, node in enumerate(nodes):
+            tokens[:, row, column] = batch.tokens[:, node + 1]
+            rows[:, row, column] = batch.rows[:, node]
     counts = np.tile([len(nodes) for nodes in of], len(tokens))
     return DrawnChildren(tokens.reshape(-1, most), rows.reshape(-1, most), counts)
 

@@ -12,7 +12,7 @@ from benchmarks.exactness.drafts import SHAPES, Drafts
 from benchmarks.exactness.scripted_target import LENGTH, PROMPT, SETTINGS, SIZE, expected
 from benchmarks.exactness.steps import stepped, stepped_together
 from decoder.sampling.rule import ProcessedRule, accept_rule
-from decoder.sampling.verification import Place
+from decoder.sampling.verification import PassContext
 
 RULES: Final = (
     ("certain", True),
@@ -45,7 +45,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """What came of a case.
 
     Attributes:
@@ -95,7 +95,7 @@ def run(
     drafts: Drafts | None = None,
     *,
     one_by_one: bool = False,
-) -> Outcome:
+) -> TrialOutcome:
     """Decode short outputs by the rule, and test their distribution.
 
     Args:
@@ -115,7 +115,7 @@ def run(
     counts = np.zeros((SIZE,) * LENGTH, np.int64)
     np.add.at(counts, tuple(np.array([output[:LENGTH] for output in outputs]).T), 1)
     statistic, freedom = chi_square(counts, expected(setting) * len(outputs))
-    return Outcome(
+    return TrialOutcome(
         case,
         int(counts.sum()) * LENGTH,
         statistic,
@@ -140,11 +140,11 @@ def _decoded(
             continue
         tokens = np.array([[*PROMPT, *outputs[number]] for number in active])
         batch = drafts.after(tokens[:, -2], tokens[:, -1], rng)
-        places = [
-            Place(number, row, len(PROMPT))
+        contexts = [
+            PassContext(number, row, len(PROMPT))
             for number, row in zip(active, tokens.astype(np.int32), strict=True)
         ]
-        for number, emitted in zip(active, step(rule, batch, places), strict=True):
+        for number, emitted in zip(active, step(rule, batch, contexts), strict=True):
             outputs[number] += emitted
         num_passes += len(active)
     return outputs, num_passes

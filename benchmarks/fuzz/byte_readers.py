@@ -77,7 +77,7 @@ def read_explanation(data: bytes) -> None:
 
 
 def read_header(data: bytes, service: CalledService) -> None:
-    """Show a service a header that is no token: nobody is let in by it."""
+    """Send a service a header that is not a token: it must refuse the call."""
     keys = ("authorization", "authorization-bin", "x-tenant")
     header = (keys[data[:1][0] % len(keys)] if data else "x", data[1:])
     for value in (header[1], header[1].decode("latin-1")):

@@ -1,6 +1,6 @@
 """Messages that no well-meaning client would send, and a servicer that must bear them.
 
-A tenant, the victim, has outputs with tokens that nobody else ever sends. Others send generated
+A tenant, the victim, has outputs with tokens that no other tenant ever sends. Others send generated
 messages, and damaged ones, under names that the victim uses as well. Every answer must be a
 response or a gRPC status, and hold none of the victim's tokens.
 """
@@ -28,7 +28,7 @@ SECRETS: Final = range(1 << 20, (1 << 20) + 1000)
 _SECRETS: Final = frozenset(SECRETS)
 
 SESSION: Final = "s0"
-"""A name that everybody's sessions have."""
+"""A name that sessions of all tenants use."""
 
 _PREFIX: Final = list(range(12))
 _OTHERS: Final = ("a", "b")

@@ -20,7 +20,7 @@ def send_raw(address: str, num_messages: int, seed: int) -> Counter[str]:
     """Call every method with bytes that are mostly no message; return what calls ended with.
 
     Raises:
-        CrashError: a call ended with no status but that nobody answered.
+        CrashError: a call ended with the status that no server answers.
     """
     chance = random.Random(seed)  # noqa: S311  (repeatable, and no secret)
     outcomes: Counter[str] = Counter()
@@ -39,9 +39,9 @@ def send_to_socket(address: str, num_connections: int, seed: int) -> Counter[str
     """Write bytes to a TCP socket that are no gRPC; return how many connections that were.
 
     Raises:
-        OSError: nobody listens any more.
+        OSError: the server no longer listens.
     """
-    chance = random.Random(seed)  # noqa: S311  (likewise)
+    chance = random.Random(seed)  # noqa: S311  (as above)
     host, _, port = address.rpartition(":")
     for _ in range(num_connections):
         with socket.create_connection((host, int(port)), _TIMEOUT_S) as connection:

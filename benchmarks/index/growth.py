@@ -113,7 +113,7 @@ class Recordings:
         traces: recorded outputs.
         outputs: int32[n] each, outputs that count as recent generations.
         budget: most nodes of each tree.
-        drafters: which to replay with: our own, and others beside it.
+        drafters: to replay with: our own, and others to compare.
     """
 
     traces: list[Trace]
@@ -127,7 +127,7 @@ class Recordings:
         return {**counts, "budget": self.budget}
 
     def replay(self, index: Index) -> dict[str, ReplayReport]:
-        """Replay all with each of the drafters, which begins anew."""
+        """Replay all recordings with a new instance of each drafter."""
         reports = {}
         for name, factory in self.drafters.items():
             gc.collect()

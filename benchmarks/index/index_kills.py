@@ -1,4 +1,4 @@
-"""Kills whoever changes an index, again and again, and looks at what is left.
+"""Kills builders and writers of an index, again and again, and checks the index afterwards.
 
     python benchmarks/index/index_kills.py --rounds 1500 --json
 
@@ -327,7 +327,7 @@ class _NeverMindError(Exception):
 
 
 def leftovers(path: Path) -> list[str]:
-    """Return what is in and beside an index and belongs to no snapshot that is the latest."""
+    """Return the files in an index's folder, and next to it, that the latest snapshot lacks."""
     left = [place.name for place in path.parent.glob(f".{path.name}.*")]
     if not path.exists():
         return left

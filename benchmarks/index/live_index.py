@@ -4,7 +4,7 @@
 
 A service, in a process of its own, looks for a new snapshot every second. Clients, each a process,
 draft along documents without end. By turns nothing changes; a writer, at the lowest priority, adds
-documents, removes others and merges segments as fast as it can in another index that nobody reads,
+documents, removes others and merges segments as fast as it can in another index without readers,
 which shows what a busy machine does; and it does the same to the index that is served. Nothing may
 fail, and nothing may be drafted that was in no document that could be in the index: one that was
 removed may still be drafted from for two looks of the service and no longer.

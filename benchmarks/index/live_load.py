@@ -1,4 +1,4 @@
-"""Who drafts from an index all the time, and who changes it meanwhile."""
+"""Clients that draft from an index all the time, and a writer that changes it at the same time."""
 
 import json
 import os

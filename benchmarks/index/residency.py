@@ -1,4 +1,4 @@
-"""What a service holds in memory of its own beside an index, and how long an index takes to open.
+"""The memory of a service besides the pages of its index, and the time to open an index.
 
     python -m benchmarks.index.residency small.index large.index --output results.json
 

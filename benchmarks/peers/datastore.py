@@ -63,7 +63,7 @@ class Datastore:
         self.texts = self._fixed
 
     def remember(self, output: TokenIds) -> None:
-        """Add int32[n]; all that was added since the beginning is sorted anew."""
+        """Add int32[n]; sorts all added tokens again."""
         self._finished.append(output.copy())
         self.texts = [self._laid_out(sorted_text(self._finished)), *self._fixed]
 

@@ -2,12 +2,12 @@
 
 The rule: what follows the longest end of the context that occurs in the corpus, of whatever length,
 is the distribution of the next token. The layout: tokens of two bytes and a suffix array of
-`POINTER_BYTES` each, searched by bisection from end to end; nothing beside them.
+`POINTER_BYTES` each, searched by bisection from end to end; nothing else.
 
 Where we are kinder than the paper: it gives one token's distribution, we read on after every
-occurrence and draft the most frequent nodes, as REST's rule does; recent outputs are asked too; all
-is in memory. Of more than `MAX_OCCURRENCES` occurrences we read an even sample, as its engine does
-with `max_support`.
+occurrence and draft the most frequent nodes, as REST's rule does; generations are searched, too;
+all is in memory. Of more than `MAX_OCCURRENCES` occurrences we read an even sample, as its engine
+does with `max_support`.
 """
 
 from collections.abc import Sequence

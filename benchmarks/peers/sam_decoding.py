@@ -1,4 +1,4 @@
-"""SAM-Decoding (Hu et al. 2024, https://arxiv.org/abs/2411.10666), without a draft model beside it.
+"""SAM-Decoding (Hu et al. 2024, https://arxiv.org/abs/2411.10666), without a draft model.
 
 The rule (https://github.com/hyx1999/SAM-Decoding): a suffix automaton of this sequence gives the
 longest end of it that occurred before, and one of earlier texts the longest end that occurs there.
@@ -24,7 +24,7 @@ from retriever.tree import DraftTree, Source
 
 LENGTH_BIAS: Final = 0
 """By how many tokens a match elsewhere must be longer than one in the sequence to be preferred; the
-reference has 5 beside a draft model, but without one 0 drafts better, on chat and on code edits."""
+reference has 5 with a draft model, but without one 0 drafts better, on chat and on code edits."""
 
 MAX_MATCH: Final = 512
 """Longest match that is told from longer ones, in tokens."""

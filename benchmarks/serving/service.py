@@ -1,4 +1,4 @@
-"""What a draft service costs over loopback: beside a bare echo, in large steps, and under load.
+"""The cost of a draft service over loopback: compared with an echo, in large steps, under load.
 
 Everything runs on this machine, in processes of their own: the service, an echo of the same
 messages, and this client. Sequences are synthetic: phrases that recur, with other tokens between.
@@ -276,7 +276,7 @@ def main(  # noqa: PLR0913  (a command has as many options as it has)
     *,
     index: Annotated[list[Path] | None, typer.Option(help="Indexes to serve. Repeatable.")] = None,
     budget: Annotated[int, typer.Option(help="Nodes in each tree.")] = 16,
-    steps: Annotated[int, typer.Option(help="One-sequence steps beside an echo.")] = 3000,
+    steps: Annotated[int, typer.Option(help="One-sequence steps compared with an echo.")] = 3000,
     streams: Annotated[int, typer.Option(help="Concurrent streams.")] = 64,
     seconds: Annotated[float, typer.Option(help="How long they ask.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on one line.")] = False,

@@ -1,11 +1,11 @@
-"""A day of a service in small: full load, all kinds of callers, and what it holds meanwhile.
+"""A day of a service in small: full load, all kinds of callers, and its memory and descriptors.
 
     python -m benchmarks.serving.soak --seconds 600 --json
 
 A real `foredraft serve` keeps a log of generations that is at its limit soon. Engines
 ask without a pause; others come and go, are refused, are killed, have data deleted. Each second it
 is noted what the process holds. After the first fifth of the time its memory must stay within 2%,
-and with everybody gone it must have as many descriptors as the last time that everybody was gone.
+and without callers it must have as many descriptors as the last time that there were none.
 """
 
 import asyncio
@@ -140,7 +140,7 @@ def _watch(
 
 
 def _quiet(watched: Watched) -> dict[str, float]:
-    """Return what is held once everybody is gone and no session is left."""
+    """Return a sample once all callers are gone and no session is left."""
     until_s = time.monotonic() + _SETTLE_S
     held = watched.sample()
     while time.monotonic() < until_s:

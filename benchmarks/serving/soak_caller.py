@@ -1,4 +1,4 @@
-"""Who asks a service that is soaked: what all callers have, and how they are kept at it."""
+"""The callers of a soaked service: their common part, and the loop that keeps them calling."""
 
 import asyncio
 import random
@@ -144,7 +144,7 @@ def _rare(caller: Caller) -> str:
 
 
 async def fill(load: Load, num_tokens: int) -> None:
-    """Give every tenant as many recent outputs as are kept of it."""
+    """Give every tenant as many generations as are kept of it."""
     own = texts(0)
     for token in [*load.tokens.values(), *load.rare.values()]:
         async with Credentials(token=token).aio_channel(

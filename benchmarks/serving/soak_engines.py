@@ -95,7 +95,7 @@ async def _batch(caller: Caller, stream: Any, number: int, width: int) -> int:
 
 
 async def _collect(_: Caller) -> None:
-    """Let go of connections: gRPC's calls that were cancelled hold them in cycles."""
+    """Release connections: cancelled gRPC calls hold them in reference cycles."""
     gc.collect()
 
 

@@ -1,4 +1,4 @@
-"""What a run of a soaked service came to, and whether that is good enough."""
+"""The report of a soaked service, and whether it passes."""
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -24,7 +24,7 @@ class Soaked:
 
     Attributes:
         samples: one a second.
-        quiet: what was held when nobody was there: before, after the warm-up, and at the end.
+        quiet: samples without callers: before, after the warm-up, and at the end.
         errors: what should not have happened, by message.
         total: what all callers counted after the warm-up.
     """

@@ -1,4 +1,4 @@
-"""What a process holds, second by second, and whether it stays level."""
+"""Samples of a process's memory and descriptors, each second, and whether they stay level."""
 
 import os
 import re

@@ -74,7 +74,7 @@ async def _bare(caller: Caller) -> None:
 
 
 async def _delete(caller: Caller) -> None:
-    """Open, end and delete a session's data: the log is written anew."""
+    """Open, end and delete a session's data: the log is rewritten."""
     async with caller.stub(_rare(caller)) as stub:
         name, text = caller.name(), caller.text()
         opening = pb.OpenSessionRequest(session_id=name, prompt=text[:50])

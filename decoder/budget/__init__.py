@@ -1,1 +1,1 @@
-"""How much of a draft is worth verifying on the machine at hand."""
+"""The budget: how much of a draft pays on this machine, by measured costs and calibration."""

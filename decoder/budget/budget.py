@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.budget.calibration import DraftCalibration
-from decoder.budget.costs import CostSurface, LiveCosts
+from decoder.budget.costs import AdaptiveCosts, CostSurface
 from decoder.budget.payoff import FadingRatio, Payoff, RecentMedian
 from retriever.tree import DraftTree
 
@@ -18,16 +18,16 @@ from retriever.tree import DraftTree
 # was changed at a time.
 
 _PACE_DECAY: Final = 0.97
-"""The pace of late is that of some 33 steps: about a paragraph. In simulated decoding 0.9 brings
+"""The recent pace is that of some 33 steps: about a paragraph. In simulated decoding 0.9 brings
 1% less with a slow drafter, and 0.99 up to 8% less where the text turns every 100 steps."""
 
 _LIKENESS: Final = 0.7
-"""Weight of this step's own pace against that of late, for their logarithms. On replayed chats it
+"""Weight of this step's own pace against the recent one, for their logarithms. On replayed chats it
 is on par with the best ratio of each step (1.0), on edits of code it brings 2% more. Simulated
 decoding prefers less where steps change every seven (0: +7%), more for slow drafters (1: +1.5%)."""
 
 _LEAST_ASKED: Final = 16
-"""Nodes that may be asked for whatever paid of late: retrieval drafts 16 in hardly more time than
+"""Nodes that may be asked for whatever paid recently: retrieval drafts 16 in hardly more time than
 one, and nodes that are not verified calibrate, too. Less would double from lower once text repeats;
 more would take time for nodes that have not paid."""
 
@@ -55,11 +55,11 @@ is noticed that is right again. Drafters of up to five passes' time reach the sh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
-    """What a pass brought and took.
+class PassOutcome:
+    """The outcome and the time of a pass.
 
     Attributes:
-        tree: what was verified, empty for a plain step.
+        tree: the verified tree, empty for a plain step.
         path: int64[k], the nodes of it that were accepted.
         next_token: the target's choice after them.
         context: tokens of the sequence before the pass.
@@ -80,14 +80,14 @@ class Budget(Protocol):
     """
 
     def ask(self, context: int) -> int:
-        """Return the most nodes that could pay behind `context` tokens; 0 to ask nobody."""
+        """Return the most nodes that could pay behind `context` tokens; 0 to ask no drafter."""
         ...
 
     def cut(self, tree: DraftTree, context: int, draft_s: float) -> DraftTree:
         """Return the prefix of a tree, drafted in `draft_s` seconds, that is worth verifying."""
         ...
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: PassOutcome) -> None:
         """Take in what a pass over the last tree, or without one, brought and took."""
         ...
 
@@ -110,8 +110,8 @@ class FixedBudget:
         """Return the first `max_nodes` nodes."""
         return tree.prefix(self.max_nodes)
 
-    def learn(self, outcome: Outcome) -> None:
-        """Take in an outcome; nothing follows from it."""
+    def learn(self, outcome: PassOutcome) -> None:
+        """Ignore the outcome."""
 
     def halve(self) -> None:
         """Verify half as many from now on."""
@@ -124,8 +124,8 @@ class MeasuredBudget:
     The first n nodes bring the sum of their probabilities in tokens and make the pass longer.
     They are worth it where the same time brings fewer tokens otherwise, that is at the pace to
     expect of the steps to come: most tokens for all time want that, not the best ratio of each
-    step (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492). Steps come in runs of like ones, so that
-    pace lies between this step's own and that of late. At worst it is that of plain decoding.
+    step (Dinkelbach, 1967, doi:10.1287/mnsc.13.7.492). Steps come in runs of similar ones, so that
+    pace lies between this step's own and the recent one. At worst it is that of plain decoding.
     Probabilities are corrected by outcomes first, costs by what passes take, and a drafter that
     takes longer than it saves is left alone.
 
@@ -135,7 +135,7 @@ class MeasuredBudget:
     """
 
     def __init__(self, surface: CostSurface, max_nodes: int | None = None) -> None:
-        self.costs = LiveCosts(surface)
+        self.costs = AdaptiveCosts(surface)
         widest = surface.widths[-1] - 1
         self.max_nodes = widest if max_nodes is None else min(max_nodes, widest)
         self._calibration = DraftCalibration()
@@ -148,8 +148,8 @@ class MeasuredBudget:
     def ask(self, context: int) -> int:
         """Return the most nodes that pay if all are right; 0 where the drafter does not pay.
 
-        Drafting takes longer the more nodes are asked for, so no more are than twice what paid
-        of late: a draft that pays to its end doubles the next one.
+        Drafting takes longer the more nodes are asked for, so at most twice as many are as paid
+        recently: a draft that pays to its end doubles the next one.
         """
         table = self._table(context)
         certain = np.arange(1, len(table) + 1)
@@ -172,7 +172,7 @@ class MeasuredBudget:
         self._drafter.learn(float(gained[nodes] - gained[0]) / pace)
         return tree.prefix(nodes)
 
-    def learn(self, outcome: Outcome) -> None:
+    def learn(self, outcome: PassOutcome) -> None:
         """Take in what a pass over the last tree, or without one, brought and took."""
         tree, path, context = outcome.tree, outcome.path, outcome.context
         began_rightly = self._calibration.learn(len(tree), path, outcome.next_token)
@@ -189,7 +189,7 @@ class MeasuredBudget:
         self.max_nodes //= 2
 
     def _is_drafter_due(self, plain_s: float) -> bool:
-        """Return whether drafts save more than they take of late, or one is to be tried."""
+        """Return whether recent drafts saved more time than they took, or one is to be tried."""
         draft_s = self._drafts_s.value() or 0.0
         longest = min(int(draft_s / (_PROBING_SHARE * plain_s)), _LONGEST_PAUSE)
         return self._drafter.is_due(1.0, draft_s, longest)

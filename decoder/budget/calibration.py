@@ -1,4 +1,4 @@
-"""How far probabilities of drafts can be trusted, learned from what became of them."""
+"""Calibrating the probabilities of drafts by the outcomes of their nodes."""
 
 from dataclasses import dataclass
 from typing import Any, Final
@@ -61,7 +61,7 @@ class Calibration:
         came_true: NDArray[np.bool_],
         sources: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Take in what became of the nodes of a draft whose outcome is known.
+        """Learn from the nodes of a draft whose outcome is known.
 
         Args:
             probabilities: float[n] as stated, not as corrected.
@@ -109,7 +109,7 @@ class Calibration:
 # Simulated decoding is that of `budget.py`, with one number changed at a time.
 
 _EDGES: Final = np.array([0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9], np.float32)
-"""Finer where a node may or may not pay, between 0.05 and 0.9; what is below never does. In
+"""Finer where a node may or may not pay, between 0.05 and 0.9; one below never does. In
 simulated decoding one bin above and one below a half bring 6% less where drafts are steady, and 20
 bins bring the same to 5% more, but each of them learns from fewer nodes."""
 
@@ -137,7 +137,7 @@ less in simulated decoding with a drafter that changes sides."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Corrected:
-    """What was drafted last: its tree, and the probabilities that were made of its own."""
+    """The last draft: its tree, and its corrected probabilities."""
 
     tree: DraftTree
     probabilities: NDArray[np.float64]
@@ -146,8 +146,8 @@ class _Corrected:
 class DraftCalibration:
     """Calibrates the trees of a drafter by the passes that verify some of them.
 
-    A drafter that is suddenly right again and again is given its word back: most of what spoke
-    against it is forgotten.
+    Where a drafter is suddenly right several times in a row, most of what was learned before is
+    forgotten.
     """
 
     def __init__(self) -> None:
@@ -162,10 +162,10 @@ class DraftCalibration:
         return corrected
 
     def learn(self, num_verified: int, path: NDArray[np.int64], next_token: int) -> bool:
-        """Take in what became of the last draft, that of it too which was not verified.
+        """Learn from the last draft, including the nodes that were not verified.
 
-        Nodes beyond the verified ones are wrong unless they go on where the path ended; what
-        follows `next_token` there is not known yet, and says nothing.
+        Nodes beyond the verified ones are wrong unless they continue where the path ended; those
+        that follow `next_token` there have no known outcome yet and do not count.
 
         Args:
             num_verified: how many of the draft's first nodes were verified.
@@ -173,7 +173,7 @@ class DraftCalibration:
             next_token: what the target chose after them.
 
         Returns:
-            Whether the draft began rightly.
+            Whether the first token of the draft was right.
         """
         draft, self._last = self._last, None
         if draft is None or len(draft.tree) == 0:
@@ -188,7 +188,7 @@ class DraftCalibration:
         return is_hit
 
     def _notice(self, draft: _Corrected, *, is_hit: bool) -> None:
-        """Forget what is out of date: first tokens came true much oftener than was thought."""
+        """Fade what was learned once first tokens come true much more often than expected."""
         likely = float(draft.probabilities[draft.tree.parents == ROOT].sum())
         self._surprise = _SURPRISE_DECAY * self._surprise + is_hit - min(likely, 1.0)
         if self._surprise > _MOST_SURPRISE:

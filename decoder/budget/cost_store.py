@@ -1,4 +1,4 @@
-"""Costs that were measured before, kept on the machine that they were measured on."""
+"""Storing measured costs of passes on the machine that they were measured on."""
 
 import json
 import os
@@ -114,7 +114,7 @@ class CostStore:
     directory: Path
 
     def load(self, key: Key) -> CostSurface | None:
-        """Return what is kept for a key, `None` where there is nothing or nothing sound."""
+        """Return the costs kept for a key, `None` where there are none or they are damaged."""
         path = self._path(key)
         try:
             return _surface(json.loads(path.read_bytes()), key)
@@ -125,7 +125,7 @@ class CostStore:
             return None
 
     def save(self, key: Key, surface: CostSurface) -> None:
-        """Keep what was measured for a key; nobody ever sees half a file."""
+        """Keep the costs measured for a key; the file appears whole."""
         text = json.dumps(
             {
                 "format": _FORMAT,
@@ -180,7 +180,7 @@ def known_costs(
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file beside another and put it in its place."""
+    """Replace a file in one step, by way of another in the same folder."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".cost-")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""What a pass of the target costs, by its width and its context: measured once, then live."""
+"""What a pass of the target costs, by its width and its context: measured once, then adapted."""
 
 import math
 import time
@@ -40,8 +40,8 @@ _FADING: Final = 0.999
 again within a long answer. Without fading the error is the same, with 0.99 it is 0.09."""
 
 _MOST_SHAPE: Final = math.log(4)
-"""No width is held for more than four times as dear or as cheap as measured: a bound for what is
-impossible, which no sound run comes near."""
+"""No width counts as more than four times as dear or as cheap as measured: a bound that no sound
+run comes near."""
 
 _FRESH_PASSES: Final = 16
 """Passes that a table serves: making one takes as long as the rest of a step's decisions, some tens
@@ -97,7 +97,7 @@ class CostSurface:
         return np.stack([np.interp(every_width, self.widths, row) for row in measured])
 
 
-class LiveCosts:
+class AdaptiveCosts:
     """A surface that follows what passes really take.
 
     Two things differ from what was measured: how busy the machine is, which slows passes of
@@ -211,7 +211,7 @@ _CHECKS: Final = 5
 
 _STILL_HOLDS: Final = 1.3
 """A machine that is busy or throttled differs by less, another version or setting by more. What is
-within it, live costs correct."""
+within it, `AdaptiveCosts` corrects."""
 
 Samples = dict[tuple[int, int], list[float]]
 """(context, width) to the seconds of the passes timed so far."""
@@ -240,7 +240,7 @@ def measure_costs(
     lost; the target is left without one.
 
     Where passes are padded, each width is measured with the next one, which is where costs leap,
-    and what is only done once for each shape is done before.
+    and work that is done once for each shape is done before.
 
     Args:
         target: the model to measure.

@@ -1,4 +1,4 @@
-"""Whether something that takes time pays: what it gained of late, and when to try it again."""
+"""Deciding whether a drafter pays: its recent gain against its time, and when to try it again."""
 
 import statistics
 from collections import deque
@@ -87,7 +87,7 @@ class Payoff:
 
     @property
     def gain(self) -> float:
-        """Mean gain of an answer of late; 0 before the first."""
+        """Mean gain of recent answers; 0 before the first."""
         return self._gains.value()
 
     def learn(self, gain: float) -> None:
@@ -128,6 +128,6 @@ class Payoff:
         return False
 
     def encourage(self) -> None:
-        """Ask in the next step even if it does not pay yet: the last answer promises something."""
+        """Ask in the next step even if it does not pay yet: the last answer was promising."""
         self._pause = max(self._pause, self._first_pause)
         self._waits = 0

@@ -68,6 +68,6 @@ def bench(
 
 
 def main() -> None:
-    """Run the command line; what goes wrong is said in one line."""
+    """Run the command line; errors are printed in one line."""
     with errors_in_one_line(*FORESEEN):
         app(prog_name="foredraft")

@@ -1,4 +1,4 @@
-"""Answering prompts one after the other, and showing what comes of it."""
+"""Answering prompts one after the other, and printing answers, figures and errors."""
 
 import json
 import sys
@@ -56,7 +56,7 @@ class Endings:
             self.num_unmatched += 1
 
     def summary(self) -> str:
-        """Return what is to be told behind the figures; nothing where no limit was reached."""
+        """Return the line that follows the figures; empty where no limit was reached."""
         limit = counted(self.max_new_tokens, "token")
         parts = [
             self._told(self.num_limited, f"ended at the limit of {limit}"),
@@ -71,9 +71,10 @@ class Endings:
 
 
 FORESEEN = (DecoderError, RetrieverError, IndexerError, MemoryError, torch.OutOfMemoryError)
-"""Errors that tell a user what to do; others are ours to mend, and are shown with their place."""
+"""Errors that tell a user what to do; others are bugs, and are shown with a traceback."""
 
 _HEADING_CHARACTERS = 72
+"""Of a prompt, so that its heading fits a line of 80."""
 
 
 class Printer:
@@ -114,7 +115,7 @@ class Printer:
         self.error(number, prompt, error)
 
     def error(self, number: int, prompt: Prompt, error: Exception) -> None:
-        """Say on standard error what went wrong with a prompt."""
+        """Print a prompt's error on standard error."""
         place = "" if self.is_single else f"prompt {number} (line {prompt.line}): "
         typer.echo(f"error: {place}{reason_of(error)}", err=True)
 
@@ -218,7 +219,7 @@ class Answerer:
         )
 
     def _report(self, number: int, prompt: Prompt, error: Exception) -> None:
-        """Go on after what concerns this prompt alone."""
+        """Report an error of this prompt alone, and go on."""
         concerns_all = isinstance(error, TraceFileError) or not isinstance(error, FORESEEN)
         if concerns_all or self._printer.is_single:
             raise error

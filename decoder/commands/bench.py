@@ -20,7 +20,7 @@ _WARM_UP_TEXT = "Count from one to ten."
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchPrompt:
     """A prompt that the model can take.
 
     Attributes:
@@ -32,7 +32,7 @@ class Case:
     token_ids: list[int]
 
 
-Track = Callable[[Sequence[Case]], Iterable[Case]]
+Track = Callable[[Sequence[BenchPrompt]], Iterable[BenchPrompt]]
 """Passes cases through one by one and shows how far it is."""
 
 
@@ -43,8 +43,8 @@ class BenchOptions:
     Attributes:
         max_new_tokens: most tokens for each prompt.
         repeat: rounds of each prompt; the fastest run of each way counts.
-        warm: prompts that are answered beforehand, so that the drafter has answers to draw on.
-            Those that are measured, too, are left out.
+        warm: prompts that are answered beforehand, so that the drafter has generations to draft
+            from. Those that are measured, too, are left out.
         warm_limit: most of them, the others left out.
     """
 
@@ -63,8 +63,8 @@ def run_benchmark(
 ) -> dict[str, Any]:
     """Compare the ways of decoding and report it with the circumstances.
 
-    The decoder's drafter lives on from prompt to prompt, as it does in use: it may draft from
-    what it generated for earlier ones.
+    The decoder's drafter is kept from prompt to prompt, as in use: it may draft from its outputs
+    for earlier ones.
 
     Args:
         language_model: the model of all contenders.
@@ -97,13 +97,15 @@ def run_benchmark(
     }
 
 
-def fitting(language_model: LanguageModel, target: Target, prompts: Iterable[Prompt]) -> list[Case]:
+def fitting(
+    language_model: LanguageModel, target: Target, prompts: Iterable[Prompt]
+) -> list[BenchPrompt]:
     """Return the prompts that the model can take, as tokens."""
     cases = []
     for prompt in prompts:
         tokens = language_model.encode(prompt.text)
         with suppress(InvalidPromptError):
-            cases.append(Case(prompt.category, target.checked_prompt(tokens).tolist()))
+            cases.append(BenchPrompt(prompt.category, target.checked_prompt(tokens).tolist()))
     return cases
 
 
@@ -130,13 +132,13 @@ def warm_up(
 def compare(
     language_model: LanguageModel,
     ways: dict[str, Contender],
-    cases: Iterable[Case],
+    cases: Iterable[BenchPrompt],
     repeat: int = 1,
 ) -> list[Comparison]:
     """Decode every case in every way, in an order that rotates from round to round.
 
     Of several rounds the fastest run of each way is kept. Answers are remembered in the last
-    alone: nobody drafts from an answer to the same prompt.
+    alone, so that no way drafts from an answer to the same prompt.
     """
     for contender in ways.values():
         contender(language_model.encode(_WARM_UP_TEXT), remember=False)
@@ -151,7 +153,7 @@ def compare(
 
 
 def circumstances(language_model: LanguageModel) -> dict[str, Any]:
-    """Return what a figure needs beside it: day, model, precision, versions and machine."""
+    """Return the circumstances of figures: day, model, precision, versions and machine."""
     parameter = next(language_model.model.parameters())
     return {
         "date": datetime.now(UTC).date().isoformat(),

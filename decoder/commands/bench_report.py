@@ -1,4 +1,4 @@
-"""What a comparison of ways of decoding amounts to, in figures and as a table."""
+"""The figures of a comparison of ways of decoding, as values and as a table."""
 
 from dataclasses import dataclass
 from statistics import median

@@ -15,10 +15,10 @@ from indexer.errors import reason_of
 
 
 class Interruption:
-    """Turns the first Ctrl-C during a step into a request to stop behind it.
+    """Turns the first Ctrl-C during a step into a request to stop after it.
 
-    So what is shown, what is counted and what the drafter is told agree. A second one raises
-    KeyboardInterrupt wherever it comes.
+    So the text shown, the figures and the drafter's session agree. A second one raises
+    KeyboardInterrupt at once.
 
     Attributes:
         is_requested: whether to stop.
@@ -31,7 +31,7 @@ class Interruption:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Answer Ctrl-C for the block's time; in the main thread only."""
+        """Handle Ctrl-C during the block; in the main thread only."""
         previous = signal.signal(signal.SIGINT, self._handle)
         try:
             yield
@@ -63,13 +63,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was generated for a prompt, whole or as far as it came.
+    """The output for a prompt, whole or up to an error.
 
     Attributes:
-        text: what was generated, without special tokens, up to the stop string.
+        text: the output without special tokens, up to the stop string.
         token_ids: the same as tokens, the stop token included; the last one may hold (the end
             of) the stop string.
-        statistics: what it took.
+        statistics: its counts and times.
         finish_reason: why it ended.
         stop_string: the one that ended it.
         error: what ended it.
@@ -182,7 +182,7 @@ class _Answering:
         try:
             self._decode()
         except BrokenPipeError:
-            raise  # nobody reads on
+            raise  # the reader is gone
         except (Exception, KeyboardInterrupt) as failure:  # noqa: BLE001  is told with the text
             error = failure
         self._emit(self.text.finish())

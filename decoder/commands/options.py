@@ -137,7 +137,7 @@ class OutputSettings(BaseModel):
 
 
 class AnswerSettings(OutputSettings):
-    """Where answers end, and what is written of them."""
+    """Where answers end, and the trace that is written."""
 
     stop: Annotated[
         tuple[str, ...],
@@ -150,7 +150,7 @@ class AnswerSettings(OutputSettings):
     stop_id: Annotated[
         tuple[int, ...],
         Metavar("ID"),
-        Field(description="A token that ends an answer, beside the model's own."),
+        Field(description="A token that ends an answer, besides the model's own."),
     ] = ()
     trace: Annotated[
         Path | None,

@@ -14,7 +14,7 @@ from typing import Any, Self, TextIO
 from transformers import PreTrainedTokenizerBase
 
 from decoder.errors import TraceFileError
-from decoder.observation import Observer, Step
+from decoder.observation import ObservedPass, Observer
 from decoder.stopping import plain_text
 from indexer.errors import reason_of
 from retriever.tree import Source
@@ -31,7 +31,7 @@ class TracedTree:
         texts: the same as text.
         parents: index of each node's parent, -1 for children of the last committed token.
         probabilities: that the node and all its ancestors are accepted, as the drafter says.
-        sources: who spoke for each node, by name; see `retriever.tree.Source`.
+        sources: the dominant source of each node, by name; see `retriever.tree.Source`.
     """
 
     tokens: list[int]
@@ -155,11 +155,11 @@ class TraceWriter:
         try:
             self.close()
         except TraceFileError:
-            if error is None:  # the first error is the one to be seen
+            if error is None:  # the first error is raised
                 raise
 
     def close(self) -> None:
-        """Write what is left; a second call does nothing."""
+        """Write the remaining passes and close the file; a second call does nothing."""
         with self._translating():
             self._file.close()
 
@@ -174,7 +174,7 @@ class TraceWriter:
             if self._path.suffix != ".gz":
                 self._file.flush()
 
-    def _traced(self, prompt: int, number: int, step: Step) -> TracedStep:
+    def _traced(self, prompt: int, number: int, step: ObservedPass) -> TracedStep:
         times = step.times
         return TracedStep(
             prompt,
@@ -190,7 +190,7 @@ class TraceWriter:
             ),
         )
 
-    def _traced_tree(self, step: Step) -> TracedTree:
+    def _traced_tree(self, step: ObservedPass) -> TracedTree:
         tree = step.drafted
         tokens = tree.token_ids.tolist()
         return TracedTree(

@@ -22,6 +22,7 @@ from decoder.errors import TraceFileError
 from indexer.flags import AsJson
 
 _UNBOUNDED: Final = 100_000
+"""Characters of a line, wider than any table."""
 
 
 def print_table(table: Table) -> None:

@@ -1,1 +1,1 @@
-"""Drafters that need a model, or one another, and the loop's side of every drafter."""
+"""Drafters that run a model or combine other drafters, and what the loop needs of any drafter."""

@@ -1,8 +1,11 @@
-"""A draft model's forward passes: a sequence read on, or nodes of a tree behind it.
+"""A draft model's forward passes, its cache of branches, and a head cut to frequent tokens.
 
-A draft model's head that computes only the frequent part of the vocabulary. FR-Spec (Zhao et al.,
-2025, arXiv:2502.14856): most of a small model's time goes into its head, and most of what it drafts
-is frequent. Output stays the target's, which verifies.
+A pass either reads new tokens of a sequence or expands nodes of a tree behind it. `BranchCache`
+keeps the keys and values of drafted nodes, so that those that come true are not read again.
+
+The trimmed head computes logits for the frequent part of the vocabulary only: most of a small
+model's time goes into its head, and most tokens that it drafts are frequent (FR-Spec, Zhao et al.,
+2025, arXiv:2502.14856). The output does not change, because the target verifies every draft.
 """
 
 import inspect
@@ -33,6 +36,8 @@ _ROUNDING: Final = 16
 """In units of the dtype's precision: by how much two ways to the same logits may differ."""
 
 _PROBE_TOKENS: Final = 4
+"""Tokens of the pass that compares both ways: a few rows show a difference, and cost little."""
+
 _HIDDEN_CHANGES: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings that change logits behind the head, which a probe may be too small to show."""
 
@@ -61,7 +66,7 @@ class TrimmedHead:
 
 
 def trimmed_head(model: PreTrainedModel, kept: TokenIds) -> TrimmedHead | None:
-    """Return a model's head for some tokens, or `None`, having said so, where it is not plain."""
+    """Return a model's head for some tokens; `None`, with a warning, where it is not plain."""
     if has_plain_head(model):
         return TrimmedHead(model, kept)
     _log.warning(
@@ -94,7 +99,7 @@ def _head(model: PreTrainedModel) -> Any:
 
 
 class DraftModel:
-    """A causal language model that reads and expands drafts, whatever sequence they belong to.
+    """A causal language model that reads sequences and expands drafts; holds no sequence itself.
 
     Args:
         model: a decoder-only model of transformers with sdpa or eager attention. It is put
@@ -140,15 +145,15 @@ class DraftModel:
 
     @property
     def name(self) -> str:
-        """What the model is called in messages."""
+        """The model's name in messages."""
         return str(self._model.config.name_or_path or type(self._model).__name__)
 
     def new_cache(self) -> TreeCache:
-        """Return a cache of one sequence; windows are left to the masks, as branches lie in it."""
+        """Return a cache of one sequence without windows: masks apply those, branches included."""
         return TreeCache([None] * self._num_layers)
 
     def read(self, cache: TreeCache, tokens: TokenIds, start: int) -> torch.Tensor:
-        """Read a sequence on, behind the `start` tokens of it that the cache holds.
+        """Read the next tokens of a sequence, of which the cache holds the first `start`.
 
         Args:
             cache: of the sequence.
@@ -251,7 +256,7 @@ def _checked_kept(kept: TokenIds, vocabulary_size: int) -> TokenIds:
 
 
 class BranchCache:
-    """Keeps in step with one sequence: what was drafted and came true is not read again.
+    """The draft model's cache of one sequence: drafted nodes that came true are not read again.
 
     Args:
         model: whose keys and values these are.
@@ -265,9 +270,9 @@ class BranchCache:
 
     @torch.inference_mode()
     def catch_up(self, tokens: TokenIds) -> torch.Tensor:
-        """Read what is new of the sequence.
+        """Read the tokens of a sequence that the cache lacks.
 
-        Branches that it followed stay, all others go.
+        Keeps the branch that the sequence took and drops all others.
 
         Args:
             tokens: int32[n], the whole sequence, at least one token; it begins with what was
@@ -307,7 +312,7 @@ class BranchCache:
         self._layout = TreeLayout(np.zeros((0, 0), np.bool_), np.zeros(0, np.int64))
 
     def _followed(self, tokens: TokenIds) -> list[int]:
-        """Return the rows of the branch that tokens behind the sequence went along."""
+        """Return the rows of the branch that new tokens of the sequence match."""
         rows = {edge: row for row, edge in enumerate(zip(self._parents, self._tokens, strict=True))}
         path: list[int] = []
         row = ROOT
@@ -319,7 +324,7 @@ class BranchCache:
         return path
 
     def _keep(self, path: list[int], length: int) -> None:
-        """Keep the first `length` tokens, and behind them the rows of a path."""
+        """Keep the first `length` tokens, followed by the rows of a path."""
         if path:
             device = self._cache.growing_layers[0].device
             self._cache.keep(length, torch.tensor(path, device=device) + length)

@@ -1,10 +1,10 @@
-"""Trees of tokens that are drawn from a draft model's distributions, so that these count.
+"""Draft trees whose tokens are drawn at random from a draft model's distributions.
 
-Drafts drawn at random from a draft model's distributions, so that these count. What a drawn tree
-looks like is settled before its first token is drawn: by how often the first, second, ... draw
-below a node was kept lately, and by nothing else (the best tree of a given size: Sequoia, Chen et
-al., 2024, arXiv:2402.12374). So no token can decide over its own place, and verification by multi-
-candidate rejection stays exact.
+Verification then uses those distributions (multi-candidate rejection), which accepts more under
+sampling. The shape of a tree is fixed before its first token is drawn, from how often the first,
+second, ... draw below a node was kept lately and from nothing else (the best tree of a given size:
+Sequoia, Chen et al., 2024, arXiv:2402.12374). So no token influences where it stands in the tree,
+and verification stays exact.
 """
 
 import time
@@ -37,14 +37,15 @@ from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source
 
 MAX_SIBLINGS: Final = 8
-"""Most draws below one node."""
+"""Most draws below one node. Each later one is kept less often: with the prior below, the eighth in
+0.1% of nodes, so more would take room in the tree and gain hardly anything."""
 
 _DECAY: Final = 0.99
 """Some hundred nodes with a draw of that rank: a share of 0.5 is known to ±0.05."""
 
 _PRIOR_SHARE: Final = 0.6
-"""Of the nodes that reach a draw it is kept so often, until outcomes say otherwise: a guess between
-a model that draws as the target does (1) and one that knows little of it."""
+"""Share of nodes at which a draw is kept, of those that reach it, until outcomes are learned: a
+guess between a model that draws as the target does (1) and one that knows little of it."""
 
 _PRIOR_WEIGHT: Final = 2.0
 """Nodes that the guess counts for: a handful of outcomes outweighs it."""
@@ -52,7 +53,7 @@ _PRIOR_WEIGHT: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How drafts are drawn; the settings of the target's own sampling serve best.
+    """How drafts are drawn; settings equal to the target's sampling are accepted most often.
 
     Attributes:
         temperature: logits are divided by it; more than zero.
@@ -81,7 +82,7 @@ class Draws:
             )
 
     def distributions(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return float32[rows, C], what is drawn from; each row sums to one."""
+        """Return float32[rows, C], the distributions to draw from; each row sums to one."""
         warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
         if self.top_k is not None:
             warpers.append(TopKLogitsWarper(self.top_k))
@@ -107,7 +108,7 @@ class RankRates:
         return np.minimum.accumulate(np.minimum(self._kept / self._drawn, 1.0))
 
     def learn(self, outcome: JudgedDraft) -> None:
-        """Take in what became of a drawn tree."""
+        """Learn which draws of a tree were kept."""
         path = set(outcome.path.tolist())
         parents = outcome.tree.parents
         for parent in outcome.decided_parents():
@@ -125,7 +126,7 @@ def drawn_below(distribution: torch.Tensor, count: int, random: np.random.Genera
     Args:
         distribution: float32[C], not negative.
         count: of draws; fewer where no more tokens have a probability.
-        random: where numbers come from.
+        random: generator of random numbers.
 
     Returns:
         Columns in the order in which they were drawn.
@@ -180,13 +181,13 @@ class DrawnTrees:
         return ModelDraft(tree, tree.probabilities.astype(np.float64), num_passes)
 
     def learn(self, draft: ModelDraft, outcome: JudgedDraft) -> None:  # noqa: ARG002  as others need it
-        """Take in what became of a draft."""
+        """Learn from the outcome of a draft."""
         self._rates.learn(outcome)
 
     def _planned(self, bounds: Bounds) -> tuple[Frontier, list[list[int]]]:
-        """Return the best shape by what is known of draws, and the passes that it takes.
+        """Return the best shape by the rates of draws, and the nodes of each pass.
 
-        Its nodes carry the rank of their draw for a token.
+        In place of a token, its nodes carry the rank of their draw.
         """
         rates = self._rates.rates()
         ranks = np.flatnonzero(rates > 0).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What drafts for the sequence of a decoding loop, and what it may learn from a pass."""
+"""Drafting for the one sequence of a decoding loop, and learning from its passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from retriever.tree import DraftTree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """A pass of the target over a tree, and what came of it.
+    """A pass of the target over a tree, and its outcome.
 
     Attributes:
         last_token: the last committed token, which the tree's first tokens follow.
-        tree: what was verified, N nodes.
+        tree: the tree that was verified, N nodes.
         logits: [1 + N, vocabulary], the target's after the last token and after each node, on its
             device. They are the target's own: no temperature, no penalty.
         path: int64[k], the nodes that were accepted.
@@ -35,38 +35,38 @@ class Verified:
 
 
 class SequenceDrafter(Protocol):
-    """What drafts for one sequence: a `Follower`, or what a drafter has in its place.
+    """A drafter of one sequence: a `Follower`, or a drafter's own class of the same form.
 
-    It shares the loop's sequence, so that nobody tells it what is committed.
+    It shares the loop's sequence, and so sees the committed tokens without being told.
     """
 
     @property
     def num_failures(self) -> int:
-        """Drafts that could not be had."""
+        """Drafts that failed or were refused."""
         ...
 
     def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
-        """Draft for the sequence as it is; see `Follower.draft`."""
+        """Draft for the committed sequence; see `Follower.draft`."""
         ...
 
     def learn(self, verified: Verified) -> None:
-        """Take in a pass over the last draft, or over a part of it, before it is committed."""
+        """Learn from a pass over the last draft or a part of it, before its path is committed."""
         ...
 
     def close(self) -> None:
-        """End the sequence as it is; see `Follower.close`."""
+        """End the sequence; see `Follower.close`."""
         ...
 
 
 @runtime_checkable
 class FollowingDrafter(Protocol):
-    """A drafter that follows sequences by itself, as one that is made of others does."""
+    """A drafter that makes its own sequence drafters, as one that combines drafters does."""
 
     def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> SequenceDrafter:
-        """Return what drafts for a sequence.
+        """Return the drafter of one sequence.
 
         Args:
-            sequence: what is committed; its owner extends it.
+            sequence: the committed tokens; its owner extends it.
             limits: which tokens the model and the drafter know, within the drafter's own.
 
         Raises:
@@ -78,7 +78,7 @@ class FollowingDrafter(Protocol):
 def follow(
     followers: Followers, sequence: TokenSequence, limits: DraftLimits | None = None
 ) -> SequenceDrafter:
-    """Return what drafts for a sequence, with its session open; see `FollowingDrafter.follow`."""
+    """Return the drafter of one sequence, with its session open; see `FollowingDrafter.follow`."""
     if isinstance(followers.drafter, FollowingDrafter):
         return followers.drafter.follow(sequence, followers.limits.within(limits))
     follower = followers.follow(sequence, limits=limits)
@@ -87,10 +87,10 @@ def follow(
 
 
 class NoDrafter:
-    """A drafter that never guesses: decoding with it is plain decoding."""
+    """A drafter whose trees are empty: decoding with it is plain decoding."""
 
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
-        """Begin a sequence; nothing is kept of it."""
+        """Begin a sequence; keeps nothing."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Return an empty tree for each request."""

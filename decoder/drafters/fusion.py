@@ -1,10 +1,10 @@
 """One draft tree from several drafters, and from what the target found likely before.
 
-Trees are merged by longest prefix, as in RASD (arXiv:2503.03434): paths that two of them share are
-one path, and what one has beyond that is grafted there. At every node, all sources that know it say
-how probable its children are, and a logistic model, which learns from every token that comes, makes
-one probability of that; so shared nodes gain, those that a sure source lacks lose, and the tree is
-cut to the budget as one.
+Trees are merged by longest prefix, as in RASD (arXiv:2503.03434): a path that two trees share is
+one path, and the rest of each tree is grafted onto it. At every node, each source that knows it
+gives probabilities for its children. A logistic model, which learns from every token that comes,
+turns them into one probability: nodes that sources share gain, nodes that a sure source lacks lose,
+and the merged tree is cut to the budget.
 """
 
 import time
@@ -47,14 +47,14 @@ _PRIOR_STRENGTH: Final = 200.0
 class SourceWeights:
     """The weights of a logistic model over sources: trees, recycled logits and hints.
 
-    They begin as a prior that `benchmarks.decoding.fit_fusion` fitted to passes with one tree;
-    what several trees say overlaps, so at first each of n counts for 1/√n.
+    They begin as a prior that `benchmarks.decoding.fit_fusion` fitted to passes with one tree.
+    Several trees overlap, so at first each of n counts for 1/√n.
 
     Args:
         num_trees: trees that are fused.
 
     Attributes:
-        values: float64[NUM_SETS, S + 1, NUM_WEIGHTS], S sources and what all share.
+        values: float64[NUM_SETS, S + 1, NUM_WEIGHTS], S sources and a row that all share.
         curvature: the same shape, sums of squared gradients.
     """
 
@@ -109,7 +109,7 @@ class GainEstimate:
 
     @property
     def seconds(self) -> float:
-        """What asking takes, of late."""
+        """Mean seconds that a recent draft of the slow drafters took."""
         return self._seconds.value()
 
     def pays(self, sureness: float, token_s: float) -> bool:
@@ -122,12 +122,12 @@ class GainEstimate:
         return self._at(sureness).is_due(token_s, self.seconds, _PAUSE)
 
     def learn(self, sureness: float, gain: float, seconds: float) -> None:
-        """Take in what asking brought.
+        """Take in a draft of the slow drafters.
 
         Args:
-            sureness: as it was then.
+            sureness: of the quick tree of that draft.
             gain: tokens that were accepted beyond those of the quick tree alone.
-            seconds: what asking took.
+            seconds: that drafting took.
         """
         self._at(sureness).learn(gain)
         self._seconds.add(seconds)
@@ -140,8 +140,8 @@ _PATIENCE: Final = 0.05
 """Share of the models' time that the quick drafters are waited for before the models are asked."""
 
 
-class Parts:
-    """The drafters that are fused, and what is known of them beyond one sequence.
+class Ensemble:
+    """The drafters that are fused, and the gain estimate that all sequences share.
 
     Args:
         drafters: the quick ones.
@@ -149,7 +149,7 @@ class Parts:
         limits: which tokens target and drafters know.
 
     Attributes:
-        gain: of asking the slow ones.
+        gain: estimate of what asking the slow drafters adds.
     """
 
     def __init__(
@@ -163,17 +163,17 @@ class Parts:
     def follow(
         self, sequence: TokenSequence, limits: DraftLimits | None
     ) -> tuple[list[SequenceDrafter], list[SequenceDrafter]]:
-        """Return what the quick and what the slow drafters have for a sequence.
+        """Return the quick and the slow drafters' followers of a sequence.
 
         Raises:
-            InvalidRequestError: one of them refuses the prompt.
+            InvalidRequestError: a drafter refuses the prompt.
         """
         with ExitStack() as opened:
 
             def begin(followers: Followers) -> SequenceDrafter:
-                part = follow(followers, sequence, limits)
-                opened.callback(part.close)
-                return part
+                member = follow(followers, sequence, limits)
+                opened.callback(member.close)
+                return member
 
             quick = [begin(each) for each in self._quick]
             slow = [begin(each) for each in self._slow]
@@ -185,43 +185,45 @@ class Parts:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def meanwhile(self, quick: list[SequenceDrafter], budget_nodes: int) -> Future[list[DraftTree]]:
-        """Ask the quick drafters in a thread of their own."""
+    def start_quick(
+        self, quick: list[SequenceDrafter], budget_nodes: int
+    ) -> Future[list[DraftTree]]:
+        """Ask the quick drafters in another thread, while this one runs the models."""
         if self._thread is None:
-            raise RuntimeError("without models there is nothing to do meanwhile")
+            raise RuntimeError("only an ensemble with models has a thread for quick drafters")
         return self._thread.submit(_ask, quick, budget_nodes)
 
 
 class FusedSequence:
-    """One sequence of a fused drafter: what a decoding loop has in the place of a follower.
+    """One sequence of a fused drafter: the decoding loop uses it as it uses a `Follower`.
 
-    Its parts follow the sequence that the loop commits to. Made by `FusedDrafter.follow`.
+    Its members follow the sequence that the loop commits to. Made by `FusedDrafter.follow`.
 
     Args:
-        drafter: which fuses, and learns.
-        parts: the drafters that are fused.
-        sequence: what is committed; its owner extends it.
-        limits: which tokens the model and the parts know.
+        drafter: fuses the trees, and learns.
+        ensemble: the drafters that are fused.
+        sequence: the committed tokens; its owner extends it.
+        limits: which tokens the model and the drafters know.
 
     Attributes:
         sequence: as given.
         trees: of the last draft, quick drafters first.
-        hints: what else the target found likely where it chose the last token.
+        hints: the other tokens that the target found likely where it chose the last one.
 
     Raises:
-        InvalidRequestError: a part refuses the prompt.
+        InvalidRequestError: a drafter refuses the prompt.
     """
 
     def __init__(
         self,
         drafter: "FusedDrafter",
-        parts: Parts,
+        ensemble: Ensemble,
         sequence: TokenSequence,
         limits: DraftLimits | None = None,
     ) -> None:
         self._drafter = drafter
-        self._parts = parts
-        self._quick, self._slow = parts.follow(sequence, limits)
+        self._ensemble = ensemble
+        self._quick, self._slow = ensemble.follow(sequence, limits)
         self._all = [*self._quick, *self._slow]
         self._num_paced = len(sequence)
         self._asked_at = time.perf_counter()
@@ -234,12 +236,12 @@ class FusedSequence:
 
     @property
     def num_failures(self) -> int:
-        """Drafts of parts that could not be had."""
-        return sum(part.num_failures for part in self._all)
+        """Drafts of members that failed or were refused."""
+        return sum(member.num_failures for member in self._all)
 
     @property
     def has_drafted(self) -> bool:
-        """Whether `trees` are drafts for the sequence as it is."""
+        """Whether `trees` are drafts for the sequence at its present length."""
         return self._drafted_length == len(self.sequence)
 
     def context(self) -> TokenIds:
@@ -250,7 +252,7 @@ class FusedSequence:
         return context
 
     def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
-        """Ask all parts and fuse what they say."""
+        """Ask the members and fuse their trees."""
         self._note_pace()
         budget_nodes = min(budget_nodes, MAX_NODES)
         self._ask(budget_nodes)
@@ -258,28 +260,28 @@ class FusedSequence:
         return self._drafter.fuse(self, budget_nodes, min_probability)
 
     def learn(self, verified: Verified) -> None:
-        """Learn from a pass what the target found likely, and what each source is worth."""
-        for part in self._all:
-            part.learn(verified)
+        """Learn from a pass which tokens the target found likely, and how to weigh each source."""
+        for member in self._all:
+            member.learn(verified)
         if self.has_drafted and self._asking_s > 0.0:
             self._learn_gain(verified)
         self.hints = self._drafter.take_in(self, verified)
 
     def close(self) -> None:
-        """End the sessions of all parts."""
-        with ExitStack() as parts:
-            for part in reversed(self._all):
-                parts.callback(part.close)
+        """End the sessions of all members."""
+        with ExitStack() as members:
+            for member in reversed(self._all):
+                members.callback(member.close)
 
     def _ask(self, budget_nodes: int) -> None:
-        """Set `trees` to what the parts draft; the slow ones only where that pays."""
+        """Set `trees` to the members' drafts; ask slow members only where that pays."""
         start = time.perf_counter()
         self._asking_s = 0.0
         if not self._slow:
             self.trees = _ask(self._quick, budget_nodes)
             return
-        pending = self._parts.meanwhile(self._quick, budget_nodes)
-        wait([pending], self._parts.gain.seconds * _PATIENCE)
+        pending = self._ensemble.start_quick(self._quick, budget_nodes)
+        wait([pending], self._ensemble.gain.seconds * _PATIENCE)
         if pending.done() and not self._pays(pending.result()):
             self.trees = [*pending.result(), *(DraftTree.empty() for _ in self._slow)]
             return
@@ -288,15 +290,15 @@ class FusedSequence:
         self._asking_s = time.perf_counter() - start
 
     def _learn_gain(self, verified: Verified) -> None:
-        """Learn what the slow parts brought to a pass."""
+        """Learn how many tokens the slow members added to a pass."""
         came = np.append(verified.tree.token_ids[verified.path], verified.next_token)
         quick = self.trees[: len(self._quick)]
         alone = max((len(t.prefix(len(verified.tree)).follow(came)) for t in quick), default=0)
         gain = len(verified.path) - min(alone, len(verified.path))
-        self._parts.gain.learn(_sureness(quick), gain, self._asking_s)
+        self._ensemble.gain.learn(_sureness(quick), gain, self._asking_s)
 
     def _pays(self, quick: list[DraftTree]) -> bool:
-        return self._parts.gain.pays(_sureness(quick), self._token_s)
+        return self._ensemble.gain.pays(_sureness(quick), self._token_s)
 
     def _note_pace(self) -> None:
         now, num_tokens = time.perf_counter(), len(self.sequence) - self._num_paced
@@ -305,8 +307,8 @@ class FusedSequence:
         self._asked_at, self._num_paced = now, len(self.sequence)
 
 
-def _ask(parts: list[SequenceDrafter], budget_nodes: int) -> list[DraftTree]:
-    return [part.draft(budget_nodes) for part in parts]
+def _ask(members: list[SequenceDrafter], budget_nodes: int) -> list[DraftTree]:
+    return [member.draft(budget_nodes) for member in members]
 
 
 def _sureness(trees: list[DraftTree]) -> float:
@@ -318,6 +320,9 @@ MAX_NODES: Final = 256
 """Most nodes of a fused tree, and of each tree that goes into it."""
 
 _LEAST_PROBABILITY: Final = 1e-4
+"""Less probable nodes are not considered: 256 of them together bring at most 0.026 tokens, and each
+candidate of a node must be scored."""
+
 _NO_TABLE: Final = Table.of(4, NUM_LIKELY)
 
 
@@ -325,14 +330,14 @@ class FusedDrafter:
     """Merges the trees of other drafters into one; a `Drafter` that learns from passes.
 
     A decoding loop has it `follow` the sequence that it commits to, and names no sessions; to
-    others it is a drafter as any. A part that fails costs its own part of the tree. Not safe to
-    call from several threads.
+    others it is a drafter like any. A drafter that fails costs its share of the tree. Not safe
+    to call from several threads.
 
     Args:
         drafters: those that answer in microseconds, such as retrieval.
         models: those that take passes of a model: asked while the others answer, and not at all
             where they would bring less than they take.
-        recycled: what the target found likely before; `None` to do without.
+        recycled: likely tokens of earlier passes; `None` to do without.
         limits: which tokens target and drafters know.
     """
 
@@ -344,7 +349,7 @@ class FusedDrafter:
         models: Sequence[Drafter] = (),
         recycled: RecycledLogits | None = None,
     ) -> None:
-        self._parts = Parts(drafters, models, limits)
+        self._ensemble = Ensemble(drafters, models, limits)
         self._recycled = recycled
         self._sessions: OpenSessions[str, FusedSequence] = OpenSessions()
         num_trees = len(drafters) + len(models)
@@ -355,8 +360,8 @@ class FusedDrafter:
         self._planted: Sequence[DraftTree] = ()
 
     def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> FusedSequence:
-        """Return what drafts for a sequence; see `FollowingDrafter.follow`."""
-        return FusedSequence(self, self._parts, sequence, limits)
+        """Return the drafter of one sequence; see `FollowingDrafter.follow`."""
+        return FusedSequence(self, self._ensemble, sequence, limits)
 
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
         """Begin a sequence; see `Drafter.open`."""
@@ -364,7 +369,7 @@ class FusedDrafter:
         self._sessions.add(session, self.follow(TokenSequence(prompt, remember=remember)))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
-        """Ask all drafters and fuse what they say; see `Drafter.draft`."""
+        """Ask all drafters and fuse their trees; see `Drafter.draft`."""
         check_named_once(requests)
         fused = [self._sessions.get(request.session) for request in requests]
         for request, each in zip(requests, fused, strict=True):
@@ -377,7 +382,7 @@ class FusedDrafter:
         ]
 
     def learn(self, session: str, verified: Verified) -> None:
-        """Learn from a pass over the session's last draft what each source is worth."""
+        """Learn from a pass over the session's last draft how to weigh each source."""
         self._sessions.get(session).learn(verified)
 
     def close(self, session: str, new_tokens: TokenIds | None = None) -> None:
@@ -388,8 +393,8 @@ class FusedDrafter:
         fused.close()
 
     def shut_down(self) -> None:
-        """End the thread that asks the quick drafters while models run. They go on living."""
-        self._parts.shut_down()
+        """End the thread that asks the quick drafters while models run; drafters stay open."""
+        self._ensemble.shut_down()
 
     def __enter__(self) -> Self:
         return self
@@ -398,11 +403,11 @@ class FusedDrafter:
         self.shut_down()
 
     def num_failures(self, session: str) -> int:
-        """Return how many drafts of its parts a session could not have."""
+        """Return how many drafts of a session failed or were refused, over all drafters."""
         return self._sessions.get(session).num_failures
 
     def fuse(self, sequence: FusedSequence, budget_nodes: int, min_probability: float) -> DraftTree:
-        """Return one tree of those that the parts have drafted, and of what was recycled."""
+        """Return one tree made of the members' trees and the recycled logits."""
         self._plant(sequence.trees)
         growth = self._growth
         growth.places[0] = np.arange(len(sequence.trees))
@@ -426,7 +431,7 @@ class FusedDrafter:
         )
 
     def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
-        """Learn from a pass; return what else was likely where the target chose its own token."""
+        """Learn from a pass; return the other likely tokens where the target chose its own."""
         came = [*verified.tree.token_ids[verified.path].tolist(), verified.next_token]
         self._learn_weights(sequence, np.array(came, np.int32))
         if self._recycled is None:

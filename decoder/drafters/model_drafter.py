@@ -35,16 +35,18 @@ from retriever.sequences import OpenSessions, TokenSequence, check_batch, check_
 from retriever.tree import DraftTree
 
 _REMEMBERED_REFUSALS: Final = 1024
+"""Sequences that outgrew the model and are remembered, so that each is refused once: many more than
+are decoded at a time. Each takes 4 bytes for every token of the model's limit."""
 
 
 @dataclass(slots=True, eq=False)
 class ModelSession:
-    """One sequence.
+    """One sequence of a draft model.
 
     Attributes:
         sequence: its tokens.
-        cache: what the model has read of it, unless another sequence took its place.
-        last_draft: what nobody has learned from yet.
+        cache: the model's keys and values; `None` once evicted for another sequence.
+        last_draft: the draft to learn from when the next tokens come.
     """
 
     sequence: TokenSequence
@@ -53,7 +55,7 @@ class ModelSession:
 
     @property
     def tokens(self) -> TokenIds:
-        """int32[n], what is committed."""
+        """int32[n], the committed tokens."""
         return self.sequence.tokens
 
 
@@ -102,7 +104,7 @@ class ModelSessions:
         self._cached.pop(name, None)
 
     def cache(self, name: str) -> BranchCache:
-        """Return a sequence's cache, if need be instead of the one that was idle longest."""
+        """Return a sequence's cache; evicts the least recently used one where all are taken."""
         session = self._open.get(name)
         self._cached.pop(name, None)
         while len(self._cached) >= self._max_caches:
@@ -114,7 +116,7 @@ class ModelSessions:
         return session.cache
 
     def forget_caches(self) -> None:
-        """Give all caches back."""
+        """Drop all caches."""
         for name in self._cached:
             self._open.get(name).cache = None
         self._cached.clear()
@@ -122,7 +124,7 @@ class ModelSessions:
     def is_first_refusal(self, request: DraftRequest) -> bool:
         """Note that a sequence is too long for the model; return whether that is new.
 
-        Who is refused opens the sequence anew, so it is known by its tokens, not by its name.
+        A refused caller opens the sequence again under another name, so it is known by its tokens.
         """
         tokens = np.append(self.get(request.session).tokens, request.new_tokens)
         beginning = tokens[: self._model.max_length].astype(np.int32).tobytes()
@@ -139,11 +141,11 @@ class DraftingOptions:
 
     Attributes:
         width: most nodes in one of its passes.
-        max_passes: most passes for one draft beside the one that reads the sequence.
-        max_caches: sequences whose keys and values are kept at once; the one that was idle
-            longest is read again when its turn comes.
+        max_passes: most passes for one draft, besides the one that reads the sequence.
+        max_caches: sequences whose keys and values are kept at once; the least recently used one
+            is evicted, and read again when it is drafted for.
         draws: how drafts are drawn at random; the most probable tokens if not given. Drawn drafts
-            serve sampling, whose verification then makes use of their distributions.
+            are for sampling, which then verifies them by their distributions.
         costs: what passes cost; measured while drafting if not given.
     """
 
@@ -156,7 +158,7 @@ class DraftingOptions:
 
 @dataclass(slots=True)
 class _Clock:
-    """When the last step's draft was done, and for whom: what follows is the target's time."""
+    """When the last draft ended, and for which sessions: the target's time counts from then."""
 
     names: tuple[str, ...] = ()
     since_s: float = field(default_factory=time.perf_counter)
@@ -245,7 +247,7 @@ class ModelDrafter:
         return DrawnTrees(self.model, self.rule, self.options.draws, target_vocabulary)
 
     def _begin_step(self, requests: Sequence[DraftRequest]) -> tuple[str, ...]:
-        """Note how long the target took, where this is the step after the last one."""
+        """Note how long the target took, if the same sessions were drafted for last."""
         check_batch(requests, self.limits)
         names = tuple(request.session for request in requests)
         if names and names == self._clock.names:
@@ -273,7 +275,7 @@ class ModelDrafter:
         return self.model.max_length is not None and length > self.model.max_length
 
     def _commit(self, session: ModelSession, tokens: TokenIds) -> None:
-        """Take in new tokens, and learn what became of the last draft."""
+        """Append new tokens, and learn which nodes of the last draft came true."""
         draft = session.last_draft
         session.sequence.extend(tokens)
         if draft is None or len(tokens) == 0:

@@ -1,14 +1,14 @@
-"""The most probable continuations by a draft model, as a tree, grown as long as that pays.
+"""The most probable continuations by a draft model, as a tree that grows as long as that pays.
 
-When a draft model stops: another pass must bring more than the time it takes. SpecDec++ (Huang et
-al., 2024, arXiv:2405.19715) shows that to stop a draft best is to stop where the probability of an
-accepted token falls below a threshold. Here nothing sets the threshold but time: it is what a draft
-pass takes, in tokens at the pace of decoding.
+A tree grows best first: it holds the most probable paths known so far, and each pass of the model
+expands the most probable nodes below which there may be more of them (SpecExec, Svirschevski et
+al., 2024, arXiv:2406.02532), several nodes in a pass as in EAGLE-2 (Li et al., 2024,
+arXiv:2406.16858).
 
-Growing a draft best first, several nodes in a pass. The most probable prefixes of a tree of
-continuations, of which those that may have more of them below are expanded: SpecExec (Svirschevski
-et al., 2024, arXiv:2406.02532), in passes of several nodes as EAGLE-2 grows its trees (Li et al.,
-2024, arXiv:2406.16858).
+It stops where another pass is expected to bring fewer tokens than its time is worth. SpecDec++
+(Huang et al., 2024, arXiv:2405.19715) shows that the best rule stops where the probability of an
+accepted token falls below a threshold. Here the threshold is measured: the time of a draft pass, in
+tokens at the pace of decoding.
 """
 
 import time
@@ -29,7 +29,7 @@ from retriever.tree import ROOT, DraftTree, Source
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JudgedDraft:
-    """A draft and what was committed after it, whatever part of it was verified.
+    """A draft compared with the tokens committed after it, verified or not.
 
     Attributes:
         tree: the draft, N nodes.
@@ -63,7 +63,7 @@ class JudgedDraft:
         return came_true
 
     def decided_parents(self) -> list[int]:
-        """Return the root and the nodes on the path of which the next token is known."""
+        """Return the root and the nodes on the path whose next token is known."""
         return [ROOT, *self.path.tolist()][: self.num_committed]
 
 
@@ -73,17 +73,17 @@ drafts; seven pauses of the machine change nothing."""
 
 _DECAY: Final = 0.95
 """Gains are those of some twenty drafts. In simulated decoding 0.9 loses 4% with a model that is
-always of use and barely pays, and 0.98 keeps asking one that has ceased to be of use."""
+always useful and barely pays, and 0.98 keeps asking one that is no longer useful."""
 
 _LONGEST_PAUSE: Final = 128
-"""A model that is never of use then costs at most 0.6% in simulated decoding. With 512 a turn of
-the text every 200 to 500 steps is missed, which costs up to 15%; 32 would notice turns sooner, at
+"""A model that is never useful then costs at most 0.6% in simulated decoding. With 512 a change of
+the text every 200 to 500 steps is missed, which costs up to 15%; 32 would notice changes sooner, at
 0.6% more for useless models."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What passes cost.
+    """Seconds of the target's and the draft model's passes.
 
     Attributes:
         target_s: seconds of a decoding step without its model draft.
@@ -95,7 +95,7 @@ class StepCosts:
 
 
 class MeasuredCosts:
-    """What passes cost lately: medians, so that a pause of the machine changes nothing."""
+    """Recent costs of passes: medians, so that a pause of the machine changes nothing."""
 
     def __init__(self) -> None:
         self._target_s = RecentMedian(_RECENT)
@@ -122,8 +122,8 @@ class StoppingRule:
 
     A pass pays where the tokens that it is expected to bring are worth its time at the pace at
     which tokens come: that maximises tokens per second as long as gains fall from pass to pass.
-    Where whole drafts do not pay, the next steps go without; the pauses double up to 128 steps,
-    so that a workload that has turned is noticed.
+    Where whole drafts do not pay, the next steps go without; pauses double up to 128 steps, so
+    that a change of the workload is noticed.
 
     Args:
         costs: what passes cost; measured if not given.
@@ -164,12 +164,12 @@ class StoppingRule:
         return self._drafts.is_due(token_s, draft_s, _LONGEST_PAUSE)
 
     def learn(self, outcome: JudgedDraft, num_passes: int) -> None:
-        """Take in what became of a draft that took so many passes."""
+        """Learn from the outcome of a draft that took `num_passes`."""
         num_right = len(outcome.path)
         self._tokens.add(outcome.num_committed)
         self._passes.add(num_passes)
         self._followed.add(num_right, len(outcome.decided_parents()))
-        # one token comes of a step whatever was drafted
+        # every step commits one token without a draft
         self._drafts.learn(min(num_right, outcome.num_committed - 1))
 
     def _costs(self) -> StepCosts | None:
@@ -181,7 +181,7 @@ _NOT_EXPANDED: Final = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Children:
-    """Candidates for what follows one node.
+    """Candidates for the children of one node.
 
     Attributes:
         tokens: int32[n].
@@ -250,13 +250,13 @@ class Frontier:
         return [self.tokens[node] for node in nodes], rows
 
     def kept_parents(self) -> NDArray[np.int32]:
-        """Return int32[n], the parents of the kept nodes by their places among these."""
+        """Return int32[n], the parents of the kept nodes by their numbers among these."""
         places = np.full(len(self.tokens) + 1, ROOT, np.int32)
         places[self.kept] = np.arange(len(self.kept))
         return places[np.array(self.parents, np.int64)[self.kept]]
 
     def expand(self, nodes: list[int], children: list[Children]) -> None:
-        """Take in what follows nodes, or the sequence: `ROOT`."""
+        """Add the children of nodes, or of the sequence itself (`ROOT`)."""
         for node, each in zip(nodes, children, strict=True):
             if node != ROOT:
                 self.rows[node] = self.num_expanded
@@ -291,11 +291,11 @@ def grow(
     max_passes: int,
     is_worthwhile: Callable[[NDArray[np.float64]], bool],
 ) -> list[list[int]]:
-    """Expand a frontier until nothing is to be gained, and return the nodes of each pass.
+    """Expand a frontier until no pass pays, and return the nodes of each pass.
 
     Args:
-        frontier: which knows the children of the root.
-        expand: what follows nodes, in one pass.
+        frontier: knows the children of the root.
+        expand: returns the children of nodes, computed in one pass.
         width: most nodes of a pass.
         max_passes: most passes.
         is_worthwhile: whether a pass over nodes of these log probabilities pays.
@@ -317,7 +317,7 @@ class Bounds:
         max_nodes: most nodes of the tree.
         min_probability: of paths; less probable ones are left out.
         width: most nodes in one pass of the draft model.
-        max_passes: most passes beside the one that reads the sequence.
+        max_passes: most passes besides the one that reads the sequence.
         max_depth: nodes as deep as this have no children; `None` for no limit.
     """
 
@@ -336,7 +336,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelDraft:
-    """A tree and what is needed to learn from it.
+    """A tree, with the estimates to calibrate by its outcome.
 
     Attributes:
         tree: N nodes.
@@ -357,13 +357,13 @@ class TreeGrower(Protocol):
         ...
 
     def learn(self, draft: ModelDraft, outcome: JudgedDraft) -> None:
-        """Take in what became of a draft."""
+        """Learn from the outcome of a draft."""
         ...
 
 
 _EDGES: Final = np.exp2(np.arange(-10.0, 0.0))
-"""A bin for each halving down to 1/1024, as frontiers are ranked by the logarithm. What is less
-probable than that is hardly ever among the nodes that are kept."""
+"""A bin for each halving down to 1/1024, as frontiers are ranked by the logarithm. Less probable
+nodes are hardly ever among those that are kept."""
 
 _CALIBRATION_DECAY: Final = 0.99
 """Some hundred drafts. A draft model errs alike for a whole text, so there is less to unlearn than
@@ -403,7 +403,7 @@ class MostProbableTrees:
         return self._finished(frontier, bounds.min_probability, 1 + len(passes))
 
     def learn(self, draft: ModelDraft, outcome: JudgedDraft) -> None:
-        """Take in what became of a draft."""
+        """Learn from the outcome of a draft."""
         known = outcome.is_known
         self._calibration.learn(draft.estimates[known], outcome.came_true()[known])
 

@@ -1,8 +1,8 @@
-"""The target's own logits, kept for the next time that its last tokens come up.
+"""The target's own logits, recycled as drafts when the same last tokens come again.
 
-Every pass tells what the target finds likely after each token of the tree, on the accepted path
-and off it. Token Recycling (Luo et al., 2024, arXiv:2408.08696) keeps the likeliest successors of
-each token; here they are kept for the last one, two and three tokens, with their probabilities.
+Every pass computes likely next tokens after each token of the tree, on the accepted path and off
+it. Token Recycling (Luo et al., 2024, arXiv:2408.08696) keeps the likeliest successors of each
+token; here they are kept for the last one, two and three tokens, with their probabilities.
 """
 
 from typing import Final
@@ -18,28 +18,32 @@ from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
 
 DEFAULT_CAPACITY: Final = 1 << 18
-"""Contexts that a table holds, in 21 MB."""
+"""Contexts that a table holds, in 21 MB: those of some 87,000 rows, as each row is kept under three
+of them. Fewer forget sooner, more miss the processor's caches more often."""
 
 NUM_LIKELY: Final = 8
-"""Tokens that are kept of each row of logits."""
+"""Tokens that are kept of each row of logits, as in Token Recycling: they hold most of the
+probability, and more would make the table longer to read at every node."""
 
 NO_HINTS: Final = Hints(np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 _INTEGERS: Final = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _LEAST_SHARE: Final = np.float32(1e-3)
+"""Shares are clipped to this distance from 0 and 1, so that log-odds stay between -7 and 7."""
+
 _TAIL: Final = 8.0
-"""What lies beyond the likeliest tokens, in tokens like the last of them: a rough guess, which
-learned weights correct, spares the sum over a vocabulary."""
+"""Mass beyond the likeliest tokens, in tokens like the last of them. A rough guess, which learned
+weights correct, spares the sum over a vocabulary."""
 
 
 class RecycledLogits:
-    """What the target found likely after the contexts that it has seen.
+    """Likely next tokens by context, learned from the target's passes.
 
     Args:
-        capacity: contexts that are kept, a power of two; the longest unseen give way.
+        capacity: contexts that are kept, a power of two; the oldest are evicted.
 
     Attributes:
-        table: what is kept.
+        table: the contexts with their likely tokens.
     """
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
@@ -54,7 +58,7 @@ class RecycledLogits:
             context: int32[NUM_ORDERS], the last tokens before it, the latest first; -1: none.
 
         Returns:
-            What else was likely where the target chose its own token.
+            The other likely tokens where the target chose its own.
         """
         self._now += 1
         tokens, logits = likeliest(verified.logits, min(NUM_LIKELY, verified.logits.shape[-1]))

@@ -1,1 +1,1 @@
-"""Drafts inside the engines that people run; each adapter is imported by its full path."""
+"""Adapters for inference engines; each is imported by its full path, and loads only its engine."""

@@ -1,8 +1,7 @@
-"""Sessions for engines that name none: rows of tokens go on from what they begin with.
+"""Sessions for engines that do not name sequences: a row belongs to the session it begins with.
 
-Such engines show, at every step, the tokens of the sequences that are running now, in slots that
-sequences move between. They tell neither that a sequence began nor that it ended, was aborted, or
-waits for memory.
+At every step, such engines show the tokens of the running sequences, in slots that sequences move
+between. They do not tell when a sequence begins, ends, is aborted, or waits for memory.
 """
 
 import time
@@ -21,9 +20,9 @@ class Row:
     Attributes:
         slot: where the engine keeps it; a hint only.
         tokens: int32[n], all of its tokens; a view that the engine may write to afterwards.
-        num_new: how many of the last were generated in this very step. None where the engine does
-            not tell: then the row goes on from the longest sequence that it begins with, and all
-            that is behind that counts as generated.
+        num_new: how many of the last tokens were generated in this step. None where the engine
+            does not tell: then the row continues the longest session that it begins with, and
+            all tokens behind that count as generated.
         budget_nodes: most nodes of its draft.
     """
 
@@ -35,19 +34,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What is held at most, and for how long.
+    """Limits of the sessions that are held, and of the time that drafts take.
 
     Attributes:
-        max_sessions: sequences held at once; the one unseen for longest makes room.
-        max_tokens: tokens of all of them, 4 to 8 bytes each beside what the drafter holds.
-        idle_calls: a sequence that was not among the rows of so many calls in a row has ended.
-            Engines may show only a part of their sequences in each step.
-        idle_s: so has one that was not seen for so many seconds, however few calls there were.
-        vocabulary_size: a sequence with a token id beyond it is not drafted for; None where ids
-            have no limit.
-        deadline_s: a call asks for no more drafts, and opens no more sessions, than take so many
-            seconds, at least one of each; None where the drafter keeps a deadline by itself.
-        min_probability: tokens less likely to be accepted are not drafted.
+        max_sessions: sequences held at once; the least recently seen one is evicted.
+        max_tokens: tokens of all of them, 4 to 8 bytes each besides the drafter's own memory.
+        idle_calls: a sequence counts as ended after so many calls in a row without it. Engines
+            may show only a part of their sequences in each step.
+        idle_s: a sequence counts as ended after so many seconds without it.
+        vocabulary_size: a sequence with a token id at or beyond it is not drafted for; None where
+            ids have no limit.
+        deadline_s: a call asks for as many drafts, and opens as many sessions, as fit into so
+            many seconds, at least one of each; None where the drafter keeps a deadline itself.
+        min_probability: less probable nodes are not drafted.
     """
 
     max_sessions: int = 2048
@@ -61,12 +60,12 @@ class SessionLimits:
 
 @dataclass(slots=True)
 class SessionCounts:
-    """What became of the rows that were shown.
+    """Counts of the rows that were shown, by what they were taken for.
 
     Attributes:
-        begun: rows that nothing known goes on to.
-        moved: rows that go on from a sequence seen before, in another slot.
-        ended: sequences that were no longer shown, or made room.
+        begun: rows that began a new session.
+        moved: rows that continued a session in another slot than before.
+        ended: sessions that were no longer shown, or were evicted.
         turned_away: rows without room, or with a token beyond the vocabulary.
     """
 
@@ -79,20 +78,21 @@ class SessionCounts:
 class ContentSessions:
     """Keeps a drafter's sessions for sequences that are known by their tokens alone.
 
-    A row goes on as an old session only if it begins with all of the session's tokens, compared
-    one by one; then only what is new reaches the drafter. In one call no two rows share a session.
-    Where rows hold the same tokens, whichever goes on as which comes to the same.
+    A row continues a session only if it begins with all of the session's tokens, compared one by
+    one; then only the new tokens reach the drafter. In one call no two rows share a session; rows
+    with equal tokens may take each other's.
 
-    What a session generated is remembered when it ends, an aborted one's too: the model wrote it.
+    The output of a session is remembered when it ends, also when it was aborted: it is the
+    model's own text.
     Not safe for use from several threads.
 
     Args:
-        drafter: whom to ask. One that fails costs drafts; its sessions are then opened anew.
-        limits: what is held at most.
+        drafter: gives the drafts. A failure costs drafts; sessions are then opened again.
+        limits: of the sessions and of time.
         clock: seconds, monotonic.
 
     Attributes:
-        counts: what became of rows.
+        counts: of rows.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ContentSessions:
         return self._drafting.num_failures
 
     def draft(self, rows: Sequence[Row]) -> list[DraftTree]:
-        """Return a tree for each row, in order; empty where there is none to be had."""
+        """Return a tree for each row, in order; empty where the drafter gives none."""
         self._call += 1
         now_s = self._clock()
         followed = [self._follow(row, now_s) for row in rows]
@@ -148,18 +148,18 @@ class ContentSessions:
         return trees
 
     def rows_seen(self) -> dict[int, TokenIds]:
-        """Return the sequences of the last call, int32[n] each, by slot: for whoever checks."""
+        """Return the sequences of the last call, int32[n] each, by slot, to be checked."""
         return {
             held.slot: held.sequence.since(0) for held in self._sequences if held.call == self._call
         }
 
     def close(self) -> None:
-        """End all sessions; what they generated is remembered."""
+        """End all sessions; their outputs are remembered."""
         for held in list(self._sequences):
             self._end(held)
 
     def abandon(self) -> None:
-        """Let go of all sessions, whatever state they are in."""
+        """Drop all sessions, in any state, without ending them in order."""
         self._drafting.abandon(held.follower for held in self._sequences)
         for held in list(self._sequences):
             self._remove(held)
@@ -168,7 +168,7 @@ class ContentSessions:
         """Return the sequence of a row, up to date; None where it cannot be held."""
         held = self._known(row)
         if held is not None:
-            held.call = self._call  # nobody else's now, and not to be ended to make room
+            held.call = self._call  # taken in this call: no other row's, and not to be evicted
         new = row.tokens[0 if held is None else len(held.sequence) :]
         if not (self._is_known_to_vocabulary(new) and self._has_room(new, held)):
             self.counts.turned_away += 1
@@ -182,7 +182,7 @@ class ContentSessions:
         return held
 
     def _known(self, row: Row) -> HeldSequence | None:
-        """Return the sequence that a row goes on from, which is no other row's in this call."""
+        """Return the sequence that a row continues and that no other row has in this call."""
         if row.num_new is None:
             return self._sequences.longest(row.tokens, row.slot, self._call)
         before = row.tokens[: max(len(row.tokens) - row.num_new, 0)]
@@ -206,7 +206,7 @@ class ContentSessions:
         return bool(tokens.min() >= 0 and (size is None or tokens.max() < size))
 
     def _has_room(self, new: TokenIds, held: HeldSequence | None) -> bool:
-        """Make room by ending what was unseen for longest; tell whether there is enough."""
+        """Make room by evicting the least recently seen sequences; return whether that suffices."""
         num_more = int(held is None)
         while (
             len(self._sequences) + num_more > self._limits.max_sessions
@@ -219,7 +219,7 @@ class ContentSessions:
         return True
 
     def _expire(self, now_s: float) -> None:
-        """End what has not been seen for long enough."""
+        """End sequences that have not been seen for too long."""
         last_call = self._call - self._limits.idle_calls
         last_s = now_s - self._limits.idle_s
         for held in list(self._sequences):

@@ -1,7 +1,7 @@
-"""The drafter that an engine's settings ask for, as far as it can be had.
+"""Opening the drafter that an engine's settings describe.
 
-An engine must start and run whatever is wrong with its drafts: what cannot be opened is left out,
-and the log says so, once.
+An engine must start and run even if its drafts cannot: sources that cannot be opened are left out,
+with one warning each.
 """
 
 import math
@@ -28,9 +28,12 @@ from retriever.wire.channels import CLIENT_OPTIONS
 _log = getLogger(__name__)
 
 DEADLINE_S: Final = 0.02
-"""How long a step waits for drafts if nothing else is said, in seconds."""
+"""How long a step waits for drafts by default, in seconds: retrieval in this process takes far
+less, and a large model's pass about as long, so a stalled drafter costs about a pass."""
 
 _CONNECT_S: Final = 2.0
+"""How long a start waits for a service: enough for one on another machine, and short against the
+loading of a model. It connects later by itself."""
 
 
 def open_drafter(
@@ -45,7 +48,7 @@ def open_drafter(
         encode: of that tokenizer.
 
     Raises:
-        CredentialsError: what to show to a service cannot be read.
+        CredentialsError: a token or certificate for a service cannot be read.
         InvalidRequestError: a service is named twice.
     """
     if len(settings.server) > 1:

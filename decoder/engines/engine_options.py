@@ -1,4 +1,4 @@
-"""What adapters share: tested versions, vocabularies, chains, and an engine's settings."""
+"""Shared by all adapters: tested versions, vocabularies, chains, and an engine's settings."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,9 +25,9 @@ _told: set[tuple[str, str]] = set()
 
 
 def check_version(tested: str, *distributions: str) -> bool:
-    """Tell whether an engine is of a version that its adapter was tested with.
+    """Return whether an engine is of a version that its adapter was tested with.
 
-    One that is not is used all the same; the log says so once, with the range.
+    Other versions are used as well, with one warning that gives the range.
 
     Args:
         tested: the range, such as `>=5.0,<6`; releases before a final one count as they are.
@@ -58,9 +58,9 @@ def _is_within(found: str, tested: str) -> bool:
 
 
 def vocabulary_of_drafter(drafter: Drafter) -> Vocabulary | None:
-    """Return the vocabulary that a drafter has tokens of; `None` where it does not say.
+    """Return the vocabulary that a drafter was made for; `None` where it is not known.
 
-    A service is asked for its indexes; one that is away, or has none, says nothing.
+    A service is asked for its indexes; it is not known of one that is away or has none.
     """
     stated = getattr(drafter, "vocabulary", None)  # as the embedded drafter does
     if isinstance(stated, Vocabulary):
@@ -75,7 +75,7 @@ def vocabulary_of_drafter(drafter: Drafter) -> Vocabulary | None:
 def checked_vocabulary_size(
     drafter: Drafter, model_vocabulary: int, own: Vocabulary | None = None
 ) -> int | None:
-    """Return the size of the vocabulary that a drafter knows; `None` where nobody says.
+    """Return the size of the vocabulary that a drafter knows; `None` where it is not known.
 
     Args:
         drafter: whose tokens are compared.
@@ -121,9 +121,9 @@ class EngineSettings(ClientSettings, EmbeddedSettings):
     """Where drafts come from inside an engine, and what they may cost.
 
     A field `name` is the key `name` of a TOML file, which `FOREDRAFT_CONFIG` names, and the
-    environment variable `FOREDRAFT_NAME`; lists are written as `PATH` is. A name that a service's
-    settings have means the same here. With one server, the drafter in this process stands in while
-    that is away.
+    environment variable `FOREDRAFT_NAME`; lists are written like `PATH`. Settings that a service
+    has as well mean the same here. With one server, the drafter in this process stands in while
+    the server is away.
     """
 
     model_config = ConfigDict(title="Engine")
@@ -156,13 +156,13 @@ _SERVICE_ALONE: Final = {
 def resolve_settings(
     given: Mapping[str, object], environment: Mapping[str, str], where: str
 ) -> EngineSettings:
-    """Return what is set, each weaker than the next: by a file, the environment, the engine.
+    """Return the settings of a file, overridden by the environment, then by the engine.
 
     Args:
-        given: by name, as an engine's own configuration has them.
-        environment: variables. Those of a service's other settings are passed over, for it may
-            run in the same environment.
-        where: what to call the engine's own configuration.
+        given: by name, from the engine's own configuration.
+        environment: variables. Those that only a service has are ignored, as one may run in the
+            same environment.
+        where: name of the engine's own configuration, for messages.
 
     Raises:
         SettingsError: a name is no setting, or a value cannot be one.

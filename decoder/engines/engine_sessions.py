@@ -1,4 +1,4 @@
-"""Sequences that an engine goes on with whatever the drafter does, and drafts for them in time."""
+"""Sequences of an engine, found by their tokens, and drafts for them within a deadline."""
 
 import math
 import time
@@ -12,17 +12,18 @@ from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
 _TAIL: Final = 8
-"""Last tokens that a sequence is looked up by, before all of it is compared."""
+"""Last tokens that a sequence is looked up by, before all of it is compared: few enough to hash at
+every step, and enough that sequences of one length seldom share them."""
 
 _Key = tuple[int, bytes]
 
 
 @dataclass(slots=True, eq=False)
 class HeldSequence:
-    """A sequence of an engine's, which copied its tokens from there.
+    """A sequence of an engine, with a copy of its tokens.
 
     Attributes:
-        follower: what its drafter has been told of it.
+        follower: keeps the drafter up to date with it.
         slot: where the engine kept it when it was last seen.
         call: the number of the call that it was last seen in.
         seen_s: when that was, in seconds of a clock of the caller's.
@@ -40,11 +41,11 @@ class HeldSequence:
 
 
 class SequenceIndex:
-    """Finds the sequence that a row of tokens goes on from.
+    """Finds the sequence that a row of tokens continues.
 
-    Sequences are filed by their length and last tokens. Whatever is found there is compared from
-    its first token to its last, so that a sequence never goes on as another one. Comparing reads
-    4 bytes a token: some microseconds for 32k tokens.
+    Sequences are filed by their length and last tokens. Those found are compared from the first
+    token to the last, so that a row never continues another sequence. Comparing reads 4 bytes a
+    token: some microseconds for 32k tokens.
     """
 
     def __init__(self) -> None:
@@ -80,10 +81,10 @@ class SequenceIndex:
         self.add(held)
 
     def exact(self, tokens: TokenIds, slot: int, call: int) -> HeldSequence | None:
-        """Return a sequence that equals int32[n]; the slot's own where several do.
+        """Return a sequence that equals int32[n]; where several do, that of the slot.
 
         Args:
-            tokens: what it must hold.
+            tokens: all tokens of the sequence.
             slot: where the engine keeps the row.
             call: sequences that were seen in this call belong to other rows.
         """
@@ -108,20 +109,21 @@ def _key(tokens: TokenIds) -> _Key:
 
 
 _INERTIA: Final = 0.9
-"""Of the mean time of a draft that a step leaves as it was: about the last ten steps count."""
+"""Weight of earlier steps in the mean time of a draft: about the last ten steps count, so that one
+pause of the machine does not cut the next steps' drafts for long."""
 
 
 class DrafterSessions:
     """Asks a drafter for the sequences of an engine's step within a deadline.
 
-    No error of the drafter's surfaces: a sequence that it refuses is not drafted for, and what
-    fails costs drafts; see `Followers`.
+    Errors of the drafter never surface: a sequence that it refuses is not drafted for, and a
+    failure costs drafts; see `Followers`.
 
     Args:
-        drafter: whom to ask.
-        deadline_s: a step opens no more sessions, and asks for no more drafts, than it has lately
-            taken so many seconds for, at least one of each; None where the drafter keeps a
-            deadline by itself.
+        drafter: gives the drafts.
+        deadline_s: a step opens as many sessions, and asks for as many drafts, as have lately
+            fitted into so many seconds, at least one of each; None where the drafter keeps a
+            deadline itself.
         min_probability: of the nodes that are asked for.
         limits: which tokens the model and the drafter know.
         clock: seconds, monotonic.
@@ -153,7 +155,7 @@ class DrafterSessions:
         return self._followers.follow(TokenSequence(tokens, num_prompt))
 
     def draft(self, asked: Sequence[tuple[Follower, int]]) -> list[DraftTree]:
-        """Return a tree for each sequence, in order; empty where there is none to be had.
+        """Return a tree for each sequence, in order; empty where the drafter gives none.
 
         Args:
             asked: sequences, each once, with the most nodes of their trees.
@@ -171,11 +173,11 @@ class DrafterSessions:
         return trees
 
     def abandon(self, followers: Iterable[Follower]) -> None:
-        """Give up sessions after an error that nobody expected, whatever closing them raises."""
+        """Drop sessions after an unexpected error; errors of closing them are ignored."""
         self._followers.abandon(followers)
 
     def _order(self, num_asked: int) -> list[int]:
-        """Return which to ask for: as many as are made in time, in turns where not all are."""
+        """Return which to ask for: as many as the deadline allows, taking turns."""
         order = [(self._turn + at) % num_asked for at in range(num_asked)]
         if self._draft_s > 0 and self._deadline_s < num_asked * self._draft_s:
             order = order[: max(1, int(self._deadline_s / self._draft_s))]

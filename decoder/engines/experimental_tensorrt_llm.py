@@ -1,7 +1,7 @@
 """Drafts for TensorRT-LLM's PyTorch backend: a drafter that its configuration takes.
 
-Experimental: it is written and tested against the engine's published interface, and has never run
-in TensorRT-LLM.
+Experimental: written and tested against the engine's published interface, never run in
+TensorRT-LLM.
 
     config = UserProvidedDecodingConfig(
         max_draft_len=8, drafter=DraftsForTensorRtLlm(drafter, vocabulary_size, max_draft_len=8)
@@ -29,24 +29,28 @@ TESTED_VERSIONS: Final = ">=1.0,<1.3"
 """Versions whose published interface it was tested against."""
 
 DEFAULT_DEADLINE_S: Final = 0.005
+"""The engine waits for drafts with its GPU idle: a quarter of what other adapters allow."""
+
 MAX_IDLE_STEPS: Final = 64
+"""Steps without a request after which it counts as ended: the engine tells no end, and may pause a
+request for some steps. Ending one too soon costs opening its session again."""
+
 
 _log = getLogger(__name__)
 
 
 class DraftsForTensorRtLlm(TensorRtDrafter):  # type: ignore[misc]  # the engine is not typed here
-    """The most probable path of each draft, for all requests of a step with one call.
+    """Proposes the most probable path of each draft, for all requests of a step in one call.
 
-    It never raises: a request without drafts is decoded plainly. With CUDA graphs the engine pads
-    what it is given to `max_draft_len` by itself.
+    It never raises: a request without drafts is decoded plainly. With CUDA graphs the engine
+    itself pads drafts to `max_draft_len`.
 
     Args:
-        drafter: whom to ask.
+        drafter: gives the drafts.
         vocabulary_size: tokens that the model knows; drafts end before any other.
-        max_draft_len: most tokens of a chain, as in the engine's configuration: it has room for no
-            more.
-        max_concurrency: with more requests than that the engine decodes plainly; None for never.
-        deadline_s: a step asks for no more drafts than take so many seconds.
+        max_draft_len: most tokens of a chain; the same as in the engine's configuration.
+        max_concurrency: with more requests the engine decodes plainly; None for no limit.
+        deadline_s: a step asks for as many drafts as fit into so many seconds.
         budget_nodes: most nodes of the tree that a path is chosen from.
         vocabulary: of the model's tokenizer: a drafter for another one is refused.
 
@@ -97,7 +101,7 @@ class DraftsForTensorRtLlm(TensorRtDrafter):  # type: ignore[misc]  # the engine
             request.py_draft_tokens = chains.get(request.request_id, [])  # the engine extends it
 
     def close(self) -> None:
-        """End all requests; what they generated serves others."""
+        """End all requests; their outputs are remembered."""
         self.sequences.close()
 
     def _chains(self, requests: list[Any]) -> Mapping[Any, list[int]]:
@@ -123,7 +127,7 @@ class DraftsForTensorRtLlm(TensorRtDrafter):  # type: ignore[misc]  # the engine
 
 
 def _taken(max_draft_len: int, max_concurrency: int | None) -> dict[str, Any]:
-    """Return what this version's constructor takes of what is known."""
+    """Return the arguments that the constructor of this version takes."""
     known = {
         "max_draft_len": max_draft_len,
         "max_total_draft_tokens": max_draft_len,

@@ -3,11 +3,11 @@
     llm = Llama("model.gguf", n_ctx=4096, logits_all=True)
     attach(llm, drafter)
 
-The engine shows all tokens of its sequence before each pass, as a view of its own memory, verifies
-what it is given in that pass, and samples at every place of it until a choice differs: one chain,
-exact under sampling, grammars and penalties, too. It tells neither that a sequence begins nor that
-one ends. With any draft model it shows a caller's logits processors all tokens of the pass, those
-of the draft that come later included: one that reads them sees what was not chosen.
+Before each pass the engine shows all tokens of its sequence, as a view of its own memory. It
+verifies the draft in that pass and samples at each position until a choice differs: one chain,
+exact under sampling, grammars and penalties, too. It tells neither when a sequence begins nor when
+one ends. With any draft model it shows a caller's logits processors all tokens of the pass, later
+drafted ones included: a processor that reads them sees tokens that were not chosen.
 """
 
 from logging import getLogger
@@ -24,7 +24,7 @@ from llama_cpp import (
 from llama_cpp.llama_speculative import LlamaDraftModel
 from numpy.typing import NDArray
 
-from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget, Outcome
+from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget, PassOutcome
 from decoder.budget.costs import CostSurface
 from decoder.engines.engine_options import chain_for, check_version, checked_vocabulary_size
 from decoder.engines.engine_sessions import DrafterSessions
@@ -37,23 +37,31 @@ from retriever.tree import DraftTree
 
 TESTED_VERSIONS: Final = ">=0.3.36,<0.4"
 DEFAULT_NUM_PRED_TOKENS: Final = 16
+"""Most tokens of a path. The measured budget cuts paths that do not pay; more tokens would mean
+more widths to measure at the start."""
+
 DEFAULT_BUDGET_NODES: Final = 64
+"""Nodes of the tree that a path is taken from: a path of 16 tokens and its main alternatives."""
 
 _CONTEXT: Final = 32
+"""Tokens in the cache while passes are timed: reading more would make every start longer."""
+
 _ROUNDS: Final = 5
+"""Passes of each width, the shortest of which counts: a pause of the machine seldom hits all."""
+
 _log = getLogger(__name__)
 
 
 class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is not typed here
-    """The most probable path of each draft, for one `Llama` and its one sequence at a time.
+    """Drafts the most probable path, for one `Llama`, which decodes one sequence at a time.
 
-    A call whose tokens go on from the last call's by what was drafted then, or a part of it, and
-    one more goes on in the same session, and only those reach the drafter. Any other call is
-    another sequence: the last one's output then serves those to come. It never raises: without
+    A call whose tokens are those of the last call, a part of its draft and one more token
+    continues the session, and only the new tokens reach the drafter. Any other call begins
+    another sequence, and the output of the last one is remembered. It never raises: without
     drafts the engine decodes plainly.
 
     Args:
-        drafter: whom to ask.
+        drafter: gives the drafts.
         model_vocabulary: a drafted token must be below it, since the engine ends at one that its
             model does not have.
         num_pred_tokens: most tokens of a path.
@@ -66,9 +74,9 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
 
     Attributes:
         num_passes: calls, each of which comes before a pass of the model.
-        num_drafted: tokens that were given to verify.
+        num_drafted: tokens that were drafted.
         num_accepted: those of them that are known to have been accepted.
-        num_failures: calls that went wrong.
+        num_failures: calls that failed.
     """
 
     def __init__(  # noqa: PLR0913  (all but the first two are given by name)
@@ -108,10 +116,9 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         return self._chain.token_ids.astype(np.intc)
 
     def end(self) -> None:
-        """End the sequence: what was generated serves others from now on.
+        """End the sequence and remember its output, as the next sequence would.
 
-        The next sequence does so, too. The tokens of the last pass are not among them: the engine
-        does not show them.
+        The tokens of the last pass are left out, as the engine does not show them.
         """
         follower, self._follower = self._follower, None
         self._chain = DraftTree.empty()
@@ -122,7 +129,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         """End the sequence; never raises. The drafter stays open."""
         try:
             self.end()
-        except Exception as error:  # noqa: BLE001  likewise
+        except Exception as error:  # noqa: BLE001  as above
             self._fail(error)
 
     def _draft(self, tokens: TokenIds, began_s: float) -> DraftTree:
@@ -140,7 +147,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         return min(self._num_pred_tokens, self._max_length - length)
 
     def _followed(self, tokens: TokenIds, began_s: float) -> Follower:
-        """Return what follows the sequence that the tokens are, up to date."""
+        """Return the follower of the sequence with these tokens, up to date."""
         follower = self._follower
         if follower is None or not self._goes_on(follower.sequence, tokens):
             self.end()
@@ -153,7 +160,7 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         return follower
 
     def _goes_on(self, sequence: TokenSequence, tokens: TokenIds) -> bool:
-        """Tell whether the tokens are the last call's, then what a pass could bring."""
+        """Return whether the tokens are the last call's, followed by what a pass could accept."""
         accepted = len(tokens) - len(sequence) - 1
         return (
             0 <= accepted <= len(self._chain)
@@ -162,11 +169,11 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         )
 
     def _learn(self, new: TokenIds, context: int, began_s: float) -> None:
-        """Take in what the last pass brought, and the time that it took."""
+        """Learn from the tokens of the last pass, and from the time that it took."""
         path = np.arange(len(new) - 1)
         self.num_accepted += len(path)
         seconds = began_s - self._returned_s
-        self._budget.learn(Outcome(self._chain, path, int(new[-1]), context, seconds))
+        self._budget.learn(PassOutcome(self._chain, path, int(new[-1]), context, seconds))
 
     def _fail(self, error: Exception) -> None:
         self.num_failures += 1
@@ -186,14 +193,14 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
     vocabulary: Vocabulary | None = None,
     budget_nodes: int = DEFAULT_BUDGET_NODES,
 ) -> DrafterDraftModel:
-    """Let a model decode with drafts from now on, and return what drafts for it.
+    """Let a model decode with drafts from now on, and return its draft model.
 
     Args:
         llm: made with `logits_all=True`.
-        drafter: whom to ask.
+        drafter: gives the drafts.
         num_pred_tokens: most tokens of a draft.
-        measure: whether to measure what passes cost first, which takes some seconds and forgets
-            the model's cache, and never to draft what does not pay; else all is verified.
+        measure: whether to measure the cost of passes first, which takes some seconds and clears
+            the model's cache, and to draft only what pays; otherwise all drafts are verified.
         vocabulary: of the model's tokenizer: a drafter for another one is refused.
         budget_nodes: most nodes of the tree that a draft is chosen from.
 
@@ -219,7 +226,7 @@ def attach(  # noqa: PLR0913  (all but the first two are given by name)
 
 
 def _check(llm: Llama) -> None:
-    """Refuse what the engine would verify wrongly, or end at, without a word."""
+    """Refuse models that the engine would verify wrongly, or stop at, without an error."""
     if not llm._logits_all or len(llm.scores) < len(llm.input_ids):  # noqa: SLF001  no public name
         raise UnsupportedModelError(
             "drafts are verified by the logits of several tokens: Llama(..., logits_all=True)"
@@ -235,7 +242,7 @@ def _check(llm: Llama) -> None:
 
 
 def measure_costs(llm: Llama, max_width: int = DEFAULT_NUM_PRED_TOKENS + 1) -> CostSurface:
-    """Return what passes of 1 to `max_width` tokens cost; the model's cache is forgotten."""
+    """Return the costs of passes of 1 to `max_width` tokens; clears the model's cache."""
     max_width = min(max_width, len(llm.input_ids) // 2)
     widths = [width for width in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if width < max_width]
     widths.append(max_width)

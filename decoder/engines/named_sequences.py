@@ -1,4 +1,4 @@
-"""Sessions for engines that name their requests, and let drafts be set for each of them."""
+"""Sessions for engines that name their requests and take a draft for each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from retriever.drafter import Drafter, TokenIds
 from retriever.follower import DraftLimits
 
 DEFAULT_BUDGET_NODES = 64
+"""Nodes of the tree that a path is taken from: a usual path and its main alternatives."""
+
 
 _log = getLogger(__name__)
 _NOTHING = np.empty(0, np.int32)
@@ -33,13 +35,14 @@ class NamedSequence:
 
 
 class NamedSequences:
-    """Keeps a drafter up to date with the requests of an engine; never fails because of it.
+    """Keeps a drafter up to date with the requests of an engine; its failures never surface.
 
-    Only what is new of a request reaches the drafter. One whose tokens do not go on from what was
-    shown before, as after a rewind, begins anew. Not safe for use from several threads.
+    Only the new tokens of a request reach the drafter. A request whose tokens do not continue
+    those shown before, as after a rewind, gets a new session. Not safe for use from several
+    threads.
 
     Args:
-        drafter: whom to ask, once for all requests of a step.
+        drafter: gives the drafts, in one call for all requests of a step.
         model_vocabulary: drafts end before a token that is not below it.
         drafter_vocabulary: a token beyond it ends the drafts for its request; None where the
             drafter takes all tokens.
@@ -102,10 +105,10 @@ class NamedSequences:
         return chains
 
     def end(self, name: int, tokens: TokenIds | None = None) -> None:
-        """End a request; what it generated serves others from now on.
+        """End a request; its output is remembered.
 
         Args:
-            name: of the request; one that is not held is no error.
+            name: of the request; an unknown one is ignored.
             tokens: int32[n], all of its tokens, where more were generated than were shown.
         """
         held = self._held.pop(name, None)
@@ -115,7 +118,7 @@ class NamedSequences:
             held.sequence.extend(tokens[len(held.sequence) :])
         try:
             held.follower.close()
-        except Exception as error:  # noqa: BLE001  likewise
+        except Exception as error:  # noqa: BLE001  as above
             self._fail(error)
 
     def close(self) -> None:
@@ -144,7 +147,7 @@ class NamedSequences:
             self.end(name)
 
     def _fail(self, error: Exception) -> None:
-        """Go on without sessions in an unknown state; log the first time."""
+        """Drop all sessions, as their state is unknown; log the first time."""
         self._num_errors += 1
         if self._num_errors == 1:
             _log.warning("the engine goes on without drafts for now: %s", error)

@@ -4,8 +4,8 @@
     for token in loop.generate(prompt, max_new_tokens=256):
         ...
 
-The engine verifies a chain for each request in one pass, by its own choice at each place, greedy or
-sampled. It does so for models with paged attention alone, whose logits have a row for each token.
+The engine verifies a chain for each request in one pass, by its own choice at each position, greedy
+or sampled. It does so only for models with paged attention, whose logits have a row for each token.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,18 +32,20 @@ _DISTRIBUTIONS: Final = (
     "onnxruntime-genai-webgpu",
 )
 _SPARE_EVENTS: Final = 16
+"""Room for events of one pass besides a token for each position, such as ends of requests."""
+
 _log = getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a pass brought to one request.
+    """The result of a pass for one request.
 
     Attributes:
         request: as `begin` returned it.
         tokens: what was generated.
         num_drafted: tokens that were proposed for the pass.
-        num_accepted: how many of them the model chose, too.
+        num_accepted: how many of them were accepted.
         finish_reason: why the request ended; None while it runs.
     """
 
@@ -60,7 +62,7 @@ class _Running:
 
     Attributes:
         request: the engine's.
-        sequence: prompt and what was generated.
+        sequence: prompt and output.
         max_tokens: most tokens of the sequence.
         proposed: tokens that were proposed for the next pass.
         is_refused: whether the engine takes no drafts for it.
@@ -76,23 +78,23 @@ class _Running:
 
 
 class DraftingLoop:
-    """Runs an engine's requests with drafts; one call of the drafter for all of them.
+    """Runs an engine's requests with drafts, with one call of the drafter for all of them.
 
-    A drafter that fails costs drafts, never a request. The engine belongs to the thread that made
-    it, and so does this.
+    A failing drafter costs drafts, never a request. Must be used from the thread that made the
+    engine, as the engine itself.
 
     Args:
-        engine: whose requests begin here, and in no other place.
-        drafter: whom to ask.
+        engine: all of its requests must begin here.
+        drafter: gives the drafts.
         vocabulary_size: tokens that the model knows; drafts end before any other.
         max_draft_tokens: most tokens of a proposal; as many as the engine takes if not given.
         vocabulary: of the model's tokenizer: a drafter for another one is refused.
 
     Attributes:
         max_draft_tokens: most tokens of a proposal; 0 where the engine verifies none.
-        num_passes: passes that brought a request something, for each request.
+        num_passes: passes that gave a request tokens, summed over requests.
         num_drafted: tokens proposed.
-        num_accepted: those that the model chose, too.
+        num_accepted: those that were accepted.
 
     Raises:
         VocabularyMismatchError: the drafter is for another tokenizer.
@@ -161,7 +163,7 @@ class DraftingLoop:
         return request
 
     def step(self) -> list[Progress]:
-        """Run the engine once, and propose drafts for the next time; return what came of it."""
+        """Run the engine once, propose drafts for the next pass, and return the results."""
         finished = self._run()
         moved = {name: each for name, each in self._running.items() if each.new or name in finished}
         progress = [self._told(each, finished.get(name)) for name, each in moved.items()]
@@ -173,7 +175,7 @@ class DraftingLoop:
     def generate(
         self, prompt: ArrayLike, max_new_tokens: int, **turn_options: Any
     ) -> Iterator[int]:
-        """Decode one prompt, token by token; see `begin`. Other requests go on meanwhile."""
+        """Decode one prompt, token by token, along with all other requests; see `begin`."""
         request = self.begin(prompt, max_new_tokens, **turn_options)
         try:
             while id(request) in self._running:
@@ -185,7 +187,7 @@ class DraftingLoop:
                 self.cancel(request)
 
     def cancel(self, request: Any) -> None:
-        """End a request before its time; what it generated serves others all the same."""
+        """End a request early; its output is remembered."""
         self._end(id(request))
 
     def close(self) -> None:
@@ -211,7 +213,7 @@ class DraftingLoop:
         return finished
 
     def _told(self, running: _Running, finish_reason: Any) -> Progress:
-        """Commit what is new of a request."""
+        """Commit the new tokens of a request."""
         new, running.new = running.new, []
         proposed, running.proposed = running.proposed, []
         accepted = _common_length(new, proposed)
@@ -235,7 +237,7 @@ class DraftingLoop:
         return 0 if running.is_refused else max(0, min(self.max_draft_tokens, left))
 
     def _set(self, running: _Running, chain: TokenIds) -> None:
-        """Propose a chain; where a request's options rule drafts out, never again."""
+        """Propose a chain; a request whose options rule out drafts gets none from then on."""
         try:
             running.request.set_draft_tokens(chain)
         except (RuntimeError, ValueError) as error:
@@ -252,7 +254,7 @@ class DraftingLoop:
 
 
 def _common_length(one: Iterable[int], other: Iterable[int]) -> int:
-    """Return how many tokens two lists begin with alike."""
+    """Return the length of the common prefix of two lists."""
     alike = 0
     for mine, theirs in zip(one, other, strict=False):
         if mine != theirs:

@@ -10,8 +10,8 @@
         additional_config={"foredraft": {"index": ["my.index"]}},
     )
 
-`decoder.engines.engine_options` lists the settings; they may stand in the environment as well. vLLM
-verifies chains, and shows its proposer neither names nor ends of requests, so sessions are known
+`decoder.engines.engine_options` lists the settings; the environment may hold them as well. vLLM
+verifies chains, and shows its proposer neither names nor ends of requests, so sessions are found
 by their tokens (`decoder.engines.content_sessions`).
 """
 
@@ -44,13 +44,17 @@ TESTED: Final = ">=0.32,<0.33"
 """Versions of vLLM that this was tested with."""
 
 MAX_TOKENS: Final = 128
-"""Most tokens that vLLM's rejection sampler verifies of one sequence; with more it stops."""
+"""Most tokens that vLLM's rejection sampler verifies of one sequence; with more it raises."""
 
 CONFIG_KEY: Final = "foredraft"
-"""Where our settings stand in `additional_config`."""
+"""The key of our settings in `additional_config`."""
 
-_MAX_STEP_NODES: Final = 1 << 16  # what drafters take in one step
+_MAX_STEP_NODES: Final = 1 << 16
+"""Most nodes of one step; drafters refuse more."""
+
 _REST_S: Final = 1.0
+"""Pause after an unexpected error: the log and the engine are spared an error at every step."""
+
 
 _log = getLogger(__name__)
 
@@ -58,14 +62,14 @@ _log = getLogger(__name__)
 class ForedraftProposer:
     """Proposes the best chain of each running sequence's draft; made by vLLM itself.
 
-    It never raises, for vLLM would end: whatever goes wrong costs drafts and is logged once. It
-    drafts on the one rank whose proposals vLLM reads; on others it proposes nothing.
+    It never raises, as that would end vLLM: errors cost drafts and are logged once. It drafts on
+    the one rank whose proposals vLLM reads; on others it proposes nothing.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
 
     Attributes:
-        sessions: what is known of running sequences; None where nothing is drafted.
+        sessions: of the running sequences; None where nothing is drafted.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -98,7 +102,7 @@ class ForedraftProposer:
         """Return a chain for each running sequence, in order, empty where there is none.
 
         Args:
-            sampled_token_ids: what each sequence has just got; nothing while its prompt is read.
+            sampled_token_ids: the new tokens of each sequence; empty while its prompt is read.
             num_tokens_no_spec: int32[m], the length of each sequence, those tokens included.
             token_ids_cpu: int32[m, max_model_len], its tokens; m is at least the number of
                 sequences. vLLM writes to it later.
@@ -114,7 +118,7 @@ class ForedraftProposer:
             return [[] for _ in sampled_token_ids]
 
     def shut_down(self) -> None:
-        """End all sessions, so that what they generated is kept, and the drafter."""
+        """End all sessions, so that their outputs are kept, and shut the drafter down."""
         sessions, self.sessions = self.sessions, None
         if sessions is not None:
             with suppress(Exception):
@@ -165,7 +169,7 @@ class ForedraftProposer:
         return min(self._max_tokens, self._max_model_len - len(tokens) - 1)
 
     def _recover(self) -> None:
-        """Begin anew after an error that nobody expected, in a while; log the first."""
+        """Drop all sessions after an unexpected error and pause; log the first error."""
         if not self._is_known_to_fail:
             self._is_known_to_fail = True
             _log.exception("vLLM goes on without drafts for now")
@@ -176,10 +180,10 @@ class ForedraftProposer:
 
 
 def is_read(parallel_config: Any) -> bool:
-    """Tell whether vLLM reads what this rank proposes: the first of the last pipeline stage.
+    """Return whether vLLM reads this rank's proposals: those of the last pipeline stage's first.
 
     Under torchrun every rank schedules by itself, and all must propose the same. Drafts depend on
-    time, so there nobody proposes anything.
+    time, so there no rank proposes anything.
     """
     stage = int(parallel_config.tensor_parallel_size)
     stage *= int(getattr(parallel_config, "prefill_context_parallel_size", 1))
@@ -208,7 +212,7 @@ def _tokenizer(model_config: Any) -> Any:
         from vllm.tokenizers.registry import cached_tokenizer_from_config  # noqa: PLC0415
 
         return cached_tokenizer_from_config(model_config)
-    except Exception as error:  # noqa: BLE001  tokenizers fail in as many ways as there are
+    except Exception as error:  # noqa: BLE001  each tokenizer raises its own errors
         _log.warning("the tokenizer is not known: %s", error)
         return None
 
@@ -219,7 +223,7 @@ def _vocabulary(tokenizer: Any) -> Vocabulary | None:
         return None
     try:
         return vocabulary_of(tokenizer)
-    except Exception as error:  # noqa: BLE001  likewise
+    except Exception as error:  # noqa: BLE001  as above
         _log.warning("the tokenizer's vocabulary is not known: %s", error)
         return None
 

@@ -1,1 +1,1 @@
-"""The target model, and all that lets it verify a tree in one pass."""
+"""The target model: loading, key-value cache, attention masks and passes over draft trees."""

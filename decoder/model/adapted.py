@@ -1,4 +1,4 @@
-"""A copy of a model's modules, not of its weights, made over for narrow passes and packed."""
+"""A copy of a model's modules that shares its weights, adapted to narrow passes and packed."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -197,10 +197,10 @@ _REPLACED_ATTENTION: Final = "sdpa"
 def adapted(
     model: PreTrainedModel, capability: Capability, *, pack: bool | LeastWeights
 ) -> tuple[PreTrainedModel, int]:
-    """Return a copy of a model in evaluation mode, made over for narrow passes, and what it takes.
+    """Return a copy of a model, adapted to narrow passes, and the bytes of its packed weights.
 
-    The weights are shared; the bytes returned are those of packed ones. A model that some library
-    has patched comes back as it is.
+    The copy is in evaluation mode and shares all other weights. A model that some library has
+    patched is returned itself.
     """
     copied = model if is_patched(model) else structural_copy(model)
     copied.eval()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -216,8 +216,9 @@ def adapted(
 def structural_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of the modules and configurations of a model that shares everything else.
 
-    Parameters, buffers and hooks are those of the model, so that a copy takes no memory to speak
-    of; what is replaced in it, the model does not see. A module that is used twice is copied once.
+    Parameters, buffers and hooks are those of the model, so that a copy takes hardly any memory.
+    Replacing modules of the copy does not change the model. A module that is used twice is copied
+    once.
     """
     memo: dict[int, Any] = {}
     copied: PreTrainedModel = _copied(model, memo)
@@ -225,7 +226,7 @@ def structural_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_patched(model: PreTrainedModel) -> bool:
-    """Return whether a library put functions of its own before the model's (offloading, say).
+    """Return whether a library has replaced `forward` functions of the model (offloading, say).
 
     They are bound to the model's modules: a copy would call them on the original.
     """

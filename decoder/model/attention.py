@@ -1,4 +1,4 @@
-"""Attention for grouped heads that repeats no keys: a group's queries lie behind one another."""
+"""Attention for grouped heads without repeated keys: a group's queries are rows of one product."""
 
 import inspect
 from typing import Any, Final
@@ -12,13 +12,17 @@ TREE_ATTENTION: Final = "foredraft_tree"
 """The name under which transformers knows the attention below and the masks that go with it."""
 
 _UNFUSED_SCORES: Final = 7000
+"""Scores of a head (rows of its group times keys) from which two products and a softmax are faster
+than the fused kernel. Measured in half precision on a CPU: the fused kernel takes 48 µs against 55
+for 12 rows and 400 keys, and 177 against 96 for 24 rows and 1,000."""
+
 _HALF: Final = (torch.bfloat16, torch.float16)
 
 _TAKEN: Final = {"module", "query", "key", "value", "attention_mask", "scaling", "is_causal"}
 _REFUSED: Final = {"softcap"} | (
     inspect.signature(sdpa_attention_forward).parameters.keys() - _TAKEN - {"kwargs", "dropout"}
 )
-"""Options that change what sdpa attention computes, those of later versions included."""
+"""Options that change the result of sdpa attention, those of later versions included."""
 
 
 def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
@@ -31,11 +35,11 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return what transformers' sdpa attention returns, sooner for single rows and for trees.
+    """Return the result of transformers' sdpa attention, faster for single rows and for trees.
 
-    The heads of a group share keys and values, so their queries are rows of one product: nothing
-    is repeated but the mask. Whatever is neither a single row nor a tree (a prompt, for one) goes
-    to transformers' own function, and so does an option that is not known here.
+    The heads of a group share keys and values, so their queries are rows of one product: only the
+    mask is repeated. Passes that are neither a single row nor a tree, such as prompts, and passes
+    with an unknown option go to transformers' own function.
 
     Args:
         module: the layer.
@@ -46,7 +50,7 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
         attention_mask: additive, [batch or 1, 1, rows, keys], or none.
         dropout: probability; zero outside training.
         scaling: of the scores; by default one over the root of the head size.
-        options: whatever else the model states.
+        options: further arguments of the model.
 
     Returns:
         [batch, rows, heads, value size], and no attention weights.
@@ -77,7 +81,7 @@ def folded(query: torch.Tensor, key_heads: int) -> torch.Tensor:
 
 
 def tree_mask(**options: Any) -> torch.Tensor | None:
-    """Return the mask that a model makes for itself where it is given none.
+    """Return the mask that a model makes when it is given none.
 
     The cache offers a single row only what lies in its window, so it needs no mask.
     """

@@ -1,4 +1,4 @@
-"""A key-value cache for trees: it grows in place and keeps any path of what it took last."""
+"""A key-value cache for trees: it grows in place, and keeps any path of the last pass."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,17 +9,19 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _MIN_CAPACITY = 256
+"""Slots of the first buffers: growing copies, and smaller buffers would grow within a few lines."""
+
 _ANY_STATE = 0.01  # pages that were never written to are all one page, and quicker to read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """Where a pass of a fixed shape writes, and what it is shown.
+    """The slots that a pass of a fixed shape writes, and the keys that it is shown.
 
     Attributes:
         slots: int64[rows], where the rows' states go.
-        num_keys: first slots of the buffers that it is shown, whatever they hold; its mask hides
-            what it is not to see.
+        num_keys: first slots of the buffers that it is shown, used or not; its mask hides the
+            others.
     """
 
     slots: torch.Tensor
@@ -29,9 +31,9 @@ class Frame:
 class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typed there
     """One layer's keys and values, in buffers of powers of two that grow when full.
 
-    Appending costs the new tokens, not the context, and so does keeping a path. A sliding layer
-    holds every token, too, so that nothing is lost which a rejected draft pushed out of a window;
-    a pass is only shown the tokens that some row of it can see.
+    The time to append or to keep a path depends on the new tokens, not on the context. A sliding
+    layer holds every token, too, so that a rejected draft pushes no token out of a window; a pass
+    is only shown the tokens that some row of it can see.
 
     Args:
         window: positions that a token looks back over, itself included; `None` for all.
@@ -137,7 +139,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         try:
             self.grow(max(1 << length.bit_length(), _MIN_CAPACITY))
         except (MemoryError, RuntimeError):
-            self.grow(length)  # what is needed now may still fit
+            self.grow(length)  # a smaller buffer may still fit
 
     def put(
         self, frame: Frame, key_states: torch.Tensor, value_states: torch.Tensor
@@ -180,7 +182,7 @@ class TreeCache(Cache):
 
     @contextmanager
     def written(self) -> Iterator[Self]:
-        """Write a pass to it during the block; truncating undoes one that fails halfway."""
+        """Give the cache for a pass to write to; truncating undoes a pass that fails halfway."""
         yield self
 
     def truncate(self, length: int) -> None:
@@ -195,7 +197,7 @@ class TreeCache(Cache):
 
     @contextmanager
     def framed(self, frame: Frame) -> Iterator[Self]:
-        """Write a pass of a fixed shape to it during the block; `hold` counts its tokens."""
+        """Give the cache for a pass of a fixed shape to write to; `hold` counts its tokens."""
         self._frame(frame)
         try:
             yield self

@@ -1,4 +1,4 @@
-"""What a model can verify: trees, chains, or single tokens; and with which masks."""
+"""Finding out whether a model can verify trees, chains or single tokens, and with which masks."""
 
 import inspect
 from dataclasses import dataclass
@@ -36,14 +36,14 @@ class Capability(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """What is known of a model before its first pass.
+    """The properties of a model that its configuration tells before its first pass.
 
     Attributes:
         capability: which drafts it can verify.
         reason: why not trees, for users; empty where it can.
         layers: type, as in the model's configuration, and window in positions of every layer
             whose keys and values a `TreeCache` can hold, the window `None` where attention is
-            full. `None` where the model needs a cache of its own.
+            full. `None` where the model needs another kind of cache.
     """
 
     capability: Capability
@@ -83,9 +83,9 @@ def compatibility_of(model: PreTrainedModel) -> Compatibility:
 def position_limit(config: PreTrainedConfig) -> int | None:
     """Return the most tokens of a sequence, `None` where a configuration states no limit.
 
-    Where rotations depend on the longest position of a pass, a drafted token far ahead would
-    change those of the tokens before it. Such models are limited to the length that they were
-    trained with, up to which rotations do not change.
+    Where rotary positions depend on the longest position of a pass, a drafted token far ahead
+    would change the rotations of the tokens before it. Such models are limited to the length that
+    they were trained with, up to which rotations do not change.
 
     Raises:
         UnsupportedModelError: that length is not known.
@@ -206,9 +206,9 @@ def tell_once(model: PreTrainedModel, capability: Capability, reason: str) -> No
 def chain_of(tree: DraftTree) -> DraftTree:
     """Return one path of a tree, from the root downwards.
 
-    Of a tree that names its tokens it is the path with the most tokens to be accepted. Nodes that
-    were drawn must not be chosen by what was drawn, or else they are no longer distributed as
-    their drafter says: there it is the path of first children.
+    It is the path with the most tokens expected to be accepted. In a tree of drawn nodes it is the
+    path of first children: nodes that are selected by the drawn token are no longer distributed as
+    their drafter says.
     """
     if not isinstance(tree, SampledTree):
         return tree.best_chain(len(tree))

@@ -17,23 +17,23 @@ from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 
 _WARM_UPS: Final = 3
-"""As many as torch's own make_graphed_callables runs; libraries choose their kernels meanwhile."""
+"""As many as torch's own make_graphed_callables runs; in these, libraries choose their kernels."""
 
 Output = TypeVar("Output")
 
 
 class Capture(Protocol):
-    """Captures functions; what it captured lives no longer than the tensors that it touches."""
+    """Captures functions; a captured function must not outlive the tensors that it touches."""
 
     def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
-        """Run a function a few times and return another that does the same, sooner.
+        """Run a function a few times and return a faster one that does the same.
 
         Args:
             function: the same computation at every call, on the same tensors; it may be run any
                 number of times before this returns.
 
         Returns:
-            What computes it anew and returns the very tensors of the first time.
+            A function that repeats the computation and returns the same tensor objects each time.
 
         Raises:
             RuntimeError: it cannot be captured, or finds no memory.
@@ -42,7 +42,7 @@ class Capture(Protocol):
 
 
 CaptureMaker = Callable[[], Capture]
-"""Begins afresh, when all that was captured before is forgotten."""
+"""Makes a capture; called again once all captured functions are dropped."""
 
 
 class CudaGraphs:
@@ -60,10 +60,10 @@ class CudaGraphs:
     def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
         """See `Capture`."""
         graph = torch.cuda.CUDAGraph()
-        # The stream is named to come back to it: torch stays on its own where capturing fails.
+        # The stream is named to return to it: torch stays on its own stream if capturing fails.
         with torch.cuda.stream(torch.cuda.current_stream(self._device)):
             self._warm_up(function)
-            # Other threads may use the device meanwhile: a draft model's, for one.
+            # Other threads, such as a draft model's, may use the device during the capture.
             with torch.cuda.graph(graph, self._pool, self._stream, "thread_local"):
                 output = function()
 
@@ -96,8 +96,8 @@ Windows = Mapping[str, int | None]
 class FixedInputs:
     """Tokens, positions, slots and masks of passes with a fixed number of rows and of keys.
 
-    Rows that a pass does not need repeat its first one, in slots behind its own. That they see
-    what it sees keeps them finite; nobody sees them.
+    Rows that a pass does not need repeat its first one, in slots behind its own. They see the same
+    keys, so their values stay finite, and no other row sees them.
 
     Args:
         num_rows: of every pass.
@@ -131,11 +131,11 @@ class FixedInputs:
         }
 
     def begin(self, past: int) -> None:
-        """Take in a pass of no meaning behind `past` tokens, for `fill` to write over."""
+        """Set the inputs of a dummy pass behind `past` tokens, which `fill` overwrites."""
         self.fill(np.zeros(1, np.int32), np.full(1, past), None, past)
 
     def fill(self, tokens: TokenIds, positions: NDArray[np.int64], masks: Masks, past: int) -> None:
-        """Take in one pass behind `past` tokens, see `Passes.read`.
+        """Set the inputs of one pass behind `past` tokens; see `Passes.read`.
 
         Without masks it has a single row, which sees all that lies in its window.
         """
@@ -162,9 +162,15 @@ def _lay(mask: torch.Tensor, given: torch.Tensor | None, width: int, past: int, 
 
 
 _MOST_ROWS: Final = 256
+"""Rows of the widest captured pass: as many as a drafter's largest tree has nodes. Each power of
+two below is captured by itself, which takes time and memory."""
+
 _FEWEST_KEYS: Final = 256
+"""Keys that the shortest captured pass is shown: smaller shapes would save little and be captured
+again and again while a sequence is short."""
+
 _FEWEST_TOKENS: Final = 1024
-"""Room for them is made at once, as growing makes captured shapes void."""
+"""Slots that are reserved at the start, because growing makes captured shapes void."""
 
 _log = getLogger(__name__)
 
@@ -184,15 +190,14 @@ class _Move:
 class GraphPasses(CachedPasses):
     """Passes whose shapes are few, so that each can be captured and replayed.
 
-    Rows are padded to a power of two, up to 256, and the keys that are shown to one, too; masks
-    hide what is not there. What a commit moves is padded, too. Wider passes and prompts run
-    eagerly, on the same cache. Buffers that grow, and weights that were moved between two
-    sequences, make all that was captured void. Where capturing fails, all passes run eagerly from
-    then on, and one line in the log says so. Python code in a model's hooks runs when a shape is
-    captured, not at every pass.
+    Rows and shown keys are padded to powers of two, rows up to 256; masks hide the padding. The
+    tokens that a commit moves are padded, too. Wider passes and prompts run eagerly, on the same
+    cache. Growing buffers, and moving weights between two sequences, make all captured shapes
+    void. Where capturing fails, all passes run eagerly from then on, and the log says so once.
+    Python code in a model's hooks runs when a shape is captured, not at every pass.
 
     Args:
-        model: what to run; it takes trees.
+        model: the model to run; it takes trees.
         cache: of its sequence.
         windows: of the model's layer types.
         make_capture: how shapes are captured.
@@ -249,7 +254,7 @@ class GraphPasses(CachedPasses):
         self._trees.hold(start + len(slots))
 
     def _pass_for(self, width: int, past: int) -> _Pass | None:
-        """Return what computes passes of a width; `None` where they run eagerly."""
+        """Return the captured pass for a width; `None` where passes run eagerly."""
         if self._is_eager or width > _MOST_ROWS:
             return None
         num_rows = _bucket(width)
@@ -270,7 +275,7 @@ class GraphPasses(CachedPasses):
         return made
 
     def _padded(self, inputs: FixedInputs, num_keys: int) -> Callable[[], torch.Tensor]:
-        """Return what runs some inputs through the model: [rows, vocabulary], all logits."""
+        """Return a function that runs inputs through the model: [rows, vocabulary], all logits."""
         masks = inputs.masks
         options: dict[str, Any] = {"logits_to_keep": 0} if self._takes_count else {}
         frame = Frame(inputs.slots, num_keys)
@@ -291,7 +296,7 @@ class GraphPasses(CachedPasses):
         return run
 
     def _move_for(self, num_tokens: int) -> _Move | None:
-        """Return what moves so many tokens within the cache; `None` where it is done eagerly."""
+        """Return the captured move of so many tokens in the cache; `None` to move them eagerly."""
         self._renew()
         count = _bucket(num_tokens)
         if self._is_eager or count > _MOST_ROWS:
@@ -300,7 +305,7 @@ class GraphPasses(CachedPasses):
 
     def _new_move(self, count: int) -> _Move | None:
         device = torch.device(self._model.device)
-        # All zero: what is run to capture it may be run often, and must leave the cache as it is.
+        # All zero: capturing runs the move any number of times, and must not change the cache.
         slots_and_places = torch.zeros(2, count, dtype=torch.int64, device=device)
         slots, places = slots_and_places
         run = self._captured(partial(self._trees.move, slots, places))
@@ -310,7 +315,7 @@ class GraphPasses(CachedPasses):
         return made
 
     def _captured(self, function: Callable[[], Output]) -> Callable[[], Output] | None:
-        """Capture a function; where that fails, say so and go on eagerly."""
+        """Capture a function; where that fails, log it and run eagerly from now on."""
         try:
             return self._capture(function)
         except RuntimeError as error:
@@ -320,7 +325,7 @@ class GraphPasses(CachedPasses):
             return None
 
     def _renew(self) -> None:
-        """Forget what was captured for buffers that are no longer in use."""
+        """Drop captured shapes whose buffers or weights were replaced."""
         if self._trees.num_growths != self._num_growths:
             self._forget()
 

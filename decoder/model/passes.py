@@ -22,12 +22,12 @@ Masks = torch.Tensor | dict[str, torch.Tensor] | None
 
 
 class Passes(Protocol):
-    """A model and what it remembers of a sequence."""
+    """A model with its state of one sequence."""
 
     def read(
         self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
     ) -> torch.Tensor:
-        """Run tokens, int32[n] at positions int64[n], through the model behind what it remembers.
+        """Run tokens, int32[n] at positions int64[n], through the model, behind its state.
 
         Returns:
             [num_logits, vocabulary], the logits after the last so many tokens.
@@ -35,20 +35,20 @@ class Passes(Protocol):
         ...
 
     def truncate(self, length: int) -> None:
-        """Remember the first `length` tokens, of which it has read at least as many."""
+        """Keep the first `length` of the tokens read."""
         ...
 
     def keep(self, start: int, slots: NDArray[np.int64]) -> None:
-        """Remember the first `start` tokens and those in `slots`, int64[n], behind them."""
+        """Keep the first `start` tokens, followed by those in `slots`, int64[n]."""
         ...
 
     def pretend(self, length: int) -> bool:
-        """Remember `length` tokens of no meaning, after a first pass; tell whether it could."""
+        """Hold `length` made-up tokens, after a first pass; return whether that is possible."""
         ...
 
 
 class ChainCache:
-    """The cache that transformers chooses for a model, where that can give up its last tokens."""
+    """The cache that transformers chooses for a model, where it can drop its last tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._config = model.config
@@ -56,7 +56,7 @@ class ChainCache:
 
     @contextmanager
     def written(self) -> Iterator[DynamicCache]:
-        """Write a pass to it during the block; one that fails halfway leaves layers that differ."""
+        """Give the cache for a pass to write to; one that fails halfway leaves layers unequal."""
         self._is_whole = False
         yield self._states
         self._is_whole = True
@@ -76,13 +76,13 @@ class ChainCache:
                 "out of memory halfway through a pass, which the model's own cache cannot undo"
             )
         elif self._is_recording:
-            # Not only for what is to go: states of the past are kept until the next cropping.
+            # Crops even where no token goes: that drops states recorded since the last cropping.
             self._states.crop(length - self._states.get_seq_length())
         else:
             self._begin_recording()
 
     def _begin_recording(self) -> None:
-        """Keep what a rejected draft pushes out; not of the prompt, which would take memory."""
+        """Record states that a draft pushes out; not for the prompt, which would take memory."""
         if not self._states.is_croppable:
             raise UncroppableCacheError(
                 f"the cache of {self._config.model_type} cannot give up rejected tokens"
@@ -92,10 +92,10 @@ class ChainCache:
 
 
 class CachedPasses:
-    """Passes over keys and values that give up tokens.
+    """Passes over keys and values, whose last tokens can be dropped.
 
     Args:
-        model: what to run.
+        model: the model to run.
         cache: of its sequence.
     """
 
@@ -131,7 +131,7 @@ class CachedPasses:
         self.cache.truncate(length)
 
     def keep(self, start: int, slots: NDArray[np.int64]) -> None:
-        """See `Passes`; only a tree's path can lie apart."""
+        """See `Passes`; only the path of a tree has slots that are not consecutive."""
         if isinstance(self.cache, TreeCache):
             self.cache.keep(start, torch.from_numpy(slots).to(self._model.device))
 
@@ -144,9 +144,9 @@ class CachedPasses:
 
 
 class PlainPasses:
-    """Passes over state that never gives up a token, each as `model.generate` would run it.
+    """Passes over state that cannot drop a token, each as `model.generate` would run it.
 
-    Where tokens are given up all the same, those before them are read again.
+    Where tokens must be dropped, those before them are read again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -163,7 +163,7 @@ class PlainPasses:
         self._tokens.extend(tokens.tolist())
         is_first = self._state is None
         state = self._begin() if self._state is None else self._state
-        self._state = None  # a pass that fails leaves half of its own
+        self._state = None  # a pass that fails leaves it half written
         inputs = model.prepare_inputs_for_generation(
             torch.tensor([self._tokens], device=model.device),
             next_sequence_length=None if is_first else len(tokens),

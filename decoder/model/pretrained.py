@@ -32,20 +32,20 @@ from indexer.tokenizer import (
     vocabulary_of,
 )
 
-# What transformers calls anew, with equal arguments, for the tokenizer, the configuration, the
-# weights and each of their layers. What they return is only read.
+# Functions that transformers calls repeatedly with equal arguments: for the tokenizer, the
+# configuration, the weights and each of their layers. Their results are only read.
 _COSTLY: Final = ("GGUFReader", "get_tensor_name_map")
 
 
 class SharedReading:
-    """Keeps what was read of GGUF files, from block to block, for as long as it lives."""
+    """Caches what loaders read of GGUF files, for as long as it exists."""
 
     def __init__(self) -> None:
         self._shared = {name: cache(getattr(gguf, name)) for name in _COSTLY}
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Have all loaders share what is read during the block."""
+        """Have loaders use the cache during the block."""
         own = {name: getattr(gguf, name) for name in _COSTLY}
         _replace(self._shared)
         try:
@@ -89,7 +89,7 @@ class LanguageModel:
     """A causal language model with its tokenizer.
 
     Attributes:
-        name: what it was loaded as.
+        name: the name that it was loaded by.
         model: on its device, in evaluation mode.
         tokenizer: its tokenizer.
         vocabulary: the tokenizer's.
@@ -124,7 +124,7 @@ class ModelOptions:
         name: a hub id, a directory, a `.gguf` file, or the default's name; see
             `indexer.tokenizer.locate_model`.
         device: where torch shall put it, such as "cpu" or "cuda:0".
-        precision: what to compute in; GGUF weights are dequantised to it.
+        precision: type to compute in; GGUF weights are dequantised to it.
         attention: implementation, as transformers names it; see `Attention`.
         use_chat_template: whether prompts are users' messages.
         system: the system message before them, if not the template's own.
@@ -150,7 +150,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model of which everything but the weights is loaded: those take longest.
+    """A model with its configuration and tokenizer loaded, but not its weights: those take longest.
 
     Attributes:
         options: which model it is.
@@ -245,7 +245,7 @@ def check_device(name: str) -> None:
     """
     try:
         torch.zeros(1, device=name).item()
-    # torch says so in as many ways as it has kinds of devices, by a failed assertion for one.
+    # torch raises a different error for each kind of device, some of them failed assertions.
     except Exception as error:
         raise DeviceError(f"cannot compute on the device {name!r}: {reason_of(error)}") from error
 
@@ -269,7 +269,7 @@ def _loading(name: str) -> Iterator[None]:
             yield
     except TokenizerError:
         raise
-    # Loaders fail in as many ways as there are formats.
+    # Each format's loader raises its own errors.
     except Exception as error:
         raise ModelLoadError(f"cannot load the model {name!r}: {reason_of(error)}") from error
 

@@ -40,10 +40,10 @@ _SIGNS: Final = ("out of memory", "can't allocate memory", "DefaultCPUAllocator"
 
 @contextmanager
 def within_memory(num_tokens: int) -> Iterator[None]:
-    """Name the length of the context where the block finds no memory.
+    """Translate a lack of memory in the block, with the length of the context.
 
     Raises:
-        OutOfMemoryError: what was wanted could not be allocated.
+        OutOfMemoryError: an allocation failed.
     """
     try:
         yield
@@ -56,7 +56,7 @@ def within_memory(num_tokens: int) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Tell a lack of memory from other errors: on a CPU torch has no class of its own for it."""
+    """Return whether an error is a lack of memory; on a CPU torch raises a plain RuntimeError."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return any(sign in str(error) for sign in _SIGNS)
@@ -66,7 +66,7 @@ def prompt_tokens(prompt: Sequence[int] | TokenIds) -> NDArray[np.int64]:
     """Return a prompt's token ids as int64[n].
 
     Raises:
-        InvalidPromptError: it is text, not one row, or holds other things than whole numbers.
+        InvalidPromptError: it is text, not one row, or holds values that are not integers.
     """
     if isinstance(prompt, str | bytes):
         raise InvalidPromptError("the prompt is text: give its token ids, as a tokenizer does")
@@ -84,7 +84,7 @@ def prompt_tokens(prompt: Sequence[int] | TokenIds) -> NDArray[np.int64]:
 
 
 def check_prompt_length(num_tokens: int, max_length: int | None) -> None:
-    """Refuse prompts that cannot be gone on from.
+    """Refuse prompts that the model cannot continue.
 
     Args:
         num_tokens: of the prompt.
@@ -120,8 +120,8 @@ class Target:
             elsewhere passes as wide as their draft.
 
     Attributes:
-        capability: which drafts the model can verify; that it is not trees is logged once.
-        max_nodes: most nodes of a draft that it verifies; falls where memory ran out.
+        capability: which drafts the model can verify; logged once where it is not trees.
+        max_nodes: most nodes of a draft that it verifies; halved where memory runs out.
         packed_bytes: memory that packed weights take besides the model's own.
         vocabulary_size: token ids below it can be fed to the model.
         max_length: most tokens of a sequence, `None` where the model states no limit; see
@@ -164,7 +164,7 @@ class Target:
         """Return a prompt as int32[n], n at least one.
 
         Raises:
-            InvalidPromptError: it is empty, holds what are no token ids or tokens outside the
+            InvalidPromptError: it is empty, holds values that are not token ids of the
                 vocabulary, or leaves no room below the model's limit.
         """
         tokens = prompt_tokens(prompt)
@@ -182,7 +182,7 @@ class Target:
         return min(max_new_tokens, self.max_length - num_tokens)
 
     def fitting(self, tree: DraftTree) -> DraftTree:
-        """Return what of a draft the model can verify: the tree, one chain of it, or nothing."""
+        """Return the part of a draft that the model can verify: the tree, one chain, or nothing."""
         if self.capability is Capability.CHAINS:
             tree = chain_of(tree)
         return tree.prefix(self.max_nodes)
@@ -207,7 +207,7 @@ class Target:
     def verify(self, last_token: int, tree: DraftTree) -> torch.Tensor:
         """Run the last committed token and a tree behind it through the model, in one pass.
 
-        What an earlier call left uncommitted is dropped first.
+        Uncommitted tokens of an earlier call are dropped first.
 
         Args:
             last_token: the sequence's last token, which the model has not seen yet.
@@ -218,8 +218,8 @@ class Target:
             [1 + N, vocabulary], the logits after the last token and after each node.
 
         Raises:
-            OutOfMemoryError: there is no room for the pass. `max_nodes` is half of what was
-                tried now, and what is committed is as it was.
+            OutOfMemoryError: there is no room for the pass. `max_nodes` becomes half of the
+                nodes tried; committed tokens stay.
         """
         self.rewind()
         layout = TreeLayout.of(tree)
@@ -233,7 +233,7 @@ class Target:
 
     @torch.inference_mode()
     def rewind(self) -> None:
-        """Drop what was verified and not committed."""
+        """Drop tokens that were verified and not committed."""
         self._passes.truncate(self._committed)
 
     @torch.inference_mode()
@@ -252,7 +252,7 @@ class Target:
             self._passes.keep(start + in_place, path[in_place:] + start)
 
     def pretend(self, num_tokens: int) -> None:
-        """Have a sequence of so many tokens that were never read, to time passes behind it."""
+        """Make up a sequence of so many tokens without reading them, to time passes behind it."""
         self.prefill(np.zeros(1, np.int32))
         if self._passes.pretend(num_tokens):
             self._committed = num_tokens

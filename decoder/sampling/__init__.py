@@ -1,1 +1,1 @@
-"""Which drafted tokens are kept: rules that leave the distribution of the output alone."""
+"""Acceptance rules: which drafted tokens are kept, so that the output's distribution is exact."""

@@ -1,4 +1,4 @@
-"""Which token the target chooses after a node, as functions of whole rows."""
+"""Choosing the target's token after each node: the most probable one, a draw, or rejection."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from decoder.sampling.verification import CERTAIN, SampledTree, draw
 
 NOTHING: Final = -1
-"""What is chosen where no token is possible."""
+"""Chosen where no token is possible."""
 
 
 Choice = Callable[[torch.Tensor, NDArray[np.int64]], torch.Tensor]
-"""A way of choosing, made for one tree; rows may come one by one or together.
+"""A way of choosing, made for one tree; called with single rows or with many.
 
-It is given float32[n, vocabulary], logits after processors, and int64[n], which rows these are: 0
-after the last token, node + 1 after a node. It returns int64[n], a token or `NOTHING` for each.
+Takes float32[n, vocabulary], logits after processors, and int64[n], the numbers of these rows: 0
+after the last token, node + 1 after a node. Returns int64[n], a token or `NOTHING` for each.
 """
 
 
@@ -33,8 +33,9 @@ class Draw:
     """Draws from each row's distribution.
 
     Nodes of one depth share their random number: only one of them can lie on the path, and which
-    one depends on the numbers of lesser depths. Drafts of all kinds are matched with the draw,
-    even those that a model has drawn: its numbers are others, so the draw does not know them.
+    one depends on the numbers of lesser depths. Drafts of all kinds are compared with the draw,
+    even those that a model has drawn: that model uses other random numbers, so both are
+    independent.
 
     Attributes:
         depths: int64[1 + N], of the last token and of each node.
@@ -134,7 +135,7 @@ class Rejection:
         return torch.where(chosen == NOTHING, last, chosen).masked_fill(has_none, NOTHING)
 
     def _proposal(self, before: torch.Tensor, numbers: torch.Tensor, size: int) -> torch.Tensor:
-        """Return float64[n, size], what a child of each row was drawn from.
+        """Return float64[n, size], the distributions that a child of each row was drawn from.
 
         Args:
             before: int64[n, k], the siblings before it.
@@ -158,7 +159,7 @@ def without(proposal: torch.Tensor, tokens: torch.Tensor, is_gone: torch.Tensor)
     Args:
         proposal: float64[n, size].
         tokens: int64[n, k], different ones in each row.
-        is_gone: bool[n, k], which of them are taken away.
+        is_gone: bool[n, k], which of them are removed.
     """
     left = proposal.gather(1, tokens).masked_fill(is_gone, 0)
     remaining = proposal.scatter(1, tokens, left)
@@ -166,9 +167,9 @@ def without(proposal: torch.Tensor, tokens: torch.Tensor, is_gone: torch.Tensor)
 
 
 def residual(target: torch.Tensor, proposal: torch.Tensor) -> torch.Tensor:
-    """Return max(target - proposal, 0), normalised: what is left of a target after a rejection.
+    """Return max(target - proposal, 0), normalised: the target's distribution after a rejection.
 
-    Where nothing is left, which only rounding can bring about, it is the target.
+    Where that is zero everywhere, which only rounding can cause, returns the target.
     """
     left = (target - proposal).clamp(min=0)
     mass = left.sum(dim=-1, keepdim=True)

@@ -1,6 +1,6 @@
-"""Constraints on what may be generated: state machines that walk along with a path.
+"""Constraints on the output: state machines that advance along a path.
 
-Regular expressions and JSON schemas are ones by llguidance (an optional extra).
+llguidance, an optional extra, makes them from regular expressions and JSON schemas.
 """
 
 import json
@@ -14,21 +14,21 @@ import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from decoder.errors import InvalidConstraintError
-from decoder.sampling.verification import Place
+from decoder.sampling.verification import PassContext
 from retriever.drafter import TokenIds
 
 State = TypeVar("State")
 
 
 class Constraint(Protocol[State]):
-    """Says which tokens may come next; begins where the prompt ends.
+    """Decides which tokens may come next; begins where the prompt ends.
 
-    States are values: advancing one leaves it as it was, because a tree's paths share their
-    beginnings and most of them are given up.
+    States are values: advancing one does not change it, because a tree's paths share their
+    beginnings and most of them are rejected.
     """
 
     def start(self) -> State:
-        """Return the state in which nothing is generated yet."""
+        """Return the state before the first generated token."""
         ...
 
     def advance(self, state: State, token: int) -> State:
@@ -41,7 +41,7 @@ class Constraint(Protocol[State]):
 
 
 class ConstraintMemory(Generic[State]):
-    """Follows a constraint from step to step, so that each token is taken in once.
+    """Keeps a constraint's state from pass to pass, so that it advances once for each token.
 
     Args:
         constraint: whose states these are.
@@ -52,9 +52,9 @@ class ConstraintMemory(Generic[State]):
         self._known: TokenIds = np.empty(0, np.int32)
         self._state = constraint.start()
 
-    def state(self, place: Place) -> State:
-        """Return the state after all that is committed."""
-        generated = place.generated
+    def state(self, context: PassContext) -> State:
+        """Return the state after all committed tokens."""
+        generated = context.generated
         known = len(self._known)
         if known > len(generated) or not np.array_equal(generated[:known], self._known):
             self._state, known = self.constraint.start(), 0
@@ -126,7 +126,7 @@ class Grammar:
         return cls(_matcher(grammar, tokenizer, stop_ids))
 
     def start(self) -> "LLMatcher":
-        """Return the state in which nothing is generated yet."""
+        """Return the state before the first generated token."""
         return self._initial
 
     def advance(self, state: "LLMatcher", token: int) -> "LLMatcher":
@@ -171,14 +171,14 @@ def _check(grammar: str, name: str, pattern: str = "") -> None:
 
 
 def _reason(message: str) -> str:
-    """Return the line that says what is wrong, of the many that llguidance gives."""
+    """Return the line with the error, of the many that llguidance gives."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("error:")), lines[0])
     return reason.removeprefix("error:").strip()
 
 
 def _position(message: str, pattern: str) -> str:
-    """Return which character of a pattern is at fault, where llguidance marks it below."""
+    """Return the position of the character that llguidance marks in a pattern, in words."""
     for line, below in pairwise(message.splitlines()):
         indent = line.removesuffix(pattern)
         if pattern and indent != line and not indent.strip() and set(below.strip()) == {"^"}:

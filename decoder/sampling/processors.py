@@ -17,21 +17,21 @@ from transformers import (
 
 from decoder.sampling.constraint import Constraint, ConstraintMemory, masked
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.sampling.verification import Place
+from decoder.sampling.verification import PassContext
 from retriever.tree import ROOT, DraftTree
 
 _SLACK: Final = 0.01
-"""Of a logit: more than rounding can change."""
+"""Margin in units of a logit, larger than any rounding error."""
 
 
 class CountPenalty(LogitsProcessor):
-    """Takes a penalty off the logits of tokens that are there, and one for each time.
+    """Subtracts a penalty from the logits of tokens that occur, and one for each occurrence.
 
     These are OpenAI's presence and frequency penalties, which transformers has no processor for.
 
     Args:
-        presence: for being there.
-        frequency: for each time.
+        presence: penalty of a token that occurs.
+        frequency: penalty for each occurrence.
     """
 
     def __init__(self, presence: float, frequency: float) -> None:
@@ -51,7 +51,7 @@ class CountPenalty(LogitsProcessor):
 
 
 class NucleusWarper(TopPLogitsWarper):
-    """Transformers' top-p, without sorting what is too improbable to stay.
+    """Transformers' top-p, without sorting tokens that are too improbable to stay.
 
     Tokens of less than (1 - top_p) / vocabulary hold less than 1 - top_p together, so they go
     whatever their order is. One row of 49,152 logits on a processor takes 0.1 to 0.4 ms instead
@@ -99,7 +99,7 @@ class Warping:
     A single row on a CPU is narrowed to the tokens that may stay before the rest is applied.
 
     Args:
-        settings: which they are.
+        settings: which processors there are.
 
     Attributes:
         processors: all of them, in transformers' order; none if tokens are not drawn.
@@ -125,7 +125,7 @@ class Warping:
         return torch.full_like(scores, -math.inf).index_copy_(1, tokens, kept)
 
     def _candidates(self, scores: torch.Tensor) -> torch.Tensor | None:
-        """Return int64[n], tokens without which nothing changes; `None` where that costs more."""
+        """Return int64[n], tokens that may stay; `None` where finding them does not pay."""
         settings = self._settings
         if settings.top_k:
             least = torch.topk(scores, min(settings.top_k, len(scores))).values[-1]
@@ -150,7 +150,7 @@ def _truncating(settings: SamplingSettings) -> list[LogitsProcessor]:
 def applied(
     processors: Sequence[LogitsProcessor], tokens: torch.Tensor | None, scores: torch.Tensor
 ) -> torch.Tensor:
-    """Return [rows, vocabulary], what processors make of logits, one after the other.
+    """Return [rows, vocabulary], the logits after all processors in turn.
 
     `LogitsProcessorList` does so, too, but inspects every signature on every call.
 
@@ -168,7 +168,7 @@ def applied(
 
 
 class Processing:
-    """What happens to the target's logits before a token is chosen.
+    """The processing of the target's logits before a token is chosen.
 
     The order is transformers': repetition penalty, frequency and presence penalty, the caller's
     processors, the constraint, then temperature, top-k, top-p and min-p.
@@ -199,7 +199,7 @@ class Processing:
 
     @property
     def all_processors(self) -> list[LogitsProcessor]:
-        """What is applied, but for the constraint."""
+        """All processors, in order; the constraint is none of them."""
         return [
             *self._penalties,
             *self._count_penalties,
@@ -210,7 +210,7 @@ class Processing:
     def before_constraint(
         self, tokens: torch.Tensor, scores: torch.Tensor, num_prompt_tokens: int
     ) -> torch.Tensor:
-        """Apply what looks at tokens.
+        """Apply the processors that look at tokens.
 
         Args:
             tokens: int64[rows, n], what precedes each row.
@@ -223,22 +223,22 @@ class Processing:
 
 
 class PathScores:
-    """One pass's processed logits, made row by row or level by level when they are asked for.
+    """One pass's processed logits, computed row by row or level by level on demand.
 
     Args:
-        processing: what is done to them.
+        processing: of the logits.
         tree: N nodes.
         logits: [1 + N, vocabulary], the target's; they stay as they are.
-        place: where the tree's first tokens stand.
+        context: the sequence that the tree goes on from.
     """
 
     def __init__(
-        self, processing: Processing, tree: DraftTree, logits: torch.Tensor, place: Place
+        self, processing: Processing, tree: DraftTree, logits: torch.Tensor, context: PassContext
     ) -> None:
         self._processing = processing
         self._tree = tree
         self._logits = logits
-        self._place = place
+        self._context = context
         self._committed: torch.Tensor | None = None
         self._states: dict[int, Any] = {}
 
@@ -250,7 +250,7 @@ class PathScores:
         scores = self._copied(slice(row, row + 1))
         if self._processing.looks_at_tokens:
             scores = self._processing.before_constraint(
-                self._paths([row]), scores, self._place.num_prompt_tokens
+                self._paths([row]), scores, self._context.num_prompt_tokens
             )
         if self._processing.memory is not None:
             allowed = self._processing.memory.constraint.allowed(self._state(row))
@@ -265,7 +265,7 @@ class PathScores:
             for depth in range(int(depths.max()) + 1):
                 rows = np.flatnonzero(depths == depth)
                 scores[rows] = self._processing.before_constraint(
-                    self._paths(rows.tolist()), scores[rows], self._place.num_prompt_tokens
+                    self._paths(rows.tolist()), scores[rows], self._context.num_prompt_tokens
                 )
         return self._processing.after_constraint(scores)
 
@@ -275,7 +275,7 @@ class PathScores:
     def _paths(self, rows: Sequence[int]) -> torch.Tensor:
         """Return int64[rows, n], all tokens before each of some rows of equal depth."""
         if self._committed is None:
-            tokens = torch.from_numpy(self._place.tokens.astype(np.int64))
+            tokens = torch.from_numpy(self._context.tokens.astype(np.int64))
             self._committed = tokens.to(self._logits.device)
         paths = [self._tree.token_ids[self._tree.path_to(row - 1)] for row in rows]
         ends = torch.from_numpy(np.stack(paths).astype(np.int64)).to(self._logits.device)
@@ -286,7 +286,7 @@ class PathScores:
         if memory is None:
             return None
         if row == ROOT + 1:
-            state = memory.state(self._place)
+            state = memory.state(self._context)
         else:
             node = row - 1
             before = self._states[int(self._tree.parents[node]) + 1]

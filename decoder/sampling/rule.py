@@ -1,4 +1,4 @@
-"""From settings, processors and a constraint to the rule that says which drafts are kept."""
+"""The acceptance rule for sampling settings, processors and a constraint."""
 
 import secrets
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from decoder.sampling.verification import (
     CERTAIN,
     Acceptance,
     AcceptRule,
-    Place,
+    PassContext,
     SampledTree,
     accept_greedy,
     drawn_numbers,
@@ -40,12 +40,12 @@ from retriever.tree import DraftTree
 class ProcessedRule:
     """A rule that chooses from processed logits.
 
-    On a CPU a row is processed when the path comes to it; of another device all rows are
-    processed together, so that it is waited for once.
+    On a CPU a row is processed when the path reaches it. On another device all rows are processed
+    together, so that the host waits for it once.
 
     Attributes:
         settings: how tokens are chosen.
-        processing: what is done to logits before.
+        processing: of the logits before a choice.
         seed: of the random numbers.
     """
 
@@ -53,44 +53,44 @@ class ProcessedRule:
     processing: Processing
     seed: int
 
-    def __call__(self, tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
+    def __call__(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
         """Accept the path that the target's choices follow.
 
         Raises:
-            DeadEndError: no token is possible after what is committed.
+            DeadEndError: no token is possible after the committed ones.
             InvalidLogitsError: the logits after it are not numbers.
         """
         is_stepwise = logits.device.type == "cpu" or self.processing.memory is not None
         with torch.inference_mode():
-            return (self.stepwise if is_stepwise else self.at_once)(tree, logits, place)
+            return (self.stepwise if is_stepwise else self.at_once)(tree, logits, context)
 
-    def stepwise(self, tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
+    def stepwise(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
         """Process and choose row by row, as far as the path goes."""
-        scores = PathScores(self.processing, tree, logits, place)
-        choose = self._choice(tree, place)
+        scores = PathScores(self.processing, tree, logits, context)
+        choose = self._choice(tree, context)
         path, token = walk(
             tree, lambda row: int(choose(scores.one(row), np.array([row], np.int64)))
         )
         return _possible(tree, logits, (path, token))
 
-    def at_once(self, tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
+    def at_once(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
         """Process and choose for all rows; not for constraints."""
-        scores = PathScores(self.processing, tree, logits, place).all()
-        choices = self._choice(tree, place)(scores, np.arange(len(tree) + 1))
+        scores = PathScores(self.processing, tree, logits, context).all()
+        choices = self._choice(tree, context)(scores, np.arange(len(tree) + 1))
         return _possible(tree, logits, follow(tree, choices.tolist()))
 
-    def _choice(self, tree: DraftTree, place: Place) -> Choice:
+    def _choice(self, tree: DraftTree, context: PassContext) -> Choice:
         if self.settings.is_greedy:
             return most_probable
         depths = np.concatenate(([0], tree.depths()))
         count = int(depths.max()) + 1
         if self.settings.coupled:
-            return Draw(depths, uniforms(self.seed, place, count))
+            return Draw(depths, uniforms(self.seed, context, count))
         if isinstance(tree, SampledTree) and (tree.rows != CERTAIN).any():
             children = DrawnChildren.of(tree)
-            points = drawn_numbers(self.seed, place, (count, children.tokens.shape[1] + 1))
+            points = drawn_numbers(self.seed, context, (count, children.tokens.shape[1] + 1))
             return Rejection(children, tree.proposals, depths, points)
-        return Draw(depths, drawn_numbers(self.seed, place, (count,)))
+        return Draw(depths, drawn_numbers(self.seed, context, (count,)))
 
 
 def accept_rule(
@@ -103,8 +103,8 @@ def accept_rule(
     Args:
         settings: how tokens are chosen; greedily by default.
         processors: of transformers, applied along each path with all tokens before a row as
-            `input_ids`. Each is a function of its arguments: one that remembers its calls would
-            see tokens that are given up.
+            `input_ids`. Each must be a function of its arguments: one that remembers its calls
+            would see rejected tokens.
         constraint: which tokens may be chosen.
     """
     settings = SamplingSettings() if settings is None else settings
@@ -116,7 +116,7 @@ def accept_rule(
 
 
 def _possible(tree: DraftTree, logits: torch.Tensor, acceptance: Acceptance) -> Acceptance:
-    """Give out what lies before a dead end; the next pass, which begins there, raises."""
+    """Accept the path up to a dead end; the next pass, which begins there, raises."""
     path, token = acceptance
     if token != NOTHING:
         return acceptance

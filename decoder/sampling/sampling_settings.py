@@ -10,6 +10,9 @@ from transformers import GenerationConfig
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 
 _MIN_TEMPERATURE: Final = 1e-5
+"""At this temperature a difference of 0.001 between two logits is a factor of e^100 already: lower
+ones would differ from greedy decoding only by rounding."""
+
 _TRUNCATIONS: Final = ("top_k", "top_p", "min_p")
 _STATED_PENALTIES: Final = ("repetition_penalty",)
 _SEEDS: Final = 2**64
@@ -17,7 +20,7 @@ _SEEDS: Final = 2**64
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How tokens are chosen; what is `None` is not applied.
+    """How tokens are chosen; settings that are `None` are not applied.
 
     They mean what transformers means by them, and are applied in its order: repetition penalty,
     frequency and presence penalty, temperature, top-k, top-p, min-p.
@@ -31,17 +34,17 @@ class SamplingSettings:
             (Nguyen et al., 2024, arXiv:2407.01082).
         repetition_penalty: divides positive logits of tokens in prompt and output, multiplies
             negative ones, above 0 (Keskar et al., 2019, arXiv:1909.05858).
-        presence_penalty: is taken off the logits of tokens in the output, -2 to 2.
-        frequency_penalty: the same for each time that a token is there.
+        presence_penalty: subtracted from the logits of tokens in the output, -2 to 2.
+        frequency_penalty: the same, once for each occurrence.
         seed: makes sampling repeatable, from 0 to 2**64 - 1; `None` takes one from the system.
-        coupled: random numbers belong to positions, so that a seed gives one output, whatever
-            is drafted. Else they belong to passes, drafts that were drawn from a model's
-            distribution are accepted by that distribution, and a seed gives one output for one
-            drafter.
+        coupled: random numbers belong to positions, so that a seed gives the same output with
+            any drafts. Otherwise they belong to passes, drafts that were drawn from a model's
+            distribution are accepted by that distribution, and the output of a seed depends on
+            the drafter.
 
     Raises:
         InvalidSettingsError: a value is out of its range.
-        ContradictoryOptionsError: what only sampling obeys is set at temperature 0.
+        ContradictoryOptionsError: a setting for sampling alone is given at temperature 0.
     """
 
     temperature: float = 0.0
@@ -83,7 +86,7 @@ class SamplingSettings:
         return self.temperature == 0
 
     def completed(self, config: GenerationConfig) -> Self:
-        """Take what is left open here, but for temperature and seed, from a generation_config."""
+        """Fill the settings that are `None`, except the seed, from a generation_config."""
         names = _STATED_PENALTIES if self.is_greedy else (*_STATED_PENALTIES, *_TRUNCATIONS)
         stated: dict[str, Any] = {
             name: getattr(config, name, None) for name in names if getattr(self, name) is None
@@ -113,8 +116,8 @@ _RANGES: Final[dict[str, tuple[Callable[[float], bool], str]]] = {
     "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1 (off)"),
     "min_p": (lambda value: 0 <= value <= 1, "between 0 (off) and 1"),
     "repetition_penalty": (lambda value: value > 0, "above 0; 1 is none"),
-    "presence_penalty": (lambda value: abs(value) <= 2, "between -2 and 2"),  # noqa: PLR2004  the range people know
-    "frequency_penalty": (lambda value: abs(value) <= 2, "between -2 and 2"),  # noqa: PLR2004  likewise
+    "presence_penalty": (lambda value: abs(value) <= 2, "between -2 and 2"),  # noqa: PLR2004  OpenAI's range
+    "frequency_penalty": (lambda value: abs(value) <= 2, "between -2 and 2"),  # noqa: PLR2004  as above
     "seed": (
         lambda value: _is_whole(value) and 0 <= value < _SEEDS,
         "a whole number from 0 to 2**64 - 1",

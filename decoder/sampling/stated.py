@@ -1,4 +1,4 @@
-"""What a model's generation_config asks for beyond choosing the most probable token."""
+"""Options of a model's generation_config: which a rule applies, and which it does not."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ _FOLLOWED_ALONG_PATHS: Final = (
     "remove_invalid_values",
     "suppress_tokens",
 )
-"""They become processors that need not know where the prompt ends and have no memory."""
+"""Options whose processors have no memory and need not know where the prompt ends."""
 
 
 def stated_processors(model: PreTrainedModel, stop_ids: Sequence[int]) -> list[LogitsProcessor]:
@@ -62,7 +62,7 @@ def unapplied_settings(
     Args:
         model: whose settings these are.
         stop_ids: tokens that end a sequence.
-        rule: what decodes; the settings that only sampling obeys count if it samples.
+        rule: the acceptance rule; settings for sampling alone count if it samples.
 
     Returns:
         Name to value.
@@ -80,7 +80,7 @@ def unapplied_settings(
 
 @contextmanager
 def without_own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Have `model.generate` follow its caller's settings only, for the block's time."""
+    """Have `model.generate` follow its caller's settings only, during the block."""
     own = model.generation_config
     model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]  # not typed there
     try:

@@ -1,4 +1,4 @@
-"""What verification is made of: places, walking down a tree, and drawing tokens.
+"""The parts that acceptance rules share: random numbers, walking down a tree, drawing tokens.
 
 All rules let the target choose a token after a node and follow the child that carries it. The
 target's own choice is kept at every position, so the output is the target's, whatever was
@@ -24,12 +24,12 @@ Acceptance = tuple[NDArray[np.int64], int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where the tokens of a pass stand.
+class PassContext:
+    """The sequence that a pass goes on from.
 
     Attributes:
         sequence: number of the sequence among those of its decoder.
-        tokens: int32[n], what is committed so far, the prompt first. Not to be written to.
+        tokens: int32[n], the committed tokens, the prompt first. Not to be written to.
         num_prompt_tokens: how many of them are the prompt's.
     """
 
@@ -48,18 +48,21 @@ class Place:
         return self.tokens[self.num_prompt_tokens :]
 
 
-AcceptRule = Callable[[DraftTree, torch.Tensor, Place], Acceptance]
-"""A rule that is given a tree of N nodes, the target's logits [1 + N, vocabulary], and where."""
+AcceptRule = Callable[[DraftTree, torch.Tensor, PassContext], Acceptance]
+"""Accepts a path of a tree of N nodes, given the target's logits [1 + N, vocabulary]."""
 
 _BLOCK = 256
+"""Tokens that are summed together first: about the square root of a usual vocabulary, so that the
+sums of blocks and those inside one block take equally long."""
+
 _PHILOX_WORDS = 4  # numbers for each count
 
 
-def accept_greedy(tree: DraftTree, logits: torch.Tensor, _place: Place) -> Acceptance:
+def accept_greedy(tree: DraftTree, logits: torch.Tensor, _context: PassContext) -> Acceptance:
     """Follow the child that equals the target's most probable token.
 
-    A processor looks only at the rows that the path comes to; from another device all choices
-    come at once, so that it is waited for once.
+    On a CPU only the rows on the path are searched. From another device all choices come
+    together, so that the host waits for it once.
 
     Args:
         tree: what was verified, N nodes.
@@ -71,21 +74,21 @@ def accept_greedy(tree: DraftTree, logits: torch.Tensor, _place: Place) -> Accep
     return walk(tree, lambda row: int(logits[row : row + 1].float().argmax(dim=-1)))
 
 
-def uniforms(seed: int, place: Place, count: int) -> NDArray[np.float64]:
-    """Return float64[count], the random numbers of a place and the positions after it.
+def uniforms(seed: int, context: PassContext, count: int) -> NDArray[np.float64]:
+    """Return float64[count], the random numbers of the position after a context and the next ones.
 
     A number is a function of seed, sequence and position, by a generator that counts instead of
     keeping state (Philox: Salmon et al., 2011, doi:10.1145/2063384.2063405).
     """
-    block, skipped = divmod(place.position, _PHILOX_WORDS)
-    source = np.random.Philox(key=np.array([seed, place.sequence], np.uint64), counter=block)
+    block, skipped = divmod(context.position, _PHILOX_WORDS)
+    source = np.random.Philox(key=np.array([seed, context.sequence], np.uint64), counter=block)
     return np.random.Generator(source).random(skipped + count)[skipped:]
 
 
-def drawn_numbers(seed: int, place: Place, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Return float64[shape], random numbers of a pass: none of those that belong to positions."""
-    counter = np.array([0, place.position, 1, 0], np.uint64)
-    source = np.random.Philox(key=np.array([seed, place.sequence], np.uint64), counter=counter)
+def drawn_numbers(seed: int, context: PassContext, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Return float64[shape], random numbers of a pass, apart from those of positions."""
+    counter = np.array([0, context.position, 1, 0], np.uint64)
+    source = np.random.Philox(key=np.array([seed, context.sequence], np.uint64), counter=counter)
     return np.random.Generator(source).random(shape)
 
 
@@ -100,7 +103,7 @@ def follow(tree: DraftTree, choices: list[int]) -> Acceptance:
 
 
 def walk(tree: DraftTree, choose: Callable[[int], int]) -> Acceptance:
-    """Do as `follow` does, and choose tokens only where the path comes by.
+    """Do as `follow` does, and choose tokens only along the path.
 
     Args:
         tree: N nodes.

@@ -1,1 +1,1 @@
-"""Changing an index that is there, and checking that it is whole."""
+"""Changing an existing index, rebuilding it for another tokenizer, and verifying it."""

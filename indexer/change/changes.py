@@ -1,4 +1,4 @@
-"""Changing an index that is there: adding documents, removing them, merging small segments."""
+"""Changing an existing index: adding documents, removing them, merging small segments."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from indexer.build_report import ChangeReport, Tally
+from indexer.build_report import BuildTally, ChangeReport
 from indexer.change.choosing import Choice
 from indexer.change.writer import IndexWriter, writing
 from indexer.engines import Engine
@@ -41,23 +41,22 @@ def add_documents(
 ) -> ChangeReport:
     """Add documents to an index, as new segments; those that it holds already are left out.
 
-    Readers go on with the snapshot that they hold, and find the new one when they look. Texts are
-    kept where the index keeps those that it has. Where all documents are there already, nothing
-    is published.
+    Readers keep the snapshot that they hold until they reopen the index. Texts are kept if the
+    index keeps its texts. If it holds all documents already, nothing is published.
 
     Args:
         path: the index's directory.
         sources: as for `build_index`.
         options: as for `build_index`.
-        on_progress: likewise.
+        on_progress: as for `build_index`.
 
     Raises:
-        IndexBusyError: somebody else is changing the index.
+        IndexBusyError: another process is changing the index.
         SourceError: a source does not exist, or no document could be read.
         IndexerError: the index has no tokenizer, or cannot be written.
     """
     started = time.perf_counter()
-    tally = Tally()
+    tally = BuildTally()
     with writing(Path(path), "add") as writer, scratch_folder(writer.folder) as scratch:
         contents = writer.contents
         options = replace(options, keep_texts=contents.keeps_texts)
@@ -84,10 +83,10 @@ def remove_documents(
     patterns: Iterable[str] = (),
     options: BuildOptions = DEFAULTS,
 ) -> ChangeReport:
-    """Remove documents: no file of the index holds anything of them once no reader is left.
+    """Remove documents: once no reader is left, no file of the index holds anything of them.
 
-    The segments that hold them are written anew, and so are the phrase tables. What readers still
-    have open stays until the next change; the report says so.
+    Segments that hold them are rewritten without them, and so are the phrase tables. Files that
+    readers still have open stay until the next change; the report says so.
 
     Args:
         path: the index's directory.
@@ -96,9 +95,9 @@ def remove_documents(
         options: where to run.
 
     Raises:
-        IndexBusyError: somebody else is changing the index.
+        IndexBusyError: another process is changing the index.
         SourceError: a name or a pattern is of no document, or no document would be left.
-        DamagedIndexError: what stays is not what was built.
+        DamagedIndexError: the files that are kept are damaged.
         IndexerError: the index cannot be written.
     """
     started = time.perf_counter()
@@ -128,8 +127,8 @@ def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
         options: where to run, and the most tokens of a merged segment.
 
     Raises:
-        IndexBusyError: somebody else is changing the index.
-        DamagedIndexError: a segment that is to be merged is not what was built.
+        IndexBusyError: another process is changing the index.
+        DamagedIndexError: a segment that is to be merged is damaged.
         IndexerError: the index cannot be written.
     """
     started = time.perf_counter()
@@ -153,11 +152,11 @@ def _parts_of(writer: IndexWriter) -> list[Part]:
 
 
 def _checked_tokenizer(writer: IndexWriter) -> Path:
-    """Return where the stored tokenizer is, which is what was stored."""
+    """Return the path of the stored tokenizer, once its checksum is checked."""
     tokenizer = writer.folder / TOKENIZER_FILE
     if writer.contents.tokenizer is None:
         raise IndexerError(
-            f"{writer.folder} was built of token ids and has no tokenizer: build it anew"
+            f"{writer.folder} was built of token ids and has no tokenizer: build it again"
         )
     check_file(tokenizer, writer.contents.tokenizer)
     return tokenizer
@@ -180,7 +179,7 @@ def _neighbours(parts: Iterable[Part], most: int) -> list[list[Piece]]:
 def _regrouped(
     engine: Engine, writer: IndexWriter, groups: Sequence[Sequence[Piece]]
 ) -> tuple[SegmentRecord, ...]:
-    """Return a segment for each group: the one that is there, where it is that, or a new one."""
+    """Return a segment for each group: the existing one if it equals the group, or a new one."""
     folder = writer.folder / SEGMENTS_FOLDER
     records = {folder / record.name: record for record in writer.contents.segments}
     new = [group for group in groups if not _is_segment(group)]
@@ -198,7 +197,7 @@ def _is_segment(group: Sequence[Piece]) -> bool:
 
 
 def _check_sound(folder: Path, record: SegmentRecord) -> None:
-    """Check what will be copied: a new checksum would hide that it is damaged."""
+    """Check files before they are copied: a new checksum would hide their damage."""
     for name, file in record.files.items():
         if name not in _NOT_COPIED:
             check_file(folder / name, file)
@@ -216,7 +215,7 @@ def _segments(
 def _publish(
     engine: Engine, writer: IndexWriter, contents: Contents, *, exact: bool = False
 ) -> None:
-    """Publish contents with phrase tables for them, unless that is what is published."""
+    """Publish contents with phrase tables for them, unless they are published already."""
     last = max(int(record.name) for record in contents.segments)
     contents = replace(contents, next_segment=max(contents.next_segment, last + 1))
     phrases = renewed_phrases(engine, writer.folder, writer.next_number, contents, always=exact)
@@ -236,9 +235,9 @@ def _report(  # noqa: PLR0913, PLR0917
     num_tokens: int,
     writer: IndexWriter,
     started: float,
-    tally: Tally | None = None,
+    tally: BuildTally | None = None,
 ) -> ChangeReport:
-    tally = tally or Tally()
+    tally = tally or BuildTally()
     return ChangeReport(
         str(path),
         verb,

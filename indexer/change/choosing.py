@@ -32,7 +32,7 @@ class Choice:
             raise SourceError("no document is named: name some, or a pattern of their names")
 
     def takes(self, name: str) -> bool:
-        """Tell whether a document of this name is chosen."""
+        """Return whether a document of this name is chosen."""
         found = {pattern for pattern in self._patterns if fnmatchcase(name, pattern)}
         if name in self._names:
             found.add(name)
@@ -93,7 +93,7 @@ def list_documents(path: Path | str, patterns: Iterable[str] = ()) -> Iterator[L
 
     Raises:
         IndexerError: as `Index.open`.
-        DamagedIndexError: what the index holds of a document is not what was built.
+        DamagedIndexError: a document table is damaged.
     """
     patterns = tuple(patterns)
     with Index.open(path) as index:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from indexer.build import report_of, store_tokenizer, write_index
-from indexer.build_report import BuildReport, Tally
+from indexer.build_report import BuildReport, BuildTally
 from indexer.errors import SourceError
 from indexer.format.names import SEGMENTS_FOLDER, TEXTS_FILE, TOKENIZER_FILE, token_dtype
 from indexer.format.opening import check_file
@@ -34,15 +34,15 @@ def build_from_index(
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
-    """Build all documents of an index anew, with their names and licences.
+    """Build all documents of an index again, with their names and licences.
 
     Args:
         source: the directory of an index that keeps its texts.
         output: as for `build_index`; may be the same.
-        tokenizer: likewise.
-        options: likewise. Documents are taken whatever their length, and repeated ones as often as
-            the index has them.
-        on_progress: likewise.
+        tokenizer: as for `build_index`.
+        options: as for `build_index`. Documents of any length are taken, and repeated ones as
+            often as the index has them.
+        on_progress: as for `build_index`.
 
     Raises:
         SourceError: the index does not keep its texts.
@@ -69,10 +69,10 @@ class RetokeniseTask:
     Attributes:
         folder: of the part, to be made.
         part: the segment whose texts are read.
-        texts: what was written of them.
+        texts: the record of their file.
         tokenizer: the stored tokenizer.
         vocabulary_size: largest token id plus one.
-        screening: what is taken out of them.
+        screening: phrases and secrets to remove.
         keep_texts: whether texts are stored again.
     """
 
@@ -90,14 +90,14 @@ class RetokeniseTask:
         return tokenising_bytes(DEFAULT_MAX_DOCUMENT_BYTES)
 
 
-def retokenise(task: RetokeniseTask) -> tuple[Part, Tally]:
-    """Read and tokenise the texts of a segment; return where the result is, and what was counted.
+def retokenise(task: RetokeniseTask) -> tuple[Part, BuildTally]:
+    """Read and tokenise the texts of a segment; return the part and its counts.
 
     Raises:
-        DamagedIndexError: the texts are not what was written.
+        DamagedIndexError: the file of texts is damaged.
         IndexerError: the disk is full or refuses.
     """
-    tally = Tally()
+    tally = BuildTally()
     check_file(task.part.folder / TEXTS_FILE, task.texts)
     kept = (SourceDocument(*document) for document in task.part.texts())
     usable = usable_texts(kept, sys.maxsize, tally, task.screening)
@@ -116,7 +116,7 @@ def _build(  # noqa: PLR0913, PLR0917
     options: BuildOptions,
     on_progress: OnProgress | None,
 ) -> BuildReport:
-    tally = Tally()
+    tally = BuildTally()
     records = held.contents.segments
     tally.num_bytes_found = sum(record.files[TEXTS_FILE].num_bytes for record in records)
     folder_of_texts = Path(source).resolve() / SEGMENTS_FOLDER

@@ -1,4 +1,4 @@
-"""Checking that an index is what its builder wrote, and looking at what it holds."""
+"""Verifying an index: checksums, suffix order, document tables and phrase tables."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,12 +28,18 @@ from indexer.stages.phrase_writer import write_phrases
 from indexer.stages.segments import first_token_starts
 
 _STRIDE: Final = 1 << 22
+"""Elements that are checked together: temporary arrays stay at some tens of MB."""
+
 _FIRST_COMPARED: Final = 64
+"""Tokens of two suffixes that are compared first; most neighbours differ within them, and only the
+others are read further."""
+
 _SAMPLING_SEED: Final = 0
+"""Fixed, so that a second run checks the same neighbours."""
 
 
 def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: int) -> Iterator[str]:
-    """Yield what is wrong with a segment, in words; nothing if it is sound.
+    """Yield the errors of a segment, in words; nothing if it is sound.
 
     Args:
         segment: whose files have the sizes that the catalog states.
@@ -58,7 +64,7 @@ def find_inconsistencies(segment: Segment, vocabulary_size: int, num_samples: in
 
 
 def find_wrong_documents(documents: DocumentTable) -> Iterator[str]:
-    """Yield what is wrong with the names and licences of documents; nothing if all can be read."""
+    """Yield the errors in names and licences of documents; nothing if all can be read."""
     for number in range(len(documents)):
         try:
             documents.document(number)
@@ -77,7 +83,7 @@ def _parts_documents(is_separator: NDArray[np.bool_], document_starts: NDArray[n
 
 
 def _covers_tokens(suffixes: NDArray[np.uint32], is_separator: NDArray[np.bool_]) -> bool:
-    """Tell whether suffixes, which are as many as tokens, name each of them."""
+    """Return whether suffixes, which are as many as tokens, name each of them."""
     seen = is_separator.copy()
     for piece in _pieces(suffixes):
         if np.any(piece >= len(seen)) or np.any(is_separator[piece]):
@@ -108,7 +114,7 @@ def _neighbours_rise(tokens: Tokens, suffixes: NDArray[np.uint32], num_samples: 
 
 
 def _precedes(tokens: Tokens, first: int, second: int) -> bool:
-    """Tell whether the suffix at `first` sorts before the one at `second`."""
+    """Return whether the suffix at `first` sorts before the one at `second`."""
     length = _FIRST_COMPARED
     while max(first, second) < len(tokens):
         left, right = tokens[first : first + length], tokens[second : second + length]
@@ -126,16 +132,18 @@ def _pieces(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
 
 
 DEFAULT_SAMPLES: Final = 10_000
+"""Neighbours in each suffix array whose whole order is checked: checksums find damage, so these are
+for errors of a builder, which show in far fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `verify_index` found.
+    """The findings of `verify_index`.
 
     Attributes:
         path: the index's directory.
-        num_segments: segments that were looked at.
-        findings: what is wrong, a sentence each; empty if nothing is.
+        num_segments: segments that were checked.
+        findings: the errors, a sentence each; empty for a sound index.
     """
 
     path: str
@@ -212,7 +220,7 @@ def _check_segment(
 
 
 def _check_phrases(path: Path, contents: Contents, *, segments_are_sound: bool) -> Iterator[str]:
-    """Yield what is wrong with the phrase tables; what they count is known of sound segments."""
+    """Yield the errors of the phrase tables; their counts are compared if segments are sound."""
     record, size = contents.phrases, contents.vocabulary.size
     folder = path / PHRASES_FOLDER / record.name
     damaged = list(_check_files(folder, record.files))

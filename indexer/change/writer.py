@@ -1,4 +1,4 @@
-"""Changing an index that is there: one writer at a time, published in one step."""
+"""The writer of an existing index: one at a time, publishing each change in one step."""
 
 import os
 import shutil
@@ -29,13 +29,13 @@ from indexer.format.snapshots import (
 
 
 class IndexWriter:
-    """The one who may change an index; see `writing`.
+    """The only writer of an index; see `writing`.
 
     Attributes:
         folder: the index's directory.
         contents: of the latest snapshot.
         next_number: of the snapshot that will be published.
-        num_older: older snapshots that stay, because somebody reads them.
+        num_older: older snapshots that are still read, and therefore stay.
     """
 
     def __init__(self, folder: Path, number: int, contents: Contents, num_older: int) -> None:
@@ -45,10 +45,10 @@ class IndexWriter:
         self.num_older = num_older
 
     def publish(self, contents: Contents) -> None:
-        """Make contents the latest snapshot, and remove what nobody reads any longer.
+        """Make contents the latest snapshot, and remove files that no reader needs.
 
         Raises:
-            IndexerError: the disk is full or refuses; the index is what it was.
+            IndexerError: the disk is full or refuses; the index is unchanged.
         """
         _sync_new(self.folder, contents, self.contents)
         publish(self.folder, self.next_number, contents)
@@ -59,17 +59,17 @@ class IndexWriter:
 
 @contextmanager
 def writing(path: Path, command: str) -> Iterator[IndexWriter]:
-    """Be the only writer of an index for a while.
+    """Be the only writer of an index during the block.
 
-    What killed writers left is removed first, and what this one leaves where it fails.
+    Leftovers of killed writers are removed first, and those of this one if it fails.
 
     Args:
         path: the index's directory.
-        command: what is being done, for others to read.
+        command: the writer's command, for messages of other processes.
 
     Raises:
         IndexNotFoundError: there is no index.
-        IndexBusyError: somebody else writes.
+        IndexBusyError: another process writes.
         DamagedIndexError: the index cannot be read.
         IndexerError: the folder cannot be written to.
     """
@@ -86,9 +86,9 @@ def writing(path: Path, command: str) -> Iterator[IndexWriter]:
 
 
 def collect_garbage(folder: Path) -> int:
-    """Remove snapshots that are not the latest and that nobody reads, and what only they list.
+    """Remove older snapshots that are not being read, and the files that only they list.
 
-    What cannot be removed stays for the next writer. Only for who holds the lock.
+    Files that cannot be removed stay for the next writer. The caller must hold the lock.
 
     Returns:
         How many older snapshots are left.

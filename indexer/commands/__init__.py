@@ -1,4 +1,4 @@
-"""The commands: build an index, change it, say what it holds, check that it is whole."""
+"""The commands that build, list, inspect and verify an index."""
 
 import os
 from collections.abc import Sequence
@@ -137,7 +137,7 @@ def verify(
     ] = DEFAULT_SAMPLES,
     as_json: AsJson = False,
 ) -> None:
-    """Check that an index is whole: every byte by checksum, and what the bytes say.
+    """Check that an index is whole: every byte by checksum, and the order and counts of tokens.
 
     Ends with status 1 if anything is wrong.
     """

@@ -1,4 +1,4 @@
-"""The commands that change an index that is there: add, remove, compact."""
+"""The commands that change an existing index: add, remove, compact."""
 
 import json
 from typing import Annotated
@@ -36,10 +36,10 @@ def add_command(
 ) -> None:
     """Add documents to an index, while it is read.
 
-    What it holds already is left out, so that the same sources may be named again; a text that has
-    changed is added beside the one before, unless that is removed first. The tokenizer
-    is the one that the index was built with. Readers find the new documents when they open the
-    index again; until then they keep what they opened.
+    Documents that it holds already are left out, so the same sources may be named again. A text
+    that has changed is added and its earlier version stays, unless that is removed first. The
+    tokenizer is the one that the index was built with. Readers find the new documents when they
+    open the index again.
 
     For example: foredraft add my.index answers-of-today.jsonl
     """
@@ -76,8 +76,8 @@ def remove_command(
 ) -> None:
     """Remove documents from an index, while it is read.
 
-    Nothing of them stays in its files, once nobody has the index open as it was before; the report
-    says if somebody has. Segments that hold them are written anew, and so are the phrase tables.
+    Nothing of them stays in its files once no reader has the earlier snapshot open; the report
+    says if one has. Segments that hold them and the phrase tables are rewritten.
 
     For example: foredraft remove my.index --matching 'src/vendor/*'
     """
@@ -102,7 +102,7 @@ def compact_command(
     """Merge small segments, and count what was added in the phrase tables, while it is read.
 
     Every `add` makes a segment at least, and look-ups take longer with more of them. Also removes
-    the files of snapshots that nobody reads any longer.
+    the files of snapshots that are no longer read.
     """
     options = BuildOptions(max_segment_tokens=index.segment_tokens, engine=work.chosen())
     show(compact(path, options), as_json=as_json)

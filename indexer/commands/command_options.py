@@ -78,7 +78,7 @@ class SourceSettings(BaseModel):
 
 
 class ScreenSettings(BaseModel):
-    """What is screened for; see `ScreenOptions`."""
+    """Phrases and secrets to screen for; see `ScreenOptions`."""
 
     model_config = ConfigDict(title="Screening", extra="forbid", frozen=True)
 
@@ -134,7 +134,7 @@ class SegmentSettings(BaseModel):
 
 
 class AddedSettings(SegmentSettings):
-    """What of the sources an index takes."""
+    """Which documents of the sources an index takes."""
 
     keep_duplicates: Annotated[
         bool,
@@ -146,7 +146,7 @@ class AddedSettings(SegmentSettings):
 
 
 class BuiltSettings(AddedSettings):
-    """What else is said of an index when it is built."""
+    """Further settings of a new index."""
 
     keep_texts: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""How a build shows that it moves: a bar on a terminal, one line elsewhere."""
+"""The progress of a build: a bar on a terminal, one line elsewhere."""
 
 import time
 from types import TracebackType
@@ -14,9 +14,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 
 _INTERVAL_S: Final = 0.1
+"""Between two updates: smooth to look at, and far longer than drawing the bar takes."""
+
 _MIB: Final = 2**20
 
 
@@ -42,7 +44,7 @@ class BuildProgress:
         self._shown = 0.0
         self._is_sorting = False
 
-    def __call__(self, tally: Tally) -> None:
+    def __call__(self, tally: BuildTally) -> None:
         """Show how far a build has come."""
         now = time.monotonic()
         if self._task is None:
@@ -58,13 +60,13 @@ class BuildProgress:
             self._bar.update(self._task, completed=tally.num_bytes_read, rate=rate)
 
     def _begin_sorting(self) -> None:
-        """Show that all is read, and that nobody knows how long the last segment takes."""
+        """Show that all is read; the time of sorting the last segment is unknown."""
         self._is_sorting = True
         if self._task is not None:
             self._bar.remove_task(self._task)
         self._task = self._bar.add_task("sorting the last segment", total=None, rate="")
 
-    def _start(self, tally: Tally, now: float) -> None:
+    def _start(self, tally: BuildTally, now: float) -> None:
         if self._started:
             return
         self._started = now

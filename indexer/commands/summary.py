@@ -1,4 +1,4 @@
-"""What an index holds, in numbers."""
+"""The summary of an index in numbers."""
 
 from collections import Counter
 from dataclasses import dataclass

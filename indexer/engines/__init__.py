@@ -1,7 +1,6 @@
-"""Where the stages of a build run: in this process, in a pool of processes, or on Ray.
+"""Engines that run the stages of a build: this process, a pool of processes, or Ray.
 
-An engine maps a function over tasks; what a stage does is the same everywhere, and so is what it
-writes.
+An engine maps a function over tasks. The files that a stage writes do not depend on the engine.
 """
 
 import os
@@ -13,7 +12,8 @@ from indexer.engines.memory import bytes_taken, describe_size
 from indexer.errors import IndexerError
 
 MAX_RETRIES: Final = 2
-"""Of a task whose worker died."""
+"""Of a task whose worker died: a worker killed by chance succeeds then, while a task that takes too
+much memory fails soon."""
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -24,7 +24,7 @@ class Engine(Protocol):
 
     @property
     def memory_bytes(self) -> int | None:
-        """What all calls may take together, or None where that does not matter."""
+        """Memory that all calls may take together, or None for no limit."""
         ...
 
     def map(
@@ -35,7 +35,7 @@ class Engine(Protocol):
         Args:
             function: of a module, so that other processes find it; may run twice for a task.
             tasks: what to call it with.
-            memory_bytes: what one call takes at most, beside an interpreter.
+            memory_bytes: most memory of one call, besides the interpreter's.
 
         Raises:
             IndexerError: as the function raises it, or because processes cannot be kept alive, or
@@ -46,10 +46,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Serial:
-    """Runs all in this process, one task after the other.
+    """Runs all tasks in this process, one after the other.
 
     Attributes:
-        memory_bytes: that the process may take, or None where that does not matter.
+        memory_bytes: that the process may take, or None for no limit.
     """
 
     memory_bytes: int | None = None
@@ -79,10 +79,10 @@ def forbid_threads() -> None:
 
 
 def num_that_fit(limit: int, fixed: int, each: int) -> int:
-    """Return how many times `each` fits into a limit of memory beside what is taken anyway.
+    """Return how many times `each` fits into `limit` bytes of memory after `fixed`.
 
     Raises:
-        IndexerError: not once.
+        IndexerError: it does not fit once.
     """
     if (fits := (limit - fixed) // each) < 1:
         raise IndexerError(

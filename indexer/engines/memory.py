@@ -1,4 +1,4 @@
-"""How much memory there is, how much may be taken, and how to write that down."""
+"""Memory: the amount available, default limits, and sizes as text."""
 
 import os
 import re
@@ -12,6 +12,9 @@ from indexer.errors import IndexerError
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _ENOUGH_BYTES: Final = 3 << 30
+"""A build of segments of the usual size in this process and a worker: sorting takes 1.1 to 1.5 GB,
+each process half a GB by estimate."""
+
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _GROUP_FILES: Final = {
     "": ("memory.max", "memory.current", "inactive_file"),
@@ -51,7 +54,7 @@ def available_bytes() -> int:
 
 
 def default_limit() -> int:
-    """Return how much memory a build may take where nobody said.
+    """Return how much memory a build may take by default.
 
     That is half of what is available; where that is little, all up to what most builds need.
     """

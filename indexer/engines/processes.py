@@ -1,4 +1,4 @@
-"""A pool of processes that keeps within its memory, outlives its workers and leaves none behind."""
+"""A pool of processes that stays within its memory, replaces dead workers and ends all workers."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
 _TRACKER_BYTES: Final = 16 << 20
-"""Of the process that multiprocessing starts beside the workers."""
+"""Memory of the process that multiprocessing starts in addition to the workers."""
 
 # Never fork: threads and mapped databases of this process would be in an undefined state.
 _CONTEXT: Final = get_context("spawn")
@@ -155,6 +155,6 @@ def _end_with(lifeline: Connection) -> None:
 
 
 def _introduce(function: Callable[..., Any]) -> int:
-    """Return what this process takes; that `function` came here means that it is imported."""
+    """Return the memory of this process; unpickling `function` has imported what it needs."""
     del function
     return bytes_taken()

@@ -1,4 +1,4 @@
-"""Running a build on Ray: the same functions as remote tasks, which Ray schedules by itself."""
+"""Running a build on Ray: the same functions as remote tasks, which Ray schedules."""
 
 import logging
 import os
@@ -22,10 +22,10 @@ _INTERPRETER_BYTES: Final = 128 << 20
 """Of a worker of Ray that has imported what the tasks need; an estimate."""
 
 _OBJECT_STORE_BYTES: Final = 80 << 20
-"""Results are small, and what is large goes by way of files; Ray takes no less than 75 MiB."""
+"""Results are small, as large data is in files; Ray takes no less than 75 MiB."""
 
 _AHEAD: Final = 2
-"""Tasks that Ray knows of, for each that can run."""
+"""Tasks that Ray holds for each that can run: a worker that ends one finds the next at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class RayCluster:
     """Runs tasks on Ray, an `Engine`: on the running cluster, or on one started on this machine.
 
     The cluster is that of the environment variable `RAY_ADDRESS`, or one that runs on this
-    machine. Sources, the index and what is written meanwhile are files: their folders must be
-    there under the same paths on all machines of a cluster, as on a network file system.
+    machine. Sources, the index and temporary data are files: their folders must have the same
+    paths on all machines of a cluster, as on a network file system.
 
     Attributes:
         workers: tasks at once, at most.

@@ -1,1 +1,1 @@
-"""The format on disk: what a reader needs, and how files get to their place."""
+"""The format on disk: records, snapshots, mapped files, and writing files safely."""

@@ -1,4 +1,4 @@
-"""The documents of a segment: where each begins, its name, its licence and its digest."""
+"""The document table of a segment: where each document begins, its name, licence and digest."""
 
 import hashlib
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ class DocumentTable:
         """Return a document.
 
         Raises:
-            DamagedIndexError: what the arrays hold of it is not what a builder writes.
+            DamagedIndexError: the arrays hold values for it that no builder writes.
         """
         licence = int(self.licence_ids[number])
         if licence >= len(self.licences):
@@ -102,7 +102,7 @@ class DocumentTable:
         return {self.licences[licence]: number for licence, number in numbers}
 
     def rows(self, runs: Sequence[tuple[int, int]], length: int) -> "DocumentTable":
-        """Return some of the documents, as they stand where only their tokens are kept.
+        """Return the table of some documents, with starts as if only their tokens were kept.
 
         Args:
             runs: begins and ends of ranges of their numbers, rising and not empty.
@@ -124,7 +124,7 @@ class DocumentTable:
 
     def at(self, position: int) -> int | None:
         """Return the number of the last document that starts at a position or before it."""
-        # A position of another type would have all starts converted, each time.
+        # With a position of another dtype, numpy would convert all starts at every call.
         number = int(np.searchsorted(self.starts, np.uint32(position), side="right")) - 1
         return number if number >= 0 else None
 
@@ -188,7 +188,7 @@ class DocumentTableBuilder:
         self._digests.append(digest)
 
     def table(self) -> DocumentTable:
-        """Return what was gathered."""
+        """Return the table of all documents added."""
         ends = np.cumsum([len(name) for name in self._names])
         digests = np.frombuffer(b"".join(self._digests), np.uint8)
         return DocumentTable(

@@ -1,7 +1,6 @@
 """The names and numbers of the on-disk format; docs/format.md specifies them.
 
-These are the values that writers and readers agree on;
-`indexer.format.records` has what stands in JSON.
+Writers and readers agree on these values; `indexer.format.records` has the JSON of records.
 """
 
 from typing import Any, Final
@@ -47,10 +46,10 @@ POSITION_DTYPE: Final = np.dtype("<u4")
 """Of suffixes and starts: a segment has fewer than 2**32 tokens."""
 
 OFFSET_DTYPE: Final = np.dtype("<u8")
-"""Of places in the names of documents."""
+"""Of offsets into the names of documents."""
 
 LICENCE_DTYPE: Final = np.dtype("<u4")
-"""Of licences of documents: places in the list of the segment's record."""
+"""Of licences of documents: numbers in the list of the segment's record."""
 
 COUNT_DTYPE: Final = np.dtype("u1")
 """Of counts in the phrase tables: see `indexer.format.phrase_tables`."""
@@ -83,5 +82,5 @@ def ordinal_name(ordinal: int) -> str:
 
 
 def is_ordinal_name(name: str) -> bool:
-    """Tell whether `ordinal_name` makes this name."""
+    """Return whether `ordinal_name` makes this name."""
     return name.isascii() and name.isdecimal() and name == ordinal_name(int(name))

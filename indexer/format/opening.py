@@ -43,6 +43,8 @@ DOCUMENT_DTYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 
 _SMALL_BYTES: Final = 1 << 16
+"""Smaller files are read: each map holds a descriptor, of which a process has few, and an index of
+many small segments has many files."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,21 +72,21 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """What a catalog publishes, mapped: its segments and their phrase tables."""
+    """The mapped segments and phrase tables of one published snapshot."""
 
     segments: tuple[Segment, ...]
     phrases: PhraseTables
 
 
 Before = tuple[Contents, Snapshot] | None
-"""An earlier snapshot of the same folder, and what it published; None where there is none."""
+"""An earlier snapshot of the same folder, with its contents; None where there is none."""
 
 
 def check_size(path: Path, num_bytes: int) -> None:
     """Check that a file exists and has its size.
 
     Raises:
-        DamagedIndexError: it does not, or has not.
+        DamagedIndexError: it does not exist, or has another size.
     """
     try:
         actual = path.stat().st_size
@@ -100,7 +102,7 @@ def check_file(path: Path, expected: FileRecord) -> None:
     """Check that a file has the size and the checksum that it was built with; reads all of it.
 
     Raises:
-        DamagedIndexError: it does not exist, cannot be read or has not.
+        DamagedIndexError: it does not exist, cannot be read, or differs.
     """
     check_size(path, expected.num_bytes)
     try:
@@ -120,7 +122,7 @@ def open_snapshot(path: Path, contents: Contents, before: Before = None) -> Snap
     Args:
         path: the index's directory.
         contents: what its catalog lists.
-        before: what it shares is taken as it is mapped.
+        before: files that it shares are not mapped again.
 
     Raises:
         DamagedIndexError: see `open_segment` and `open_phrases`.
@@ -150,7 +152,7 @@ def _mapped(before: Before) -> dict[str, tuple[SegmentRecord, Segment]]:
 def open_segment(path: Path, record: SegmentRecord, vocabulary_size: int) -> Segment:
     """Map the files of a segment of the index at `path`, and check their sizes.
 
-    What they hold is not read, except for the ends of `starts`.
+    Reads only the ends of `starts`.
 
     Raises:
         DamagedIndexError: files are missing or of another size than was written, or `starts` does
@@ -209,7 +211,7 @@ def open_phrases(path: Path, record: PhrasesRecord, vocabulary_size: int) -> Phr
 
 
 def _agree(tables: PhraseTables, vocabulary_size: int) -> bool:
-    """Tell whether arrays of one level are of one length and `starts` end with the next level."""
+    """Return whether arrays of a level have equal lengths and `starts` end with the next level."""
     _, *sizes = tables.num_entries
     return (
         tables.vocabulary_size == vocabulary_size

@@ -1,4 +1,8 @@
-"""Where results go: the writer's lock, its workplace, and an index put in place in one step."""
+"""Writing an index safely: the writer's lock, a hidden folder to build in, and a final rename.
+
+A new index is built in a hidden sibling of its path and renamed when it is whole. One writer at a
+time holds the lock of an index; the files that it writes are never changed afterwards.
+"""
 
 import ctypes
 import errno
@@ -36,7 +40,7 @@ from indexer.format.records import FileRecord
 from indexer.format.same_folder import is_at
 
 _OLDER_FILES: Final = (("checksum",), (CATALOG_FOLDER, "data.mdb"), (CATALOG_FOLDER, "lock.mdb"))
-"""Of versions 1 and 2, which are replaced likewise."""
+"""Files of versions 1 and 2, which may be replaced as well."""
 
 _FILES: Final = ((LOCK_FILE,), (TOKENIZER_FILE,), *_OLDER_FILES)
 _FOLDERS: Final = ((CATALOG_FOLDER,), (SEGMENTS_FOLDER,), (PHRASES_FOLDER,))
@@ -47,10 +51,10 @@ _NUMBERED: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def why_not_index(folder: Path) -> str | None:
-    """Say what keeps a folder from being an index, or None where it is one and nothing besides.
+    """Return why a folder is not an index, or None where it is one and holds nothing else.
 
-    An index may lack segments and phrase tables, as one does that was copied half, but not its
-    snapshots. It holds no entry of another name or kind, and no links.
+    An index may lack segments and phrase tables, as a half-copied one does, but not its snapshots.
+    It holds no entry of another name or kind, and no links.
 
     Raises:
         OSError: the folder cannot be read.
@@ -78,7 +82,7 @@ def _is_folder_of_index(parts: tuple[str, ...]) -> bool:
 
 
 def _is_numbered(parts: tuple[str, ...]) -> bool:
-    """Tell whether this is the folder of a segment or of phrase tables."""
+    """Return whether this is the folder of a segment or of phrase tables."""
     return bool(parts) and parts[:-1] in _NUMBERED and is_ordinal_name(parts[-1])
 
 
@@ -101,10 +105,9 @@ _TOKEN_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Workplace:
-    """A folder to build in and the lock of whoever builds there, siblings of the output.
+    """A folder to build in and the builder's lock file, siblings of the output.
 
-    The lock is a file of its own: on NFS a file is locked only by who may write to it, so that a
-    folder cannot be.
+    The folder itself cannot be locked: NFS locks only files that are open for writing.
     """
 
     folder: Path
@@ -126,10 +129,10 @@ class _Workplace:
 
 @contextmanager
 def workplace(output: Path) -> Iterator[Path]:
-    """Give an empty folder beside `output`, and remove what is at its path in the end.
+    """Give an empty folder next to `output`, and remove it in the end if it is still there.
 
-    First removes the folders that killed builds of the same output left. On a file system that
-    has no locks they stay.
+    First removes the folders that killed builds of the same output left. On a file system without
+    locks they stay.
 
     Raises:
         OSError: the disk refuses.
@@ -150,7 +153,7 @@ def _claim(output: Path) -> tuple[_Workplace, int]:
     while True:
         place = _Workplace.of(output, secrets.token_hex(_TOKEN_BYTES))
         lock = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        with suppress(OSError):  # without locks, nobody removes what others left either
+        with suppress(OSError):  # without locks, no leftovers are removed either
             fcntl.flock(lock, fcntl.LOCK_EX)
         if place.lock.exists():
             return place, lock
@@ -175,22 +178,24 @@ def _remove_if_dead(place: _Workplace) -> None:
 
 
 _MAX_ATTEMPTS: Final = 20
+"""Attempts to lock a folder that is replaced at the same moment: even two in a row are rare."""
+
 _MAX_NOTE_BYTES: Final = 1 << 12
 
 
 @contextmanager
 def writer_lock(folder: Path, command: str) -> Iterator[None]:
-    """Be the only one who changes an index for a while.
+    """Hold the lock of an index's only writer during the block.
 
-    It ends with the process, however that ends. While it is held, the folder stays in its place:
-    who replaces an index by another one holds the lock of the one that is there.
+    The lock ends with the process, however that ends. While it is held, the folder is not replaced:
+    a build that replaces an index holds that index's lock.
 
     Args:
         folder: the index's directory.
-        command: what is being done, for others to read.
+        command: the writer's command, for messages of other processes.
 
     Raises:
-        IndexBusyError: somebody else holds the lock.
+        IndexBusyError: another process holds the lock.
         NoLocksError: the file system has none.
         IndexerError: the folder cannot be written to, or is replaced all the time.
     """
@@ -207,11 +212,11 @@ def writer_lock(folder: Path, command: str) -> Iterator[None]:
 
 
 class NoLocksError(IndexerError):
-    """Two writers could not be told apart."""
+    """The file system has no locks, so that two writers at once are possible."""
 
 
 def _locked(folder: Path) -> int:
-    """Return the locked file; it is that of the folder that is there, not of one before."""
+    """Return the locked file, of the folder that is at the path now."""
     path = folder / LOCK_FILE
     for _ in range(_MAX_ATTEMPTS):
         try:
@@ -249,7 +254,7 @@ def _note(command: str) -> dict[str, str | int]:
 
 
 def _holder(descriptor: int) -> str:
-    """Say who holds the lock, from the note in its file."""
+    """Return the holder of the lock in words, from the note in its file."""
     try:
         who = json.loads(os.pread(descriptor, _MAX_NOTE_BYTES, 0))
         return (
@@ -268,7 +273,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
     Raises:
         IndexExistsError: the path is taken by something that must stay.
-        IndexerError: what is at the path cannot be read.
+        IndexerError: the path cannot be read.
     """
     try:
         if not output.exists():
@@ -299,14 +304,14 @@ def _exists(output: Path) -> IndexExistsError:
 def new_index_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
     """Give a folder to build in, and put it at `output` when the block ends without an error.
 
-    The folder is a hidden sibling of `output`, so that the step is a rename: whenever a build is
-    killed, `output` holds what it held before, or the whole new index. What killed builds of the
-    same output left behind is removed. Nobody changes an index that is about to be replaced.
+    The folder is a hidden sibling of `output`, so that publishing is a rename: whenever a build is
+    killed, `output` holds its earlier content or the whole new index. Leftovers of killed builds of
+    the same output are removed. An index that is to be replaced stays locked until it is.
 
     Raises:
         IndexExistsError: the path is taken by something that must stay.
-        IndexBusyError: somebody changes the index that is to be replaced.
-        IndexerError: the disk refuses what was asked of it.
+        IndexBusyError: another process changes the index that is to be replaced.
+        IndexerError: the disk is full or refuses.
     """
     output = Path(os.path.realpath(output))
     check_output(output, overwrite=overwrite)
@@ -319,7 +324,7 @@ def new_index_folder(output: Path, *, overwrite: bool) -> Iterator[Path]:
             raise IndexerError(f"cannot write to {output.parent}: {error.strerror}") from error
         yield folder
         check_output(output, overwrite=overwrite)
-        if not is_locked:  # what is there now was not there then
+        if not is_locked:  # another index appeared since
             _lock_index(output, stack)
         _publish(folder, output, overwrite=overwrite)
 
@@ -328,7 +333,7 @@ def _lock_index(output: Path, stack: ExitStack) -> bool:
     """Lock the index that will be replaced, if there is one."""
     if not output.is_dir() or not any(output.iterdir()):
         return False
-    with suppress(NoLocksError):  # nor does anybody change it there
+    with suppress(NoLocksError):  # without locks, no writer changes it either
         stack.enter_context(writer_lock(output, "build --overwrite"))
     return True
 
@@ -363,7 +368,7 @@ def write_array(path: Path, array: NDArray[Any], *, durable: bool = True) -> Fil
 
 
 def move_folder(folder: Path, place: Path) -> None:
-    """Move a folder within a file system; what is at the place already is replaced.
+    """Move a folder within a file system; replaces a folder at the new path.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -387,13 +392,13 @@ def _publish(folder: Path, output: Path, *, overwrite: bool) -> None:
 
 
 def _put_in_place(folder: Path, output: Path, *, overwrite: bool) -> None:
-    """Rename; where an index is there already and may be replaced, the two change places."""
+    """Rename; swap with an index that is there already and may be replaced."""
     try:
         folder.rename(output)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        if not overwrite:  # another build was quicker by a moment
+        if not overwrite:  # another build has just published there
             raise _exists(output) from error
         if not _exchange(folder, output):
             _move_aside(folder, output)

@@ -1,9 +1,7 @@
 """Phrase tables: which tokens followed the frequent short n-grams of a corpus, and how often.
 
-An n-gram trie of four levels in plain arrays, as docs/format.md specifies them.
-
-One byte for a count: exact where counts are small, then on a scale of equal ratios. The scale is
-part of the on-disk format; docs/format.md specifies it.
+An n-gram trie of four levels in plain arrays. Each count is one byte: exact where counts are small,
+then on a scale of equal ratios. Both are part of the on-disk format; docs/format.md specifies them.
 """
 
 from dataclasses import dataclass
@@ -16,6 +14,8 @@ from indexer.format.names import COUNT_DTYPE, MAX_ORDER, PHRASE_FILES, POSITION_
 
 _EXACT: Final = 16
 _CODES_PER_DOUBLING: Final = 8
+"""With these, 256 codes reach 1.6e10 occurrences at an error of at most 6%, and the small counts,
+which most n-grams have, are exact."""
 
 
 def _scale() -> NDArray[np.int64]:
@@ -60,10 +60,10 @@ class PhraseTables:
     followed entry e of level k are the entries `starts[k - 1][e]` to `starts[k - 1][e + 1]` of
     level k + 1.
 
-    Only as much is checked when an index is opened as takes no time: the sizes of all arrays,
-    level 1's `starts` whole, and of the other ones both ends. So a kernel that reads the
-    `starts` of levels 2 and 3 must clamp them to the next level, and tokens may be none of the
-    vocabulary, on a damaged disk.
+    Opening an index checks only what is quick: the sizes of all arrays, all of level 1's
+    `starts`, and both ends of the others. So on a damaged disk the `starts` of levels 2 and 3 may
+    hold any value, and kernels must clamp them to the next level; tokens may lie outside the
+    vocabulary.
 
     Attributes:
         starts: uint32[entries + 1] for each of levels 1, 2 and 3.
@@ -80,7 +80,7 @@ class PhraseTables:
     counts: tuple[NDArray[np.uint8], ...]
 
     def __post_init__(self) -> None:
-        # Compiled code takes read-only arrays and others for two types.
+        # Compiled code treats read-only and writable arrays as different types.
         for array in (*self.starts, *self.tokens, *self.counts):
             array.flags.writeable = False
 

@@ -1,4 +1,4 @@
-"""The records of the on-disk format: what a snapshot says of segments, phrase tables and files."""
+"""The records of a snapshot: segments, phrase tables and files, as values and as JSON."""
 
 import hashlib
 import json
@@ -18,6 +18,7 @@ from indexer.tokenizer import Vocabulary
 
 _CHECKSUM_BYTES: Final = 32
 _READ_BYTES: Final = 1 << 22
+"""Bytes that are read at once for a checksum: large enough for a disk's full speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +144,11 @@ class PhrasesRecord:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What one snapshot publishes.
+    """The contents that one snapshot publishes.
 
     Attributes:
         vocabulary: of the tokenizer.
-        segments: those that are live, in order.
+        segments: the segments of the index, in order.
         phrases: their phrase tables.
         next_segment: number of the next segment to be written: names are never used twice.
         tokenizer: the stored tokenizer; None for an index that was built of token ids.
@@ -193,7 +194,7 @@ class Contents:
         """Read what `encode` made.
 
         Raises:
-            KeyError, TypeError, ValueError, OverflowError: nobody wrote that with `encode`.
+            KeyError, TypeError, ValueError, OverflowError: `encode` never writes that.
         """
         vocabulary, tokenizer = value["vocabulary"], value["tokenizer"]
         return cls(

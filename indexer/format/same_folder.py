@@ -1,4 +1,4 @@
-"""Reading all of an index from one folder, though another may take its place meanwhile."""
+"""Reading all files of an index from one folder, even if another index replaces it."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,6 +9,9 @@ from typing import Final, TypeVar
 from indexer.errors import IndexerError, IndexNotFoundError
 
 _MAX_ATTEMPTS: Final = 20
+"""Readings that a replaced folder may undo: an index takes longer to build than to open, so even
+two in a row are rare."""
+
 
 _T = TypeVar("_T")
 
@@ -19,15 +22,15 @@ Identity = tuple[int, int]
 def from_same_folder(
     path: Path, read: Callable[[], _T], discard: Callable[[_T], None] = lambda _: None
 ) -> _T:
-    """Return what `read` makes of the files in the folder at `path`, all of one folder.
+    """Return the result of `read`, with all files from one folder.
 
-    `read` resolves paths file by file. Where the folder at `path` is another one after it than
-    before, its result or its error may be of two indexes, and it is called again.
+    `read` resolves paths file by file. If the folder at `path` was replaced during the call, its
+    result or its error may mix two indexes, and it is called again.
 
     Args:
         path: the index's directory.
         read: opens and reads files under `path`.
-        discard: lets go of a result that is not returned.
+        discard: releases a result that is not returned.
 
     Raises:
         IndexNotFoundError: there is no folder at `path`.
@@ -68,7 +71,7 @@ def _held(path: Path) -> Iterator[int]:
 
 
 def folder_identity(path: Path) -> Identity:
-    """Return what tells the folder at a path from another one that is put there.
+    """Return a value that differs between the folder at a path and one that replaces it.
 
     Raises:
         OSError: there is none.
@@ -78,7 +81,7 @@ def folder_identity(path: Path) -> Identity:
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Tell whether a path leads to what is open under a descriptor."""
+    """Return whether a path leads to the file or folder that a descriptor has open."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except OSError:

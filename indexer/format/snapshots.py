@@ -1,8 +1,8 @@
 """Snapshots: which segments an index consists of, published one after the other.
 
-A snapshot is a small file that is written whole and then given the next number; the highest
-number is what the index is now. Who reads holds a shared lock on the file of the snapshot that it
-reads; a writer removes an old one only if nobody does.
+A snapshot is a small file that is written whole and then renamed to the next number; the highest
+number is the current index. A reader holds a shared lock on its snapshot's file; a writer removes
+an old snapshot only if no reader holds it.
 """
 
 import errno
@@ -35,8 +35,14 @@ from indexer.format.records import Contents, checksum_of, decode_json, encode_js
 
 _OLDER_CATALOG_FILE: Final = "data.mdb"
 _MAX_ATTEMPTS: Final = 100
+"""Attempts to hold the latest snapshot while writers publish and remove: about a second in all."""
+
 _PATIENT_ATTEMPTS: Final = 10
+"""Attempts at once; later ones pause, as a network file system may show an old list of names."""
+
 _PAUSE_S: Final = 0.01
+"""Between two of the later attempts."""
+
 _GONE: Final = frozenset({errno.ENOENT, errno.ESTALE})
 _MALFORMED: Final = (KeyError, OverflowError, TypeError, ValueError, AttributeError, TokenizerError)
 
@@ -66,11 +72,11 @@ class HeldSnapshot:
             raise
 
     def is_latest(self) -> bool:
-        """Tell whether this very file is the latest snapshot of what is at the index's path.
+        """Return whether this file is the latest snapshot of the index at the path.
 
         Raises:
             IndexerError: there is no index.
-            OSError: it changes at this moment.
+            OSError: the index is being replaced.
         """
         number = published_numbers(self._index)[-1]
         if number != self.number or self._descriptor is None:
@@ -79,7 +85,7 @@ class HeldSnapshot:
         return os.path.samestat(there, os.fstat(self._descriptor))
 
     def close(self) -> None:
-        """Let go of the snapshot."""
+        """Release the snapshot."""
         self._descriptor = None
         self._close()
 
@@ -89,14 +95,14 @@ def published_numbers(index: Path) -> list[int]:
 
     Raises:
         IndexNotFoundError: the folder holds nothing of an index.
-        DamagedIndexError: it holds parts of one, but no snapshot.
+        DamagedIndexError: it holds parts of an index, but no snapshot.
         FormatVersionError: it is an index of a format before snapshots.
     """
     numbers: list[int] = []
     for _ in range(_PATIENT_ATTEMPTS):
         names = _names(index)
         numbers = sorted(int(name) for name in names if is_ordinal_name(name))
-        if numbers:  # else names may have changed under a list that is not made in one step
+        if numbers:  # an empty list may be of names that changed while they were listed
             break
     if not numbers and _OLDER_CATALOG_FILE in names:
         raise _other_format(index, 2)
@@ -138,7 +144,7 @@ def hold_latest(index: Path) -> HeldSnapshot:
 
 
 def read_snapshot(index: Path, number: int) -> Contents:
-    """Return the contents of a snapshot without holding it: for who holds the writers' lock.
+    """Return the contents of a snapshot without holding it; only under the writer's lock.
 
     Raises:
         DamagedIndexError: the snapshot is unreadable or not what a writer writes.
@@ -156,7 +162,7 @@ def publish(index: Path, number: int, contents: Contents) -> None:
     """Make a snapshot the latest one, in one step; what it lists must be on disk.
 
     Args:
-        index: the index's directory; nobody else writes there.
+        index: the index's directory, whose lock the caller holds.
         number: one more than the latest one's, or 0.
         contents: what to publish.
 
@@ -174,13 +180,13 @@ def publish(index: Path, number: int, contents: Contents) -> None:
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-    with suppress(OSError):  # it is published, if not yet safe from a failure of power
+    with suppress(OSError):  # published, though perhaps not yet safe from a power failure
         sync_folder(folder)
 
 
 @contextmanager
 def unheld(index: Path, number: int) -> Iterator[bool]:
-    """Tell whether nobody reads a snapshot; while the block lasts, nobody begins to."""
+    """Return whether no reader holds a snapshot, and let none take it during the block."""
     path = index / CATALOG_FOLDER / ordinal_name(number)
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

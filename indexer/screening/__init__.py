@@ -1,1 +1,1 @@
-"""What must never be drafted is taken out here, before it becomes tokens."""
+"""Screening: removes excluded phrases and secrets from texts before they become tokens."""

@@ -1,4 +1,4 @@
-"""Which lines of a text hold a listed phrase, in one pass for all phrases."""
+"""Finding the lines of a text that hold a listed phrase, in one pass for all phrases."""
 
 import re
 from collections.abc import Iterator
@@ -37,8 +37,8 @@ class ExcludedPhrases:
         means anything.
 
         Raises:
-            IndexerError: the file cannot be read, a line of it cannot, or it lists nothing. A list
-                is loaded whole or not at all: what a part of it leaves in, nobody would notice.
+            IndexerError: the file or a line of it cannot be read, or it lists nothing. A list is
+                loaded whole or not at all: phrases that a partial list misses would go unnoticed.
         """
         try:
             content = Path(path).read_bytes()
@@ -79,7 +79,7 @@ class PhraseFinder:
     caseless matching). Most text is its own normal form, and is passed over once.
 
     Args:
-        phrases: what is looked for.
+        phrases: to look for.
         ignore_case: an upper case letter equals its lower case.
     """
 

@@ -1,4 +1,4 @@
-"""Where the secrets of a text are: by a library's rules, by a few of our own, and repeated."""
+"""Finding the secrets of a text: by a library's rules, by a few of our own, and by repetition."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ Finder = Callable[[str], Iterator[tuple[int, int]]]
 """Yields where secrets begin and end in a text, in order."""
 
 # RFC 7468, section 2, and RFC 4880, section 6.2 for blocks; RFC 1421, section 4.6 for headers. The
-# library wants 64 characters and an end; this takes short blocks, and what is left of cut ones.
+# library wants 64 characters and an end; this takes short blocks, and the rest of cut ones.
 # In source code, line breaks are often spelt.
 _PRIVATE_KEY: Final = re.compile(
     r"-----BEGIN (?:[A-Z0-9]+ ){0,4}PRIVATE KEY(?: BLOCK)?-----"
@@ -34,7 +34,7 @@ _URL_PASSWORD: Final = re.compile(
 )
 
 # AWS IAM User Guide, "IAM identifiers", unique ID prefixes: of access keys and temporary ones. The
-# library wants the secret key beside it.
+# library wants the secret key next to it.
 _AWS_KEY: Final = re.compile(r"A(?:KIA|SIA)(?<![A-Za-z0-9].{4})[A-Z0-9]{16}(?![A-Za-z0-9])")
 
 # RFC 5322, section 3.2.3: dot-atom of at most 64 characters (RFC 5321, section 4.5.3.1.1), other
@@ -184,7 +184,7 @@ def _by_own_rules(text: str) -> Iterator[Secret]:
 
 
 def _repeated(text: str, found: list[Secret]) -> Iterator[Secret]:
-    """Yield where secrets stand again, though nothing beside them says what they are."""
+    """Yield where the values of found secrets occur again, in any context."""
     automaton: Any = ahocorasick.Automaton()
     for secret in found:
         value = text[secret.start : secret.end]

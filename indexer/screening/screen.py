@@ -14,7 +14,7 @@ WITHHELD: Final = "(a name with an excluded phrase)"
 
 
 class ExcludeScope(StrEnum):
-    """What is left out where a listed phrase stands."""
+    """The part that is left out for a listed phrase."""
 
     DOCUMENT = "document"
     LINE = "line"
@@ -22,7 +22,7 @@ class ExcludeScope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScreenOptions:
-    """What is screened for; can be pickled, and carries the phrases with it.
+    """The phrases and secrets to screen for; can be pickled, phrases included.
 
     Attributes:
         phrases: documents or lines that hold one of them are left out.
@@ -58,10 +58,10 @@ class Screen:
     """Screens documents one by one; made once per process, for making it takes seconds.
 
     Args:
-        options: what is screened for.
+        options: the phrases and secrets to screen for.
 
     Attributes:
-        tally: what was taken out so far.
+        tally: counts of what was removed so far.
 
     Raises:
         IndexerError: secrets are to be redacted, and the library for it is not installed.
@@ -76,15 +76,15 @@ class Screen:
         self.tally = ScreenTally()
 
     def take_tally(self) -> ScreenTally:
-        """Return what was taken out since the last call, and begin anew."""
+        """Return the counts since the last call, and start new ones."""
         taken, self.tally = self.tally, ScreenTally()
         return taken
 
     def screen(self, name: str, text: str, licence: str = "") -> Screened | None:
-        """Return the document without what is screened for; None if it must be left out.
+        """Return the document without excluded lines and secrets; None if it must be left out.
 
-        Phrases are sought in the document as it came and again once secrets are replaced, so that
-        what is returned holds none.
+        Phrases are searched before and again after secrets are replaced, so that the result holds
+        none.
         """
         found = [*self._excluded(name), *self._excluded(licence)]
         secrets = [self._redactable(name), self._redactable(licence), self._redactable(text)]
@@ -100,7 +100,7 @@ class Screen:
     def _kept(
         self, text: str, secrets: list[Secret], found: Iterable[int], place: str
     ) -> str | None:
-        """Return what may stay of the text; None if nothing may, also for phrases found before."""
+        """Return the text that may stay, given phrases found before; None if none of it may."""
         rounds = (secrets, []) if secrets else (secrets,)
         excluded = set(found)
         lines: list[set[int]] = []

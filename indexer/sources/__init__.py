@@ -1,7 +1,7 @@
-"""What is to be indexed: found, cut into blocks for parallel work, and read as documents.
+"""Sources: files are found, cut into blocks for parallel work, and read as documents.
 
 `plan` lists files and cuts them into blocks; `read` yields the documents of a block, in any
-process. The blocks in order hold what the sources hold in order, whoever reads them.
+process. Documents of all blocks, in order, are those of the sources in order.
 """
 
 from indexer.sources.blocks import SourceBlock, SourceDocument

@@ -1,4 +1,4 @@
-"""The values that a plan is made of: files, their pieces, and blocks of them; and documents."""
+"""The values of a plan: files, pieces of files, and blocks of pieces; and documents."""
 
 import os
 import sys
@@ -9,8 +9,8 @@ from pathlib import Path, PurePath
 from typing import Final
 
 
-class Form(StrEnum):
-    """How documents lie in a file."""
+class FileForm(StrEnum):
+    """The form of a file: one text, lines, or a kind of table."""
 
     TEXT = "text"
     LINES = "JSON lines"
@@ -19,7 +19,7 @@ class Form(StrEnum):
 
 
 class Compression(StrEnum):
-    """What a file is to be decompressed with."""
+    """The compression of a file."""
 
     NONE = ""
     GZIP = "gzip"
@@ -28,9 +28,9 @@ class Compression(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a file is read."""
+    """The form and the compression of a file."""
 
-    form: Form
+    form: FileForm
     compression: Compression = Compression.NONE
 
     @property
@@ -40,7 +40,7 @@ class Format:
 
 
 _COMPRESSIONS: Final = {".gz": Compression.GZIP, ".zst": Compression.ZSTD}
-_TABLES: Final = {".parquet": Form.PARQUET, ".arrow": Form.ARROW}
+_TABLES: Final = {".parquet": FileForm.PARQUET, ".arrow": FileForm.ARROW}
 _LINES: Final = frozenset({".jsonl", ".ndjson"})
 _TEXT_LIST: Final = """
     .adoc .asm .bash .bat .c .cc .cfg .cjs .clj .cmake .conf .cpp .cs .css .csv .cu .cuh .cxx .dart
@@ -62,17 +62,17 @@ def format_of(name: str) -> Format | None:
     inner, compression = _decompressed(name.lower())
     suffix = PurePath(inner).suffix
     if suffix in _LINES:
-        return Format(Form.LINES, compression)
+        return Format(FileForm.LINES, compression)
     if suffix in _TABLES and not compression:
         return Format(_TABLES[suffix])
     if suffix in _TEXT or inner.partition(".")[0] in _NAMES:
-        return Format(Form.TEXT, compression)
+        return Format(FileForm.TEXT, compression)
     return None
 
 
 def text_format_of(name: str) -> Format:
-    """Return how a file is read that is said to be text, whatever its suffix."""
-    return Format(Form.TEXT, _decompressed(name.lower())[1])
+    """Return the format of a file that is given as text, with any suffix."""
+    return Format(FileForm.TEXT, _decompressed(name.lower())[1])
 
 
 def _decompressed(name: str) -> tuple[str, Compression]:
@@ -86,12 +86,12 @@ def is_code(suffix: str) -> bool:
     return suffix in _TEXT - _PROSE
 
 
-# A file costs an opening even if it is empty: so many bytes it counts at least.
+# Opening a file takes time even if it is empty: it counts as at least so many bytes.
 _MIN_WEIGHT_BYTES: Final = 4096
 
 
 def name_of(path: Path) -> str:
-    """Return a path as it is shown: with slashes, and with what is not UTF-8 replaced."""
+    """Return a path for display: with slashes, and with bytes that are not UTF-8 replaced."""
     return os.fsencode(path.as_posix()).decode("utf-8", "replace")
 
 
@@ -107,7 +107,7 @@ class SourceDocument:
         name: its path; in JSON lines followed by `:` and the line, counted from 1; in tables by
             `:` and the row, counted from 0.
         licence: an SPDX identifier or whatever the source says; empty if unknown.
-        text: may be empty, or hold what cannot be indexed, such as NUL.
+        text: may be empty, or hold characters that cannot be indexed, such as NUL.
     """
 
     name: str
@@ -121,7 +121,7 @@ class SourceFile:
 
     Attributes:
         path: where it is.
-        name: what it is called in names of documents: its path, with what is not UTF-8 replaced.
+        name: its path in names of documents, with bytes that are not UTF-8 replaced.
         format: how it is read.
         licence: of its documents, unless they have their own; empty if unknown.
         num_bytes: its size on disk.
@@ -155,7 +155,7 @@ class SourcePiece:
 
 @dataclass(frozen=True, slots=True)
 class SourceBlock:
-    """What one task reads; can be pickled, holds nothing open, and knows of no other block."""
+    """The pieces that one task reads; can be pickled, and depends on no other block."""
 
     pieces: tuple[SourcePiece, ...]
 

@@ -1,4 +1,4 @@
-"""Finding the files of a source: which of those that are there are wanted."""
+"""Finding the files of a source: by walking folders, by git, and by patterns and suffixes."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import IndexerError, SourceError, reason_of
 from indexer.format.names import CATALOG_FOLDER, SEGMENTS_FOLDER
 from indexer.sources.blocks import Format, SourceFile, format_of, name_of, text_format_of
@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 
 
 class GitError(IndexerError):
-    """Git does not say which files are tracked."""
+    """Git failed to list the tracked files."""
 
 
 def is_repository(folder: Path) -> bool:
@@ -50,7 +50,7 @@ def is_repository(folder: Path) -> bool:
 
 
 class TrackedFiles:
-    """Asks git which files are tracked; notes once if there is no git to ask."""
+    """Asks git for tracked files; logs once if git is not installed."""
 
     def __init__(self) -> None:
         self._program = shutil.which("git")
@@ -125,7 +125,7 @@ class Walk:
     in repositories in git's order; in saved datasets as these list them.
     """
 
-    def __init__(self, patterns: Patterns, git: Git, tally: Tally) -> None:
+    def __init__(self, patterns: Patterns, git: Git, tally: BuildTally) -> None:
         self._patterns = patterns
         self._git = TrackedFiles() if git == Git.AUTO else None
         self._tally = tally
@@ -206,7 +206,7 @@ class Walk:
 
 
 def _is_index(folder: Path) -> bool:
-    """Tell whether a folder is an index: none is a source."""
+    """Return whether a folder is an index: none is a source."""
     return (folder / CATALOG_FOLDER).is_dir() and (folder / SEGMENTS_FOLDER).is_dir()
 
 
@@ -217,7 +217,7 @@ class Finder:
     symbolic links are passed over. A file that is named itself is taken whatever it is called.
     """
 
-    def __init__(self, options: SourceOptions, tally: Tally) -> None:
+    def __init__(self, options: SourceOptions, tally: BuildTally) -> None:
         self._licence = options.licence
         self._patterns = Patterns(options.include, options.exclude)
         self._walk = Walk(self._patterns, options.git, tally)

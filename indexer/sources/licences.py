@@ -1,9 +1,12 @@
-"""Under which licence documents are: what a file says in its head, or the nearest licence file.
+"""The licences of documents, and the files of saved datasets, which state a licence as well.
 
-Datasets that the `datasets` library saved to disk: which of their files hold rows.
-`Dataset.save_to_disk` writes Arrow files, `state.json`, which lists them, and `dataset_info.json`;
-caches of the library may lie beside them. `DatasetDict.save_to_disk` writes one such folder for
-each split, and `dataset_dict.json`, which lists those.
+A document's licence is the one that its file declares in its head, or that of the nearest licence
+file above it.
+
+Of a dataset saved by the `datasets` library, only some files hold rows. `Dataset.save_to_disk`
+writes Arrow files, `state.json`, which lists them, and `dataset_info.json`; caches of the library
+may lie in the same folder. `DatasetDict.save_to_disk` writes one such folder for each split, and
+`dataset_dict.json`, which lists those.
 """
 
 import json
@@ -67,13 +70,16 @@ def _is_plain(name: object) -> TypeGuard[str]:
 
 
 _HEAD_CHARACTERS: Final = 2048
+"""Searched for an SPDX tag, which belongs near the top: some forty lines."""
+
 _TAG: Final = "SPDX-License-Identifier:"
-# An expression ends where no operator follows: what closes the comment is no part of it.
+# An expression ends where no operator follows, so the end of the comment is no part of it.
 _EXPRESSION: Final = re.compile(
     rf"{_TAG}[ \t]*([\w.+:()-]+(?:[ \t]+(?:AND|OR|WITH)[ \t]+[\w.+:()-]+)*)"
 )
 _LICENCE_FILE: Final = re.compile(r"(?:(?:un)?licen[cs]e|copying)(?:[-_.].+)?", re.IGNORECASE)
 _MAX_LICENCE_BYTES: Final = 1 << 17
+"""Larger files are not licence texts: the GPL, a long one, has 35 KB."""
 
 
 def declared_licence(text: str) -> str:

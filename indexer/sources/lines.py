@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.sources.blocks import (
     Compression,
     SourceDocument,
@@ -33,7 +33,7 @@ _LINE_OVERHEAD_BYTES: Final = 1 << 16
 def cut_lines(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
     """Cut a file at line ends into pieces of a little more than `block_bytes`.
 
-    What is compressed, or has line breaks that are not single bytes, is not cut.
+    Compressed files, and files whose line breaks are not single bytes, are not cut.
 
     Raises:
         OSError: the file cannot be read.
@@ -73,14 +73,14 @@ def _cuts(stream: Any, block_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def read_lines(
-    piece: SourcePiece, options: SourceOptions, tally: Tally
+    piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourceDocument]:
     """Yield the documents of a piece; count the lines that are none.
 
     Raises:
         OSError: the file cannot be read.
-        UnicodeError: what follows is not text.
-        streams.DAMAGED: what follows cannot be decompressed.
+        UnicodeError: the rest is not text.
+        texts.DAMAGED: the rest cannot be decompressed.
     """
     before = tally.num_bytes_read
     with opened(piece.file) as (stream, raw):

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import SourceError, reason_of
 from indexer.sources.blocks import (
-    Form,
+    FileForm,
     SourceBlock,
     SourceDocument,
     SourceFile,
@@ -21,25 +21,25 @@ from indexer.sources.source_options import NOT_TEXT, STANDARD_INPUT, SourceOptio
 from indexer.sources.tables import DamagedTableError, TableError, cut_table, read_table
 from indexer.sources.texts import DAMAGED, keep_standard_input, read_text
 
-_Reader = Callable[[SourcePiece, SourceOptions, Tally], Iterator[SourceDocument]]
-_READERS: Final[dict[Form, _Reader]] = {
-    Form.TEXT: read_text,
-    Form.LINES: read_lines,
-    Form.PARQUET: read_table,
-    Form.ARROW: read_table,
+_Reader = Callable[[SourcePiece, SourceOptions, BuildTally], Iterator[SourceDocument]]
+_READERS: Final[dict[FileForm, _Reader]] = {
+    FileForm.TEXT: read_text,
+    FileForm.LINES: read_lines,
+    FileForm.PARQUET: read_table,
+    FileForm.ARROW: read_table,
 }
 
 
-def read(block: SourceBlock, options: SourceOptions, tally: Tally) -> Iterator[SourceDocument]:
-    """Yield the documents of a block in order; of what breaks off, what came before stays.
+def read(block: SourceBlock, options: SourceOptions, tally: BuildTally) -> Iterator[SourceDocument]:
+    """Yield the documents of a block in order; of a damaged file, those before the damage.
 
-    No more is held than a document and a buffer. What cannot be read is skipped and counted. What
-    is empty, holds NUL, or is too long once it is decoded is yielded: `usable_texts` counts it.
+    Holds no more than a document and a buffer. Unreadable files are skipped and counted. Texts that
+    are empty, hold NUL, or are too long once decoded are yielded: `usable_texts` counts them.
 
     Args:
         block: of a plan that was made with the same options.
         options: how to read.
-        tally: counts what is skipped, and how far reading has come.
+        tally: counts skipped documents and the bytes read.
     """
     for piece in block.pieces:
         name = piece.file.name
@@ -62,13 +62,13 @@ def read(block: SourceBlock, options: SourceOptions, tally: Tally) -> Iterator[S
 def plan(
     sources: Sequence[Path | str],
     options: SourceOptions,
-    tally: Tally,
+    tally: BuildTally,
     scratch: Path | None = None,
 ) -> list[SourceBlock]:
     """Cut sources into blocks, in order: sources as given, folders in order of names.
 
     The blocks depend on the sources and the options alone. JSON lines of more than a block are cut
-    at line ends, tables between row groups or record batches; what is compressed is not cut.
+    at line ends, tables between row groups or record batches; compressed files are not cut.
 
     Args:
         sources: files and folders; `-` stands for standard input.
@@ -96,9 +96,9 @@ def plan(
 
 
 def _pieces_of(
-    source: str, files: Iterator[SourceFile], options: SourceOptions, tally: Tally
+    source: str, files: Iterator[SourceFile], options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourcePiece]:
-    """Yield the pieces of a source's files; what is nothing but unusable tables is an error."""
+    """Yield the pieces of a source's files; only unusable tables is an error."""
     num_files = 0
     refused = []
     for file in files:
@@ -119,6 +119,6 @@ def _pieces_of(
 def _pieces(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
     if file.format.is_table:
         return cut_table(file, options)
-    if file.format.form == Form.LINES:
+    if file.format.form == FileForm.LINES:
         return cut_lines(file, options)
     return [SourcePiece(file, file.num_bytes)]

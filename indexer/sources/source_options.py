@@ -1,4 +1,4 @@
-"""How sources are found and read."""
+"""Options for finding and reading sources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ NOT_INCLUDED: Final = "not included by a pattern"
 
 
 class Patterns:
-    """What to include and to exclude, in the patterns of `.gitignore`.
+    """The files to include and to exclude, by patterns as in `.gitignore`.
 
     Raises:
-        SourceError: a pattern is none.
+        SourceError: a pattern is malformed.
     """
 
     def __init__(self, include: Sequence[str], exclude: Sequence[str]) -> None:
@@ -57,7 +57,13 @@ def _compiled(option: str, patterns: Sequence[str]) -> GitIgnoreSpec:
 
 DEFAULT_FIELD: Final = "text"
 DEFAULT_MAX_DOCUMENT_BYTES: Final = 10 << 20
+"""Longer files are mostly dumps and generated code, and tokenising takes up to 200 bytes of memory
+for each byte of a piece, and twelve for each of the longest document."""
+
 DEFAULT_BLOCK_BYTES: Final = 16 << 20
+"""Source bytes of one task: seconds of tokenising, so that workers are busy to the end and starting
+a task costs little."""
+
 
 STANDARD_INPUT: Final = "-"
 """The source that stands for standard input."""

@@ -1,8 +1,8 @@
 """Tables, a document a row: Parquet files and Arrow files, both read with pyarrow.
 
-Arrow files, as saved datasets consist of: record batches, in a stream or with an index. Files are
-mapped into memory, as the `datasets` library does: of a batch only what is looked at is read. They
-must not be cut short while they are mapped; to be removed does no harm.
+Arrow files, which saved datasets consist of, hold record batches in a stream or with an index. They
+are mapped into memory, as the `datasets` library does, so only the columns that are used are read.
+A mapped file must not be truncated; it may be removed.
 """
 
 import os
@@ -13,9 +13,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import SourceError
-from indexer.sources.blocks import Form, SourceDocument, SourceFile, SourcePiece, UnusableError
+from indexer.sources.blocks import FileForm, SourceDocument, SourceFile, SourcePiece, UnusableError
 from indexer.sources.licences import licence_in
 from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions
 
@@ -51,7 +51,7 @@ class Rows:
     """The rows of a batch as documents.
 
     Raises:
-        pyarrow.ArrowInvalid: the batch is damaged: what is in it would be read from elsewhere.
+        pyarrow.ArrowInvalid: the batch is damaged: its offsets lead outside of it.
     """
 
     def __init__(self, batch: "RecordBatch", file: SourceFile, options: SourceOptions) -> None:
@@ -76,7 +76,7 @@ class Rows:
         return SourceDocument(name, licence, self._text(self._texts[number]))
 
     def _text(self, scalar: "Scalar") -> str:
-        value = getattr(scalar, "value", scalar)  # of what is encoded by a dictionary
+        value = getattr(scalar, "value", scalar)  # where a dictionary encodes the column
         content = value.as_buffer() if hasattr(value, "as_buffer") else None
         if content is None:
             raise UnusableError(f"no text in field {self._options.field!r}")
@@ -90,7 +90,7 @@ class Rows:
 
 def _checked(column: "Array") -> "Array":
     """Return a column with sound offsets; strings as bytes, so that each may be wrong alone."""
-    import pyarrow as pa  # noqa: PLC0415  (not everybody has tables)
+    import pyarrow as pa  # noqa: PLC0415  (an optional extra)
 
     bytes_of = {
         pa.string(): pa.binary(),
@@ -115,7 +115,7 @@ def arrow_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
     Raises:
         TableError: there is no column of texts.
     """
-    from pyarrow import ArrowException  # noqa: PLC0415  (not everybody has tables)
+    from pyarrow import ArrowException  # noqa: PLC0415  (an optional extra)
 
     counts: list[int] = []
     with _opened_arrow(file, options) as found:
@@ -127,14 +127,14 @@ def arrow_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
 
 
 def arrow_batches(piece: SourcePiece, options: SourceOptions) -> Iterator["RecordBatch"]:
-    """Yield the record arrow_batches of a piece."""
+    """Yield the record batches of a piece."""
     with _opened_arrow(piece.file, options) as found:
         yield from islice(found, piece.start, piece.end)
 
 
 @contextmanager
 def _opened_arrow(file: SourceFile, options: SourceOptions) -> Iterator[Iterator["RecordBatch"]]:
-    from pyarrow import ipc, memory_map  # noqa: PLC0415  (not everybody has tables)
+    from pyarrow import ipc, memory_map  # noqa: PLC0415  (an optional extra)
 
     with memory_map(os.fsencode(file.path)) as source:
         is_indexed = source.read(len(_INDEXED_MAGIC)) == _INDEXED_MAGIC
@@ -153,8 +153,14 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 _BATCH_BYTES: Final = 4 << 20
+"""Size of the rows that are read together, by the mean of their group: little memory, even where
+rows differ much."""
+
 _MAX_BATCH_ROWS: Final = 64
+"""Bounds a batch whose rows are far longer than the mean of their group."""
+
 _BUFFER_BYTES: Final = 1 << 20
+"""Bytes that are read at once: large enough for a disk's full speed."""
 
 
 def parquet_row_counts(file: SourceFile, options: SourceOptions) -> list[int]:
@@ -200,8 +206,8 @@ def _batch_rows(table: "ParquetFile", group: int) -> int:
 
 @contextmanager
 def _opened_parquet(file: SourceFile) -> Iterator["ParquetFile"]:
-    from pyarrow import OSFile  # noqa: PLC0415  (not everybody has tables)
-    from pyarrow.parquet import ParquetFile  # noqa: PLC0415  (likewise)
+    from pyarrow import OSFile  # noqa: PLC0415  (an optional extra)
+    from pyarrow.parquet import ParquetFile  # noqa: PLC0415  (as above)
 
     settings: dict[str, Any] = {"pre_buffer": False, "page_checksum_verification": True}
     with (
@@ -212,7 +218,7 @@ def _opened_parquet(file: SourceFile) -> Iterator["ParquetFile"]:
 
 
 class DamagedTableError(Exception):
-    """What follows in a table cannot be read."""
+    """The rest of a table cannot be read."""
 
 
 def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
@@ -224,24 +230,27 @@ def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
         OSError: the file cannot be read.
     """
     with _translated(file):
-        if file.format.form == Form.PARQUET:
+        if file.format.form == FileForm.PARQUET:
             return _pieces(file, parquet_row_counts(file, options), options.block_bytes)
         counts = arrow_row_counts(file, options) or [0]
     *others, last = _pieces(file, counts, options.block_bytes)
-    return [*others, replace(last, end=sys.maxsize)]  # and what is damaged, so that it is counted
+    return [
+        *others,
+        replace(last, end=sys.maxsize),
+    ]  # the last piece reads on into damaged rows, which counts them
 
 
 def read_table(
-    piece: SourcePiece, options: SourceOptions, tally: Tally
+    piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourceDocument]:
     """Yield the documents of a piece; count the rows that are none.
 
     Raises:
         TableError: as `cut_table` does.
-        DamagedTableError: what follows is damaged.
+        DamagedTableError: the rest is damaged.
         OSError: the file cannot be read.
     """
-    batches = parquet_batches if piece.file.format.form == Form.PARQUET else arrow_batches
+    batches = parquet_batches if piece.file.format.form == FileForm.PARQUET else arrow_batches
     row = piece.first
     with _translated(piece.file):
         for batch in batches(piece, options):
@@ -272,9 +281,9 @@ def _pieces(file: SourceFile, num_rows: Sequence[int], block_bytes: int) -> list
 def _translated(file: SourceFile) -> Iterator[None]:
     form = file.format.form
     try:
-        from pyarrow import ArrowException  # noqa: PLC0415  (not everybody has tables)
+        from pyarrow import ArrowException  # noqa: PLC0415  (an optional extra)
     except ImportError as error:
-        extra = "parquet" if form == Form.PARQUET else "datasets"
+        extra = "parquet" if form == FileForm.PARQUET else "datasets"
         raise TableError(
             f"reading {form} takes pyarrow", f"run `pip install 'foredraft[{extra}]'`"
         ) from error

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import SourceError, reason_of
 from indexer.format.compression import zstd
 from indexer.sources.blocks import (
     Compression,
-    Form,
+    FileForm,
     Format,
     SourceDocument,
     SourceFile,
@@ -29,7 +29,7 @@ BOM_BYTES: Final = 4
 """How much of the beginning of a file tells its encoding."""
 
 DAMAGED: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError)
-"""What reading a damaged compressed file raises, after what came before the damage."""
+"""Raised by reading a damaged compressed file, after the data before the damage."""
 
 # UTF-32 first: its mark begins with that of UTF-16.
 _MARKS: Final = {
@@ -97,7 +97,7 @@ def bounded_lines(stream: Any, max_line: int, num_bytes: int) -> Iterator[str | 
         Lines with their line breaks.
 
     Raises:
-        UnicodeError: what follows in a stream of text is none.
+        UnicodeError: the rest of a stream of text cannot be decoded.
     """
     while num_bytes > 0 and (line := stream.readline(max_line)):
         num_bytes -= len(line)
@@ -114,12 +114,14 @@ def _ends(line: str | bytes) -> bool:
     return line.endswith("\n") if isinstance(line, str) else line.endswith(b"\n")
 
 
-def read_text(piece: SourcePiece, options: SourceOptions, tally: Tally) -> Iterator[SourceDocument]:
+def read_text(
+    piece: SourcePiece, options: SourceOptions, tally: BuildTally
+) -> Iterator[SourceDocument]:
     """Yield the text of a file; count it if it is none, or longer than the limit.
 
     Raises:
         OSError: the file cannot be read.
-        streams.DAMAGED: it cannot be decompressed.
+        DAMAGED: it cannot be decompressed.
     """
     file = piece.file
     with opened(file) as (stream, _):
@@ -140,11 +142,11 @@ _NAME: Final = "stdin"
 
 
 def keep_standard_input(scratch: Path | None, options: SourceOptions) -> SourceFile:
-    """Copy standard input to a file; of plain text no more than shows that it is too long.
+    """Copy standard input to a file; plain text only up to just over the limit of a document.
 
     Args:
         scratch: the folder for the file, which must stay until all blocks are read.
-        options: what is on standard input, the licence, and the longest document.
+        options: the form of standard input, the licence, and the longest document.
 
     Raises:
         SourceError: there is no folder, no standard input, or no room.
@@ -165,5 +167,5 @@ def keep_standard_input(scratch: Path | None, options: SourceOptions) -> SourceF
     except OSError as error:
         said = reason_of(error)
         raise SourceError(f"cannot keep standard input in {scratch}: {said}") from error
-    form = Format(Form.TEXT if is_text else Form.LINES)
+    form = Format(FileForm.TEXT if is_text else FileForm.LINES)
     return SourceFile(path, _NAME, form, options.licence, num_bytes)

@@ -1,1 +1,1 @@
-"""The stages of a build, each a function of values that travel between processes."""
+"""The stages of a build: functions of picklable values, which run in any process."""

@@ -1,4 +1,4 @@
-"""How an index is built or added to."""
+"""Options for building an index and for adding to one."""
 
 import os
 from collections.abc import Callable
@@ -20,9 +20,11 @@ from indexer.stages.segments import MAX_SEGMENT_TOKENS, sorting_bytes
 ENGINES: Final = ("processes", "ray", "serial")
 
 _PROCESS_BYTES: Final = 512 << 20
-"""Of a build's own process and a worker, beside what is sorted; an estimate."""
+"""Of a build's own process and a worker, besides the data that is sorted; an estimate."""
 
 _LEAST_SEGMENT_TOKENS: Final = 1 << 20
+"""Smaller segments would save little memory, as a process takes more than sorting a million tokens,
+and every look-up searches each segment."""
 
 _log = getLogger(__name__)
 
@@ -41,7 +43,7 @@ class BuildOptions:
         keep_texts: store the texts as well, so that the index can be built for another tokenizer.
         screen: what must not get into the index; texts are screened, not tokens.
         engine: where the stages run. Segments are smaller if sorting one would take more than the
-            engine's memory; how the index is divided depends on nothing else of it.
+            engine's memory; otherwise the engine does not affect how the index is divided.
 
     Raises:
         IndexerError: `max_segment_tokens` is out of its range.
@@ -63,7 +65,7 @@ class BuildOptions:
             )
 
     def for_blocks(self, num_blocks: int) -> "BuildOptions":
-        """Return the same for so many blocks of sources: one is read sooner than a pool starts."""
+        """Return the options for so many blocks: a single one is read in this process."""
         if num_blocks > 1 or not isinstance(self.engine, ProcessPool):
             return self
         return replace(self, engine=Serial(self.engine.memory_bytes))

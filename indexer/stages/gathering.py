@@ -1,8 +1,8 @@
-"""The stages of a build, from sources to the contents of a snapshot; each maps over tasks.
+"""The stages of a build in order, from sources to the contents of a snapshot.
 
-Every stage is a function of arguments that travel between processes, so that an engine may run it
-anywhere: blocks of sources become parts, parts without duplicates become segments, and the
-segments' n-grams become phrase tables.
+Blocks of sources become parts, parts without duplicates become segments, and the segments' n-grams
+become phrase tables. Every stage maps a function over tasks; both can be pickled, so that an engine
+may run them anywhere.
 """
 
 import secrets
@@ -16,7 +16,7 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.engines import Engine
 from indexer.errors import IndexerError, SourceError
 from indexer.format.names import (
@@ -41,13 +41,17 @@ from indexer.tokenizer import Vocabulary
 DUPLICATE: Final = "exact duplicate"
 
 _UNCOUNTED_SHARE: Final = 8
-"""Phrase tables are made anew once more than one in so many tokens is not counted in them."""
+"""Phrase tables are rebuilt once more than one token in so many is not counted in them. Counting
+takes as long as the whole index is large; continuations that are frequent in seven eighths of it
+are frequent in all. With a fixed share, each token is counted a bounded number of times."""
 
 _SCRATCH_NAME_BYTES: Final = 4
 _BYTES_PER_VOCABULARY_ENTRY: Final = 16
+"""Memory for each entry of `starts` while a segment is written: counts of eight bytes, twice."""
+
 
 _BYTES_PER_DOCUMENT: Final = 512
-"""Of memory while a segment is written: of its place in the tables, and its name twice."""
+"""Memory for each document while a segment is written: its row in the tables, its name twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class PartTask:
         tokenizer: the stored tokenizer.
         vocabulary_size: largest token id plus one.
         sources: how they are read.
-        screening: what is taken out of them.
+        screening: phrases and secrets to remove.
         keep_texts: whether texts are stored.
     """
 
@@ -78,9 +82,9 @@ class PartTask:
         return tokenising_bytes(self.sources.max_document_bytes)
 
 
-def write_part(task: PartTask) -> tuple[Part, Tally]:
-    """Read and tokenise sources; return where the result is and what was counted."""
-    tally = Tally()
+def write_part(task: PartTask) -> tuple[Part, BuildTally]:
+    """Read and tokenise sources; return the part and its counts."""
+    tally = BuildTally()
     documents = read(task.block, task.sources, tally)
     usable = usable_texts(documents, task.sources.max_document_bytes, tally, task.screening)
     dtype = token_dtype(task.vocabulary_size)
@@ -104,13 +108,13 @@ def gather_part(
 
 
 def without_duplicates(
-    parts: Sequence[Part], known: Sequence[NDArray[np.uint8]], tally: Tally
+    parts: Sequence[Part], known: Sequence[NDArray[np.uint8]], tally: BuildTally
 ) -> list[Piece]:
-    """Return the documents of parts that no part before has, nor what is known; count the rest.
+    """Return the documents that neither earlier parts nor known digests hold; count the others.
 
     Args:
         parts: in order.
-        known: uint8[n, DIGEST_BYTES] each, digests of documents that are there already.
+        known: uint8[n, DIGEST_BYTES] each, digests of documents that the index holds already.
         tally: counts the duplicates.
     """
     digests = np.concatenate([*known, *(part.documents().digests for part in parts)])
@@ -133,7 +137,7 @@ def without_duplicates(
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """Give an empty folder in an index that nobody else has a name for.
+    """Give an empty folder in an index, under a random name that no other process uses.
 
     Raises:
         IndexerError: the disk is full or refuses.
@@ -147,7 +151,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        with suppress(OSError):  # somebody else's is there still, or there never was any
+        with suppress(OSError):  # other writers' folders are left, or there was none
             scratch.parent.rmdir()
 
 
@@ -160,8 +164,8 @@ def write_segments(
 ) -> list[SegmentRecord]:
     """Write a segment for each group of pieces, numbered from `first` on.
 
-    They are moved to their places when all are whole: processes that outlive whoever started them
-    write where nobody looks.
+    They are moved to their places when all are whole: processes that outlive a killed writer write
+    in its scratch folder only.
     """
     with scratch_folder(folder) as scratch:
         tasks = [
@@ -178,10 +182,10 @@ def write_segments(
 def renewed_phrases(
     engine: Engine, folder: Path, number: int, contents: Contents, *, always: bool = False
 ) -> PhrasesRecord:
-    """Return phrase tables for the segments of contents: those that they have, if these will do.
+    """Return phrase tables for the segments of contents: the present ones if they are good enough.
 
-    They will where they count nothing that is gone, and lack no more than an eighth of the tokens:
-    what was just added is still found in the suffixes, and counting all anew takes as long as all
+    They are if they count no removed segment and lack no more than an eighth of the tokens. Tokens
+    that were just added are found in the suffixes, and counting takes as long as the whole index
     is large.
 
     Args:
@@ -189,7 +193,7 @@ def renewed_phrases(
         folder: the index's directory.
         number: of the snapshot that will be published.
         contents: with the phrase tables of the snapshot before.
-        always: make them anew unless they are exactly those of the segments.
+        always: rebuild them unless they count exactly the segments.
     """
     live = {record.name for record in contents.segments}
     counts_live = bool(contents.phrases.files) and live.issuperset(contents.phrases.segments)
@@ -230,7 +234,7 @@ def _num_tokens(piece: Piece) -> int:
     )
 
 
-OnProgress = Callable[[Tally], None]
+OnProgress = Callable[[BuildTally], None]
 
 
 class ReadingTask(Protocol):
@@ -246,9 +250,9 @@ _Task = TypeVar("_Task", bound=ReadingTask)
 
 
 def planned(
-    sources: Sequence[Path | str], options: BuildOptions, tally: Tally, scratch: Path
+    sources: Sequence[Path | str], options: BuildOptions, tally: BuildTally, scratch: Path
 ) -> list[SourceBlock]:
-    """Return what there is to read, in blocks.
+    """Return the blocks of all sources.
 
     Raises:
         SourceError: a source does not exist, or all of them are empty.
@@ -268,7 +272,7 @@ def part_tasks(
     vocabulary: Vocabulary,
     options: BuildOptions,
 ) -> list[PartTask]:
-    """Return what is to be read, in pieces."""
+    """Return a task for each block."""
     return [
         PartTask(
             scratch / f"{number:08d}",
@@ -286,9 +290,9 @@ def part_tasks(
 def read_parts(
     engine: Engine,
     tasks: Sequence[_Task],
-    tally: Tally,
+    tally: BuildTally,
     on_progress: OnProgress | None,
-    write: Callable[[_Task], tuple[Part, Tally]],
+    write: Callable[[_Task], tuple[Part, BuildTally]],
 ) -> list[Part]:
     """Read and tokenise all sources, each task as `write` does; count."""
     if on_progress is not None:
@@ -310,7 +314,7 @@ def chosen_pieces(
     parts: Sequence[Part],
     known: Sequence[NDArray[np.uint8]],
     options: BuildOptions,
-    tally: Tally,
+    tally: BuildTally,
 ) -> list[Piece]:
     """Return the documents of parts that are to be indexed."""
     filled = [part for part in parts if part.num_documents]
@@ -319,7 +323,7 @@ def chosen_pieces(
     return [Piece(part, ((0, part.num_documents),)) for part in filled]
 
 
-def no_document(tally: Tally) -> SourceError:
-    """Return the error for sources that hold nothing to be indexed."""
+def no_document(tally: BuildTally) -> SourceError:
+    """Return the error for sources without a document that can be indexed."""
     reasons = tally.describe_skipped()
     return SourceError("no document to index" + (f": skipped {reasons}" if reasons else ""))

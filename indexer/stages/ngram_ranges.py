@@ -1,4 +1,4 @@
-"""The n-grams of one range, counted and in order, on disk until all ranges are counted."""
+"""Counting n-grams by ranges, and joining the sorted ranges from disk."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from indexer.format.table_sums import (
 )
 
 _STRIDE: Final = 1 << 20
-"""Occurrences that are looked at together."""
+"""Occurrences that are counted together: arrays of some tens of MB, long enough for numpy."""
 
 COUNTING_BYTES: Final = 256 << 20
-"""What `count_range` takes at most, mapped files not counted: measured are 180 MB."""
+"""Most memory of `count_range`, mapped files not counted: measured are 180 MB."""
 
 _MAX_PREFIX: Final = MAX_ORDER - 2
 
@@ -249,8 +249,8 @@ def write_branches(
 def joined(branches: Iterable[Branches]) -> Iterator[list[Level]]:
     """Yield the entries of all branches in the order of the format, in pieces of levels 2 to 4.
 
-    In each piece, parents are numbered from its own first entry on. A piece may go on with
-    children of the last entry of a level that it has no entry of.
+    In each piece, parents are numbered from its own first entry on. A piece without entries of a
+    level may continue with children of that level's last entry.
 
     Args:
         branches: in the order of their ranges; those with a prefix, of all that have its token.

@@ -1,4 +1,4 @@
-"""Parts: tokenised documents that are not sorted yet, on disk between the stages of a build."""
+"""Parts: tokenised documents before sorting, on disk between the stages of a build."""
 
 import errno
 import json
@@ -61,7 +61,7 @@ class Part:
 
     @classmethod
     def of_segment(cls, folder: Path, record: SegmentRecord) -> Self:
-        """Return a segment as a part: what it was made of is still there."""
+        """Return a segment as a part: it still holds its documents and tokens."""
         return cls(
             folder, record.num_documents, record.num_tokens, record.licences, record.keeps_texts
         )
@@ -187,7 +187,7 @@ class PartWriter:
 
     def discard(self) -> None:
         """Close the files of a part that is not finished."""
-        with suppress(OSError):  # a full disk refuses what is still to be written
+        with suppress(OSError):  # a full disk refuses the buffered bytes
             self._stack.close()
 
 

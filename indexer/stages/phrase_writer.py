@@ -1,4 +1,4 @@
-"""Making the phrase tables of an index: its n-grams are counted by ranges, then joined."""
+"""Building the phrase tables of an index: counts n-grams by ranges, then joins the ranges."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -77,7 +77,7 @@ def write_phrases(  # noqa: PLR0913, PLR0917
         index_folder: the index's directory.
         records: of its segments.
         vocabulary_size: largest token id plus one.
-        scratch: a folder for what is needed meanwhile.
+        scratch: a folder for temporary files.
         place: the folder of the tables.
 
     Returns:
@@ -99,7 +99,7 @@ def write_phrases(  # noqa: PLR0913, PLR0917
 def join_branches(
     branches: Sequence[Branches], counts: NDArray[np.int64], place: Path
 ) -> dict[str, FileRecord]:
-    """Write the tables that hold of all branches what fits, and return the files' records.
+    """Write tables of the most frequent entries of all branches; return the files' records.
 
     Args:
         branches: of all ranges, in order.
@@ -131,8 +131,8 @@ def token_counts(segments: Iterable[Segment], vocabulary_size: int) -> NDArray[n
 class _TableFiles:
     """Writes the files of levels 2 to 4, piece by piece.
 
-    Where the successors of an entry begin is known once all before are written, so that `starts`
-    are written with their entries.
+    The successors of an entry begin where those of all entries before end, so `starts` are written
+    together with their entries.
     """
 
     def __init__(self, place: Path, vocabulary_size: int) -> None:
@@ -179,7 +179,7 @@ class _TableFiles:
             self._num_entries[number] += len(level)
 
     def records(self, counts: NDArray[np.int64]) -> dict[str, FileRecord]:
-        """Write what remains, wait until all is on disk, and return the files' records."""
+        """Write the remaining bytes, wait until all is on disk, and return the files' records."""
         starts = np.concatenate([[0], np.cumsum(self._num_successors)]).astype(POSITION_DTYPE)
         records = {
             "counts1": write_array(self._place / "counts1", encode_counts(counts)),

@@ -26,8 +26,10 @@ from indexer.format.records import FileRecord, SegmentRecord
 from indexer.stages.parts import Part, text_stream
 
 _STRIDE: Final = 1 << 20
+"""Elements that are converted together: temporary arrays stay at a few MB."""
+
 _FIXED_BYTES: Final = 64 << 20
-"""For what is looked at in strides, and the library."""
+"""Memory for temporary arrays of a stride, and for the library."""
 
 
 def sort_suffixes(tokens: Tokens) -> NDArray[np.uint32]:
@@ -35,9 +37,9 @@ def sort_suffixes(tokens: Tokens) -> NDArray[np.uint32]:
 
     The order is lexicographic, of unsigned integers, over the tokens from the position to the end
     of the array; a suffix that is a prefix of another comes first. The big-endian bytes of
-    integers compare as the integers do, so libdivsufsort sorts the bytes, and what it says of the
-    positions between two tokens is dropped. It needs, per byte that it sorts, four bytes of memory
-    (eight from 2**31 bytes on).
+    integers compare as the integers do, so libdivsufsort sorts the bytes, and positions inside a
+    token are dropped. It needs, per byte that it sorts, four bytes of memory (eight from 2**31
+    bytes on).
 
     Args:
         tokens: uint16[n] or uint32[n], n < 2**32, little-endian; the largest value of the dtype is
@@ -154,7 +156,7 @@ class SegmentTask:
 
 
 def write_segment(task: SegmentTask) -> SegmentRecord:
-    """Join, sort and write a segment; what is at its place already is written over.
+    """Join, sort and write a segment; overwrites a folder of the same name.
 
     Depends on nothing but its argument and the files of the parts: may run in any process that
     sees them, and again.

@@ -1,4 +1,4 @@
-"""Texts to tokens, in batches that the tokenizer spreads over its threads."""
+"""Tokenising texts, in batches that the tokenizer spreads over its threads."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import TokenizerError, reason_of
 from indexer.format.compression import zstd
 from indexer.format.names import Tokens
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 EMPTY: Final = "empty"
 
 _BATCH_BYTES: Final = 1 << 20
-"""Of texts that are tokenised together: enough to keep many cores busy."""
+"""Bytes of texts that are tokenised together: enough to keep many cores busy."""
 
 _PIECE_CHARACTERS: Final = 1 << 18
-"""Of a long text that are tokenised at once: a batch, where they have four bytes each."""
+"""Characters of a long text that are tokenised at once: at most a batch, at four bytes each."""
 
 _BYTES_PER_BYTE: Final = 200
-"""Of memory for a byte of text that is tokenised: measured are up to 191, for texts of a token a
+"""Memory for a byte of text that is tokenised: measured are up to 191, for texts of one token per
 byte."""
 
 _COPIES: Final = 12
-"""Of memory for a byte of the longest document: its text, read, decoded and cut, and its tokens."""
+"""Memory for a byte of the longest document: its text as read, decoded and cut, and its tokens."""
 
 _FIXED_BYTES: Final = 96 << 20
-"""For the tokenizer itself: measured are 45 MB for a vocabulary of 49,152."""
+"""Memory of the tokenizer itself: measured are 45 MB for a vocabulary of 49,152."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class UsableText:
 def usable_texts(
     documents: Iterable[SourceDocument],
     max_document_bytes: int,
-    tally: Tally,
+    tally: BuildTally,
     screening: ScreenOptions = NO_SCREENING,
 ) -> Iterator[UsableText]:
     """Yield the documents that hold text and are not too long, screened; count the others.
@@ -60,14 +60,14 @@ def usable_texts(
         documents: as they were read.
         max_document_bytes: longer ones are left out.
         tally: counts them.
-        screening: what must not get into the index.
+        screening: phrases and secrets to keep out of the index.
     """
     screen = _screen(screening) if screening.is_active else None
     for document in documents:
         name, text = document.name, document.text
         try:
             num_bytes = len(text.encode("utf-8"))
-        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        except UnicodeEncodeError:  # half a surrogate pair, which JSON allows
             tally.skip(NOT_TEXT, name)
             continue
         if num_bytes > max_document_bytes:
@@ -84,7 +84,7 @@ def usable_texts(
         tally.screened = screen.take_tally()
 
 
-def _screened(document: SourceDocument, screen: Screen, tally: Tally) -> Iterator[UsableText]:
+def _screened(document: SourceDocument, screen: Screen, tally: BuildTally) -> Iterator[UsableText]:
     """Yield the document if anything of it may be indexed; count it otherwise."""
     screened = screen.screen(document.name, document.text, document.licence)
     if screened is None:
@@ -112,9 +112,9 @@ def tokenising_bytes(largest_document_bytes: int) -> int:
 
 
 def tokenise(
-    documents: Iterable[UsableText], encoder: Any, dtype: np.dtype[Any], tally: Tally
+    documents: Iterable[UsableText], encoder: Any, dtype: np.dtype[Any], tally: BuildTally
 ) -> Iterator[TokenisedDocument]:
-    """Yield the tokens of every document that has any, in order; count them and the others.
+    """Yield the tokens of every document that has any, in order; count tokens and empty ones.
 
     Args:
         documents: to be tokenised.
@@ -148,8 +148,8 @@ def _encoded(texts: list[str], encoder: Any, dtype: np.dtype[Any]) -> list[Token
 def _pieces(text: str) -> Iterator[str]:
     """Cut a long text behind line ends, where there are none behind spaces, else anywhere.
 
-    A tokenizer takes some two hundred times the memory of a text. At a cut the tokens may be other
-    ones than without it, which costs a draft there a token or two.
+    A tokenizer takes some two hundred times the memory of a text. A cut may change the tokens next
+    to it, which costs drafts there a token or two.
     """
     begin = 0
     while begin < len(text):

@@ -36,7 +36,7 @@ class Ledger(ScriptedDrafter):
 
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
         if self.refused in prompt.tolist():
-            raise InvalidRequestError("a token that nobody knows")
+            raise InvalidRequestError("an unknown token")
         super().open(session, prompt, remember=remember)
 
 

@@ -1,4 +1,4 @@
-"""Engines of versions that nobody tested are named once, and used."""
+"""Untested versions of engines are named once, and used."""
 
 import logging
 

@@ -41,8 +41,8 @@ def speculate(
         min_probability: less probable nodes are left out.
         as_tree: grow a tree and not a path.
         token_ids: int32[2, budget], the draft in row 0, scratch in row 1.
-        parents: likewise.
-        probabilities: float32[2, budget], likewise.
+        parents: the same.
+        probabilities: float32[2, budget], the same.
 
     Returns:
         Nodes of the draft, and its score, which is the sum of their probabilities.

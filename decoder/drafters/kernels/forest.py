@@ -8,10 +8,12 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import kernel
 
 NOWHERE: Final = -1
-"""Where a tree stands at a node that it lacks."""
+"""In place of a node's number, where a tree lacks the node."""
 
 _LEAST_SHARE: Final = 1e-4
 _MOST_SHARE: Final = 0.9995
+"""Shares of a parent's probability are clipped to these, so that log-odds lie between -9.2 and 7.6:
+a source that is sure and wrong can still be outweighed."""
 
 
 class Forest(NamedTuple):
@@ -76,7 +78,7 @@ def plant(
 def step_down(
     forest: Forest, places: NDArray[np.int32], below: NDArray[np.int32], token: int
 ) -> None:
-    """Set where each tree has the child with a token.
+    """Set the node of the child with a token, in each tree.
 
     Args:
         forest: the trees.

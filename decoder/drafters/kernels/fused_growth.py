@@ -1,4 +1,4 @@
-"""Growing one tree from what all sources say, the most probable candidate first."""
+"""Growing one tree from the candidates of all sources, the most probable one first."""
 
 from typing import Final, NamedTuple
 
@@ -13,10 +13,12 @@ from retriever.kernels.tree_growth import candidate_of, pop, push
 from retriever.kernels.tree_growth import key_of as rank_key
 
 MAX_CANDIDATES: Final = 1 << 13
+"""Candidates that are considered for one tree: 32 for each of 256 nodes. Beyond that they are
+dropped: nodes are taken by falling probability, so those are children of the least probable."""
 
 
 class Growth(NamedTuple):
-    """The tree that grows, and what is considered for it.
+    """The growing tree, and the candidates considered for it.
 
     Attributes:
         tokens: int32[B], the tree's.
@@ -25,8 +27,8 @@ class Growth(NamedTuple):
         sources: uint8[B].
         places: int32[1 + B, trees], where each given tree has a node; row 0 is the root.
         contexts: int32[1 + B, NUM_ORDERS], the last tokens at a node, the latest first.
-        candidates: int32[C, 3], token, parent and source of what was considered.
-        beliefs: float32[C], how probable it is.
+        candidates: int32[C, 3], token, parent and source of each candidate.
+        beliefs: float32[C], its probability.
         heap: int64[C].
     """
 
@@ -81,7 +83,7 @@ def grow(
         hints: for the root's children.
         budget: most nodes.
         min_probability: nodes less probable than this are left out.
-        table_source: the `Source` of what only the table or a hint names.
+        table_source: the `Source` of candidates that only the table or a hint lists.
     """
     num_trees = growth.places.shape[1]
     nothing = Hints(hints.tokens[:0], hints.log_odds[:0])

@@ -1,4 +1,4 @@
-"""Learning how much each source is worth, from every token that came."""
+"""Learning the weights of the sources from every token that came."""
 
 import numpy as np
 from numpy.typing import NDArray

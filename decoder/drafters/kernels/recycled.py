@@ -1,4 +1,4 @@
-"""A table of what the target found likely after its last one, two or three tokens."""
+"""A table of the target's likely next tokens after its last one, two or three tokens."""
 
 from typing import Any, Final, NamedTuple
 
@@ -8,10 +8,12 @@ from numpy.typing import NDArray
 from retriever.kernels.compiling import kernel
 
 NUM_ORDERS: Final = 3
-"""Contexts of one, two and three tokens are kept."""
+"""Contexts of one, two and three tokens are kept: longer ones say more where they are seen again,
+but that is rarer, and each order takes as many entries of the table."""
 
 WAYS: Final = 4
-"""Entries that a context may stand in; the one that was not written for longest gives way."""
+"""Entries that a context may stand in, as in a set-associative cache; the least recently written
+one is evicted. Four entries of 16 bytes are as much as a line of a processor's cache."""
 
 ENTRY: Final = np.dtype(
     [
@@ -22,7 +24,11 @@ ENTRY: Final = np.dtype(
 )
 NOT_FOUND: Final = -1
 _PRIME: Final = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio, as in Fibonacci hashing: neighbouring tokens spread far."""
+
 _SEED: Final = 0xD1B54A32D192ED03
+"""Another odd number without pattern: contexts of each order begin with a multiple of their own, as
+they would collide if all began at zero."""
 
 
 class Table(NamedTuple):

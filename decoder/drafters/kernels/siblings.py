@@ -1,4 +1,4 @@
-"""What all sources say about the children of one node, and how probable that makes them."""
+"""The children of one node that any source lists, and their probabilities by all sources."""
 
 from typing import Final, NamedTuple
 
@@ -10,7 +10,7 @@ from decoder.drafters.kernels.recycled import NOT_FOUND, NUM_ORDERS, Table, find
 from retriever.kernels.compiling import kernel
 
 NUM_TABLE_SOURCES: Final = NUM_ORDERS + 1
-"""Sources beside the trees: the table for one, two and three tokens, and the hints."""
+"""Sources besides the trees: the table for one, two and three tokens, and the hints."""
 
 NUM_SETS: Final = 2 * (NUM_ORDERS + 1)
 """Sets of weights: by the longest context that the table knows, and whether a tree knows the
@@ -22,8 +22,13 @@ UNLISTED: Final = 2
 NUM_WEIGHTS: Final = 3
 """Of a source: for listing a candidate, for the log-odds that it gives, and for not listing it."""
 
+
 ABSENT: Final = -1e9
+"""Log-odds of a candidate that a source does not list: below all that clipped shares can have."""
+
 MAX_SIBLINGS: Final = 192
+"""Most candidates below one node; any more are left out. The table and the hints list at most 32,
+so at least 160 are for the trees."""
 
 
 class Siblings(NamedTuple):
@@ -34,7 +39,7 @@ class Siblings(NamedTuple):
         log_odds: float64[C, S], by source; `ABSENT` where a source does not list the candidate.
         known: bool[S], whether a source knows the node.
         probabilities: float64[C].
-        sources: uint8[C], who named a candidate first: trees do before the table.
+        sources: uint8[C], the source that listed a candidate first: trees before the table.
     """
 
     tokens: NDArray[np.int32]
@@ -57,7 +62,7 @@ class Siblings(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """What the target found likely, beside its choice, where it chose the last token.
+    """The tokens that the target found likely, besides its choice, where it chose the last token.
 
     Such tokens often come next (LogitSpec, arXiv:2507.01449).
 
@@ -74,7 +79,7 @@ class Hints(NamedTuple):
 def _note(
     siblings: Siblings, count: int, source: int, token: int, log_odds: float, speaker: int
 ) -> int:
-    """Enter what a source says of a candidate and return how many candidates there are."""
+    """Enter a source's log-odds for a candidate and return how many candidates there are."""
     for candidate in range(count):
         if siblings.tokens[candidate] == token:
             siblings.log_odds[candidate, source] = log_odds
@@ -159,7 +164,7 @@ def score(siblings: Siblings, count: int, weights: NDArray[np.float64]) -> float
     Args:
         siblings: the candidates.
         count: how many there are.
-        weights: float64[S + 1, NUM_WEIGHTS], of the node's set; the last row has what all share.
+        weights: float64[S + 1, NUM_WEIGHTS], of the node's set; all sources share the last row.
     """
     num_sources = len(siblings.known)
     total = 0.0

@@ -1,4 +1,4 @@
-"""The speculative algorithm that SGLang knows us as: its own NGRAM, but for the drafts."""
+"""The speculative algorithm that SGLang registers: its own NGRAM with other drafts."""
 
 from typing import Any, Final
 
@@ -6,38 +6,38 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 _CAPACITY: Final = 1 << 10
-"""Nodes of the trie that SGLang's worker makes before ours takes its place; at its default of ten
-million it would hold gigabytes for that moment."""
+"""Nodes of the trie that SGLang's worker makes before ours replaces it; its default of ten million
+would take gigabytes for that moment."""
 
 
 class ForedraftAlgorithm(CustomSpecAlgo):  # type: ignore[misc]  # sglang is not there to be checked
-    """Answers all that SGLang asks of an algorithm as NGRAM does."""
+    """Gives SGLang the properties of NGRAM."""
 
     def is_ngram(self) -> bool:
-        """Tell that what NGRAM needs is needed."""
+        """Return true: it needs all that NGRAM needs."""
         return True
 
     def supports_mixed_chunk(self) -> bool:
-        """Tell that prefill and decoding are not mixed."""
+        """Return false: prefill and decoding are not mixed."""
         return False
 
     def has_draft_kv(self) -> bool:
-        """Tell that drafts have no cache of their own."""
+        """Return false: drafts have no cache."""
         return False
 
     def carries_draft_hidden_states(self) -> bool:
-        """Tell that there are none."""
+        """Return false: there are none."""
         return False
 
     def need_topk(self) -> bool:
-        """Tell that no draft model is asked for its best tokens."""
+        """Return false: there is no draft model to ask for its best tokens."""
         return False
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Set what NGRAM sets.
+        """Set the arguments that NGRAM sets.
 
-        SGLang shows a stand-in that notes attributes which are set. What its own handler declares
-        would be lost there, so it is set once more.
+        SGLang passes a stand-in that records attributes. It would lose the overrides that SGLang's
+        own handler declares, so they are set once more.
         """
         SpeculativeAlgorithm.NGRAM.handle_server_args(server_args)
         for _source, fields in list(server_args._resolved_overrides or ()):  # noqa: SLF001  (see above)

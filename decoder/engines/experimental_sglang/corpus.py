@@ -1,14 +1,14 @@
-"""Our drafter in the place of the corpus that SGLang's NGRAM worker looks its drafts up in.
+"""A drafter in place of the corpus in which SGLang's NGRAM worker looks up its drafts.
 
-Draft trees as SGLang's NGRAM worker has them: a fixed number of nodes, and a mask. Node 0 is the
-last committed token. Row i of the mask is 1 for node i and for its ancestors. From that alone
-SGLang makes its links: a node's first child is the first later node that sees it, its next sibling
-the next node with the same parent, and verification goes from node 0 along these.
+SGLang's NGRAM worker takes draft trees as a fixed number of nodes and a mask. Node 0 is the last
+committed token. Row i of the mask is 1 for node i and for its ancestors. SGLang derives its links
+from the mask alone: a node's first child is the first later node that sees it, its next sibling the
+next node with the same parent, and verification goes from node 0 along these links.
 
-So padding is nodes that see nothing but themselves. They are nobody's child, and, having no parent,
-nobody's sibling: no link leads to one, whatever the target chooses and whatever token they carry.
-Siblings must differ, too: sampling adds up the probabilities of the siblings that it passes, so
-that a token which stands twice is drawn too often. Those of a `DraftTree` do.
+So a padding node sees only itself. It is no node's child and, having no parent, no node's sibling:
+no link leads to it, with any token and any choice of the target. Siblings must have different
+tokens, as those of a `DraftTree` do: sampling adds up the probabilities of the siblings that it
+passes, so a token that occurs twice would be drawn too often.
 
 Source: sglang 0.5.23, `reconstructIndicesFromTreeMask`, `VerifyTreeGreedy` and
 `TreeSpeculativeSamplingTargetOnly`.
@@ -35,14 +35,14 @@ NO_PARENT: Final = -1
 """Parent of node 0, and of padding."""
 
 Nodes = NDArray[np.int64]
-"""int64[2, rows, width]: tokens, and parents as places in the row."""
+"""int64[2, rows, width]: tokens, and parents as positions in the row."""
 
 
 def lay_out(trees: Sequence[DraftTree], last_tokens: Sequence[int], width: int) -> Nodes:
-    """Return trees as rows of equal width, each behind the token that it goes on from.
+    """Return trees as rows of equal width, each preceded by its last committed token.
 
-    A larger tree is cut; a smaller one is padded, with its last committed token, which every model
-    has an embedding for.
+    A larger tree is cut. A smaller one is padded with its last committed token, for which every
+    model has an embedding.
 
     Args:
         trees: one for each row.
@@ -78,7 +78,7 @@ def masks_of(parents: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class EngineRequest(Protocol):
-    """What is read of SGLang's requests."""
+    """The attributes of SGLang's requests that are read."""
 
     @property
     def rid(self) -> str:
@@ -90,7 +90,7 @@ class EngineRequest(Protocol):
 
     @property
     def output_ids(self) -> Sequence[int]:
-        """What was generated, as far as the scheduler knows."""
+        """The output, as far as the scheduler knows it."""
 
 
 @dataclass(slots=True)
@@ -98,9 +98,9 @@ class FollowedRequest:
     """A request whose tokens are followed.
 
     Attributes:
-        follower: what its drafter has been told of it.
-        offset: tokens in front of its own that were never shown.
-        request: whose they are, where that was shown.
+        follower: keeps the drafter up to date with it.
+        offset: first tokens of the request that were never shown.
+        request: the engine's request, where it was shown.
     """
 
     follower: Follower
@@ -127,7 +127,7 @@ class FollowedRequest:
         return self.follower.sequence
 
     def go_on(self, tail: Sequence[int], length: int) -> bool:
-        """Append what is new; tell whether the sequence is still the same."""
+        """Append the new tokens; return whether the sequence is still the same."""
         tokens = np.array(tail, np.int32)
         num_known = len(tokens) - (length - self.offset - len(self.sequence))
         if not 0 <= num_known <= len(tokens) or num_known > len(self.sequence):
@@ -139,7 +139,7 @@ class FollowedRequest:
         return True
 
     def take_rest(self) -> None:
-        """Append what was generated since the last step."""
+        """Append the output since the last step."""
         if self.request is not None:
             self.sequence.extend(_tokens_of(self.request)[len(self.sequence) :])
 
@@ -163,7 +163,7 @@ Share = Callable[[Nodes], None]
 
 
 class DrafterCorpus:
-    """What SGLang's `NgramCorpus` is to its worker, with a drafter behind it.
+    """Replaces SGLang's `NgramCorpus`, and asks a drafter.
 
     Each request is a session, under a name of our own; one step of the engine is one call of the
     drafter. A drafter that fails costs its drafts: then rows hold node 0 and padding. Nothing that
@@ -172,10 +172,10 @@ class DrafterCorpus:
     Source: sglang 0.5.23, `sglang.srt.speculative.cpp_ngram.ngram_corpus`.
 
     Args:
-        sessions: of the drafter; None where another rank drafts, or nobody.
+        sessions: of the drafter; None where another rank drafts, or none.
         width: nodes of a row, the last committed token included.
         vocabulary_size: a tree with a token beyond it would crash the model, and is dropped; None
-            to let all pass.
+            to check no tree.
         share: for several ranks, which must verify the same nodes.
 
     Attributes:
@@ -246,13 +246,13 @@ class DrafterCorpus:
         return tokens.reshape(-1), masks_of(parents).reshape(-1)
 
     def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
-        """Do nothing: what is generated is learned from when a session ends."""
+        """Do nothing: the drafter learns from outputs when their sessions end."""
 
     def synchronize(self) -> None:
         """Do nothing: nothing is put in."""
 
     def erase_match_state(self, req_ids: Sequence[str]) -> None:
-        """End the sessions of requests that are decoded no more; their outputs are remembered."""
+        """End the sessions of finished requests; their outputs are remembered."""
         with self._never_failing():
             for name in req_ids:
                 self._end(name)
@@ -271,7 +271,7 @@ class DrafterCorpus:
         """Refuse a corpus.
 
         Raises:
-            ValueError: always; the engine tells whoever asked.
+            ValueError: always; the engine passes the message on to its client.
         """
         raise ValueError(f"corpus {corpus_id!r} is not loaded: {_NO_CORPORA}")
 
@@ -305,17 +305,17 @@ class DrafterCorpus:
     def _follow(
         self, sessions: DrafterSessions, name: str, tail: Sequence[int], length: int
     ) -> Follower:
-        """Return a request's follower, up to date; one that is another by now begins anew."""
+        """Return a request's follower, up to date; a name that was reused gets a new one."""
         followed = self._followed.get(name)
         if followed is not None and followed.go_on(tail, length):
             return followed.follower
         request = followed.request if followed is not None else None
         self._end(name)
-        anew = FollowedRequest.of(request, sessions) if request is not None else None
-        if anew is None or not anew.go_on(tail, length):
-            anew = FollowedRequest.of_tail(tail, length, sessions)
-        self._followed[name] = anew
-        return anew.follower
+        followed = FollowedRequest.of(request, sessions) if request is not None else None
+        if followed is None or not followed.go_on(tail, length):
+            followed = FollowedRequest.of_tail(tail, length, sessions)
+        self._followed[name] = followed
+        return followed.follower
 
     def _checked(self, tree: DraftTree) -> DraftTree:
         size = self._vocabulary_size
@@ -339,7 +339,7 @@ class DrafterCorpus:
 
     @contextmanager
     def _never_failing(self) -> Iterator[None]:
-        """Let go of all sessions where something of ours goes wrong: the engine must go on."""
+        """Drop all sessions after an error of ours, so that the engine goes on."""
         try:
             yield
         except Exception:  # noqa: BLE001  (its server would end)
@@ -351,13 +351,13 @@ class DrafterCorpus:
             self._followed.clear()
 
 
-class Group(Protocol):
-    """What is read of SGLang's groups of ranks.
+class RankGroup(Protocol):
+    """The attributes of SGLang's groups of ranks that are read.
 
     Attributes:
         world_size: ranks in it.
-        ranks: their numbers among all.
-        cpu_group: for what is not on a device.
+        ranks: their global numbers.
+        cpu_group: the process group for tensors on the host.
     """
 
     world_size: int
@@ -365,8 +365,8 @@ class Group(Protocol):
     cpu_group: ProcessGroup
 
 
-def sharing(group: Group) -> Share | None:
-    """Return what gives all ranks of a group the nodes of its first; None where it is alone."""
+def sharing(group: RankGroup) -> Share | None:
+    """Return a function that copies the first rank's nodes to all; None for a single rank."""
     if group.world_size == 1:
         return None
 

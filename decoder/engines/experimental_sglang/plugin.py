@@ -9,7 +9,7 @@ from typing import Any, Final
 from decoder.engines.engine_options import check_version
 
 ALGORITHM: Final = "FOREDRAFT"
-"""What to give as `--speculative-algorithm`."""
+"""The value of `--speculative-algorithm`."""
 
 TESTED: Final = ">=0.5.23,<0.5.24"
 
@@ -20,7 +20,7 @@ def register() -> None:
         SpeculativeAlgorithm,
     )
 
-    from decoder.engines.experimental_sglang.algorithm import ForedraftAlgorithm  # noqa: PLC0415  (likewise)
+    from decoder.engines.experimental_sglang.algorithm import ForedraftAlgorithm  # noqa: PLC0415  (as above)
 
     SpeculativeAlgorithm.register(
         ALGORITHM,
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def check_server_args(server_args: Any) -> None:
-    """Refuse what cannot be served.
+    """Refuse arguments that are not supported.
 
     Raises:
         ValueError: the model is spread over stages of a pipeline.

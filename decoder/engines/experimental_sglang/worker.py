@@ -24,19 +24,19 @@ _log = getLogger(__name__)
 class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there to be checked
     """Drafts with our drafter, and leaves all else to the engine; made by SGLang's scheduler.
 
-    Of several ranks the first drafts, and the others verify what it has drafted: drafts depend on
-    time, and ranks that verify different nodes would go apart.
+    Of several ranks only the first drafts, and all verify its nodes: drafts depend on time, and
+    ranks that verified different nodes would diverge.
 
     Args:
         server_args: the engine's.
-        gpu_id: likewise.
-        nccl_port: likewise.
+        gpu_id: the engine's.
+        nccl_port: the engine's.
         target_worker: runs the target model.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        # What a step committed, up to the width, must be among the last tokens that are shown.
+        # The last tokens that are shown must include all that a step may have committed.
         self.max_trie_depth: int = max(self.max_trie_depth, self.draft_token_num)
         group = get_parallel().tp_group
         self.ngram_corpus = DrafterCorpus(
@@ -52,7 +52,7 @@ class ForedraftWorker(NGRAMWorker):  # type: ignore[misc]  # sglang is not there
 
 
 def _sessions(tokenizer: Any) -> DrafterSessions | None:
-    """Open the drafter that the environment asks for; None where there is none to be had."""
+    """Open the drafter that the environment describes; None where that fails."""
     try:
         settings = resolve_settings({}, os.environ, "environment")
         drafter = _drafter(settings, tokenizer)
@@ -81,6 +81,6 @@ def _vocabulary(tokenizer: Any) -> Vocabulary | None:
         return None
     try:
         return vocabulary_of(tokenizer)
-    except Exception as error:  # noqa: BLE001  tokenizers fail in as many ways as there are
+    except Exception as error:  # noqa: BLE001  each tokenizer raises its own errors
         _log.warning("the tokenizer's vocabulary is not known: %s", error)
         return None

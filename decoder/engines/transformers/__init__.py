@@ -1,1 +1,1 @@
-"""Ways into `model.generate` of transformers; see docs/plugging-in.md."""
+"""Adapters for `model.generate` of transformers; see docs/plugging-in.md."""

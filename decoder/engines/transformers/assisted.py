@@ -31,7 +31,11 @@ from retriever.follower import DraftLimits, Followers
 from retriever.sequences import TokenSequence
 
 DEFAULT_MAX_CANDIDATES = 10
+"""As many as prompt lookup proposes in transformers' documentation."""
+
 DEFAULT_BUDGET_NODES = 64
+"""Nodes of the tree that a path is taken from: a path of 10 tokens and its main alternatives."""
+
 DEFAULT_MIN_PROBABILITY = 0.05
 """Half of the candidates, and 99% of the tokens per step: see benchmarks/README.md."""
 
@@ -39,10 +43,10 @@ DEFAULT_MIN_PROBABILITY = 0.05
 class DrafterCandidates(CandidateGenerator):
     """Candidates from the most probable path of each draft, for one sequence at a time.
 
-    A sequence that does not go on from the last one begins another session.
+    A sequence that does not continue the last one begins another session.
 
     Args:
-        drafter: whom to ask; one that fails costs candidates, never tokens.
+        drafter: gives the drafts; a failure costs candidates, never tokens.
         limits: which tokens the model and the drafter know.
         max_candidates: most tokens of a path.
         min_probability: a path ends before a token that is accepted less probably than this.
@@ -92,16 +96,16 @@ class DrafterCandidates(CandidateGenerator):
         self,
         input_ids: torch.Tensor,
         scores: torch.Tensor,  # noqa: ARG002  the base class names it
-        num_matches: int,  # noqa: ARG002  likewise
+        num_matches: int,  # noqa: ARG002  as above
     ) -> None:
-        """Note what was accepted, int64[1, n] in all; the drafter is told with what comes next."""
+        """Note the accepted sequence, int64[1, n]; the next call tells the drafter."""
         self._accepted = _tokens_of(input_ids[0])
 
     def close(self, length: int | None = None) -> None:
-        """End the drafter's session with the tokens that it has not seen yet.
+        """End the drafter's session, with the tokens that it has not seen yet.
 
         Args:
-            length: of the whole sequence, where it ends within what was accepted last.
+            length: of the whole sequence, where it ends within the tokens accepted last.
         """
         drafting, self._drafting = self._drafting, None
         if drafting is not None and self._sequence is not None:
@@ -109,7 +113,7 @@ class DrafterCandidates(CandidateGenerator):
             drafting.close()
 
     def _following(self, input_ids: torch.Tensor) -> SequenceDrafter:
-        """Return what drafts for a sequence, of which all tokens are committed."""
+        """Return the drafter of a sequence, up to date with its tokens."""
         if len(input_ids) != 1:
             raise UnsupportedGenerationError(
                 f"candidates serve one sequence at a time, not {len(input_ids)}"
@@ -147,10 +151,9 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
 ) -> Any:
     """Decode with chains: `model.generate(..., custom_generate=assisted_generate, drafter=...)`.
 
-    The loop is transformers' own assisted generation; only its candidates are a drafter's. For
-    outputs that only that loop can return, such as scores and hidden states. What it accepts
-    behind the first token with which a stopping criterion is met is cut, as it is no part of the
-    output of plain generation.
+    The loop is transformers' own assisted generation with a drafter's candidates. It is for
+    outputs that only that loop returns, such as scores and hidden states. Tokens that it accepts
+    behind the first one that meets a stopping criterion are cut, as plain generation has none.
 
     Raises:
         UnsupportedGenerationError: no drafter is given, or the call asks for what
@@ -186,7 +189,7 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
 
 
 class _TokenByToken(StoppingCriteria):
-    """Asks criteria after every token, though several are accepted at once.
+    """Applies criteria after every token, even if several are accepted at once.
 
     Args:
         criteria: of the call.
@@ -217,10 +220,10 @@ class _TokenByToken(StoppingCriteria):
 def _candidates_from(
     model: PreTrainedModel, candidates: DrafterCandidates, watch: _TokenByToken
 ) -> Iterator[None]:
-    """Have a model's assisted generation ask a drafter, for the block's time.
+    """Have a model's assisted generation ask a drafter during the block.
 
-    Transformers chooses the generator in a method of the model, by options that no generator
-    of a user's own is among; so this one model's method is shadowed.
+    Transformers chooses the generator in a method of the model, and has no option for a user's
+    own; so the method is replaced on this model.
     """
     vars(model)["_get_candidate_generator"] = lambda **_: candidates
     try:
@@ -236,7 +239,7 @@ def _limits(model: PreTrainedModel, drafter: Drafter) -> DraftLimits:
 
 
 def _cut(output: Any, length: int, num_new: int) -> Any:
-    """Leave out of an output what was accepted behind the end of the sequence.
+    """Cut an output to the end of the sequence.
 
     Args:
         output: int64[1, n], or what `return_dict_in_generate` asks for.

@@ -39,15 +39,15 @@ _curves: WeakKeyDictionary[PreTrainedModel, CostSurface] = WeakKeyDictionary()
 
 
 class Foredraft:
-    """Decodes with drafts where `model.generate` is told `custom_generate=` this object.
+    """Decodes with drafts when passed to `model.generate` as `custom_generate`.
 
-    What the call and the model's generation_config say of logits processors, sampling, lengths
-    and stopping holds. The model's passes are measured once, which takes seconds; what the
-    budget learns of the drafter lasts from call to call. Sampling draws its seed from torch.
+    Logits processors, sampling, lengths and stopping are those of the call and of the model's
+    generation_config. The model's passes are measured once, which takes seconds; the budget keeps
+    learning from call to call. Sampling draws its seed from torch.
 
     Args:
         model: the model of all calls.
-        drafter: whose guesses are verified.
+        drafter: proposes the drafts.
         budget: how much of a draft is verified; by default what pays, by measurement.
         drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's
             embedding is larger; by default what the drafter or the tokenizer says.
@@ -100,11 +100,11 @@ class Foredraft:
             model: the same as at the start.
             input_ids: int64[1, n], the prompt.
             logits_processor: applied along each path.
-            stopping_criteria: what comes behind the first stop is cut.
+            stopping_criteria: tokens behind the first stop are cut.
             generation_config: of the call.
             on_tokens: is called with the tokens of each pass; a `streamer` of the call is told
                 each token, as well.
-            model_kwargs: what else the model would be given.
+            model_kwargs: further arguments of the model.
 
         Returns:
             int64[1, n + new], or a GenerateDecoderOnlyOutput of it if
@@ -166,8 +166,9 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode with drafts: `model.generate(..., custom_generate=foredraft_generate, drafter=...)`.
 
-    The measured costs are kept for each model while it lives; what a `Foredraft` learns beyond
-    them is not, so prefer that where a model is called often. Arguments and errors are the same.
+    Measured costs are kept for each model while it exists, but not what a `Foredraft` learns
+    besides, so prefer a `Foredraft` for a model that is called often. Arguments and errors are
+    the same.
     """
     if drafter is None:
         raise UnsupportedGenerationError(

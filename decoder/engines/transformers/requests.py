@@ -1,4 +1,4 @@
-"""What `model.generate` may be asked for where drafts are verified."""
+"""Checking a call of `model.generate`: options, stopping criteria and streamers under drafts."""
 
 import inspect
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ _GENERATE: Final = inspect.unwrap(GenerationMixin.generate).__code__
 def streamer_of_call() -> Any:
     """Return the streamer that the innermost `generate` around the caller was given, or `None`.
 
-    `generate` puts the prompt into it and leaves the rest to its loop, but hands none to a
-    callable (transformers 5.23, `_extract_generation_mode_kwargs`): whoever reads from a
-    TextIteratorStreamer would wait forever. So it is taken from where that call keeps it.
+    `generate` puts the prompt into the streamer and leaves the rest to its loop, but does not pass
+    it to a callable (transformers 5.23, `_extract_generation_mode_kwargs`): a reader of a
+    TextIteratorStreamer would wait forever. So it is taken from that call's frame.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _GENERATE:
@@ -42,20 +42,20 @@ class Stream:
 
     Args:
         streamer: transformers' `BaseStreamer`, or what has its methods; it has the prompt already.
-            `None` to tell nobody.
+            `None` for no streamer.
     """
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
 
     def put(self, tokens: list[int]) -> None:
-        """Tell what has come."""
+        """Pass new tokens on."""
         if self._streamer is not None:
             for token in tokens:
                 self._streamer.put(torch.tensor([token]))
 
     def end(self) -> None:
-        """Tell that nothing comes any more."""
+        """Tell that the output is complete."""
         if self._streamer is not None:
             self._streamer.end()
 
@@ -88,10 +88,10 @@ class Ending:
 
 
 class CriteriaRule:
-    """Asks criteria after every token, as `model.generate` does: a `StopRule`.
+    """Applies criteria after every token, as `model.generate` does: a `StopRule`.
 
     Args:
-        criteria: whatever their memory, they see each token once.
+        criteria: they see each token once, so they may have a memory.
         input_ids: int64[1, n], the prompt.
     """
 
@@ -125,14 +125,14 @@ _TESTED: Final = ">=5.23,<5.24"
 
 
 def check_transformers() -> None:
-    """Say once where transformers is of a version that this was not tested with."""
+    """Warn once if this version of transformers was not tested."""
     check_version(_TESTED, "transformers")
 
 
 def check_request(
     input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> None:
-    """Refuse what would be left out in silence.
+    """Refuse options that would be ignored in silence.
 
     Args:
         input_ids: int64[batch, n], the prompts.
@@ -179,7 +179,7 @@ def check_chains(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Refuse what transformers' assisted generation does not do, or does wrongly.
+    """Refuse options that transformers' assisted generation does not apply, or applies wrongly.
 
     Args:
         input_ids: int64[batch, n], the prompts.
@@ -227,7 +227,7 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None
 
 
 def _check_cache(inputs: dict[str, Any]) -> None:
-    """Take the cache from a model's inputs, and refuse one that holds something."""
+    """Take the cache from a model's inputs, and refuse one that holds tokens."""
     cache, recurrent = inputs.pop("past_key_values", None), inputs.pop("cache_params", None)
     has_tokens = cache is not None and cache.get_seq_length() > 0
     if has_tokens or (recurrent is not None and recurrent.has_previous_state()):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoder.budget.budget import FixedBudget, MeasuredBudget, Outcome
+from decoder.budget.budget import FixedBudget, MeasuredBudget, PassOutcome
 from decoder.budget.costs import CostSurface
 from retriever.tree import ROOT, DraftTree, Source
 
@@ -150,7 +150,7 @@ class Simulated:
             pass_s = cost(self.surface, 1 + len(cut)) * self.slowness(step)
             if agreed == len(path):
                 next_token = MISS
-            budget.learn(Outcome(cut, path, next_token, 100, pass_s))
+            budget.learn(PassOutcome(cut, path, next_token, 100, pass_s))
             self.widths.append(len(cut))
             self.seconds += pass_s + took
             self.tokens += 1 + len(path)

@@ -1,4 +1,4 @@
-"""Probabilities turn to the share of nodes that come true, whoever stated them."""
+"""Probabilities of any drafter converge to the share of nodes that come true."""
 
 import numpy as np
 import pytest

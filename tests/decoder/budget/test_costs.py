@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from decoder.budget.cost_store import DIRECTORY_VARIABLE, CostStore, key_of, known_costs, store_at
-from decoder.budget.costs import CostSurface, LiveCosts, measure_costs, still_holds
+from decoder.budget.costs import AdaptiveCosts, CostSurface, measure_costs, still_holds
 from decoder.model.target import Target
 from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, decoded, decoder_with, nothing, tiny_llama
@@ -39,7 +39,7 @@ def test_dear_narrow_passes_bound_wider_and_longer_ones() -> None:
 
 def test_live_costs_follow_a_machine_and_forget_slow_passes() -> None:
     rng = np.random.default_rng(0)
-    live = LiveCosts(SURFACE)
+    live = AdaptiveCosts(SURFACE)
     for step in range(400):
         width = int(rng.integers(1, 5))
         seconds = 1.7 * float(SURFACE.table(64)[width - 1]) * rng.uniform(0.95, 1.05)
@@ -49,7 +49,7 @@ def test_live_costs_follow_a_machine_and_forget_slow_passes() -> None:
 
 
 def test_live_costs_tell_a_dear_width_from_a_busy_machine() -> None:
-    live = LiveCosts(SURFACE)
+    live = AdaptiveCosts(SURFACE)
     truth = np.array([1.0, 1.5, 3.0, 4.0])
     for step in range(1500):
         width = 1 + step % 4
@@ -59,7 +59,7 @@ def test_live_costs_tell_a_dear_width_from_a_busy_machine() -> None:
 
 
 def test_live_costs_take_a_surface_of_one_width() -> None:
-    live = LiveCosts(CostSurface.flat((1,), (2.0,)))
+    live = AdaptiveCosts(CostSurface.flat((1,), (2.0,)))
     for _ in range(100):
         live.learn(1, 10, 4.0)
         live.learn(9, 10, 4.0)

@@ -7,7 +7,7 @@ import torch
 from decoder.drafters.following import NoDrafter, Verified
 from decoder.drafters.fusion import FusedDrafter, GainEstimate
 from decoder.drafters.recycling import RecycledLogits
-from decoder.sampling.verification import Acceptance, Place, accept_greedy
+from decoder.sampling.verification import Acceptance, PassContext, accept_greedy
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
@@ -40,7 +40,7 @@ def broken() -> Drafter:
     """Return a drafter that is never there."""
 
     def refuse(_tokens: list[int], _budget: int) -> DraftTree:
-        raise DrafterUnavailableError("nobody answers")
+        raise DrafterUnavailableError("no service answers")
 
     return ScriptedDrafter(refuse)
 
@@ -124,9 +124,9 @@ def test_the_loop_and_all_parts_share_one_sequence() -> None:
     quick, slow = Sharing(), Sharing()
     sequences: list[TokenIds] = []
 
-    def noting(tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
-        sequences.append(place.tokens)
-        return accept_greedy(tree, logits, place)
+    def noting(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
+        sequences.append(context.tokens)
+        return accept_greedy(tree, logits, context)
 
     model, prompt = MODELS["llama"](), prompt_of(12)
     with FusedDrafter([quick], LIMITS, models=[slow], recycled=RecycledLogits(1 << 8)) as drafter:

@@ -282,7 +282,7 @@ def test_costs_are_measured_where_they_leap(monkeypatch: pytest.MonkeyPatch) -> 
     target = Target(tiny_llama(), capture=Counted)
     surface = measure_costs(target, (1, 2, 4, 8), (20, 100), 0.5)
     assert surface.widths == (1, 2, 3, 4, 5, 8)
-    assert len(Counted.functions) == 4  # one for each power of two: nothing grows meanwhile
+    assert len(Counted.functions) == 4  # one for each power of two: no buffer grows
 
 
 def test_graphs_are_for_cuda_and_trees_and_models_as_they_come() -> None:

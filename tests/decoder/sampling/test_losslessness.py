@@ -13,7 +13,7 @@ from decoder.model.pretrained import LanguageModel
 from decoder.observation import Statistics
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.sampling.verification import Place, accept_greedy
+from decoder.sampling.verification import PassContext, accept_greedy
 from indexer.build import build_from_tokens
 from indexer.tokenizer import vocabulary_of
 from retriever.tree import DraftTree
@@ -79,9 +79,9 @@ class Judge:
         self.cases: list[tuple[DraftTree, int]] = []
 
     def __call__(
-        self, tree: DraftTree, logits: torch.Tensor, place: Place
+        self, tree: DraftTree, logits: torch.Tensor, context: PassContext
     ) -> tuple[NDArray[np.int64], int]:
-        path, token = accept_greedy(tree, logits, place)
+        path, token = accept_greedy(tree, logits, context)
         self.cases.append((tree, len(path)))
         return path, token
 

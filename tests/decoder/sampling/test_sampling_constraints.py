@@ -14,7 +14,7 @@ from decoder.errors import DeadEndError, InvalidConstraintError
 from decoder.sampling.constraint import ConstraintMemory, Grammar, check_regex
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.sampling.verification import AcceptRule, Place
+from decoder.sampling.verification import AcceptRule, PassContext
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
     ScriptedDrafter,
@@ -66,7 +66,7 @@ def pairs(rule: AcceptRule, logits: torch.Tensor, trials: int) -> NDArray[np.int
     rows = torch.cat([logits[:1], logits[torch.from_numpy(tree.token_ids)]])
     counts = np.zeros((VOCABULARY, VOCABULARY), np.int64)
     for trial in range(trials):
-        path, token = rule(tree, rows, Place(trial, np.zeros(3, np.int32), 3))
+        path, token = rule(tree, rows, PassContext(trial, np.zeros(3, np.int32), 3))
         counts[tree.token_ids[path[0]], token] += 1
     return counts
 
@@ -136,10 +136,10 @@ def test_each_token_is_taken_in_once_and_sequences_are_not_mixed() -> None:
     memory = ConstraintMemory(automaton)
     tokens = np.array([1, 2, 5, 10, 11, 12], np.int32)
     for length in range(2, 7):
-        assert memory.state(Place(0, tokens[:length], 2)) == min(1, length - 2)
+        assert memory.state(PassContext(0, tokens[:length], 2)) == min(1, length - 2)
     assert automaton.num_advances == 4
-    assert memory.state(Place(0, np.array([1, 2, 5, 30], np.int32), 2)) == 2
-    assert memory.state(Place(0, tokens[:2], 2)) == 0
+    assert memory.state(PassContext(0, np.array([1, 2, 5, 30], np.int32), 2)) == 2
+    assert memory.state(PassContext(0, tokens[:2], 2)) == 0
 
 
 def test_a_regular_expression_holds_for_the_whole_output(
@@ -178,7 +178,9 @@ def test_a_json_schema_holds_for_the_whole_output(byte_tokenizer: PreTrainedToke
     while not tokens or tokens[-1] != 0:
         logits = torch.zeros(1, 257)
         logits[0, [byte_tokenizer.convert_tokens_to_ids("Ġ"), 0]] = torch.tensor([-20.0, 9.0])
-        tokens.append(rule(DraftTree.empty(), logits, Place(0, np.array(tokens, np.int32)))[1])
+        tokens.append(
+            rule(DraftTree.empty(), logits, PassContext(0, np.array(tokens, np.int32)))[1]
+        )
     assert json.loads(str(byte_tokenizer.decode(tokens[:-1])))["n"] in {True, False}
 
 

@@ -16,7 +16,13 @@ from decoder.drafters.following import NoDrafter
 from decoder.errors import DeadEndError, InvalidLogitsError
 from decoder.sampling.rule import ProcessedRule, accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.sampling.verification import CERTAIN, Acceptance, Place, SampledTree, accept_greedy
+from decoder.sampling.verification import (
+    CERTAIN,
+    Acceptance,
+    PassContext,
+    SampledTree,
+    accept_greedy,
+)
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import (
     ScriptedDrafter,
@@ -34,8 +40,8 @@ FEWER_DRAWS = 20_000
 NO_REPEATS = NoRepeatNGramLogitsProcessor(2)
 
 
-def place_of(tokens: list[int], sequence: int = 0) -> Place:
-    return Place(sequence, np.array(tokens, np.int32), len(PROMPT))
+def context_of(tokens: list[int], sequence: int = 0) -> PassContext:
+    return PassContext(sequence, np.array(tokens, np.int32), len(PROMPT))
 
 
 def test_sampling_keeps_the_targets_distribution() -> None:
@@ -101,9 +107,9 @@ def test_all_rows_together_give_what_row_by_row_gives(
     rule: Any = accept_rule(sampling, SETTINGS[setting].processors)
     lengths = set()
     for number, (tree, logits) in enumerate(some_trees(kind, 12)):
-        place = place_of([*PROMPT, 1, 4], number)
-        path, token = rule.stepwise(tree, logits, place)
-        other_path, other_token = rule.at_once(tree, logits, place)
+        context = context_of([*PROMPT, 1, 4], number)
+        path, token = rule.stepwise(tree, logits, context)
+        other_path, other_token = rule.at_once(tree, logits, context)
         assert (path.tolist(), token) == (other_path.tolist(), other_token)
         lengths.add(len(path))
     assert len(lengths) > 1
@@ -124,7 +130,7 @@ def test_greedy_with_processors_accepts_the_longest_path_that_is_right(setting: 
         truth: list[int] = []
         for _ in range(4):
             truth.append(int(distribution(plain, [*tail, *truth]).argmax()))
-        path, token = rule(tree, logits, place_of([*PROMPT, *tail]))
+        path, token = rule(tree, logits, context_of([*PROMPT, *tail]))
         right = [
             len(nodes)
             for nodes in map(tree.path_to, range(len(tree)))
@@ -165,9 +171,9 @@ def test_uncoupled_sampling_is_repeatable_for_one_drafter() -> None:
 def test_greedy_follows_the_argmax_whatever_drafts_were_drawn_from() -> None:
     for tree, logits in some_trees("drawn", 20):
         path, token = accept_rule(SamplingSettings(seed=1, coupled=False))(
-            tree, logits, place_of([*PROMPT])
+            tree, logits, context_of([*PROMPT])
         )
-        wanted = accept_greedy(tree, logits, place_of([*PROMPT]))
+        wanted = accept_greedy(tree, logits, context_of([*PROMPT]))
         assert (path.tolist(), token) == (wanted[0].tolist(), wanted[1])
 
 
@@ -187,13 +193,13 @@ def test_a_draft_by_the_target_itself_is_always_accepted() -> None:
             proposals,
             np.arange(3, dtype=np.int32),
         )
-        assert len(rule(tree, logits, place_of([*PROMPT], trial))[0]) == 3
+        assert len(rule(tree, logits, context_of([*PROMPT], trial))[0]) == 3
 
 
 def test_low_temperature_is_greedy() -> None:
     for tree, logits in some_trees("certain", 10):
-        sampled = accept_rule(SamplingSettings(1e-4, seed=0))(tree, logits, place_of([*PROMPT]))
-        greedy = accept_greedy(tree, logits, place_of([*PROMPT]))
+        sampled = accept_rule(SamplingSettings(1e-4, seed=0))(tree, logits, context_of([*PROMPT]))
+        greedy = accept_greedy(tree, logits, context_of([*PROMPT]))
         assert (sampled[0].tolist(), sampled[1]) == (greedy[0].tolist(), greedy[1])
 
 
@@ -218,9 +224,9 @@ class Nothing(LogitsProcessor):
         return scores.masked_fill(is_over, -torch.inf)
 
 
-def both_ways(rule: Any, tree: DraftTree, logits: torch.Tensor, place: Place) -> Acceptance:
-    path, token = rule.stepwise(tree, logits, place)
-    other = rule.at_once(tree, logits, place)
+def both_ways(rule: Any, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
+    path, token = rule.stepwise(tree, logits, context)
+    other = rule.at_once(tree, logits, context)
     assert (path.tolist(), token) == (other[0].tolist(), other[1])
     return path, token
 
@@ -236,11 +242,11 @@ def test_what_lies_before_a_dead_end_is_given_out_first(
     logits = torch.zeros(4, SIZE)
     logits[[0, 1, 2, 3], [4, 2, 3, 1]] = 5.0
     tree = tree_of([(ROOT, 4), (0, 2), (1, 3)])
-    path, token = both_ways(rule, tree, logits, place_of([3, 1, 3]))
+    path, token = both_ways(rule, tree, logits, context_of([3, 1, 3]))
     assert ([*tree.token_ids[path]], token) == ([4], 2)
     for way in (rule.stepwise, rule.at_once):
         with pytest.raises(DeadEndError, match="no token may come next"):
-            way(tree, logits, place_of([3, 1, 3, 4, 2]))
+            way(tree, logits, context_of([3, 1, 3, 4, 2]))
 
 
 @pytest.mark.parametrize("settings", EXTREMES)
@@ -259,13 +265,13 @@ def test_logits_that_are_no_numbers_are_named(
     )
     for way in (rule.stepwise, rule.at_once):
         with pytest.raises(InvalidLogitsError, match="load it in another precision"):
-            way(tree, logits, place_of([*PROMPT]))
+            way(tree, logits, context_of([*PROMPT]))
 
 
 def test_a_rule_is_greedy_unless_told_otherwise() -> None:
     assert accept_rule() is accept_greedy
     logits = torch.randn(26, 48, generator=torch.Generator().manual_seed(9))
     tree = random_tree(np.random.default_rng(1), 25)
-    first = accept_rule(SamplingSettings(1.0))(tree, logits, place_of([*PROMPT]))
-    others = [accept_rule(SamplingSettings(1.0))(tree, logits, place_of([1])) for _ in range(20)]
+    first = accept_rule(SamplingSettings(1.0))(tree, logits, context_of([*PROMPT]))
+    others = [accept_rule(SamplingSettings(1.0))(tree, logits, context_of([1])) for _ in range(20)]
     assert any(other[1] != first[1] for other in others), "a seed of its own for each rule"

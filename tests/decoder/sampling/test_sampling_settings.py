@@ -9,7 +9,7 @@ from transformers import GenerationConfig, GenerationMixin
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.sampling.processors import PathScores, Processing
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.sampling.verification import Place
+from decoder.sampling.verification import PassContext
 from retriever.tree import DraftTree
 from tests.decoder.decoding import prompt_of, random_tree, tiny_llama
 
@@ -52,8 +52,8 @@ def library_rows(settings: dict[str, Any], tokens: torch.Tensor, logits: Any) ->
 
 def own_rows(settings: dict[str, Any], tokens: torch.Tensor, logits: torch.Tensor) -> PathScores:
     processing = Processing(SamplingSettings(**settings), (), None)
-    place = Place(0, tokens[0].to(torch.int32).numpy(), 3)
-    return PathScores(processing, DraftTree.empty(), logits, place)
+    context = PassContext(0, tokens[0].to(torch.int32).numpy(), 3)
+    return PathScores(processing, DraftTree.empty(), logits, context)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -74,8 +74,8 @@ def test_each_row_is_processed_with_the_path_that_led_to_it() -> None:
     tokens = prompt_of(9)
     tree = random_tree(np.random.default_rng(4), 25)
     logits = logits_of(26, 48)
-    place = Place(0, torch.tensor(tokens, dtype=torch.int32).numpy(), 9)
-    scores = PathScores(Processing(SamplingSettings(**settings), (), None), tree, logits, place)
+    context = PassContext(0, torch.tensor(tokens, dtype=torch.int32).numpy(), 9)
+    scores = PathScores(Processing(SamplingSettings(**settings), (), None), tree, logits, context)
     together = scores.all()
     for row in range(26):
         path = [] if row == 0 else tree.token_ids[tree.path_to(row - 1)].tolist()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from decoder.sampling.verification import (
-    Place,
+    PassContext,
     accept_greedy,
     draw,
     drawn_numbers,
@@ -16,12 +16,12 @@ from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import tree_of
 
 SIZE = 6
-START = Place(0, np.zeros(0, np.int32))
+START = PassContext(0, np.zeros(0, np.int32))
 TREE = tree_of([(ROOT, 1), (0, 2), (ROOT, 3), (2, 2), (1, 4)])
 
 
-def place_at(sequence: int, position: int) -> Place:
-    return Place(sequence, np.zeros(position, np.int32))
+def context_at(sequence: int, position: int) -> PassContext:
+    return PassContext(sequence, np.zeros(position, np.int32))
 
 
 def chi_square_excess(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> float:
@@ -52,9 +52,9 @@ def test_draw_never_takes_what_is_impossible() -> None:
 def test_random_numbers_belong_to_positions(
     seed: int, sequence: int, position: int, count: int
 ) -> None:
-    numbers = uniforms(seed, place_at(sequence, position), count)
+    numbers = uniforms(seed, context_at(sequence, position), count)
     one_by_one = [
-        uniforms(seed, place_at(sequence, position + ahead), 1)[0] for ahead in range(count)
+        uniforms(seed, context_at(sequence, position + ahead), 1)[0] for ahead in range(count)
     ]
     assert numbers.tolist() == one_by_one
     assert len(set(one_by_one)) == count
@@ -62,17 +62,17 @@ def test_random_numbers_belong_to_positions(
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 1000), st.integers(0, 5000))
 def test_numbers_of_passes_are_none_of_positions(seed: int, sequence: int, position: int) -> None:
-    place = place_at(sequence, position)
-    of_pass = drawn_numbers(seed, place, (3, 4))
-    assert of_pass.tolist() == drawn_numbers(seed, place, (3, 4)).tolist()
-    of_next = drawn_numbers(seed, place_at(sequence, position + 1), (3, 4))
-    of_positions = uniforms(seed, place_at(sequence, max(0, position - 4)), 40)
+    context = context_at(sequence, position)
+    of_pass = drawn_numbers(seed, context, (3, 4))
+    assert of_pass.tolist() == drawn_numbers(seed, context, (3, 4)).tolist()
+    of_next = drawn_numbers(seed, context_at(sequence, position + 1), (3, 4))
+    of_positions = uniforms(seed, context_at(sequence, max(0, position - 4)), 40)
     assert len({*of_pass.flat, *of_next.flat, *of_positions}) == 12 + 12 + 40
 
 
 def test_seeds_and_sequences_have_numbers_of_their_own() -> None:
     streams = [
-        tuple(uniforms(seed, place_at(sequence, 0), 4))
+        tuple(uniforms(seed, context_at(sequence, 0), 4))
         for seed in range(5)
         for sequence in range(5)
     ]

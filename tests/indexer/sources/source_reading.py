@@ -6,24 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.sources import SourceBlock, SourceDocument, SourceOptions, plan, read
 
 
 def read_blocks(
-    blocks: Sequence[SourceBlock], options: SourceOptions, tally: Tally
+    blocks: Sequence[SourceBlock], options: SourceOptions, tally: BuildTally
 ) -> list[SourceDocument]:
     return [document for block in blocks for document in read(block, options, tally)]
 
 
-def read_all(*sources: Path | str, **options: Any) -> tuple[list[SourceDocument], Tally]:
+def read_all(*sources: Path | str, **options: Any) -> tuple[list[SourceDocument], BuildTally]:
     """Return the documents of sources; cut into small blocks they must be the same."""
     chosen = SourceOptions(**options)
-    tally = Tally()
+    tally = BuildTally()
     documents = read_blocks(plan(sources, chosen, tally), chosen, tally)
     assert tally.num_bytes_read == tally.num_bytes_found
 
-    again = Tally()
+    again = BuildTally()
     small = replace(chosen, block_bytes=1)
     assert read_blocks(plan(sources, small, again), small, again) == documents
     assert (again.skipped, again.skipped_places) == (tally.skipped, tally.skipped_places)

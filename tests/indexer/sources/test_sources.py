@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from indexer.build import BuildOptions, build_index
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import SourceError
 from indexer.sources import SourceOptions, plan
 from tests.indexer.sources.source_reading import json_lines, read_all, texts
@@ -159,10 +159,10 @@ def test_unreadable_files_and_pipes_are_skipped_and_counted(
 
 def test_a_missing_source_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"nowhere: No such file"):
-        plan([tmp_path / "nowhere"], SourceOptions(), Tally())
+        plan([tmp_path / "nowhere"], SourceOptions(), BuildTally())
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SourceError, match="neither a file nor a folder"):
-        plan([tmp_path / "pipe"], SourceOptions(), Tally())
+        plan([tmp_path / "pipe"], SourceOptions(), BuildTally())
 
 
 @pytest.mark.parametrize("content", [b"", b"\0\0"])

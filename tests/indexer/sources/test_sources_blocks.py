@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import SourceError
 from indexer.sources import SourceBlock, SourceDocument, SourceOptions, StdinFormat, plan, read
 from tests.indexer.sources.source_reading import json_lines, read_all, read_blocks, texts, write
@@ -34,13 +34,13 @@ def test_blocks_in_order_hold_what_one_block_holds(seed: int, tmp_path: Path) ->
     generator = random.Random(seed)
     source = mixed(tmp_path, generator)
     whole = SourceOptions(max_document_bytes=4000)
-    tally = Tally()
+    tally = BuildTally()
     blocks = plan([source], whole, tally)
     assert len(blocks) == 1
     expected = read_blocks(blocks, whole, tally)
     for block_bytes in (1, 100, 5000, 20_000):
         options = SourceOptions(max_document_bytes=4000, block_bytes=block_bytes)
-        counted = Tally()
+        counted = BuildTally()
         blocks = plan([source], options, counted)
         assert read_blocks(blocks, options, counted) == expected
         assert counted == tally
@@ -50,7 +50,7 @@ def test_blocks_in_order_hold_what_one_block_holds(seed: int, tmp_path: Path) ->
 def test_blocks_are_of_about_the_size_that_is_asked_for(tmp_path: Path) -> None:
     rows = [{"text": "x" * 100} for _ in range(10_000)]
     write(tmp_path, a_jsonl=json_lines(*rows), **{f"f{number:03}_md": "" for number in range(100)})
-    tally = Tally()
+    tally = BuildTally()
     blocks = plan([tmp_path], SourceOptions(block_bytes=100_000), tally)
     sizes = [block.num_bytes for block in blocks]
     assert sum(sizes) == tally.num_bytes_found == (tmp_path / "a.jsonl").stat().st_size
@@ -63,24 +63,24 @@ def test_line_numbers_in_pieces_are_those_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json_lines(*({"text": str(line)} for line in range(1, 200_001))))
     options = SourceOptions(block_bytes=300_000)
-    blocks = plan([path], options, Tally())
+    blocks = plan([path], options, BuildTally())
     assert len(blocks) > 8
     for block in reversed(blocks):  # each by itself
-        for document in read(block, options, Tally()):
+        for document in read(block, options, BuildTally()):
             assert document.name == f"{path}:{document.text}"
 
 
 def read_elsewhere(
     block: SourceBlock, options: SourceOptions
 ) -> tuple[list[SourceDocument], dict[str, int]]:
-    tally = Tally()
+    tally = BuildTally()
     return list(read(block, options, tally)), dict(tally.skipped)
 
 
 def test_blocks_are_read_in_other_processes(tmp_path: Path) -> None:
     write(tmp_path, a_md="a", b_jsonl=json_lines({"text": "b"}, "{"))
     options = SourceOptions(block_bytes=1)
-    blocks = plan([tmp_path], options, Tally())
+    blocks = plan([tmp_path], options, BuildTally())
     assert pickle.loads(pickle.dumps(blocks)) == blocks  # noqa: S301  (our own)
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         futures = [pool.submit(read_elsewhere, block, options) for block in blocks]
@@ -93,7 +93,7 @@ def test_files_that_vanish_or_change_after_planning_do_no_harm(tmp_path: Path) -
     rows = json_lines(*({"text": f"row {number}"} for number in range(100)))
     write(tmp_path, a_md="a", b_jsonl=rows, c_jsonl=rows, d_jsonl=rows, z_md="z")
     options = SourceOptions(block_bytes=500)
-    tally = Tally()
+    tally = BuildTally()
     blocks = plan([tmp_path], options, tally)
     (tmp_path / "a.md").unlink()
     (tmp_path / "b.jsonl").unlink()
@@ -123,9 +123,9 @@ def test_standard_input_is_json_lines_or_a_text(
     for folder, source in zip(scratch, sources, strict=False):
         standard_input(monkeypatch, content)
         options = SourceOptions(licence_field="by", block_bytes=5)
-        blocks = plan([source], options, Tally(), folder)
+        blocks = plan([source], options, BuildTally(), folder)
         assert len(blocks) == 2
-        assert read_blocks(blocks, options, Tally()) == [
+        assert read_blocks(blocks, options, BuildTally()) == [
             SourceDocument("stdin:1", "", "a"),
             SourceDocument("stdin:2", "MIT", "b"),
         ]
@@ -137,7 +137,7 @@ def test_standard_input_is_json_lines_or_a_text(
         options = SourceOptions(
             stdin_format=StdinFormat.TEXT, max_document_bytes=limit, licence="L"
         )
-        tally = Tally()
+        tally = BuildTally()
         documents = read_blocks(plan(["-"], options, tally, folder), options, tally)
         assert tally.skipped == skipped
         assert documents == ([] if skipped else [SourceDocument("stdin", "L", content.decode())])
@@ -153,10 +153,10 @@ def test_standard_input_that_cannot_be_kept_is_an_error(
         (["-", "-"], tmp_path, "name - once"),
     ]:
         with pytest.raises(SourceError, match=said):
-            plan(sources, SourceOptions(), Tally(), scratch)
+            plan(sources, SourceOptions(), BuildTally(), scratch)
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(SourceError, match="no standard input"):
-        plan(["-"], SourceOptions(), Tally(), tmp_path)
+        plan(["-"], SourceOptions(), BuildTally(), tmp_path)
 
 
 def test_a_file_called_like_standard_input_is_read_by_its_path(

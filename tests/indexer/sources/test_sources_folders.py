@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import SourceError
 from indexer.sources import Git, SourceOptions, plan
 from tests.indexer.sources.source_reading import read_all, texts, write
@@ -120,7 +120,7 @@ def test_without_git_folders_are_walked_and_that_is_noted(
     monkeypatch.setenv("PATH", str(tmp_path))
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(logging.getLogger("indexer"), "propagate", True)
-    plan([folder], SourceOptions(), Tally())
+    plan([folder], SourceOptions(), BuildTally())
     assert caplog.messages == [
         f"git is not installed: of {folder} untracked files are read as well"
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.format.compression import zstd
 from indexer.sources import SourceOptions, plan, read
 from tests.indexer.sources.source_reading import json_lines, read_all, texts
@@ -75,10 +75,10 @@ def test_what_comes_before_damage_stays(compress: Compress, suffix: str, tmp_pat
     assert set(tally.skipped) <= {"not JSON", "not text", "no text in field 'text'"}
 
 
-def peak_of(path: Path, **options: int) -> tuple[int, Tally]:
+def peak_of(path: Path, **options: int) -> tuple[int, BuildTally]:
     """Return how much memory planning and reading take at most, in bytes."""
     chosen = SourceOptions(**options)  # type: ignore[arg-type]
-    tally = Tally()
+    tally = BuildTally()
     tracemalloc.start()
     try:
         for block in plan([path], chosen, tally):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from indexer.build_report import Tally
+from indexer.build_report import BuildTally
 from indexer.errors import SourceError
 from indexer.sources import SourceDocument, SourceOptions, plan, read
 from tests.indexer.sources.source_reading import read_all, read_blocks, texts, write
@@ -51,7 +51,7 @@ def test_parquet_is_read_row_by_row(compression: str, tmp_path: Path) -> None:
     ]
     assert documents == expected
     assert not tally.skipped
-    assert len(plan([path], SourceOptions(block_bytes=1), Tally())) == 8
+    assert len(plan([path], SourceOptions(block_bytes=1), BuildTally())) == 8
 
 
 @pytest.mark.parametrize("opening", [pa.ipc.new_stream, pa.ipc.new_file])
@@ -65,7 +65,7 @@ def test_arrow_is_read_row_by_row(opening: Any, compression: str | None, tmp_pat
     ]
     assert documents == expected
     assert not tally.skipped
-    assert len(plan([path], SourceOptions(block_bytes=1), Tally())) == 10
+    assert len(plan([path], SourceOptions(block_bytes=1), BuildTally())) == 10
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_no_byte_that_is_wrong_ends_the_process(suffix: str, tmp_path: Path) -> 
         changed = bytearray(content)
         changed[position] ^= 0xFF
         path.write_bytes(changed)
-        tally = Tally()
+        tally = BuildTally()
         try:
             blocks = plan([path], options, tally)
         except SourceError as error:
@@ -200,7 +200,7 @@ def test_tables_that_vanish_or_shrink_after_planning_are_counted(tmp_path: Path)
         write_parquet(tmp_path / f"{name}.parquet", ROWS, row_group_size=10)
         write_arrow(tmp_path / f"{name}.arrow", ROWS)
     options = SourceOptions(block_bytes=1)
-    tally = Tally()
+    tally = BuildTally()
     blocks = plan([tmp_path], options, tally)
     (tmp_path / "a.parquet").unlink()
     (tmp_path / "a.arrow").unlink()
@@ -280,7 +280,7 @@ def test_a_long_row_group_is_read_in_little_memory(tmp_path: Path) -> None:
     before = pool.bytes_allocated()
     options = SourceOptions()
     peak = 0
-    (block,) = plan([path], options, Tally())
-    for _ in read(block, options, Tally()):
+    (block,) = plan([path], options, BuildTally())
+    for _ in read(block, options, BuildTally()):
         peak = max(peak, pool.bytes_allocated() - before)
     assert 0 < peak < 16 << 20
