@@ -168,7 +168,7 @@ def _size(output: TokenIds) -> int:
 _log = getLogger(__name__)
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """What a response brings.
 
     Attributes:
@@ -187,7 +187,7 @@ def answer_with_trees(
     requests: Sequence[DraftRequest],
     reasons: dict[str, FailOpen],
     address: str,
-) -> Answer:
+) -> Reply:
     """Return what a response brings that has a tree for each request.
 
     Args:
@@ -201,13 +201,13 @@ def answer_with_trees(
     except InvalidTreeError as error:
         _log.warning("draft service %s sent no trees: %s", address, error)
         invalid = {request.session: FailOpen.INVALID for request in requests}
-        return Answer({}, invalid | reasons)
+        return Reply({}, invalid | reasons)
     got = {
         request.session: tree.prefix(request.budget_nodes)
         for request, tree in zip(requests, trees, strict=True)
         if request.session not in reasons
     }
-    return Answer(got, reasons)
+    return Reply(got, reasons)
 
 
 _MAX_UNANSWERED: Final = 256
@@ -361,11 +361,11 @@ class Conversation:
         self._note(message, now_s, now_s, {}, outputs)
         return message
 
-    def settle(self, response: pb.DraftStreamResponse) -> Answer:
+    def settle(self, response: pb.DraftStreamResponse) -> Reply:
         """Take an answer in."""
         sent = self._sent.pop(response.sequence_number, None)
         if sent is None:
-            return Answer({}, {})
+            return Reply({}, {})
         requests = list(sent.requests.values())
         for request in requests:
             if known := self._known.get(request.session):
@@ -379,11 +379,11 @@ class Conversation:
                 self._refuse(names, reason, status.message)
                 reasons |= dict.fromkeys(names, reason)
             elif reason is FailOpen.LOST:
-                return Answer({}, {}, is_broken=True)
+                return Reply({}, {}, is_broken=True)
             elif reason is not FailOpen.TIMEOUT:
                 asked = [request.session for request in requests]
                 self._refuse(asked, reason, status.message)
-                return Answer({}, dict.fromkeys(asked, reason))
+                return Reply({}, dict.fromkeys(asked, reason))
         return answer_with_trees(response, requests, reasons, self._address)
 
     def _refuse(self, names: list[str], reason: FailOpen, text: str) -> None:

@@ -139,7 +139,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Placed:
+class _Assigned:
     """A sequence, and the server that drafts for it."""
 
     sequence: TokenSequence
@@ -190,7 +190,7 @@ class Planner:
             for each in checked_addresses(addresses)
         }
         self._fail_opens: FailOpens = Counter()
-        self._placed: OpenSessions[str, _Placed] = OpenSessions()
+        self._placed: OpenSessions[str, _Assigned] = OpenSessions()
         self._under_way: set[Plan] = set()
         self._local = LocalSide(local)
 
@@ -204,7 +204,7 @@ class Planner:
         check_session_name(session)
         self._placed.check_free(session)
         sequence = TokenSequence(checked_tokens(prompt, None), remember=remember)
-        self._placed.add(session, _Placed(sequence, ranked(session, self.conversations)[0]))
+        self._placed.add(session, _Assigned(sequence, ranked(session, self.conversations)[0]))
 
     def plan(self, requests: Sequence[DraftRequest], now_s: float, deadline_s: float) -> Plan:
         """Note the new tokens of a step; return what is to be sent.
@@ -217,11 +217,11 @@ class Planner:
         found = [self._checked(request) for request in requests]
         plan = Plan([], deadline_s + _LOCAL_SHARE * max(0.0, deadline_s - now_s))
         by_server: dict[str, list[SequenceStep]] = {}
-        for request, placed in zip(requests, found, strict=True):
-            placed.sequence.extend(request.new_tokens)
-            step = SequenceStep(request, placed.sequence)
+        for request, assigned in zip(requests, found, strict=True):
+            assigned.sequence.extend(request.new_tokens)
+            step = SequenceStep(request, assigned.sequence)
             plan.steps.append(step)
-            by_server.setdefault(self._server_of(request.session, placed), []).append(step)
+            by_server.setdefault(self._server_of(request.session, assigned), []).append(step)
         for address, steps in by_server.items():
             self._ask(plan, address, steps, now_s, deadline_s)
         self._under_way.add(plan)
@@ -265,11 +265,11 @@ class Planner:
             UnknownSessionError: the session is not open.
         """
         ids = checked_ids([] if new_tokens is None else new_tokens, None)
-        placed = self._placed.remove(session)
-        placed.sequence.extend(ids)
-        placed.sequence.remember = placed.sequence.remember and remember
-        self.conversations[placed.address].close(session, placed.sequence)
-        self._local.close(session, placed.sequence)
+        assigned = self._placed.remove(session)
+        assigned.sequence.extend(ids)
+        assigned.sequence.remember = assigned.sequence.remember and remember
+        self.conversations[assigned.address].close(session, assigned.sequence)
+        self._local.close(session, assigned.sequence)
 
     def _ask(
         self, plan: Plan, address: str, steps: list[SequenceStep], now_s: float, deadline_s: float
@@ -284,14 +284,14 @@ class Planner:
         plan.messages[address], left_out = conversation.ask(steps, now_s, deadline_s)
         plan.reasons |= left_out
 
-    def _server_of(self, session: str, placed: _Placed) -> str:
+    def _server_of(self, session: str, assigned: _Assigned) -> str:
         """Return the server of a session; it moves if its own is away and another is not."""
-        if not self.conversations[placed.address].is_up:
+        if not self.conversations[assigned.address].is_up:
             for address in ranked(session, self.conversations):
                 if self.conversations[address].is_up:
-                    placed.address = address
+                    assigned.address = address
                     break
-        return placed.address
+        return assigned.address
 
     def _miss(self, session: str, reason: FailOpen) -> None:
         """Count a draft that was gone without; its server is told of it, too."""
@@ -301,13 +301,13 @@ class Planner:
             self.conversations[address].missed[reason] += 1
 
     def _address_of(self, session: str) -> str | None:
-        placed = self._placed.find(session)
-        return placed.address if placed is not None else None
+        assigned = self._placed.find(session)
+        return assigned.address if assigned is not None else None
 
-    def _checked(self, request: DraftRequest) -> _Placed:
+    def _checked(self, request: DraftRequest) -> _Assigned:
         """Return whose request it is, if nothing is wrong with it."""
-        placed = self._placed.get(request.session)
+        assigned = self._placed.get(request.session)
         num_new = len(checked_ids(request.new_tokens, None))
         check_wire(request)
-        check_step(request, len(placed.sequence), num_new)
-        return placed
+        check_step(request, len(assigned.sequence), num_new)
+        return assigned

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from retriever.operations.lifecycle import Phase
 from retriever.operations.service_report import Service, installed_version
 from retriever.replication.replication_state import SKIPPED
-from retriever.sessions.tally import BOUNDS_S, Latencies
+from retriever.sessions.draft_counts import BOUNDS_S, Latencies
 from retriever.tree import drafted_sources
 from retriever.v1 import retriever_pb2 as pb
 
@@ -53,7 +53,7 @@ class ServiceCollector(Collector):
         yield from self._of_replication()
 
     def _of_life(self) -> Iterator[Metric]:
-        ready = self._service.operator.lifecycle.phase is Phase.READY
+        ready = self._service.observer.lifecycle.phase is Phase.READY
         yield _gauge("ready", "Whether the service takes calls: 1 or 0.", float(ready))
         yield _labelled(
             GaugeMetricFamily("foredraft_info", "The version, as a label.", labels=["version"]),
@@ -61,22 +61,24 @@ class ServiceCollector(Collector):
         )
 
     def _of_drafts(self) -> Iterator[Metric]:
-        tally = self._service.tally
-        bare, all_drafts = tally.num_bare, sum(tally.drafts.counts)
+        draft_counts = self._service.draft_counts
+        bare, all_drafts = draft_counts.num_bare, sum(draft_counts.drafts.counts)
         yield _labelled(
             CounterMetricFamily("foredraft_drafts", "Drafts, by what for.", labels=["kind"]),
             [(("session",), all_drafts - bare), (("bare",), bare)],
         )
         yield _histogram(
-            "step_seconds", "Time of a step of a stream, for all its sequences.", tally.steps
+            "step_seconds", "Time of a step of a stream, for all its sequences.", draft_counts.steps
         )
         yield _histogram(
-            "draft_seconds", "Time of a draft: of a step, divided by its sequences.", tally.drafts
+            "draft_seconds",
+            "Time of a draft: of a step, divided by its sequences.",
+            draft_counts.drafts,
         )
 
     def _of_outcomes(self) -> Iterator[Metric]:
-        tally = self._service.tally
-        nodes, accepted = tally.by_source.tolist()
+        draft_counts = self._service.draft_counts
+        nodes, accepted = draft_counts.by_source.tolist()
         for name, text, counts in (
             ("nodes", "Nodes of drafts whose outcome is known, by database.", nodes),
             (
@@ -89,13 +91,15 @@ class ServiceCollector(Collector):
                 CounterMetricFamily(f"foredraft_{name}", text, labels=["source"]),
                 [((each.label,), counts[each]) for each in drafted_sources()],
             )
-        yield _counter("outcomes", "Drafts whose outcome is known.", tally.num_outcomes)
+        yield _counter("outcomes", "Drafts whose outcome is known.", draft_counts.num_outcomes)
         yield _counter(
-            "committed_tokens", "Tokens that were committed after these.", tally.num_committed
+            "committed_tokens",
+            "Tokens that were committed after these.",
+            draft_counts.num_committed,
         )
 
     def _of_calls(self) -> Iterator[Metric]:
-        calls = self._service.operator.calls
+        calls = self._service.observer.calls
         yield _labelled(
             CounterMetricFamily(
                 "foredraft_calls", "Calls that have ended.", labels=["method", "status", "reason"]
@@ -156,7 +160,7 @@ class ServiceCollector(Collector):
         )
 
     def _of_clients(self) -> Iterator[Metric]:
-        told = self._service.tally.fail_opens
+        told = self._service.draft_counts.fail_opens
         numbers = pb.FailOpenReason.values()
         counts = [(name, told[n]) for name, n in zip(SHOWN_FAIL_OPENS, numbers, strict=True)]
         yield _labelled(

@@ -50,7 +50,7 @@ class End:
         return self.status not in _ORDINARY
 
 
-class Calls:
+class CallCounts:
     """Counts of calls. One event loop writes them; whoever reads takes copies.
 
     Attributes:
@@ -139,7 +139,9 @@ class Interceptor(aio.ServerInterceptor):
         tracing: makes spans of a sample; None for none.
     """
 
-    def __init__(self, calls: Calls, lifecycle: Lifecycle, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, calls: CallCounts, lifecycle: Lifecycle, tracing: Tracing | None = None
+    ) -> None:
         self._tracing = tracing
         self._calls = calls
         self._lifecycle = lifecycle
@@ -220,7 +222,7 @@ class Interceptor(aio.ServerInterceptor):
 _STREAM = "DraftStream"
 
 
-class Operator:
+class ServiceObserver:
     """Counts calls, answers health checks, and knows when a service may end.
 
     Args:
@@ -234,7 +236,7 @@ class Operator:
 
     def __init__(self, *, reflection: bool = False, tracing: Tracing | None = None) -> None:
         self._tracing = tracing
-        self.calls = Calls()
+        self.calls = CallCounts()
         self.lifecycle = Lifecycle()
         self._reflection = reflection
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from indexer.reader import Index
-from retriever.operations.observer import Operator
+from retriever.operations.observer import ServiceObserver
 from retriever.replication.replication_state import ReplicationCounts
+from retriever.sessions.draft_counts import NOTHING_HELD, Census, DraftCounts
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.tally import NOTHING_HELD, Census, Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,18 @@ class Service:
 
     Attributes:
         drafter: what answers; None until it is open, and nothing is held or counted until then.
-        operator: what looks after it.
+        observer: what looks after it.
         began_s: when it began, in seconds since 1970.
     """
 
     drafter: EmbeddedDrafter | None
-    operator: Operator
+    observer: ServiceObserver
     began_s: float
 
     @property
-    def tally(self) -> Tally:
+    def draft_counts(self) -> DraftCounts:
         """What was drafted, and what became of it."""
-        return self.drafter.tally if self.drafter is not None else Tally()
+        return self.drafter.draft_counts if self.drafter is not None else DraftCounts()
 
     @property
     def log_failures(self) -> int:

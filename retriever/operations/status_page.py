@@ -15,7 +15,7 @@ from typing import Final
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from retriever.operations.service_report import Service, installed_version
-from retriever.sessions.tally import BOUNDS_S, Latencies, Tally
+from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, Latencies
 from retriever.tree import Source, drafted_sources
 
 SAMPLE_S: Final = 10.0
@@ -42,14 +42,14 @@ class History:
     """Samples of accepted tokens by source.
 
     Args:
-        tally: gives what is sampled.
+        draft_counts: gives what is sampled.
         clock: seconds, rising.
     """
 
     def __init__(
-        self, tally: Callable[[], Tally], clock: Callable[[], float] = time.monotonic
+        self, draft_counts: Callable[[], DraftCounts], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._tally = tally
+        self._draft_counts = draft_counts
         self._clock = clock
         self._samples: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=MAX_SAMPLES)
         self.sample()
@@ -58,7 +58,7 @@ class History:
         """Take a sample if the last one is old enough."""
         now = self._clock()
         if not self._samples or now - self._samples[-1][0] >= SAMPLE_S:
-            self._samples.append((now, tuple(self._tally().by_source[1].tolist())))
+            self._samples.append((now, tuple(self._draft_counts().by_source[1].tolist())))
 
     def rates(self) -> list[Rates]:
         """Return what was accepted between samples, oldest first."""
@@ -182,23 +182,23 @@ def page(service: Service, history: History) -> str:
 
 def _life(body: Element, service: Service) -> None:
     SubElement(body, "h1").text = "foredraft"
-    phase = service.operator.lifecycle.phase.value
+    phase = service.observer.lifecycle.phase.value
     up = duration(time.time() - service.began_s)
     SubElement(body, "p", id="life").text = f"{phase}, {up} up, version {installed_version()}"
 
 
 def _outcomes(body: Element, service: Service, history: History) -> None:
-    tally = service.tally
+    counts = service.draft_counts
     SubElement(body, "h2").text = "Drafts"
-    steps = tally.num_committed / tally.num_outcomes if tally.num_outcomes else 0.0
+    steps = counts.num_committed / counts.num_outcomes if counts.num_outcomes else 0.0
     SubElement(body, "p", id="drafts").text = (
-        f"{sum(tally.drafts.counts):,} drafts, median {_shown(quantile(tally.drafts, 0.5))}, "
-        f"99th percentile {_shown(quantile(tally.drafts, 0.99))}; "
+        f"{sum(counts.drafts.counts):,} drafts, median {_shown(quantile(counts.drafts, 0.5))}, "
+        f"99th percentile {_shown(quantile(counts.drafts, 0.99))}; "
         f"{steps:.2f} tokens committed for each"
     )
     SubElement(body, "h3").text = "Accepted tokens a second"
     body.append(stacked_areas(history.rates()))
-    nodes, accepted = tally.by_source.tolist()
+    nodes, accepted = counts.by_source.tolist()
     rows = _table(body, "sources", "database", "nodes", "accepted", "share")
     for source in drafted_sources():
         row = _row(rows, "", nodes[source], accepted[source], _share(accepted, nodes, source))
@@ -239,7 +239,7 @@ def _memory(body: Element, service: Service) -> None:
 def _refusals(body: Element, service: Service) -> None:
     SubElement(body, "h2").text = "Recent errors"
     rows = _table(body, "errors", "method", "status", "reason", "times", "last")
-    for end, count, latest_s in service.operator.calls.refusals()[:_MAX_REFUSALS]:
+    for end, count, latest_s in service.observer.calls.refusals()[:_MAX_REFUSALS]:
         ago = f"{duration(time.time() - latest_s)} ago"
         _row(rows, end.method, end.status, end.reason, count, ago)
 

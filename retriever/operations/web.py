@@ -158,7 +158,7 @@ class Web:
         self._service = service
         self._on_loopback = address.is_loopback
         self._has_page = self._on_loopback if status_page is None else status_page
-        self._history = History(lambda: service.tally)
+        self._history = History(lambda: service.draft_counts)
         self._metrics = _exposition(service)
         self._server = bound(address, self._history.sample)
         self._server.set_app(self._answer)
@@ -201,7 +201,7 @@ class Web:
         return "404 Not Found", _PLAIN, b"nothing is here\n", ()
 
     def _readiness(self) -> _Answer:
-        phase = self._service.operator.lifecycle.phase
+        phase = self._service.observer.lifecycle.phase
         status = "200 OK" if phase is Phase.READY else "503 Service Unavailable"
         return status, _PLAIN, f"{phase.value}\n".encode(), ()
 

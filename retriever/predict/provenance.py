@@ -113,7 +113,7 @@ _LIVE_ORDERS: Final = (3, 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Evidence:
+class DraftedRows:
     """The rows that a draft grew from, copied so that others may draft meanwhile.
 
     Attributes:
@@ -148,7 +148,7 @@ class Support:
     ngram: tuple[int, ...] = ()
 
 
-def trace_nodes(tree: DraftTree, databases: Databases, evidence: Evidence) -> list[Support]:
+def trace_nodes(tree: DraftTree, databases: Databases, evidence: DraftedRows) -> list[Support]:
     """Return what spoke for each node of a draft.
 
     Args:
@@ -177,7 +177,7 @@ def locate(
 
 
 class _Tracer:
-    def __init__(self, tree: DraftTree, databases: Databases, evidence: Evidence) -> None:
+    def __init__(self, tree: DraftTree, databases: Databases, evidence: DraftedRows) -> None:
         self._tree = tree
         self._databases = databases
         self._rows = evidence.rows

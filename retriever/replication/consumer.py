@@ -27,7 +27,7 @@ _BLOCK_MS: Final = 250  # within it a thread that waits for the server sees that
 _GATHER_S: Final = 0.01  # what comes within it is learned at once
 
 
-class Learner:
+class RecordLearner:
     """Adds records to the pools of their tenants.
 
     Args:
@@ -154,7 +154,7 @@ class Consumer:
     def __init__(
         self,
         streams: "Streams",
-        learner: Learner,
+        learner: RecordLearner,
         position: Position,
         counts: ReplicationCounts,
         stopped: Event,

@@ -7,7 +7,7 @@ from typing import Final
 
 from retriever.backoff import Backoff
 from retriever.errors import LimitExceededError, StateError
-from retriever.replication.consumer import Consumer, Learner
+from retriever.replication.consumer import Consumer, RecordLearner
 from retriever.replication.options import ReplicationOptions, without_credentials
 from retriever.replication.publisher import Outbox, Publisher
 from retriever.replication.redis_streams import REFUSALS, Streams
@@ -71,7 +71,7 @@ class Threads:
         options: ReplicationOptions,
         fingerprint: str,
         outbox: Outbox,
-        learner: Learner,
+        learner: RecordLearner,
         position: Position,
         counts: ReplicationCounts,
     ) -> None:

@@ -13,7 +13,7 @@ from retriever.limits import Limits
 from retriever.log.pools import Pools
 from retriever.predict.generations import Scope, steady_time
 from retriever.predict.pool import Entry
-from retriever.replication.consumer import Learner
+from retriever.replication.consumer import RecordLearner
 from retriever.replication.options import ReplicationOptions
 from retriever.replication.publisher import Outbox
 from retriever.replication.replication_state import Deletions, Position, ReplicationCounts
@@ -80,7 +80,7 @@ class Replication(NoReplication):
         self._outbox = Outbox(
             self._position, self._deletions, options.max_queued_tokens, self.counts
         )
-        self._learner = Learner(
+        self._learner = RecordLearner(
             pools,
             lock,
             limits=limits,

@@ -13,7 +13,7 @@ from retriever.drafter import DraftRequest
 from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
 from retriever.sequences import SessionKey, check_batch
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.session_table import Session, Step
+from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import requests_from_message, tokens_from_wire, tree_to_message
 from retriever.wire.statuses import status_of
@@ -161,7 +161,7 @@ class DraftStream:
     ) -> pb.DraftStreamResponse:
         response = pb.DraftStreamResponse(sequence_number=message.sequence_number)
         if message.fail_opens:
-            self._drafter.tally.failed_open(bounded_fail_opens(message.fail_opens))
+            self._drafter.draft_counts.failed_open(bounded_fail_opens(message.fail_opens))
         try:
             requests = requests_from_message(message)
             check_batch(requests, self._drafter.limits)
@@ -199,8 +199,8 @@ class DraftStream:
 
     async def _commit(
         self, requests: Sequence[DraftRequest], response: pb.DraftStreamResponse
-    ) -> list[Step | None]:
-        steps: list[Step | None] = []
+    ) -> list[CheckedRequest | None]:
+        steps: list[CheckedRequest | None] = []
         not_opened = {status.session_id for status in response.statuses}
         began_s = time.monotonic()
         for first in range(0, len(requests), _COMMITS_AT_ONCE):
@@ -218,7 +218,7 @@ class DraftStream:
 
     async def _draft(
         self,
-        steps: Sequence[Step | None],
+        steps: Sequence[CheckedRequest | None],
         response: pb.DraftStreamResponse,
         deadline_s: float | None,
     ) -> None:

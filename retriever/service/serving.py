@@ -22,7 +22,7 @@ from grpc import aio
 
 from retriever.errors import InvalidRequestError
 from retriever.operations.logs import log_event
-from retriever.operations.observer import Operator
+from retriever.operations.observer import ServiceObserver
 from retriever.security.admission import Admission, kind_of, rebuilt
 from retriever.security.protection import NO_PROTECTION, Protection
 from retriever.service.listening import UNIX, check_address, listen
@@ -156,7 +156,7 @@ class _Listening:
 
     server: aio.Server
     servicer: RetrieverServicer
-    operator: Operator
+    observer: ServiceObserver
     address: str
 
     async def open(self, open_drafter: Callable[[], EmbeddedDrafter]) -> EmbeddedDrafter:
@@ -168,14 +168,14 @@ class _Listening:
         except BaseException:
             await self.server.stop(None)
             raise
-        await self.operator.lifecycle.become_ready()
+        await self.observer.lifecycle.become_ready()
         return drafter
 
 
 async def start(
     drafter: EmbeddedDrafter,
     address: str,
-    operator: Operator | None = None,
+    observer: ServiceObserver | None = None,
     protection: Protection = NO_PROTECTION,
     *,
     pad_replies: bool = False,
@@ -185,7 +185,7 @@ async def start(
     Args:
         drafter: what answers; warmed here, so that the first draft waits for no compiler.
         address: `host:port` (port 0: a free one), or `unix:/path`.
-        operator: what looks after the service.
+        observer: what looks after the service.
         protection: who is let in, and how connections are encrypted.
         pad_replies: whether drafts are padded, so that their sizes tell nothing of them.
 
@@ -196,9 +196,9 @@ async def start(
         AddressInUseError: the address is taken or cannot be bound.
         InsecureAddressError: others reach the address, and it is not protected.
     """
-    operator = operator or Operator()
+    observer = observer or ServiceObserver()
     listening = await _listen(
-        drafter.limits.max_message_bytes, address, operator, protection, pad_replies=pad_replies
+        drafter.limits.max_message_bytes, address, observer, protection, pad_replies=pad_replies
     )
     await listening.open(lambda: drafter)
     return listening.server, listening.address
@@ -208,7 +208,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     open_drafter: Callable[[], EmbeddedDrafter],
     max_message_bytes: int,
     address: str,
-    operator: Operator,
+    observer: ServiceObserver,
     protection: Protection = NO_PROTECTION,
     *,
     pad_replies: bool = False,
@@ -225,7 +225,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         open_drafter: opens what answers, in another thread; the caller shuts it down.
         max_message_bytes: size of the largest message that is taken.
         address: as for `start`, and so are the others.
-        operator: what looks after the service.
+        observer: what looks after the service.
         protection: who is let in, and how connections are encrypted.
         pad_replies: whether drafts are padded.
         drain_s: how long to wait for open sessions in the end, in seconds.
@@ -239,7 +239,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, partial(_stop, stopped, number))
     listening = await _listen(
-        max_message_bytes, address, operator, protection, pad_replies=pad_replies
+        max_message_bytes, address, observer, protection, pad_replies=pad_replies
     )
     drafter = await listening.open(open_drafter)
     settle()
@@ -249,7 +249,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         log_event(_logger, logging.INFO, "serving", "ready", address=listening.address)
     async with sweeping(drafter):
         await stopped.wait()
-        await _drain(drafter, operator, drain_s)
+        await _drain(drafter, observer, drain_s)
     watching.cancel()
     left = drafter.num_sessions
     remembered = await asyncio.to_thread(drafter.remember_open)
@@ -260,7 +260,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
 async def _listen(
     max_message_bytes: int,
     address: str,
-    operator: Operator,
+    observer: ServiceObserver,
     protection: Protection,
     *,
     pad_replies: bool,
@@ -268,24 +268,24 @@ async def _listen(
     """Start a server that nothing answers yet."""
     check_address(address)
     protection.check(address)
-    interceptors = [*operator.interceptors, Reading()]
+    interceptors = [*observer.interceptors, Reading()]
     if protection.doorkeeper is not None:
         interceptors.insert(1, Admission(protection.doorkeeper))
     server = aio.server(interceptors=interceptors, options=server_options(max_message_bytes))
     servicer = RetrieverServicer(pad_replies=pad_replies)
     pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
-    await operator.attach(server)
+    await observer.attach(server)
     port = listen(server, address, protection.tls)
     await server.start()
     if not address.startswith(UNIX):
         address = f"{address.rpartition(':')[0]}:{port}"
-    return _Listening(server, servicer, operator, address)
+    return _Listening(server, servicer, observer, address)
 
 
-async def _drain(drafter: EmbeddedDrafter, operator: Operator, drain_s: float) -> None:
+async def _drain(drafter: EmbeddedDrafter, observer: ServiceObserver, drain_s: float) -> None:
     sessions = drafter.num_sessions
     log_event(_logger, logging.INFO, "draining", "no new sessions", sessions=sessions)
-    await operator.lifecycle.drain(lambda: operator.is_idle(drafter), drain_s)
+    await observer.lifecycle.drain(lambda: observer.is_idle(drafter), drain_s)
 
 
 def _stop(stopped: asyncio.Event, signal_number: int) -> None:

@@ -11,7 +11,7 @@ from retriever.errors import InvalidRequestError
 from retriever.limits import check_tenant_name
 from retriever.predict.databases import Corpus
 from retriever.predict.phrases import ListedPhrases
-from retriever.sessions.live_corpora import LiveCorpora
+from retriever.sessions.refreshed_corpora import RefreshedCorpora
 from retriever.sessions.session_table import Sessions
 
 NO_PHRASES: Final = ListedPhrases(())
@@ -93,10 +93,10 @@ class Bindings:
         sessions: Sessions,
         lock: Lock,
     ) -> None:
-        self._shared = LiveCorpora(indexes, sessions, lock)
+        self._shared = RefreshedCorpora(indexes, sessions, lock)
         self._phrases = phrases
         self._bound = {
-            tenant: LiveCorpora(each.indexes, sessions, lock)
+            tenant: RefreshedCorpora(each.indexes, sessions, lock)
             for tenant, each in bound.items()
             if each.indexes is not None
         }
@@ -104,7 +104,7 @@ class Bindings:
             tenant: each.phrases for tenant, each in bound.items() if each.phrases is not None
         }
 
-    def corpora(self, tenant: str) -> LiveCorpora:
+    def corpora(self, tenant: str) -> RefreshedCorpora:
         """Return the indexes that a tenant drafts from."""
         return self._bound.get(tenant, self._shared)
 
@@ -145,7 +145,7 @@ class Bindings:
         for each in self._all():
             each.shut_down()
 
-    def _all(self) -> list[LiveCorpora]:
+    def _all(self) -> list[RefreshedCorpora]:
         return [self._shared, *self._bound.values()]
 
 

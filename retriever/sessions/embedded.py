@@ -34,21 +34,21 @@ from retriever.predict.databases import Context, Databases
 from retriever.predict.generations import Scope, session_origin
 from retriever.predict.pool import Pool
 from retriever.predict.predictor import Predictor
-from retriever.predict.provenance import Evidence, locate, trace_nodes
+from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
 from retriever.sequences import SessionKey, check_batch, check_step
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
 from retriever.sessions.deletion import forget
-from retriever.sessions.live_corpora import warm_kernels
+from retriever.sessions.draft_counts import Census, DraftCounts, census_of
 from retriever.sessions.options import (
     DEFAULT_LIMITS,
     DrafterOptions,
     OpeningOptions,
     opened_indexes,
 )
-from retriever.sessions.session_table import Session, Sessions, Step
-from retriever.sessions.tally import Census, Tally, census_of
+from retriever.sessions.refreshed_corpora import warm_kernels
+from retriever.sessions.session_table import CheckedRequest, Session, Sessions
 from retriever.tree import DraftTree, Explanation
 
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -68,7 +68,7 @@ class EmbeddedDrafter:
     Attributes:
         limits: as given.
         vocabulary: of the indexes, or as given.
-        tally: what was drafted, and what became of it.
+        draft_counts: what was drafted, and what became of it.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
@@ -82,7 +82,7 @@ class EmbeddedDrafter:
         phrases, bound = options.get("phrases") or NO_PHRASES, options.get("bound") or {}
         self.limits = options.get("limits", DEFAULT_LIMITS)
         self.vocabulary = common_vocabulary(indexes, phrases, bound, options.get("vocabulary"))
-        self.tally = Tally()
+        self.draft_counts = DraftCounts()
         self._lock = Lock()
         self._predictor = options.get("predictor") or Predictor(self.limits.max_budget_nodes)
         self._sessions = Sessions(self.limits)
@@ -146,7 +146,7 @@ class EmbeddedDrafter:
             for step in steps:  # all before any draft: what is learned from is the last draft
                 self._commit(step.session, step.new_tokens)
             trees = [self._draft(step) for step in steps]
-            self.tally.stepped(len(steps), perf_counter() - began)
+            self.draft_counts.stepped(len(steps), perf_counter() - began)
         return trees
 
     def close(
@@ -173,12 +173,12 @@ class EmbeddedDrafter:
 
     def commit_each(
         self, requests: Iterable[DraftRequest], namespace: str
-    ) -> list[Step | RetrieverError]:
+    ) -> list[CheckedRequest | RetrieverError]:
         """Commit new tokens; return a step, or why it is refused, for each request in order.
 
         What is refused to one costs no other. The caller has called `check_batch`.
         """
-        committed: list[Step | RetrieverError] = []
+        committed: list[CheckedRequest | RetrieverError] = []
         with self._lock:
             for request in requests:
                 try:
@@ -191,7 +191,7 @@ class EmbeddedDrafter:
                     committed.append(step)
         return committed
 
-    def draft_each(self, steps: Iterable[Step]) -> list[DraftTree]:
+    def draft_each(self, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
         """Draft for steps that were committed; a session that has ended meanwhile gets a tree."""
         with self._lock:
             return [self._draft(step) for step in steps]
@@ -199,7 +199,7 @@ class EmbeddedDrafter:
     def count_step(self, num_drafts: int, seconds: float) -> None:
         """Count a step that `commit_each` and `draft_each` have made bit by bit."""
         with self._lock:
-            self.tally.stepped(num_drafts, seconds)
+            self.draft_counts.stepped(num_drafts, seconds)
 
     def end(
         self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
@@ -266,7 +266,7 @@ class EmbeddedDrafter:
         began = perf_counter()
         with self._lock:
             tree = self._grow(databases, budget_nodes, min_probability)
-            self.tally.drafted_bare(perf_counter() - began)
+            self.draft_counts.drafted_bare(perf_counter() - began)
         return tree
 
     def explain(
@@ -291,7 +291,7 @@ class EmbeddedDrafter:
         databases = self._databases(context, tenant)
         with self._lock:
             tree = self._grow(databases, budget_nodes, min_probability)
-            evidence = Evidence.of(self._predictor, budget_nodes)
+            evidence = DraftedRows.of(self._predictor, budget_nodes)
             indexes = self.indexes_of(tenant)  # of this draft, even if a refresh comes meanwhile
         supports = trace_nodes(tree, databases, evidence)
         return Explanation(tree, tuple(locate(supports, indexes, max_documents)))
@@ -357,7 +357,7 @@ class EmbeddedDrafter:
         """Compile or load all kernels now, so that no draft waits for it."""
         warm_kernels(self._predictor, self._bindings.corpus(""), self._lock)
         self._bindings.warm()
-        self.tally.warm()
+        self.draft_counts.warm()
 
     def shut_down(self) -> None:
         """Close the indexes and the state directory; replicating what is left has a second."""
@@ -431,23 +431,23 @@ class EmbeddedDrafter:
 
     # With the lock held.
 
-    def _checked(self, request: DraftRequest, namespace: str) -> Step:
+    def _checked(self, request: DraftRequest, namespace: str) -> CheckedRequest:
         session = self._sessions.get(SessionKey(namespace, request.session))
         check_draft(request.budget_nodes, request.min_probability, self.limits)
         tokens = self._tokens(request.new_tokens)
         num_known = len(session.databases.context)
         check_length(num_known + len(tokens), self.limits)
         check_step(request, num_known, len(tokens))
-        return Step(session, tokens, request)
+        return CheckedRequest(session, tokens, request)
 
     def _commit(self, session: Session, new_tokens: TokenIds) -> None:
         """Commit checked tokens, and count what they make of the session's last draft."""
         if session.drafted is not None:
-            self.tally.committed(session.drafted, new_tokens)
+            self.draft_counts.committed(session.drafted, new_tokens)
             session.drafted = None
         self._predictor.commit(session.databases, new_tokens)
 
-    def _draft(self, step: Step) -> DraftTree:
+    def _draft(self, step: CheckedRequest) -> DraftTree:
         request, session = step.request, step.session
         tree = self._grow(session.databases, request.budget_nodes, request.min_probability)
         session.drafted = tree

@@ -40,7 +40,7 @@ class Session:
         return self.databases.pool.tenant
 
 
-class Step(NamedTuple):
+class CheckedRequest(NamedTuple):
     """A request that has been checked against its session.
 
     Attributes:

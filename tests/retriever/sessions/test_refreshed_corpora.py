@@ -19,8 +19,7 @@ from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
 from retriever import Drafter, DraftRequest, DraftTree, RemoteDrafter, Source
 from retriever.predict.provenance import trace_nodes
-from retriever.sessions import embedded
-from retriever.sessions import live_corpora as live
+from retriever.sessions import embedded, refreshed_corpora
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import LENGTH, NUM_WORDS, Library, document
@@ -360,7 +359,7 @@ def test_the_thread_outlives_a_refresh_that_fails(
 ) -> None:
     drafter = EmbeddedDrafter.open_indexes([library.path], refresh_s=REFRESH_S)
     with monkeypatch.context() as patched:
-        patched.setattr(live, "rehearse", lambda *_: 1 // 0)
+        patched.setattr(refreshed_corpora, "rehearse", lambda *_: 1 // 0)
         library.add(100)
         eventually(lambda: drafter.refresh_failures > 1)
     eventually(lambda: is_known(drafter.draft_context(document(100)[:SEEN], 16), 100))

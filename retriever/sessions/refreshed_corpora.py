@@ -111,7 +111,7 @@ def _phrases(indexes: Iterable[Index]) -> list[object]:
     return [index.phrases for index in indexes]
 
 
-class LiveCorpora:
+class RefreshedCorpora:
     """The indexes of a drafter, in their latest snapshots.
 
     Args:

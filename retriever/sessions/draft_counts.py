@@ -46,7 +46,7 @@ class Latencies:
         self.total_s += seconds * times
 
 
-class Tally:
+class DraftCounts:
     """Counts that only rise. Writers hold the drafter's lock; readers need none.
 
     `failed_open` is for one thread, the one that answers clients, and takes no lock.
