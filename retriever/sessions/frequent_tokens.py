@@ -12,7 +12,7 @@ from retriever.sessions.bindings import shared_vocabulary
 def frequent_tokens(indexes: Sequence[Index], size: int) -> TokenIds:
     """Return the most frequent tokens of open indexes.
 
-    A draft model that computes these alone drafts faster and hardly less (FR-Spec: Zhao et al.,
+    A draft model that computes these alone is faster and loses few drafts (FR-Spec: Zhao et al.,
     2025, arXiv:2502.14856). Counts are rounded as in phrase tables, of single tokens by 6% at most;
     of equally frequent tokens the lowest ids are taken.
 
