@@ -55,8 +55,7 @@ class TokenSequence:
 
     @property
     def tokens(self) -> TokenIds:
-        """int32[n], all tokens: a view, unaffected by later tokens unless the sequence is
-        shortened."""
+        """int32[n], all tokens: a view that stays valid unless the sequence is shortened."""
         return self._buffer[: self._length]
 
     @property

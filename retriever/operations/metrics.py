@@ -1,4 +1,4 @@
-"""Metrics as Prometheus takes them, read from what is counted anyway when somebody asks."""
+"""Prometheus metrics, read from existing counters when they are scraped."""
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
@@ -23,7 +23,7 @@ from retriever.v1 import retriever_pb2 as pb
 SHOWN_FAIL_OPENS: Final = tuple(
     name.removeprefix("FAIL_OPEN_REASON_").lower() for name, _ in pb.FailOpenReason.items()
 )
-"""Why clients go on without a draft."""
+"""Reasons for which clients continue without a draft."""
 
 
 def registry_of(service: Service) -> CollectorRegistry:
@@ -35,7 +35,7 @@ def registry_of(service: Service) -> CollectorRegistry:
 
 
 class ServiceCollector(Collector):
-    """Reads a service when it is collected; no draft waits for that."""
+    """Reads a service's counters at collection; drafts are not held up."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -126,9 +126,9 @@ class ServiceCollector(Collector):
         yield _gauge("session_bytes", "Memory of open sessions.", census.session_bytes)
         yield _gauge("tenants", "Tenants whose outputs are in memory.", census.tenants)
         yield _gauge(
-            "generations_tokens", "Tokens of recent outputs in memory.", census.generations_tokens
+            "generations_tokens", "Tokens of generations in memory.", census.generations_tokens
         )
-        yield _gauge("generations_bytes", "Memory of recent outputs.", census.generations_bytes)
+        yield _gauge("generations_bytes", "Memory of generations.", census.generations_bytes)
 
     def _of_indexes(self) -> Iterator[Metric]:
         reports = self._service.indexes()
@@ -166,7 +166,7 @@ class ServiceCollector(Collector):
         yield _labelled(
             CounterMetricFamily(
                 "foredraft_client_fail_opens",
-                "Drafts that clients say they went without, by reason.",
+                "Missed drafts that clients report, by reason.",
                 labels=["reason"],
             ),
             [((reason,), times) for reason, times in counts],

@@ -1,7 +1,7 @@
-"""A page about the state of a service, for whoever looks after it.
+"""The status page of a service, for its administrators.
 
-No scripts, no forms, nothing from elsewhere. Tenants are named, sessions and tokens never; every
-value is escaped by the library that writes the elements.
+It has no scripts, no forms and no external resources. Tenants are named, sessions and tokens never;
+the library that writes the elements escapes all values.
 """
 
 import base64
@@ -20,12 +20,12 @@ from retriever.tree import Source, drafted_sources
 
 SAMPLE_S: Final = 10.0
 MAX_SAMPLES: Final = 361
-"""An hour, and the sample that it begins with."""
+"""An hour of samples, both ends included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was accepted between two samples.
+    """Accepted tokens between two samples.
 
     Attributes:
         begin_s: time of the first, in seconds of the clock.
@@ -42,8 +42,8 @@ class History:
     """Samples of accepted tokens by source.
 
     Args:
-        draft_counts: gives what is sampled.
-        clock: seconds, rising.
+        draft_counts: returns the counts to sample.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class History:
         self.sample()
 
     def sample(self) -> None:
-        """Take a sample if the last one is old enough."""
+        """Take a sample if the last one is at least `SAMPLE_S` old."""
         now = self._clock()
         if not self._samples or now - self._samples[-1][0] >= SAMPLE_S:
             self._samples.append((now, tuple(self._draft_counts().by_source[1].tolist())))
 
     def rates(self) -> list[Rates]:
-        """Return what was accepted between samples, oldest first."""
+        """Return the rates between samples, oldest first."""
         samples = list(self._samples)
         return [
             Rates(
@@ -102,7 +102,7 @@ def stacked_areas(rates: Sequence[Rates]) -> Element:
 def _outline(
     rates: Sequence[Rates], stacked: Sequence[Sequence[float]], layer: int, top: float
 ) -> list[tuple[float, float]]:
-    """Return the corners of a layer: its upper edge as stairs, and its lower one back."""
+    """Return the corners of a layer: the upper edge as steps, then the lower one backwards."""
     begin, end = rates[0].begin_s, rates[-1].end_s
 
     def x(time_s: float) -> float:
@@ -161,7 +161,7 @@ HEADERS: Final = (
     ("Referrer-Policy", "no-referrer"),
     ("Cache-Control", "no-store"),
 )
-"""What a browser is told with the page."""
+"""HTTP headers of the page."""
 
 
 def page(service: Service, history: History) -> str:
@@ -223,7 +223,7 @@ def _memory(body: Element, service: Service) -> None:
     SubElement(body, "p", id="sessions").text = (
         f"{sum(census.sessions.values()):,} open, {census.session_tokens:,} tokens, "
         f"{census.session_bytes / 1e6:,.1f} MB; {census.tenants:,} tenants with "
-        f"{census.generations_tokens:,} tokens of recent outputs, "
+        f"{census.generations_tokens:,} tokens of generations, "
         f"{census.generations_bytes / 1e6:,.1f} MB; "
         f"{service.log_failures:,} outputs could not be kept on disk"
     )
@@ -264,7 +264,7 @@ def _share(accepted: Sequence[int], nodes: Sequence[int], source: int) -> str:
 
 
 def quantile(latencies: Latencies, share: float) -> float:
-    """Return the bound that this share of the latencies are within; 0 where there are none."""
+    """Return the upper bound of a share of the latencies; 0 without any."""
     counts: Iterable[int] = latencies.counts.copy()
     wanted, seen = share * sum(counts), 0
     for bound, count in zip((*BOUNDS_S, float("inf")), counts, strict=True):

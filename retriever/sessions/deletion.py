@@ -1,5 +1,4 @@
-"""Deletion of a drafter's data: at once in memory, then on disk, in slices that let others
-draft."""
+"""Deletion of a drafter's data: at once in memory, then on disk; other callers draft in between."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -54,8 +53,7 @@ def forget(
 
 
 def _sessions_of(scope: Scope, sessions: Sessions, lock: Lock) -> list[tuple[SessionKey, Session]]:
-    """Return the open sessions of an origin; when a whole tenant is deleted its sessions
-    continue."""
+    """Return the open sessions of an origin; none for a whole tenant: its sessions continue."""
     if not scope.origin:
         return []
     with lock:

@@ -359,8 +359,7 @@ class EmbeddedDrafter:
         self.draft_counts.warm()
 
     def shut_down(self) -> None:
-        """Close the indexes and the state directory; replicate queued outputs for at most a
-        second."""
+        """Replicate queued outputs for at most a second; close the indexes and the state."""
         self.flush()
         self._replication.shut_down()
         self._bindings.shut_down()

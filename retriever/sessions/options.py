@@ -36,7 +36,7 @@ def check_files(
 
 
 def _print_to_standard_error(line: str) -> None:
-    print(line, file=sys.stderr)  # noqa: T201  (for whoever runs a command)
+    print(line, file=sys.stderr)  # noqa: T201  (for the user of a command)
 
 
 def load_phrases(  # noqa: PLR0913  (the last three are options)
@@ -106,8 +106,11 @@ class OpeningOptions(TypedDict, total=False):
 
 
 class DrafterOptions(OpeningOptions, total=False):
-    """All options of a drafter. Attributes: bound: indexes and phrases of tenants, in place of the
-    shared ones; their indexes are closed with the drafter.
+    """All options of a drafter.
+
+    Attributes:
+        bound: indexes and phrases of tenants, in place of the shared ones; their indexes are closed
+            with the drafter.
     """
 
     bound: Mapping[str, Bound] | None

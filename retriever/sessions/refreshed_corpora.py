@@ -29,8 +29,7 @@ from retriever.sessions.session_table import Sessions
 
 _logger = logging.getLogger(__name__)
 
-_REHEARSED_SESSIONS: Final = 128  # the last used; takes 6 ms of drafting, and reads the pages that
-their next drafts need
+_REHEARSED_SESSIONS: Final = 128  # the last used: 6 ms of drafting, and the pages it reads
 _REHEARSAL_NODES: Final = 32  # a usual budget of engines with trees
 _PAGE_ENTRIES: Final = 1024
 """Entries of `Segment.starts` in a page of memory."""
