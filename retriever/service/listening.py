@@ -1,4 +1,4 @@
-"""Where a service may listen, and how it begins to."""
+"""Addresses of a service: checks and binding."""
 
 import os
 import socket
@@ -13,14 +13,14 @@ from retriever.errors import AddressInUseError
 from retriever.security.protection import ServerTls
 
 UNIX: Final = "unix:"
-"""What addresses of unix sockets begin with."""
+"""Prefix of the addresses of unix sockets."""
 
 _MAX_PORT: Final = 65535
 _NOBODY_ELSE: Final = 0o177
 
 
 def check_address(address: str) -> None:
-    """Refuse what cannot be bound, and what gRPC would misread: it takes ports modulo 65536.
+    """Refuse invalid addresses, also those that gRPC misreads: it takes ports modulo 65536.
 
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
@@ -44,7 +44,7 @@ def check_address(address: str) -> None:
 
 
 def _check_socket_is_free(path: Path) -> None:
-    """Refuse a unix socket that somebody serves on: binding would take it away from them."""
+    """Refuse a unix socket in use: binding would take it over."""
     if not path.parent.is_dir():
         raise AddressInUseError(f"cannot listen on {path}: there is no folder {path.parent}")
     if not path.is_socket():
@@ -53,12 +53,12 @@ def _check_socket_is_free(path: Path) -> None:
         try:
             probe.connect(str(path))
         except OSError:
-            return  # left over from a server that is gone
-    raise AddressInUseError(f"somebody serves on {path} already: choose another --address")
+            return  # left by a server that has ended
+    raise AddressInUseError(f"a service listens on {path} already: choose another --address")
 
 
 def listen(server: aio.Server, address: str, tls: ServerTls | None) -> int:
-    """Have a server listen; return the port. A unix socket has the mode 0600 from the first.
+    """Bind a server; return the port. A unix socket has the mode 0600 from its creation.
 
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
@@ -77,7 +77,7 @@ def listen(server: aio.Server, address: str, tls: ServerTls | None) -> int:
 
 @contextmanager
 def _private_sockets() -> Iterator[None]:
-    """Let what is made meanwhile be readable and writable by this user alone."""
+    """Make files created in the block readable and writable by this user only."""
     before = os.umask(_NOBODY_ELSE)
     try:
         yield

@@ -205,8 +205,7 @@ class Sessions:
         return [session.databases.context.last(num_tokens).copy() for session in latest]
 
     def turn_to(self, corpus: Corpus, older: Corpus) -> None:
-        """Move sessions from an older corpus to this one: idle sessions keep no old snapshot
-        open."""
+        """Move sessions from an older corpus to this one, so that the old one can close."""
         for session in self._open.values():
             if session.databases.corpus is older:
                 session.databases.turn_to(corpus)

@@ -1,4 +1,4 @@
-"""Messages whose size tells little: replies of what is drafted, requests of what was decoded."""
+"""Padding of messages, so that replies hide what was drafted and requests what was decoded."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -6,10 +6,10 @@ from typing import Final
 from retriever.v1 import retriever_pb2 as pb
 
 _NODE_BYTES: Final = 5 + 3 + 4 + 1
-"""At most, of a node on the wire: token id, parent, probability, source."""
+"""Largest size of a node on the wire: token id, parent, probability, source."""
 
 _TREE_BYTES: Final = 32
-"""At most, of a tree without its nodes: tags and lengths."""
+"""Largest size of a tree without its nodes: tags and lengths."""
 
 _LEAST_REQUEST_BYTES: Final = 256
 _LEAST_NODES: Final = 16
@@ -17,11 +17,10 @@ _OTHERS_BYTES: Final = 32
 
 
 def pad(response: pb.DraftStreamResponse | pb.DraftResponse, budgets: Iterable[int]) -> None:
-    """Add bytes to a response until its size depends on what was asked alone.
+    """Pad a response to a size that depends on the request alone.
 
-    Every tree counts as if it had all the nodes of the largest budget, rounded up to a power of
-    two, so that steps of slightly different budgets look alike. A reply that refuses something
-    says why, and may be longer.
+    Every tree counts with all nodes of the largest budget, rounded up to a power of two, so that
+    similar budgets have equal sizes. A reply with a refusal holds its reason, and may be longer.
 
     Args:
         response: not padded yet.
@@ -34,25 +33,26 @@ def pad(response: pb.DraftStreamResponse | pb.DraftResponse, budgets: Iterable[i
 
 
 def pad_request(message: pb.DraftStreamRequest) -> None:
-    """Add bytes to a message until its size is a power of two, from 256 bytes.
+    """Pad a message to a power of two, from 256 bytes.
 
-    Which power that is still tells a long prompt from a short one, and a step of many sequences
-    from one of few.
+    The power still distinguishes long from short prompts, and large from small steps.
     """
     size = message.ByteSize()
     fitting = max(_LEAST_REQUEST_BYTES, 1 << (size - 1).bit_length())
-    _fill(message, fitting if fitting - size != 1 else 2 * fitting)  # no padding takes one byte
+    _fill(
+        message, fitting if fitting - size != 1 else 2 * fitting
+    )  # a padding takes 2 bytes or more
 
 
 def _fill(
     message: pb.DraftStreamRequest | pb.DraftStreamResponse | pb.DraftResponse, size: int
 ) -> None:
-    """Add padding until a message has so many bytes, if it has less."""
+    """Pad a message to a size, if it is smaller."""
     missing = size - message.ByteSize()
     if missing < 2:  # noqa: PLR2004  (the least that a padding takes)
         return
     length = _length_of(missing)
-    if length is None:  # where the length itself takes a byte more, one size cannot be met
+    if length is None:  # one size cannot be met: where the length takes one byte more
         length = _length_of(missing - 2)
         message.padding.append(b"")
     if length is not None:
@@ -60,7 +60,7 @@ def _fill(
 
 
 def _length_of(num_bytes: int) -> int | None:
-    """Return how long a padding is that takes so many bytes on the wire; None where none does."""
+    """Return the length of a padding that takes `num_bytes` on the wire; None if there is none."""
     for length_bytes in range(1, 5):
         length = num_bytes - 1 - length_bytes
         if length >= 0 and max(1, -(-length.bit_length() // 7)) == length_bytes:
