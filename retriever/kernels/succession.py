@@ -1,4 +1,4 @@
-"""What followed the last one to three tokens: in the corpus, in the sequence, in generations.
+"""Successors of the last one to three tokens: in the corpus, the sequence and generations.
 
 Each function adds the successors of one context to a node's candidates, and returns what share of
 the estimate is left for the next shorter context.
@@ -65,7 +65,7 @@ def set_states(
 def call_from_memory(
     tables: Tables, live: NDArray[np.int64], tail: NDArray[np.int32], node: Any
 ) -> None:
-    """Ask memory for what the functions below will read first, if the node is considered."""
+    """Prefetch what the functions below read first, if the node is considered."""
     tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
     for order in (2, 3):
         prefetch(live, (hash_context(tail, order) & (live.shape[0] - 1)) * WAYS)
@@ -173,7 +173,7 @@ def add_followers(
     num_nodes: int,
     traits: NDArray[np.float32],
 ) -> tuple[int, np.float32]:
-    """Add what followed the last one or two tokens in the sequence itself.
+    """Add successors of the last one or two tokens in the sequence itself.
 
     Returns the node count and the coefficient of the next shorter context.
     """
@@ -233,7 +233,7 @@ def add_live(
     num_nodes: int,
     traits: NDArray[np.float32],
 ) -> tuple[int, np.float32]:
-    """Add what followed the last `order` tokens in generations."""
+    """Add successors of the last `order` tokens in generations."""
     trait = Traits.LIVE_3 if order == 3 else Traits.LIVE_2  # noqa: PLR2004
     traits[trait] = 0.0
     if tail[3 - order] < 0:
