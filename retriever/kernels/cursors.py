@@ -89,7 +89,7 @@ def collect_cursor(
         query: int32[q], its last tokens.
         depth: most tokens to copy for each place.
         rows: ROW[max_rows], written from `row` on.
-        continuations: int32[max_rows, max_depth], likewise.
+        continuations: int32[max_rows, max_depth], written too.
         row: first free row.
 
     Returns:

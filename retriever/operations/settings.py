@@ -205,7 +205,7 @@ class NetworkSettings(BaseModel):
         Metavar("FILE"),
         Field(
             description="Whose tokens and certificates act for which tenant; `access` writes it. "
-            "Nobody else is let in."
+            "Other callers are refused."
         ),
     ] = None
     insecure: Annotated[
@@ -218,7 +218,7 @@ class NetworkSettings(BaseModel):
     pad_replies: Annotated[
         bool,
         Field(
-            description="Make all drafts of a budget equal in size on the wire, so that whoever "
+            description="Make all drafts of a budget equal in size on the wire, so that one who "
             "watches the network does not learn from it how much was found."
         ),
     ] = False
@@ -303,7 +303,7 @@ class ReportSettings(BaseModel):
     status_page: Annotated[
         bool | None,
         Field(
-            description="Serve a page about the service's state beside the metrics. Default: only "
+            description="Serve a page about the service's state next to the metrics. Default: only "
             "where they are on loopback."
         ),
     ] = None
@@ -329,14 +329,14 @@ class Settings(ReportSettings, LimitSettings, NetworkSettings, EmbeddedSettings,
         list[str],
         Metavar("TENANT=DIR"),
         Field(
-            description="An index that this tenant alone drafts from, beside those of --index. "
+            description="An index that this tenant alone drafts from, in addition to --index. "
             "Repeatable."
         ),
     ] = []
     tenant_phrases: Annotated[
         list[str],
         Metavar("TENANT=FILE"),
-        Field(description="Phrases for this tenant alone, beside those of --phrases. Repeatable."),
+        Field(description="Phrases for this tenant alone, in addition to --phrases. Repeatable."),
     ] = []
     redis: Annotated[
         ServerUrl | None,

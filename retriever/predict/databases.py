@@ -138,7 +138,7 @@ class Corpus:
         shortest: shorter matches are not searched: the tables hold them.
         enough: once a length occurs this often, shorter matches are not searched.
         packed_tables: the tables, packed for kernels.
-        packed_segments: the segments likewise.
+        packed_segments: the segments, packed for kernels.
     """
 
     segments: Sequence[Segment]

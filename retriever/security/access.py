@@ -84,7 +84,7 @@ def new_token() -> str:
     return f"fdt_{secrets.token_hex(8)}_{secrets.token_urlsafe(32)}"
 
 
-def nobody() -> TokenHash:
+def unknown_hash() -> TokenHash:
     """Return a hash that matches no token, for comparing unknown ones."""
     return TokenHash("", secrets.token_bytes(16), secrets.token_bytes(32))
 
@@ -114,11 +114,11 @@ class Access:
 
     tokens: Mapping[str, tuple[TokenHash, str]] = field(default_factory=dict)
     certificates: Mapping[str, str] = field(default_factory=dict)
-    _nobody: TokenHash = field(default_factory=nobody)
+    _unknown_hash: TokenHash = field(default_factory=unknown_hash)
 
     def tenant_of_token(self, token: str) -> str | None:
         """Return a token's tenant, None for a wrong one; one hash and one comparison for any."""
-        expected, tenant = self.tokens.get(name_of(token) or "", (self._nobody, ""))
+        expected, tenant = self.tokens.get(name_of(token) or "", (self._unknown_hash, ""))
         return tenant if expected.fits(token) else None
 
     def tenant_of_certificate(self, identities: Iterable[str]) -> str | None:

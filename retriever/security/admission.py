@@ -120,7 +120,7 @@ class Caller:
         if access is not self._access or by_certificate:
             tenant = self._doorkeeper.tenant(access, self._token, self._certificate)
             if tenant != self._tenant:
-                raise AccessRefusedError("these credentials act for another tenant now: call anew")
+                raise AccessRefusedError("these credentials act for another tenant now: call again")
             self._access = access
         return self._tenant
 

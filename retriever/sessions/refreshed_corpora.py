@@ -85,9 +85,9 @@ def rehearse(corpus: Corpus, contexts: Iterable[TokenIds]) -> None:
     """
     for segment in corpus.segments:
         segment.starts[::_PAGE_ENTRIES].sum()
-    predictor, nobody = Predictor(_REHEARSAL_NODES), Pool("", Generations(0))
+    predictor, unused = Predictor(_REHEARSAL_NODES), Pool("", Generations(0))
     for context in contexts:
-        databases = Databases(Context(context), nobody, corpus, learns=False)
+        databases = Databases(Context(context), unused, corpus, learns=False)
         predictor.draft(databases, _REHEARSAL_NODES, 0.0)
 
 
@@ -101,11 +101,11 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
     """
     tell_compiling(grow_tree)
     context = np.zeros(2 * MAX_MATCH, np.int32)
-    nobody = Databases(Context(context), Pool("", Generations(0)), corpus)
-    nobody.pool.generations.add(context)
+    unused = Databases(Context(context), Pool("", Generations(0)), corpus)
+    unused.pool.generations.add(context)
     with lock:
-        predictor.draft(nobody, 1, 0.0)
-        predictor.commit(nobody, context[:1])
+        predictor.draft(unused, 1, 0.0)
+        predictor.commit(unused, context[:1])
 
 
 def _phrases(indexes: Iterable[Index]) -> list[object]:

@@ -55,7 +55,7 @@ def test_sessions_are_counted_by_what_they_commit(index: Path) -> None:
         expected += len(chain)
         new = np.append(chain.token_ids, 49).astype(np.int32)
         length += len(new)
-    assert drafter.draft_counts.by_source[1].sum() < expected  # nobody knows yet about the last one
+    assert drafter.draft_counts.by_source[1].sum() < expected  # the last is pending
     drafter.close("s", new)
     drafter.draft_context(corpus, 4)
     draft_counts = drafter.draft_counts
@@ -106,7 +106,10 @@ def test_a_census_counts_what_is_held() -> None:
     drafter.remember([1, 2, 3, 4], tenant="two")
     census = drafter.census()
     assert (census.sessions, census.session_tokens) == ({"one": 2, "two": 1}, 6)
-    assert (census.tenants, census.generations_tokens) == (3, 5)  # nobody's pool is there, too
+    assert (census.tenants, census.generations_tokens) == (
+        3,
+        5,
+    )  # and the unnamed tenant
     assert census.session_bytes > 6 * 4
     assert census.generations_bytes > 5 * 24
     drafter.close("a")

@@ -1,4 +1,4 @@
-"""A service says when it is ready, ends when nobody is served any more, and does not wait long."""
+"""A service says when it is ready, drains before it ends, and does not wait long."""
 
 import asyncio
 import signal

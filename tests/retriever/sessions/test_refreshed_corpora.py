@@ -290,7 +290,7 @@ def test_phrase_tables_that_cannot_be_added_up_leave_drafts_as_they_were(
     assert is_known(drafter.draft_context(document(301)[:SEEN], 16), 301)
     other.add(400)
     other.add(401)
-    assert 1 not in other.snapshots()  # nobody holds what could not be used
+    assert 1 not in other.snapshots()  # the unusable snapshot is not held
     drafter.shut_down()
 
 
