@@ -29,11 +29,11 @@ SHARE: Final = 0.25
 """Share of the engine's time between two drafts that a step may wait: bounds the slowdown by a late
 server."""
 
-SHORTEST_S: Final = 0.005
-LONGEST_S: Final = 0.02
+SHORTEST_S: Final = 0.005  # below it, one scheduling delay costs the draft
+LONGEST_S: Final = 0.02  # a late server delays no step by more
 
-_INERTIA: Final = 0.9
-_IDLE_S: Final = 2.0
+_INERTIA: Final = 0.9  # averages over about ten steps
+_IDLE_S: Final = 2.0  # longer gaps are the engine's pauses, not steps
 
 
 class Pace:

@@ -23,7 +23,7 @@ SEPARATOR: Final = -1
 
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT: Final = np.uint64(29)
-_PROBES_PER_ROW: Final = 4
+_PROBES_PER_ROW: Final = 4  # bounds the time spent on hash collisions
 _HEAD_BITS: Final = 0x7FFFFFFF
 _BLOCK: Final = 4096
 """Tokens whose buckets are found together."""

@@ -33,7 +33,7 @@ _CORPUS_STRENGTH: Final = (20.0, 4.0, 2.0)  # what the shorter context counts, b
 _LIVE_STRENGTH: Final = (3.0, 1.5)  # orders 2 and 3
 _CONTEXT_STRENGTH: Final = (4.0, 1.0)  # orders 1 and 2
 _CONTEXT_ROWS: Final = (3, 2)  # where chains of orders 1 and 2 stand in a context's store
-_PROBES: Final = 4
+_PROBES: Final = 4  # for each wanted successor: bounds the time spent on hash collisions
 _BLOCK: Final = 64  # successors that are compared at once
 
 _CONTEXT: Final = int(Source.CONTEXT)

@@ -80,7 +80,7 @@ def _occurs(
     query: NDArray[np.int32],
     length: int,
 ) -> bool:
-    """Tell whether the last tokens of the query occur; fewer than `length` always do."""
+    """Return whether the last tokens of the query occur; fewer than `length` always do."""
     if query.shape[0] < length:
         return True
     begin, end = find_interval(tokens, suffixes, starts, query[query.shape[0] - length :])

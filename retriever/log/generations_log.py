@@ -24,9 +24,9 @@ from retriever.predict.generations import steady_time
 from retriever.predict.pool import Entry
 
 _LOGGER: Final = logging.getLogger(__name__)
-_SYNC_EVERY_S: Final = 1.0
+_SYNC_EVERY_S: Final = 1.0  # outputs lost by a power failure, against disk writes
 _SYNCS_PER_SWEEP: Final = 60
-_REWRITE_EVERY_S: Final = 3600.0
+_REWRITE_EVERY_S: Final = 3600.0  # removed bytes stay this long at most; a rewrite copies the file
 
 
 class GenerationsLog:

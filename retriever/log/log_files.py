@@ -26,8 +26,8 @@ from retriever.log.salvage import Verdict
 
 _LOGGER: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20
-_SALVAGE_S: Final = 60.0
-_SALVAGE_BYTES_PER_S: Final = 5e6
+_SALVAGE_S: Final = 60.0  # a salvage that hangs on damage is killed after this and the rate below
+_SALVAGE_BYTES_PER_S: Final = 5e6  # a slow disk; faster ones never reach the limit
 
 # A process does not see its own file locks, so they are listed here.
 _LOCKED: Final[set[tuple[int, ...]]] = set()

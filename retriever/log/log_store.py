@@ -140,7 +140,7 @@ def _named(tenant: str) -> bytes:
     return _NAME_LENGTH.pack(len(name)) + name
 
 
-_INITIAL_MAP_BYTES: Final = 1 << 24
+_INITIAL_MAP_BYTES: Final = 1 << 24  # 16 MiB of address space; the map doubles when full
 _MAX_EXTENTS: Final = 1 << 12
 _MODE: Final = 0o600  # prompts and outputs are private
 _AFTER_NUMBERS: Final = b"\xff" * 9

@@ -17,7 +17,7 @@ from retriever.errors import CredentialsError
 from retriever.wire.statuses import advice
 
 SERVICE: Final = "retriever.v1.RetrieverService"
-TIMEOUT_S: Final = 4.0
+TIMEOUT_S: Final = 4.0  # below the usual 5 s of a container's health check
 _VARIABLE: Final = "FOREDRAFT_ADDRESS"
 
 

@@ -15,7 +15,7 @@ SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].full_name
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
-_LOOK_S: Final = 0.05
+_LOOK_S: Final = 0.05  # longest delay of a shutdown after the last session
 
 
 class Phase(Enum):

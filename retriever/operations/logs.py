@@ -16,7 +16,7 @@ from typing import Any, Final
 from retriever.operations.settings import LogFormat, LogLevel
 
 _OURS: Final = ("indexer", "retriever")
-_FRAMES: Final = 8
+_FRAMES: Final = 8  # innermost frames: enough to find the place, in one line
 
 
 def log_to_standard_error(log_format: LogFormat, log_level: LogLevel) -> None:

@@ -18,7 +18,7 @@ from retriever.operations.service_report import Service, installed_version
 from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, Latencies
 from retriever.tree import Source, drafted_sources
 
-SAMPLE_S: Final = 10.0
+SAMPLE_S: Final = 10.0  # an hour has 360 samples: a step in the chart every two pixels
 MAX_SAMPLES: Final = 361
 """An hour of samples, both ends included."""
 
@@ -144,8 +144,8 @@ th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid #8886
 th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
 svg text { fill: currentColor; font-size: 12px; }
 """
-_MAX_TENANTS: Final = 50
-_MAX_REFUSALS: Final = 30
+_MAX_TENANTS: Final = 50  # bounds the page; the rest is summed up
+_MAX_REFUSALS: Final = 30  # bounds the page
 
 _STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 _POLICY = (

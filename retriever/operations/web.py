@@ -16,8 +16,8 @@ from retriever.operations.lifecycle import Phase
 from retriever.operations.service_report import Service
 from retriever.operations.status_page import HEADERS, History, page
 
-_MAX_REQUESTS: Final = 8
-_TIMEOUT_S: Final = 5.0
+_MAX_REQUESTS: Final = 8  # a scraper and a few browsers; each takes a thread
+_TIMEOUT_S: Final = 5.0  # frees threads of clients that send nothing
 _MAX_PORT: Final = 65535
 
 _logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class _Requests(WSGIRequestHandler):
         """Log nothing: the request is a caller's text."""
 
 
-_POLL_S: Final = 0.2
+_POLL_S: Final = 0.2  # longest delay of a shutdown
 _PLAIN: Final = "text/plain; charset=utf-8"
 
 _StartResponse = Callable[[str, list[tuple[str, str]]], Any]

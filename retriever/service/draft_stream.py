@@ -85,7 +85,7 @@ class Turns:
 LONG_PROMPT: Final = 1 << 12
 """Longer prompts are read in another thread, so that other streams can draft."""
 
-_COMMITS_AT_ONCE: Final = 32
+_COMMITS_AT_ONCE: Final = 32  # commits between two looks at the clock
 
 
 MOST_FAIL_OPENS: Final = 1 << 20

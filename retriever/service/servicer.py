@@ -44,8 +44,8 @@ def tenant_of(context: Any) -> str:
 
 
 _MINUTE_S: Final = 60.0
-_MAX_WAITING: Final = 256
-_MANY: Final = 1024
+_MAX_WAITING: Final = 256  # bounds memory: each waiting deletion holds a call
+_MANY: Final = 1024  # entries before those with a full allowance are dropped: bounds memory
 
 
 class Deleting:

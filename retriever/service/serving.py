@@ -54,8 +54,8 @@ def settle() -> None:
     gc.freeze()
 
 
-_LONGEST_PERIOD_S: Final = 60.0
-_GIVE_BACK_EVERY_S: Final = 10.0
+_LONGEST_PERIOD_S: Final = 60.0  # idle sessions are found at most this late
+_GIVE_BACK_EVERY_S: Final = 10.0  # a call takes a few ms
 
 
 @asynccontextmanager
@@ -143,9 +143,9 @@ def _answering(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
     return answer
 
 
-DEFAULT_DRAIN_S: Final = 10.0
+DEFAULT_DRAIN_S: Final = 10.0  # most generations end within it; supervisors kill later
 
-_GRACE_S: Final = 0.5
+_GRACE_S: Final = 0.5  # for the last responses of calls
 
 _logger = logging.getLogger(__name__)
 
