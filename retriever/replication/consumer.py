@@ -22,7 +22,7 @@ from retriever.replication.replication_state import (
 if TYPE_CHECKING:
     from retriever.replication.redis_streams import StreamEntry, Streams
 
-_AT_ONCE_TOKENS: Final = 1024  # drafts wait meanwhile: a third of a millisecond
+_AT_ONCE_TOKENS: Final = 1024  # drafts wait: a third of a millisecond
 _BLOCK_MS: Final = 250  # bounds how long a thread blocked on the server takes to stop
 _GATHER_S: Final = 0.01  # records that arrive within it are learned in one step
 
