@@ -81,7 +81,7 @@ def _in_the_way(name: str, file: str) -> ForeignPackageError:
 
 
 def _owner_of(name: str, file: str) -> str | None:
-    """Return the distribution that installed a file, `None` if it is nobody's, as a user's own."""
+    """Return the distribution that installed a file, `None` for a user's own file."""
     from importlib.metadata import distribution, packages_distributions  # noqa: PLC0415  (slow)
 
     for owner in packages_distributions().get(name, ()):

@@ -63,11 +63,11 @@ def main() -> None:
     elif word in ("--help", "-h"):
         if hasattr(signal, "SIGPIPE"):  # a pager that is left ends this in silence
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        print(help_text())  # noqa: T201  (for whoever runs a command)
+        print(help_text())  # noqa: T201  (for the user of a command)
     elif word == "--version":
-        print(version_line())  # noqa: T201  (for whoever runs a command)
+        print(version_line())  # noqa: T201  (for the user of a command)
     else:
-        print(unknown(word) if word else help_text(), file=sys.stderr)  # noqa: T201  (likewise)
+        print(unknown(word) if word else help_text(), file=sys.stderr)  # noqa: T201  (for the user of a command)
         sys.exit(_WRONG_USAGE)
 
 

@@ -1,4 +1,4 @@
-"""When to try again what failed."""
+"""Back-off: how long to wait before a failed operation is tried again."""
 
 import time
 from collections.abc import Callable
@@ -6,13 +6,14 @@ from random import SystemRandom
 from typing import Final
 
 FIRST_PAUSE_S: Final = 0.1
-"""Longest pause after the first failure, in seconds: less than anybody notices."""
+"""Longest pause after the first failure, in seconds: too short for a user to notice."""
 
 LAST_PAUSE_S: Final = 5.0
-"""Longest pause after any failure, in seconds: a service that comes back is used within these."""
+"""Longest pause after any failure, in seconds: a service that comes back is used again within
+it."""
 
 FAILURE_SHARE: Final = 1 / 20
-"""Share of the time that waiting for what fails may take where no other work can be done."""
+"""Share of the time that failing calls may take where the caller can do no other work."""
 
 _DRAW: Final = SystemRandom().random
 
@@ -21,15 +22,15 @@ class Backoff:
     """Pauses after failures: exponential with equal jitter, and as long as the failure deserves.
 
     Half of each exponential pause is drawn at random, so that clients of one server do not return
-    at once (source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015). Where whoever
-    waits for a failure does nothing else meanwhile, `share` makes the pause at least so long that
-    failures take at most this share of the time, however short the sequences are.
+    at once (source: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015). Where the
+    caller blocks on a failing call, `share` lengthens the pause until failures take at most this
+    share of the time.
 
     Args:
         first_s: longest exponential pause after the first failure, in seconds; 0 for none.
         last_s: longest exponential pause after any, in seconds.
-        share: of the time that failures may take; 1 where waiting for them costs nothing.
-        clock: seconds, rising.
+        share: of the time that failures may take; 1 where the caller does not block on them.
+        clock: seconds, monotonic.
         draw: gives numbers from 0 to 1.
 
     Attributes:
@@ -54,7 +55,7 @@ class Backoff:
         self.num_failures = 0
 
     def fail(self, took_s: float = 0.0) -> float:
-        """Note a failure that took so many seconds; return how long to pause, in seconds."""
+        """Note a failure and how long it took; return how long to pause, in seconds."""
         longest_s, self._longest_s = self._longest_s, min(2 * self._longest_s, self._last_s)
         deserved_s = took_s * (1 / self._share - 1)
         pause_s = max(longest_s * (1 + self._draw()) / 2, deserved_s)
@@ -67,19 +68,19 @@ class Backoff:
         return self._clock() >= self._until_s
 
     def succeed(self) -> None:
-        """Begin anew: something succeeded."""
+        """Reset after a success."""
         self._longest_s = self._first_s
         self._until_s = -float("inf")
         self.num_failures = 0
 
 
 def drafter_backoff(clock: Callable[[], float] = time.monotonic) -> Backoff:
-    """Return the back-off from a drafter that a decoding loop waits for.
+    """Return the back-off for a drafter that a decoding loop blocks on.
 
-    A local one that fails at once is asked again soon; one that hangs takes a twentieth of the
+    A drafter that fails at once is retried soon; one that hangs takes at most a twentieth of the
     time.
 
     Args:
-        clock: seconds, rising.
+        clock: seconds, monotonic.
     """
     return Backoff(first_s=0.0, share=FAILURE_SHARE, clock=clock)

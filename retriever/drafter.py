@@ -1,4 +1,4 @@
-"""The Drafter protocol: what a decoding loop asks of whoever guesses its next tokens."""
+"""The Drafter protocol: what a decoding loop asks of a source of draft tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class DraftRequest:
         session: name of a session opened before.
         new_tokens: int32[n], tokens committed since the session's last request (or since it
             was opened).
-        length: tokens in the whole sequence, prompt and `new_tokens` included, so that a lost
-            or repeated request is noticed.
+        length: tokens in the whole sequence, prompt and `new_tokens` included; detects lost and
+            repeated requests.
         budget_nodes: most nodes that the tree may have.
         min_probability: nodes less probable than this are not worth sending.
     """
@@ -35,9 +35,9 @@ class DraftRequest:
 
 
 class Drafter(Protocol):
-    """Guesses continuations of many sequences at once; keeps one session for each of them.
+    """Drafts continuations of many sequences at once; keeps a session for each.
 
-    Embedded drafters, remote clients, draft models and fusions of them all satisfy it.
+    Embedded drafters, remote clients, draft models and fusions of these implement it.
     """
 
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
@@ -46,7 +46,7 @@ class Drafter(Protocol):
         Args:
             session: a name that no open session has.
             prompt: int32[n], the tokens committed so far.
-            remember: whether what is generated may serve later sequences once closed.
+            remember: whether its output joins the generations when it is closed.
 
         Raises:
             SessionExistsError: the name is taken.
@@ -60,7 +60,7 @@ class Drafter(Protocol):
         Raises:
             UnknownSessionError: a session is not open.
             OutOfSequenceError: a stated length does not fit; nothing of the request is kept.
-            DrafterUnavailableError: no answer in time; the loop goes on without drafts.
+            DrafterUnavailableError: no answer in time; the loop continues without drafts.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What can go wrong between a decoder and a drafter, as one tree of errors."""
+"""Errors between a decoder and a drafter, as one tree."""
 
 
 class RetrieverError(Exception):
@@ -6,7 +6,7 @@ class RetrieverError(Exception):
 
 
 class InvalidRequestError(RetrieverError):
-    """A request breaks the contract: the caller is at fault and must change it."""
+    """A request breaks the contract: the caller must change it."""
 
 
 class OutOfSequenceError(InvalidRequestError):
@@ -14,7 +14,7 @@ class OutOfSequenceError(InvalidRequestError):
 
 
 class VocabularyMismatchError(InvalidRequestError):
-    """Token ids at hand belong to another tokenizer than the one that is drafted for."""
+    """The caller's token ids are of another tokenizer than the drafter's."""
 
 
 class LimitExceededError(InvalidRequestError):
@@ -22,7 +22,7 @@ class LimitExceededError(InvalidRequestError):
 
 
 class UnknownSessionError(RetrieverError):
-    """No such session is open: it was never opened, was closed, or has ended."""
+    """No such session is open: it was never opened, was closed, or was ended as idle."""
 
 
 class SessionExistsError(RetrieverError):
@@ -30,19 +30,19 @@ class SessionExistsError(RetrieverError):
 
 
 class InvalidTreeError(RetrieverError):
-    """Arrays that claim to be a draft tree are not one."""
+    """Arrays break a rule of draft trees."""
 
 
 class DrafterUnavailableError(RetrieverError):
-    """The drafter cannot be reached in time: go on without a draft."""
+    """The drafter does not answer in time: continue without a draft."""
 
 
 class AccessRefusedError(DrafterUnavailableError):
-    """The service does not let the caller in: credentials are missing, wrong, or over."""
+    """The service does not let the caller in: credentials are missing, wrong or expired."""
 
 
 class NotPermittedError(AccessRefusedError):
-    """The service knows the caller, who may not do this."""
+    """The service knows the caller, which may not do this."""
 
 
 class CredentialsError(RetrieverError):
@@ -50,11 +50,11 @@ class CredentialsError(RetrieverError):
 
 
 class InsecureAddressError(RetrieverError):
-    """Listening on this address would let in whoever can reach it."""
+    """Listening on this address would admit everyone who reaches it."""
 
 
 class ProvenanceError(RetrieverError):
-    """Where a draft came from cannot be told: an index is damaged or closed."""
+    """The provenance of a draft is not available: an index is damaged or closed."""
 
 
 class AddressInUseError(RetrieverError):
@@ -66,11 +66,11 @@ class StateError(RetrieverError):
 
 
 class SettingsError(RetrieverError):
-    """A setting is unknown, or cannot have the value: the message names both."""
+    """A setting is unknown or its value is invalid: the message names both."""
 
 
 class ReplicationError(RetrieverError):
-    """Outputs cannot be shared as asked for: the message says why, and what to do."""
+    """Replication cannot be set up: the message says why, and what to do."""
 
 
 class TraceError(RetrieverError):

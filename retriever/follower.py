@@ -1,4 +1,4 @@
-"""What a drafter has been told of one sequence, and decoding without it while it fails."""
+"""Keeps a drafter up to date with a sequence, and drafts nothing while the drafter fails."""
 
 import math
 import time
@@ -32,27 +32,26 @@ NO_DRAFT: Final = (
     LimitExceededError,
     UnknownSessionError,
 )
-"""Errors after which decoding goes on without a draft, and nobody is at fault."""
+"""Errors after which decoding continues without a draft; neither side is at fault."""
 
 _log = getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """Which tokens the two sides know.
+    """The vocabularies of the model and the drafter.
 
     Attributes:
-        model_vocabulary: drafted tokens must lie below it; `None` where whoever takes the trees
-            sees to that.
-        drafter_vocabulary: tokens that the drafter is told must lie below it; `None` where it
-            takes all of the model's. Embeddings are often padded beyond the tokenizer's size.
+        model_vocabulary: drafted tokens must lie below it; `None` where the caller checks that.
+        drafter_vocabulary: tokens sent to the drafter must lie below it; `None` where it takes all
+            of the model's. Embeddings are often padded beyond the tokenizer's size.
     """
 
     model_vocabulary: int | None = None
     drafter_vocabulary: int | None = None
 
     def within(self, other: "DraftLimits | None") -> "DraftLimits":
-        """Return what both these and others allow."""
+        """Return the intersection of two limits."""
         if other is None or other == self:
             return self
         return DraftLimits(
@@ -67,38 +66,38 @@ def _lower(one: int | None, other: int | None) -> int | None:
 
 @runtime_checkable
 class Learner(Protocol):
-    """A drafter that learns from passes of the target, too."""
+    """A drafter that also learns from passes of the target."""
 
     def learn(self, session: str, verified: Any) -> None:
-        """Take in a pass over the session's last draft, or over a part of it."""
+        """Learn from a pass over the session's last draft or a part of it."""
         ...
 
 
 class Follower:
     """Keeps a drafter up to date with one sequence, whose tokens it shares and never copies.
 
-    What the drafter has not been told travels with the next request. After a failure its session
-    is given up, as what it noted is not known; the next request opens another and tells it all.
-    A token that the drafter cannot know ends its part in the sequence. Made by `Followers.follow`.
+    Tokens that the drafter has not been told are sent with the next request. After a failure the
+    session is given up, as its state is unknown; the next request opens another with all tokens. A
+    token outside the drafter's vocabulary ends drafting for the sequence. Made by
+    `Followers.follow`.
 
-    `draft`, `learn` and `close` are what a decoding loop calls. `open`, `request`, `told` and
-    `forget` are the steps of which they are made, for those with another rule for failures: they
-    let all errors pass.
+    A decoding loop calls `draft`, `learn` and `close`. `open`, `request`, `told` and `forget` are
+    their parts, for callers that handle failures themselves: they raise all errors.
 
     Args:
         followers: of the same drafter.
         sequence: what is committed; its owner extends it.
-        limits: which tokens the model and the drafter know.
+        limits: vocabularies of the model and the drafter.
         name: of the drafter's session; a new one for each if not given.
 
     Attributes:
         sequence: as given.
         limits: as given.
-        name: of the session that is open; `None` while there is none.
-        num_sent: tokens that the session has been told.
-        has_ended: whether a token came that the drafter cannot know.
-        is_refused: whether the drafter found the sequence at fault, so that it is not asked again.
-        num_failures: drafts that could not be had; the end by an unknown token counts once.
+        name: of the open session; `None` while there is none.
+        num_sent: tokens sent to the session.
+        has_ended: whether a token outside the drafter's vocabulary has come.
+        is_refused: whether the drafter refused the sequence as invalid; it is not asked again.
+        num_failures: drafts that failed; an end by an unknown token counts once.
     """
 
     __slots__ = (
@@ -130,7 +129,7 @@ class Follower:
         self.num_failures = 0
         self._followers = followers
         self._given_name = name
-        self._num_known = 0  # tokens that the drafter can know
+        self._num_known = 0  # tokens inside the drafter's vocabulary
 
     @property
     def is_open(self) -> bool:
@@ -138,25 +137,25 @@ class Follower:
         return self.name is not None
 
     def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
-        """Ask for a tree of at most `budget_nodes` nodes; empty where there is none to be had.
+        """Ask for a tree of at most `budget_nodes` nodes; empty where there is none.
 
         Raises:
-            InvalidRequestError: the drafter finds the request at fault, where that is raised.
+            InvalidRequestError: the drafter refuses the request, if `raises_refusals`.
         """
         return self._followers.draft([(self, budget_nodes)], min_probability)[0]
 
     def learn(self, verified: object) -> None:
-        """Show a drafter that learns from passes what came of its last draft."""
+        """Pass the outcome of the last draft to a drafter that learns."""
         learner = self._followers.learner
         if learner is not None and self.name is not None:
             learner.learn(self.name, verified)
 
     def close(self) -> None:
-        """End the session, if there is one, with the tokens that the drafter has not seen yet."""
+        """Close the session, if there is one, with the tokens not told yet."""
         self._followers.close(self)
 
     def open(self) -> None:
-        """Begin a session with the prompt; what was generated travels with the first request."""
+        """Open a session with the prompt; generated tokens are sent with the first request."""
         name = self._followers.new_name() if self._given_name is None else self._given_name
         sequence = self.sequence
         self._followers.drafter.open(name, sequence.prompt, remember=sequence.remember)
@@ -170,7 +169,7 @@ class Follower:
         Args:
             budget_nodes: most nodes of the tree.
             min_probability: see `DraftRequest`.
-            length: how much of the sequence to draft behind; all of it if not given.
+            length: tokens of the sequence to draft after; all if not given.
         """
         if length is None:
             length = len(self.sequence)
@@ -178,7 +177,7 @@ class Follower:
         return DraftRequest(self.name or "", new_tokens, length, budget_nodes, min_probability)
 
     def catching_up(self, request: DraftRequest) -> DraftRequest:
-        """Return a request for this session that brings all that it has not been told as well.
+        """Return the request with all tokens that this session has not been told.
 
         Args:
             request: of the sequence's owner, its new tokens in the sequence already.
@@ -194,18 +193,18 @@ class Follower:
         self.num_sent = length
 
     def unsent(self) -> TokenIds:
-        """Return int32[m], a copy of what the drafter can know and has not been told."""
+        """Return int32[m], a copy of the known tokens that the drafter has not been told."""
         end = self._num_known if self.has_ended else len(self.sequence)
         return self.sequence.tokens[self.num_sent : end].copy()
 
     def forget(self) -> str | None:
-        """Note that the session is gone; return its name. The next request opens another."""
+        """Drop the session without closing it; return its name. The next request opens another."""
         name, self.name = self.name, None
         self.num_sent = 0
         return name
 
     def is_over(self) -> bool:
-        """Tell whether the drafter has no more part in the sequence; reads what is new of it."""
+        """Return whether drafting has ended for the sequence; checks its new tokens."""
         if self.has_ended or self.is_refused:
             return True
         known, self._num_known = self._num_known, len(self.sequence)
@@ -216,7 +215,7 @@ class Follower:
         if _are_below(new_tokens, end):
             return False
         unknown = np.flatnonzero(new_tokens >= end)
-        if len(unknown) == 0:  # what is below 0 is for the drafter to refuse
+        if len(unknown) == 0:  # the drafter refuses negative ids
             return False
         self._num_known = known + int(unknown[0])
         self.has_ended = True
@@ -226,11 +225,12 @@ class Follower:
 
 
 _FEW: Final = 64
-"""Of so many tokens, lists are read in 2 us; below that, each call of numpy costs 1 to 2 us."""
+"""Up to so many tokens a list is checked in 2 us, about the cost of the calls to numpy (1 to 2 us
+each)."""
 
 
 def _are_below(tokens: TokenIds, end: int) -> bool:
-    """Tell whether int32[n] are all token ids below a bound; n at least 1."""
+    """Return whether int32[n] are all token ids below a bound; n at least 1."""
     if len(tokens) <= _FEW:
         ids: list[int] = tokens.tolist()
         return min(ids) >= 0 and max(ids) < end
@@ -238,24 +238,24 @@ def _are_below(tokens: TokenIds, end: int) -> bool:
 
 
 class Followers:
-    """A drafter's followers, which ask it together and leave it alone together when it fails.
+    """All followers of a drafter: they batch requests and share one back-off.
 
     A drafter that fails costs drafts, never a sequence.
 
     Args:
-        drafter: whom to ask.
-        limits: which tokens the model and the drafter know.
-        raises_refusals: whether an `InvalidRequestError` surfaces, as where a decoding loop itself
-            would be at fault. Otherwise no error of the drafter's does: a sequence that it refuses
-            is not drafted for, and costs the others nothing.
+        drafter: that drafts.
+        limits: vocabularies of the model and the drafter.
+        raises_refusals: whether an `InvalidRequestError` is raised, which in a decoding loop is a
+            bug. Otherwise no error of the drafter is: a refused sequence is not drafted for, and
+            others are not affected.
         clock: seconds, monotonic.
 
     Attributes:
-        drafter: as given; another may take its place once all sessions are closed or forgotten.
+        drafter: as given; can be replaced once all sessions are closed or dropped.
         limits: as given.
         learner: the drafter, if it learns from passes.
-        backoff: how long the drafter is left alone.
-        num_failures: calls that the drafter refused or did not answer.
+        backoff: pauses after failures of the drafter.
+        num_failures: calls that failed or were refused.
     """
 
     def __init__(
@@ -291,20 +291,20 @@ class Followers:
         return Follower(self, sequence, self.limits.within(limits), name)
 
     def new_name(self) -> str:
-        """Return a name that no session of the drafter has."""
+        """Return an unused session name."""
         return f"{self._prefix}-{next(self._numbers)}"
 
     def open(self, followers: Iterable[Follower], until_s: float = math.inf) -> None:
         """Open sessions where there are none, ahead of their first requests.
 
-        A failure ends it. While the drafter is left alone, nothing is opened.
+        Stops at a failure. During a back-off nothing is opened.
 
         Args:
             followers: of the sequences.
-            until_s: no session but the first is opened after that time, by the clock.
+            until_s: after this time of the clock, only the first session is opened.
 
         Raises:
-            InvalidRequestError: the drafter refuses a prompt, where that is raised.
+            InvalidRequestError: the drafter refuses a prompt, if `raises_refusals`.
         """
         num_opened = 0
         for follower in followers:
@@ -319,16 +319,16 @@ class Followers:
     def draft(
         self, asked: Sequence[tuple[Follower, int]], min_probability: float = 0.0
     ) -> list[DraftTree]:
-        """Return a tree for each sequence, in order; empty where there is none to be had.
+        """Return a tree for each sequence, in order; empty where there is none.
 
-        All are asked for with one call of the drafter.
+        All are requested with one call of the drafter.
 
         Args:
-            asked: followers, each once, with the most nodes of their trees.
+            asked: distinct followers, with the most nodes of their trees.
             min_probability: nodes less probable than this are not worth sending.
 
         Raises:
-            InvalidRequestError: the drafter finds the step at fault, where that is raised.
+            InvalidRequestError: the drafter refuses the step, if `raises_refusals`.
         """
         ready = [self._is_ready(follower) for follower, _ in asked]
         if all(ready):
@@ -338,10 +338,10 @@ class Followers:
         return [next(drafted) if is_ready else DraftTree.empty() for is_ready in ready]
 
     def close(self, follower: Follower) -> None:
-        """End a session, if there is one; see `Follower.close`.
+        """Close a session, if there is one; see `Follower.close`.
 
         Raises:
-            InvalidRequestError: the drafter finds the tokens at fault, where that is raised.
+            InvalidRequestError: the drafter refuses the tokens, if `raises_refusals`.
         """
         follower.is_over()
         if follower.name is None:
@@ -356,20 +356,20 @@ class Followers:
             self.give_up(follower)
 
     def give_up(self, follower: Follower) -> None:
-        """Close a session that may be gone already; the next request opens another."""
+        """Close a session that may be gone; the next request opens another."""
         name = follower.forget()
         if name is not None:
             with suppress(RetrieverError):
                 self.drafter.close(name)
 
     def abandon(self, followers: Iterable[Follower]) -> None:
-        """Give up sessions after an error that is not the drafter's own, whatever that raises."""
+        """Give up sessions after an error from elsewhere; errors of closing are suppressed."""
         for follower in followers:
             with suppress(Exception):
                 self.give_up(follower)
 
     def _is_ready(self, follower: Follower) -> bool:
-        """Tell whether a draft can be asked for; opens a session where there is none."""
+        """Return whether a draft can be requested; opens a session where there is none."""
         if follower.is_over():
             return False
         if not self.backoff.is_over():
@@ -378,12 +378,12 @@ class Followers:
         return follower.name is not None or self._open(follower, is_again=True)
 
     def _open(self, follower: Follower, *, is_again: bool = False) -> bool:
-        """Open a session; tell whether there is one.
+        """Open a session; return whether that worked.
 
         Args:
             follower: which has none.
-            is_again: whether the drafter has been there before: then it may have come back for
-                another tokenizer, and that is no fault of the caller's.
+            is_again: whether the drafter was reached before: it may have restarted with another
+                tokenizer, which is not the caller's fault.
         """
         start_s = self._clock()
         try:
@@ -403,7 +403,7 @@ class Followers:
     def _ask(
         self, asked: Sequence[tuple[Follower, int]], min_probability: float
     ) -> list[DraftTree]:
-        """Ask for drafts of open sessions with one call."""
+        """Request drafts of open sessions with one call."""
         start_s = self._clock()
         try:
             requests = [follower.request(budget, min_probability) for follower, budget in asked]
@@ -436,9 +436,9 @@ class Followers:
         return DraftTree.empty()
 
     def _fail(self, error: RetrieverError, start_s: float, followers: Sequence[Follower]) -> None:
-        """Give up the sessions that a failed call was about; leave the drafter alone for a while.
+        """Give up the sessions of a failed call, and begin a back-off.
 
-        What it noted of them is not known.
+        Their state in the drafter is unknown.
         """
         for follower in followers:
             self.give_up(follower)

@@ -1,4 +1,4 @@
-"""Limits on what a drafter accepts, and the checks of everything that comes from outside."""
+"""Limits on what a drafter accepts, and checks of all input from outside."""
 
 import math
 import re
@@ -12,22 +12,23 @@ from numpy.typing import ArrayLike, NDArray
 from retriever.errors import InvalidRequestError, LimitExceededError
 
 MAX_NAME_BYTES: Final = 256
-"""Longest name of a session or tenant, in bytes."""
+"""Longest name of a session or tenant, in bytes: a UUID or a path fits, and keys of the log stay
+below LMDB's 511."""
 
 DEFAULT_DOCUMENTS: Final = 3
-"""Documents that are named for a node of a draft if nothing else is asked."""
+"""Documents named for a node of a draft by default."""
 
 MAX_DOCUMENTS: Final = 64
-"""Most documents that are named for a node of a draft."""
+"""Most documents named for a node of a draft: each costs a search on disk."""
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """Longest message in either direction; a prompt of a million tokens fits."""
 
 MAX_FINGERPRINT: Final = 128
-"""Longest fingerprint of a tokenizer, in hexadecimal digits."""
+"""Longest fingerprint of a tokenizer, in hexadecimal digits: SHA-512 fits."""
 
 _FINGERPRINT: Final = re.compile(rf"[0-9a-fA-F]{{1,{MAX_FINGERPRINT}}}")
-_SHOWN: Final = 64  # of a name that somebody made up, in characters
+_SHOWN: Final = 64  # of a caller's name, in characters
 _BEYOND: Final = (1 << 31) - 1  # ids that no vocabulary limits are below it
 _FEW: Final = 64
 _NO_INTEGERS: Final = np.empty(0, np.int32)
@@ -35,12 +36,12 @@ _NO_INTEGERS: Final = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a drafter accepts at most.
+    """Upper limits of a drafter.
 
     Attributes:
         max_sessions: sessions open at once.
-        max_tenant_sessions: those of one tenant, so that none takes all the room.
-        idle_session_s: a session idle for longer ends, in seconds.
+        max_tenant_sessions: those of one tenant, so that none uses up the total.
+        idle_session_s: time without a request after which a session is ended, in seconds.
         max_sequence_tokens: tokens in one sequence, prompt included.
         max_total_tokens: tokens in the sequences of all open sessions, of 10 to 20 bytes each.
         max_tenant_tokens: those of one tenant.
@@ -48,10 +49,10 @@ class Limits:
         max_batch: sequences in one decoding step.
         max_step_nodes: nodes that one step may ask for, over all its sequences.
         max_message_bytes: longest message that the service reads.
-        generations_tokens: recent outputs that are kept of each tenant, in tokens.
-        generations_age_s: outputs older than this are no longer kept, in seconds.
+        generations_tokens: generations kept of each tenant, in tokens.
+        generations_age_s: outputs older than this are dropped, in seconds.
         max_tenants: tenants whose outputs are in memory at once.
-        max_tenant_deletions: calls of one tenant in a minute that delete what is kept.
+        max_tenant_deletions: calls of one tenant that delete data, in a minute.
     """
 
     max_sessions: int = 4096
@@ -75,25 +76,25 @@ def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np
 
     Args:
         tokens: integers in one dimension.
-        vocabulary_size: ids must be below it; None where it is not known.
+        vocabulary_size: ids must be below it; None if unknown.
 
     Raises:
-        InvalidRequestError: an id is outside, or these are no token ids.
+        InvalidRequestError: an id is outside, or these are not integers in one dimension.
     """
     array = _integers(tokens)
     if array.size == 0:
         return np.empty(0, np.int32)
-    # Of few tokens, as each step brings them, Python finds the extremes before numpy has begun.
+    # For the few tokens of a step, Python's min and max are faster than a call of numpy.
     values = array.tolist() if array.size <= _FEW else [int(array.min()), int(array.max())]
     _check_ids(values, vocabulary_size)
-    return np.array(array, np.int32)  # a copy: nobody else can change it
+    return np.array(array, np.int32)  # a copy: the caller's array may change
 
 
 def checked_ids(tokens: ArrayLike, vocabulary_size: int | None) -> list[int]:
-    """Return the ids that `checked_tokens` would, in a list: sooner done where they are few.
+    """Return the ids of `checked_tokens` as a list: faster for few.
 
     Raises:
-        InvalidRequestError: an id is outside, or these are no token ids.
+        InvalidRequestError: an id is outside, or these are not integers in one dimension.
     """
     ids: list[int] = _integers(tokens).tolist()
     if ids:
@@ -121,7 +122,7 @@ def _check_ids(ids: Sequence[int], vocabulary_size: int | None) -> None:
 
 
 def check_session_name(session: str) -> None:
-    """Refuse names that cannot be a session's.
+    """Refuse an invalid session name.
 
     Raises:
         InvalidRequestError: the name is empty or too long.
@@ -131,7 +132,7 @@ def check_session_name(session: str) -> None:
 
 
 def check_tenant_name(tenant: str) -> None:
-    """Refuse names that cannot be a tenant's; the empty name is that of whoever gives none.
+    """Refuse an invalid tenant name; the empty name stands for callers without a tenant.
 
     Raises:
         InvalidRequestError: the name is too long, or cannot be encoded.
@@ -148,7 +149,7 @@ def _encoded(name: str) -> bytes:
 
 
 def check_fingerprint(fingerprint: str) -> None:
-    """Refuse what cannot be a tokenizer's fingerprint: it is kept and shown to others.
+    """Refuse an invalid fingerprint of a tokenizer: it is stored and shown to others.
 
     Raises:
         InvalidRequestError: it is not hexadecimal, or too long.
@@ -160,7 +161,7 @@ def check_fingerprint(fingerprint: str) -> None:
 
 
 def shown(name: str) -> str:
-    """Return a name as errors show it: whatever it is, in one line, and not without end."""
+    """Return a name for error messages: escaped, in one line, shortened."""
     return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}\u2026")
 
 
@@ -178,7 +179,7 @@ def check_length(num_tokens: int, limits: Limits) -> None:
 
 
 def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> None:
-    """Refuse budgets and thresholds that make no sense.
+    """Refuse invalid budgets and thresholds.
 
     Raises:
         InvalidRequestError: a budget below 0 or a probability outside 0 to 1.
@@ -196,7 +197,7 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
 
 
 def check_documents(max_documents: int) -> None:
-    """Refuse to name more documents for a node than is reasonable.
+    """Refuse an invalid number of documents for a node.
 
     Raises:
         InvalidRequestError: a number below 0.

@@ -1,7 +1,7 @@
-"""Sequences that are being decoded: their tokens, and those that are open, by name.
+"""Sequences that are being decoded: their tokens, and open sessions by name.
 
-Whatever keeps the tokens of a sequence keeps them in a `TokenSequence`. Within a process the object
-is shared: a drafter is told of it by position, not by copy.
+All code that keeps the tokens of a sequence uses a `TokenSequence`. Within a process the object is
+shared: followers track positions in it and copy no tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from retriever.errors import (
 from retriever.limits import Limits, shown
 
 _ROOM: Final = 512
-"""Tokens that a sequence has room for beyond what it begins with: most answers are shorter."""
+"""Spare tokens of a new buffer: most generations are shorter, so that it rarely grows."""
 
 _MOST_NODES: Final = (1 << 32) - 1
 
@@ -30,9 +30,9 @@ class TokenSequence:
     """The committed tokens of one sequence, the prompt first, in one buffer that grows.
 
     Args:
-        tokens: int32[n], what it begins with; copied, with room for an answer.
-        num_prompt: how many of them are the prompt; all if it is not given.
-        remember: whether what is generated may serve later sequences.
+        tokens: int32[n], what it begins with; copied, with room for the output.
+        num_prompt: how many of them are the prompt; all if not given.
+        remember: whether its output joins the generations.
 
     Attributes:
         num_prompt: as given.
@@ -55,7 +55,7 @@ class TokenSequence:
 
     @property
     def tokens(self) -> TokenIds:
-        """int32[n], all of it: a view that later tokens leave as it is, unless it is shortened."""
+        """int32[n], all tokens: a view that stays valid unless the sequence is shortened."""
         return self._buffer[: self._length]
 
     @property
@@ -65,7 +65,7 @@ class TokenSequence:
 
     @property
     def output(self) -> TokenIds:
-        """int32[m], what came after the prompt: a view."""
+        """int32[m], the tokens after the prompt: a view."""
         return self._buffer[self.num_prompt : self._length]
 
     def since(self, begin: int) -> TokenIds:
@@ -73,12 +73,12 @@ class TokenSequence:
         return self._buffer[begin : self._length].copy()
 
     def ids_since(self, begin: int) -> list[int]:
-        """Return the tokens from a position on, in a list: sooner done where they are few."""
+        """Return the tokens from a position on as a list: faster for few."""
         ids: list[int] = self._buffer[begin : self._length].tolist()
         return ids
 
     def begins(self, tokens: TokenIds) -> bool:
-        """Tell whether int32[n] begins with this sequence: all tokens are compared."""
+        """Return whether int32[n] begins with this sequence; compares all tokens."""
         length = self._length
         return len(tokens) >= length and bool((self.tokens == tokens[:length]).all())
 
@@ -98,7 +98,7 @@ class TokenSequence:
         self._length = min(length, self._length)
 
     def clear(self) -> None:
-        """Overwrite all tokens with zeros: nothing of an ended sequence is left in memory."""
+        """Overwrite all tokens with zeros: an ended sequence leaves nothing in memory."""
         self._buffer[:] = 0
 
     @property
@@ -108,10 +108,10 @@ class TokenSequence:
 
 
 class SessionKey(NamedTuple):
-    """What a session is found by where several callers name their own.
+    """Key of a session where several callers choose names.
 
     Attributes:
-        namespace: whose name it is; names of different namespaces never meet.
+        namespace: of the caller; equal names in different namespaces are different keys.
         name: as the caller knows it.
     """
 
@@ -124,7 +124,7 @@ _Session = TypeVar("_Session")
 
 
 class OpenSessions(Generic[_Key, _Session]):
-    """Sessions by name, the longest unused first. The only place that says what a name lacks."""
+    """Sessions by name, least recently used first. All errors about names are raised here."""
 
     def __init__(self) -> None:
         self._by_name: dict[_Key, _Session] = {}
@@ -139,18 +139,18 @@ class OpenSessions(Generic[_Key, _Session]):
         return iter(self._by_name)
 
     def values(self) -> list[_Session]:
-        """Return the sessions, the longest unused first."""
+        """Return the sessions, least recently used first."""
         return list(self._by_name.values())
 
     def items(self) -> list[tuple[_Key, _Session]]:
-        """Return names and sessions, the longest unused first."""
+        """Return names and sessions, least recently used first."""
         return list(self._by_name.items())
 
     def check_free(self, name: _Key) -> None:
         """Refuse a name that is taken.
 
         Raises:
-            SessionExistsError: it is.
+            SessionExistsError: it is taken.
         """
         if name in self._by_name:
             raise SessionExistsError(f"session {_shown(name)} is open already")
@@ -165,7 +165,7 @@ class OpenSessions(Generic[_Key, _Session]):
         self._by_name[name] = session
 
     def find(self, name: _Key) -> _Session | None:
-        """Return a session, None where there is none of this name."""
+        """Return a session, None if there is none of this name."""
         return self._by_name.get(name)
 
     def get(self, name: _Key) -> _Session:
@@ -180,7 +180,7 @@ class OpenSessions(Generic[_Key, _Session]):
         return session
 
     def use(self, name: _Key) -> _Session:
-        """Return a session, which is now the one that was used last.
+        """Return a session and mark it as used last.
 
         Raises:
             UnknownSessionError: there is none of this name.
@@ -201,7 +201,7 @@ class OpenSessions(Generic[_Key, _Session]):
 
 
 def check_wire(request: DraftRequest) -> None:
-    """Refuse numbers of a request that a message cannot carry, or that make no sense.
+    """Refuse numbers of a request that are invalid or do not fit a message.
 
     Raises:
         InvalidRequestError: a budget below 0 or beyond 32 bits, or a probability outside 0 to 1.
@@ -214,7 +214,7 @@ def check_wire(request: DraftRequest) -> None:
 
 
 def check_step(request: DraftRequest, num_known: int, num_new: int) -> None:
-    """Refuse a request whose stated length does not fit what is known of its sequence.
+    """Refuse a request whose stated length does not match its sequence.
 
     Raises:
         OutOfSequenceError: a step was lost or repeated.
@@ -252,7 +252,7 @@ def check_named_once(requests: Sequence[DraftRequest]) -> None:
     """Refuse a step that names a session twice.
 
     Raises:
-        InvalidRequestError: it does.
+        InvalidRequestError: a name occurs twice.
     """
     num = len(requests)
     if num > 1 and len({request.session for request in requests}) != num:

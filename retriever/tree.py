@@ -1,4 +1,4 @@
-"""The draft tree: the one value that drafters give and verifiers take."""
+"""The draft tree: the value that drafters return and verifiers take."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -13,19 +13,19 @@ ROOT: Final = -1
 """Parent of the first drafted tokens: the last committed token."""
 
 PROBABILITY_SLACK: Final = 1e-6
-"""By so much a probability may be beyond its bound: it is rounding."""
+"""Tolerance of bounds on probabilities: a few roundings of float32."""
 
 
 MAX_SOURCES: Final = 16
-"""Numbers of sources are below this: arrays that count by source have so many places.
+"""Upper bound of source numbers: the length of arrays indexed by source.
 
-Four databases, models and "unspecified" take 6. One more number costs 140 bytes of every tenant's
+Four databases, models and "unspecified" use 6. Each number costs 140 bytes of every tenant's
 weights.
 """
 
 
 class _Listing(type):
-    """The type of a class whose members can be gone through, in the order of their numbers."""
+    """The type of a class that iterates over its members in the order of their numbers."""
 
     def __iter__(cls) -> Iterator["Source"]:
         return iter(_SOURCES)
@@ -38,17 +38,17 @@ _SOURCES: Final[list["Source"]] = []
 
 
 class Source(int, metaclass=_Listing):
-    """Which database spoke for a node: a number, of which it is known whose it is.
+    """The database that proposed a node, as a registered number.
 
-    The numbers are those of the wire contract and follow one another: those below `len(Source)`
-    are known. `Source(2)` is the source of a number, `for source in Source` goes through all.
-    Whatever is told by source (weights, counters, labels) follows from this list.
+    Numbers are those of the wire contract, without gaps: all below `len(Source)` are registered.
+    `Source(2)` is the source of a number, `for source in Source` iterates over all. Everything that
+    is kept by source (weights, counters, labels) follows from this list.
 
-    `MODEL` stands for models: a draft model, or the target's own logits of earlier passes.
+    `MODEL` is a draft model, or the target's own logits of earlier passes.
 
     Attributes:
-        name: in capitals, as the wire contract has it; weights are kept by it.
-        colour: on charts; empty for what is no database that a service drafts from.
+        name: in capitals, as in the wire contract; weights are stored under it.
+        colour: on charts; empty for sources that are no database of a service.
     """
 
     UNSPECIFIED: ClassVar["Source"]
@@ -73,10 +73,10 @@ class Source(int, metaclass=_Listing):
 
     @classmethod
     def register(cls, number: int, name: str, colour: str = "") -> "Source":
-        """Add a source, before anything is drafted.
+        """Add a source, before the first draft.
 
         Args:
-            number: the next one: numbers are never given twice.
+            number: the next free one: numbers are never reused.
             name: in capitals.
             colour: `#rrggbb`, for a database that a service drafts from.
 
@@ -98,7 +98,7 @@ class Source(int, metaclass=_Listing):
 
     @property
     def label(self) -> str:
-        """The name as it is shown."""
+        """The name for display."""
         return self.name.lower()
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class Source(int, metaclass=_Listing):
         return str(int(self))
 
 
-# Of Okabe and Ito's colours, which the colour-blind tell apart as well.
+# From Okabe and Ito's palette, which is safe for colour blindness.
 Source.register(0, "UNSPECIFIED")
 Source.register(1, "CONTEXT", "#0072b2")
 Source.register(2, "GENERATIONS", "#e69f00")
@@ -126,16 +126,16 @@ def drafted_sources() -> list[Source]:
 class DraftTree:
     """Continuations of a sequence as a tree, most probable node first.
 
-    Every parent precedes its children and probabilities fall from node to node, hence every
-    prefix of a tree is itself a valid tree, and the best one of its size. Trees from outside
-    enter through `checked`; the constructor trusts its arguments.
+    Parents precede their children and probabilities do not rise from node to node, so every prefix
+    of a tree is a valid tree, and the best one of its size. Trees from outside are built by
+    `checked`; the constructor trusts its arguments.
 
     Attributes:
         token_ids: int32[N], the drafted tokens.
         parents: int32[N], index of the parent node, `ROOT` for children of the last
             committed token.
         probabilities: float32[N], estimate that the node and all its ancestors are accepted.
-        sources: uint8[N], the `Source` that spoke for each node.
+        sources: uint8[N], the `Source` that proposed each node.
     """
 
     token_ids: NDArray[np.int32]
@@ -145,7 +145,7 @@ class DraftTree:
 
     @classmethod
     def empty(cls) -> Self:
-        """Return the tree without nodes, which is what a miss looks like."""
+        """Return the tree without nodes: no draft."""
         return cls(
             np.empty(0, np.int32),
             np.empty(0, np.int32),
@@ -163,10 +163,10 @@ class DraftTree:
         *,
         vocabulary_size: int | None = None,
     ) -> Self:
-        """Build a tree from arrays of unknown origin.
+        """Build a tree from untrusted arrays.
 
         Raises:
-            InvalidTreeError: the arrays break one of the tree's rules; the message says which.
+            InvalidTreeError: the arrays break a rule of the tree; the message says which.
         """
         tree = cls(
             _array(token_ids, np.int32, "token_ids"),
@@ -200,7 +200,7 @@ class DraftTree:
         )
 
     def among(self, kept: NDArray[np.bool_]) -> "DraftTree":
-        """Return the tree of the kept nodes, bool[N], whose parents are kept, too."""
+        """Return the tree of the kept nodes, bool[N]; parents of kept nodes must be kept."""
         renumbered = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(ROOT))
         return DraftTree(
             self.token_ids[kept],
@@ -210,10 +210,10 @@ class DraftTree:
         )
 
     def best_chain(self, max_tokens: int) -> "DraftTree":
-        """Return the path from the root that is expected to have most of its tokens accepted.
+        """Return the path from the root with the highest expected number of accepted tokens.
 
-        The expectation of a path is the sum of its nodes' probabilities. For verifiers that
-        take only chains; a chain is a tree.
+        That number is the sum of the path's probabilities. For verifiers that take only chains; a
+        chain is a tree.
         """
         expected = self.probabilities.astype(np.float64)
         depths = self.depths()
@@ -230,10 +230,10 @@ class DraftTree:
         )
 
     def follow(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-        """Return int64[k], the nodes of the longest path that the tokens begin with.
+        """Return int64[k], the nodes of the longest path that is a prefix of the tokens.
 
         Args:
-            tokens: integers[n], what comes after the last committed token.
+            tokens: integers[n], the tokens after the last committed one.
         """
         path: list[int] = []
         current, wanted = ROOT, tokens[: len(self)].tolist()
@@ -254,7 +254,7 @@ class DraftTree:
 
 
 def _array(values: ArrayLike, dtype: type[np.generic], name: str) -> NDArray[Any]:
-    """Convert without loss or say what is wrong."""
+    """Convert without loss, or raise `InvalidTreeError`."""
     array = np.asarray(values)
     if array.size == 0:
         return np.empty(0, dtype)
@@ -297,12 +297,12 @@ def _check_structure(tree: DraftTree) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DocumentOccurrence:
-    """A place in an indexed document.
+    """A position in an indexed document.
 
     Attributes:
         index: name of the index.
         name: of the document, as it was indexed.
-        licence: of the document; empty where it is not known.
+        licence: of the document; empty if unknown.
         position: of the drafted token in the document, counted in tokens from 0.
     """
 
@@ -314,14 +314,14 @@ class DocumentOccurrence:
 
 @dataclass(frozen=True, slots=True)
 class NodeProvenance:
-    """What spoke for one node: its token followed the same tokens before.
+    """The evidence for one node: where its token followed the same tokens.
 
     Attributes:
-        match_length: how many of the tokens before it, in the context and on its path, are the
-            same where it was found.
-        count: how often it was found after them, in the database that is the node's source.
-        context_positions: where in the context, for a node from there; some of many.
-        documents: some of the documents it was found in, for a node from an index; each once.
+        match_length: tokens before it, in the context and on its path, that are the same where it
+            was found.
+        count: how often it was found after them in the node's source.
+        context_positions: positions in the context, for a node from there; at most a few.
+        documents: some documents in which it was found, for a node from an index; each once.
     """
 
     match_length: int
@@ -332,7 +332,7 @@ class NodeProvenance:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A draft tree, and what spoke for each of its nodes, in their order."""
+    """A draft tree and the evidence for each node, in order."""
 
     tree: DraftTree
     nodes: tuple[NodeProvenance, ...]

@@ -25,7 +25,7 @@ from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever.limits import Limits
 from retriever.operations.lifecycle import Lifecycle, Phase
-from retriever.operations.observer import Calls, Interceptor
+from retriever.operations.observer import CallCounts, Interceptor
 from retriever.security.access import add_token
 from retriever.security.admission import Admission, Doorkeeper
 from retriever.sequences import SessionKey
@@ -120,7 +120,11 @@ class CalledService:
         self.drafter = _drafter_with_a_victim(self.folder)
         lifecycle = Lifecycle()
         lifecycle.phase = Phase.READY
-        self._around = [Interceptor(Calls(), lifecycle), Admission(Doorkeeper(access)), Reading()]
+        self._around = [
+            Interceptor(CallCounts(), lifecycle),
+            Admission(Doorkeeper(access)),
+            Reading(),
+        ]
         self._handlers: dict[str, Any] = {}
         registered: Any = Registered(self._handlers)
         pb_grpc.add_RetrieverServiceServicer_to_server(RetrieverServicer(self.drafter), registered)

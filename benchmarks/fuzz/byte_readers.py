@@ -26,7 +26,7 @@ from retriever.log.pools import Pools
 from retriever.predict.generations import Output, Scope
 from retriever.predict.weights import from_bytes
 from retriever.replication import replicated_records as records
-from retriever.replication.consumer import Consumer, Learner
+from retriever.replication.consumer import Consumer, RecordLearner
 from retriever.replication.redis_streams import StreamEntry
 from retriever.replication.replication_state import Deletions, Position, ReplicationCounts
 from retriever.security.access import read_access
@@ -218,7 +218,7 @@ def _consume(contents: Sequence[bytes]) -> None:
     kept.generations.extend([Output(np.arange(20, dtype=np.int32), 0.0)])
     deletions, position, counts = Deletions(), Position(), ReplicationCounts()
     forgotten: list[Scope] = []
-    learner = Learner(
+    learner = RecordLearner(
         pools,
         Lock(),
         limits=limits,

@@ -1,5 +1,5 @@
 """Clients of the service: strict, failing open (with threads or asyncio), and sharded.
 
-What is said to which server, and what it knows of each sequence, is decided without sockets in
-`planner.py` and `conversation.py`; `streams.py` carries it.
+`planner.py` and `conversation.py` decide without sockets which message goes to which server and
+track what each server knows of a sequence; `streams.py` sends the messages.
 """

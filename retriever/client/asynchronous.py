@@ -1,4 +1,4 @@
-"""The asynchronous client that never fails a decode; on the event loop that first calls it."""
+"""The asynchronous client that never fails a decode; runs on the event loop that calls it first."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
 
 OpenAsyncChannel = Callable[[str], aio.Channel]
-"""Opens a channel to an address: with its credentials, if there are any."""
+"""Opens a channel to an address, with credentials if there are any."""
 
 _log = getLogger(__name__)
 
@@ -41,7 +41,7 @@ def remote_async_channel(address: str, credentials: Credentials | None) -> aio.C
 
 
 class AsyncLinkStream:
-    """One stream: sending never waits."""
+    """One stream; sending never blocks."""
 
     def __init__(self, channel: aio.Channel) -> None:
         self._outbox: asyncio.Queue[pb.DraftStreamRequest | None] = asyncio.Queue()
@@ -49,7 +49,7 @@ class AsyncLinkStream:
         self.call: Any = stub.DraftStream(self._messages())
 
     def send(self, message: pb.DraftStreamRequest) -> None:
-        """Send a message, at once or never."""
+        """Send a message; dropped where the stream has ended."""
         self._outbox.put_nowait(message)
 
     def end(self) -> None:
@@ -64,7 +64,7 @@ class AsyncLinkStream:
 
 @dataclass(frozen=True, slots=True)
 class AsyncLinkEvent:
-    """What a link reports; see `LinkEvent`."""
+    """An event of a link; see `LinkEvent`."""
 
     address: str
     stream: AsyncLinkStream | None = None
@@ -77,7 +77,7 @@ class AsyncLink:
     Args:
         address: of the server.
         open_channel: makes its channel.
-        report: called with all that happens, in order.
+        report: called with every event, in order.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class AsyncLink:
             except (grpc.RpcError, CredentialsError) as error:
                 _log.info("no draft service at %s: %s", self._address, error)
             except asyncio.CancelledError:
-                # A call that was cancelled says so with the very error of a task that is.
+                # gRPC raises the same error for a cancelled call as asyncio for a cancelled task.
                 if (task := asyncio.current_task()) is None or task.cancelling():
                     raise
             await asyncio.sleep(backoff.fail())
@@ -127,24 +127,24 @@ class AsyncLink:
 class AsyncResilientDrafter(FailOpenClient):
     """`ResilientDrafter`, awaited: drafts from services and never fails because of them.
 
-    Several coroutines may draft at the same time, each for sequences of its own. What `local` does
-    is done on the event loop.
+    Several coroutines may draft at the same time, each for its own sequences. `local` runs on the
+    event loop.
 
     Args:
         addresses: one address, or several; `host:port` or `unix:/path`.
-        deadline_s: longest wait of a step, in seconds; None to take a quarter of what the engine
-            itself takes for a step, as measured, from 5 to 20 ms.
-        local: what drafts while a server does not; True for a `LocalDrafter`, False for nothing.
-        lost_after_s: a stream without an answer for so long is given up, in seconds.
-        vocabulary_fingerprint: of the tokenizer at hand; a service for another one is not used.
-        credentials: what to show, and whom to trust; None for services that ask for nothing.
-        pad_requests: pad messages, so that their size tells little of the sequences; see
-            `docs/security.md`.
-        open_channel: opens a channel to an address, in the place of one with the credentials.
+        deadline_s: longest wait of a step, in seconds; None for a quarter of the engine's own
+            measured step time, within 5 to 20 ms.
+        local: drafts where a server does not; True for a `LocalDrafter`, False for no local drafts.
+        lost_after_s: time without an answer after which a stream is given up, in seconds.
+        vocabulary_fingerprint: of the caller's tokenizer; a service for another one is not used.
+        credentials: to send and to verify the server with; None for services that need none.
+        pad_requests: pad messages to hide the size of sequences; see `docs/security.md`.
+        open_channel: opens a channel to an address; replaces the default, which uses the
+            credentials.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
-        InvalidRequestError: there is no address, or one twice.
+        InvalidRequestError: no address, or a duplicate.
     """
 
     def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
@@ -173,7 +173,7 @@ class AsyncResilientDrafter(FailOpenClient):
         self._changed = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait until every server can be asked; tell whether that is so."""
+        """Wait until every server is connected; return whether all are."""
         self._start()
         conversations = self._planner.conversations.values()
         await self._wait(
@@ -189,7 +189,7 @@ class AsyncResilientDrafter(FailOpenClient):
     async def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
-        Raises only what is the caller's fault; it is never an error that a server is away.
+        Raises only for faulty requests; an unreachable server is never an error.
         """
         self._start()
         deadline_s = self._pace.begin(time.monotonic())
@@ -198,7 +198,7 @@ class AsyncResilientDrafter(FailOpenClient):
         try:
             self._streams.ask(plan)
             await self._wait(lambda: plan.is_done, deadline_s)
-        finally:  # even if the step is cancelled
+        finally:  # also when the step is cancelled
             trees = self._planner.finish(plan)
         self._streams.tell_rest()
         self._pace.end(time.monotonic())
@@ -207,22 +207,22 @@ class AsyncResilientDrafter(FailOpenClient):
     async def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
     ) -> None:
-        """End a sequence; see `Drafter.close`. Its server learns of it soon.
+        """End a sequence; see `Drafter.close`. Its server is told with the next message.
 
         Args:
             session: the name that it was opened with.
             new_tokens: integers[n], tokens committed since its last request.
-            remember: false to keep nothing of it, whatever it was opened with.
+            remember: false to keep nothing of it; overrides the value at `open`.
         """
         self._start()
         self._planner.close(session, new_tokens, remember=remember)
         self._streams.tell_rest()
 
     async def shut_down(self, timeout_s: float = 1.0) -> None:
-        """Tell servers what they are still to be told, and disconnect.
+        """Send pending closes and outputs, and disconnect.
 
         Args:
-            timeout_s: longest wait for them, in seconds.
+            timeout_s: longest wait for the servers, in seconds.
         """
         self._streams.tell_rest()
         conversations = self._planner.conversations.values()
@@ -248,7 +248,7 @@ class AsyncResilientDrafter(FailOpenClient):
         ]
 
     async def _wait(self, is_done: Callable[[], bool], until_s: float) -> None:
-        """Take in what links report until it is done, or time is up."""
+        """Process events of links until it is done or the time is up."""
         while not is_done() and (left_s := until_s - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(left_s):
@@ -257,7 +257,7 @@ class AsyncResilientDrafter(FailOpenClient):
                 return
 
     def _take(self, event: AsyncLinkEvent) -> None:
-        """Take in what a link reports; everybody who waits looks whether it was for them."""
+        """Process an event of a link and wake all waiting calls."""
         if event.stream is not None:
             self._streams.connect(event.address, event.stream)
             self._streams.tell_rest()

@@ -1,6 +1,6 @@
-"""What is said on one stream: messages out, answers in, and what the server knows by them.
+"""The protocol of one stream: requests, responses, and what the server knows of each session.
 
-No input or output happens here, so that the synchronous and the asynchronous client say the same.
+Does no input or output, so that the synchronous and the asynchronous client share it.
 """
 
 import secrets
@@ -34,8 +34,8 @@ class FailOpen(StrEnum):
 
     `DOWN`: it cannot be reached. `BUSY`: it has not answered an earlier step yet. `TIMEOUT`: it did
     not answer this one in time. `LOST`: it did not know the session, which is opened again.
-    `LIMIT`: it has no room. `VOCABULARY`: it is for another tokenizer. `REFUSED`: it refuses for
-    another reason. `INVALID`: what it sent is no tree.
+    `LIMIT`: a limit is reached. `VOCABULARY`: it is for another tokenizer. `REFUSED`: it refuses
+    for another reason. `INVALID`: its response holds no valid tree.
     """
 
     DOWN = "down"
@@ -49,7 +49,7 @@ class FailOpen(StrEnum):
 
 
 FailOpens = Counter[FailOpen]
-"""How many steps of sequences went on without a server's draft, by reason."""
+"""Count of sequence steps without a server's draft, by reason."""
 
 _OF_CODE: Final = {
     grpc.StatusCode.ABORTED.value[0]: FailOpen.LOST,
@@ -68,7 +68,7 @@ _MOST: Final = (1 << 32) - 1
 
 
 def add_fail_opens(message: pb.DraftStreamRequest, counts: FailOpens) -> None:
-    """Tell a service how often it was gone without."""
+    """Report to a service how often its drafts were missed."""
     for reason, times in counts.items():
         message.fail_opens.add(reason=_ON_THE_WIRE[reason], count=min(times, _MOST))
 
@@ -79,19 +79,20 @@ def reason_of(code: int) -> FailOpen:
 
 
 MAX_BACKLOG_TOKENS: Final = 1 << 20
-"""Outputs that wait for a server, in tokens; the oldest are given up for newer ones."""
+"""Outputs queued for a server, in tokens; the oldest are dropped for newer ones. More tokens cost
+memory (4 bytes each) while a server is down."""
 
 EACH_TOKENS: Final = 64
-"""An output counts for so many tokens more: what it takes in memory beside its own."""
+"""Overhead that an output counts for, in tokens: the memory of its array object."""
 
 _MAX_AT_ONCE: Final = 256
-_MAX_TOKENS_AT_ONCE: Final = 1 << 14  # a step that brings them is not a millisecond longer
+_MAX_TOKENS_AT_ONCE: Final = 1 << 14  # adds less than a millisecond to a step
 
 
 class PendingCloses:
-    """What a server has not been told yet of sequences that ended, oldest first.
+    """Closes and outputs of ended sequences that a server has not been told, oldest first.
 
-    Sessions to close, and outputs of sequences that the server has no session of.
+    Holds sessions to close, and outputs of sequences for which the server has no session.
     """
 
     def __init__(self) -> None:
@@ -110,13 +111,13 @@ class PendingCloses:
         Args:
             wire_name: its name.
             new_tokens: tokens that the server has not been told of.
-            output: int32[n], what the server keeps by that; None to have it keep nothing.
+            output: int32[n], what the server remembers on close; None to remember nothing.
         """
         closing = closing_message(wire_name, new_tokens, remember=output is not None)
         self._closings.append((closing, output))
 
     def tell(self, output: TokenIds | None) -> None:
-        """Tell a whole output, int32[n], unless it is empty or None: not to be kept."""
+        """Queue a whole output, int32[n]; empty or None is ignored."""
         if output is None or not len(output):
             return
         self._outputs.append(output)
@@ -125,13 +126,13 @@ class PendingCloses:
             self._num_tokens -= _size(self._outputs.popleft())
 
     def lose(self) -> None:
-        """The sessions are gone: what they would have kept is told as outputs."""
+        """Turn pending closes into outputs: the server has lost the sessions."""
         closings, self._closings = self._closings, deque()
         for _, output in closings:
             self.tell(output)
 
     def add_closings(self, message: pb.DraftStreamRequest) -> list[TokenIds]:
-        """Move closings to a message; return the outputs that are lost if it is."""
+        """Move closings to a message; return the outputs that are lost with the message."""
         outputs = []
         for _ in range(min(len(self._closings), _MAX_AT_ONCE)):
             closing, output = self._closings.popleft()
@@ -143,7 +144,7 @@ class PendingCloses:
     def add_outputs(
         self, message: pb.DraftStreamRequest, wire_names: Iterable[str], fingerprint: str
     ) -> list[TokenIds]:
-        """Move outputs to a message, each as a session that begins and ends; return them."""
+        """Move outputs to a message, each as a session that is opened and closed; return them."""
         outputs: list[TokenIds] = []
         num_tokens = 0
         for name in islice(wire_names, min(len(self._outputs), _MAX_AT_ONCE)):
@@ -161,20 +162,20 @@ class PendingCloses:
 
 
 def _size(output: TokenIds) -> int:
-    """Return what an output counts for, in tokens."""
+    """Return the size of an output with its overhead, in tokens."""
     return len(output) + EACH_TOKENS
 
 
 _log = getLogger(__name__)
 
 
-class Answer(NamedTuple):
-    """What a response brings.
+class Reply(NamedTuple):
+    """The content of a response.
 
     Attributes:
         trees: by session.
-        reasons: why others got none, by session.
-        is_broken: whether the stream cannot go on.
+        reasons: why other sessions got no tree.
+        is_broken: whether the stream must be given up.
     """
 
     trees: dict[str, DraftTree]
@@ -187,13 +188,13 @@ def answer_with_trees(
     requests: Sequence[DraftRequest],
     reasons: dict[str, FailOpen],
     address: str,
-) -> Answer:
-    """Return what a response brings that has a tree for each request.
+) -> Reply:
+    """Return the content of a response that must hold a tree for each request.
 
     Args:
-        response: to be checked.
-        requests: what it answers, in order.
-        reasons: why some of them are refused, by session.
+        response: not checked yet.
+        requests: that it answers, in order.
+        reasons: why some are refused, by session.
         address: of the server, for the log.
     """
     try:
@@ -201,19 +202,19 @@ def answer_with_trees(
     except InvalidTreeError as error:
         _log.warning("draft service %s sent no trees: %s", address, error)
         invalid = {request.session: FailOpen.INVALID for request in requests}
-        return Answer({}, invalid | reasons)
+        return Reply({}, invalid | reasons)
     got = {
         request.session: tree.prefix(request.budget_nodes)
         for request, tree in zip(requests, trees, strict=True)
         if request.session not in reasons
     }
-    return Answer(got, reasons)
+    return Reply(got, reasons)
 
 
 _MAX_UNANSWERED: Final = 256
-_OPENED_PER_S: Final = 5e6  # prompts' tokens; to write them takes a quarter of that time
+_OPENED_PER_S: Final = 5e6  # tokens of prompts; encoding takes a quarter of that time
 
-# What a server refuses for want of room it refuses again until another sequence has ended.
+# A server at its limit refuses until another sequence ends, so retries start at a second.
 _FIRST_REFUSAL_S: Final = 1.0
 _LAST_REFUSAL_S: Final = 30.0
 
@@ -227,7 +228,7 @@ class SequenceStep(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """What the server knows of a session once all that was sent is done."""
+    """What the server knows of a session once it has processed all sent messages."""
 
     wire_name: str
     length: int
@@ -235,7 +236,7 @@ class _Known:
 
 
 class _Sent(NamedTuple):
-    """A message that has not been answered; its requests are by the names that they travel by."""
+    """A message without an answer yet; its requests carry names of the wire."""
 
     sent_s: float
     deadline_s: float
@@ -247,19 +248,19 @@ class _Sent(NamedTuple):
 class Conversation:
     """One server's side of all sequences.
 
-    Messages are numbered, and a session is asked for again once its last step was answered; what
-    it has missed travels then. On a new stream every session is opened again, under a name that
-    cannot be guessed, with all its tokens.
+    Messages are numbered. A session has at most one step in flight; tokens committed until it is
+    answered are sent with the next step. On a new stream every session is opened again, under an
+    unguessable name, with all its tokens.
 
     Args:
         address: of the server, for the log.
-        fingerprint: of the tokenizer at hand; empty if it is not known.
-        pads: whether messages are padded, so that their size tells little.
+        fingerprint: of the caller's tokenizer; empty if unknown.
+        pads: whether messages are padded to hide their size.
 
     Attributes:
         is_up: whether there is a stream.
-        fail_opens: refusals of what is not a step that a caller waits for.
-        missed: drafts that were gone without and that the server has not been told of.
+        fail_opens: refusals of messages that no caller waits for.
+        missed: missed drafts that the server has not been told of.
     """
 
     def __init__(self, address: str, fingerprint: str, *, pads: bool = False) -> None:
@@ -278,13 +279,13 @@ class Conversation:
         self._refused: dict[str, Backoff] = {}
 
     def begin(self) -> None:
-        """Begin on a new stream, on which the server knows nothing."""
+        """Begin on a new stream; the server knows no session."""
         self.lose()
         self.is_up, self._number = True, 0
         self._prefix = secrets.token_urlsafe(12)
 
     def lose(self) -> None:
-        """The stream is gone, and with it all that the server knew."""
+        """Note that the stream is gone, with all the server's sessions."""
         self.is_up = False
         self._closes.lose()
         for sent in self._sent.values():
@@ -295,11 +296,11 @@ class Conversation:
         self._known.clear()
 
     def oldest_unanswered_s(self) -> float | None:
-        """Return when the oldest message without an answer was sent; None if there is none."""
+        """Return the time of the oldest unanswered message; None if there is none."""
         return next((sent.sent_s for sent in self._sent.values()), None)
 
     def why_not(self, now_s: float) -> FailOpen | None:
-        """Tell why nothing is to be asked now; None if something may be."""
+        """Return why no request can be sent now; None if one can."""
         if not self.is_up:
             return FailOpen.DOWN
         if not self._sent:
@@ -310,7 +311,7 @@ class Conversation:
     def ask(
         self, steps: Sequence[SequenceStep], now_s: float, deadline_s: float
     ) -> tuple[pb.DraftStreamRequest, dict[str, FailOpen]]:
-        """Return a message for steps, and the sessions that are left out of it, with the reason."""
+        """Return a message for steps, and the sessions left out of it with the reason."""
         message = self._message()
         message.timeout_us = max(1, int((deadline_s - now_s) * 1e6))
         left_out: dict[str, FailOpen] = {}
@@ -342,7 +343,7 @@ class Conversation:
         if known is None:
             self._closes.tell(output)
         elif known.is_asked or output is None:
-            # Whether the server noted the last step is not known, so the whole output is told.
+            # Unknown whether the server noted the last step, so the whole output is sent.
             self._closes.close(known.wire_name)
             self._closes.tell(output)
         else:
@@ -350,7 +351,7 @@ class Conversation:
             self._closes.close(known.wire_name, missed, output)
 
     def rest(self, now_s: float) -> pb.DraftStreamRequest | None:
-        """Return a message with what is left to tell; None if it is nothing, or must wait."""
+        """Return a message with pending closes and outputs; None if none can be sent now."""
         if not len(self._closes) or self.why_not(now_s):
             return None
         message = self._message()
@@ -361,11 +362,11 @@ class Conversation:
         self._note(message, now_s, now_s, {}, outputs)
         return message
 
-    def settle(self, response: pb.DraftStreamResponse) -> Answer:
-        """Take an answer in."""
+    def settle(self, response: pb.DraftStreamResponse) -> Reply:
+        """Process a response."""
         sent = self._sent.pop(response.sequence_number, None)
         if sent is None:
-            return Answer({}, {})
+            return Reply({}, {})
         requests = list(sent.requests.values())
         for request in requests:
             if known := self._known.get(request.session):
@@ -379,15 +380,15 @@ class Conversation:
                 self._refuse(names, reason, status.message)
                 reasons |= dict.fromkeys(names, reason)
             elif reason is FailOpen.LOST:
-                return Answer({}, {}, is_broken=True)
+                return Reply({}, {}, is_broken=True)
             elif reason is not FailOpen.TIMEOUT:
                 asked = [request.session for request in requests]
                 self._refuse(asked, reason, status.message)
-                return Answer({}, dict.fromkeys(asked, reason))
+                return Reply({}, dict.fromkeys(asked, reason))
         return answer_with_trees(response, requests, reasons, self._address)
 
     def _refuse(self, names: list[str], reason: FailOpen, text: str) -> None:
-        """Close sessions that were refused; they are opened again, if need be after a pause."""
+        """Close refused sessions; they are opened again, after a pause at a limit."""
         if reason is not FailOpen.LOST:
             _log.warning("draft service %s refuses: %.300r", self._address, text)
             self.fail_opens[reason] += not names
@@ -423,7 +424,7 @@ class Conversation:
         requests: dict[str, DraftRequest],
         outputs: Sequence[TokenIds],
     ) -> None:
-        """Complete a message that is about to be sent, and remember what went with it."""
+        """Complete a message before it is sent, and record its content."""
         missed = self.missed
         if missed:
             self.missed = Counter()

@@ -1,4 +1,4 @@
-"""What a client shows to a service, and whom it trusts to be one."""
+"""Client credentials: what is sent to a service, and which authorities are trusted."""
 
 import ipaddress
 import os
@@ -17,7 +17,7 @@ from retriever.errors import CredentialsError
 
 
 class _CallDetails(NamedTuple):
-    """What gRPC reads of a call's details."""
+    """The details of a call that gRPC reads."""
 
     method: str
     timeout: float | None
@@ -98,7 +98,7 @@ VARIABLES: Final = {
     "FOREDRAFT_REMOTE_TOKEN_FILE": "token_file",
     "FOREDRAFT_REMOTE_SERVER_NAME": "server_name",
 }
-"""Environment variables that say what a file of credentials would."""
+"""Environment variables equivalent to the keys of a credentials file."""
 
 _PATHS: Final = ("ca", "certificate", "key", "token_file")
 _KEYS: Final = (*VARIABLES.values(), "tls")
@@ -108,21 +108,20 @@ _Options = Sequence[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a client shows, and whom it trusts.
+    """A client's certificate and token, and the authorities that it trusts.
 
     Attributes:
-        ca: PEM file of the authorities that may have signed the service's certificate; None: those
-            that gRPC brings.
+        ca: PEM file of the authorities trusted to sign the service's certificate; None: gRPC's own.
         certificate: PEM file of the client's certificate, for mutual TLS.
         key: PEM file of its key.
         token: bearer token.
-        server_name: the name in the service's certificate, where it is not the address's host.
-        tls: whether to encrypt. None: yes, but for a unix socket or a loopback address without
+        server_name: name in the service's certificate, where it differs from the address's host.
+        tls: whether to encrypt. None: yes, except for a unix socket or a loopback address without
             `ca` and `certificate`. False is for networks that are trusted as a whole: a token
             travels in the clear.
 
     Raises:
-        CredentialsError: a certificate without a key or the reverse, or no token.
+        CredentialsError: a certificate without a key or the reverse, or an invalid token.
     """
 
     ca: Path | None = None
@@ -139,7 +138,7 @@ class Credentials:
             raise CredentialsError("ca and certificate are for TLS: leave them out, or tls = false")
         token = self.token
         if token is not None and not (token and token.isascii() and token.isprintable()):
-            raise CredentialsError("the token is empty, or holds what no token can")
+            raise CredentialsError("the token is empty or has characters that a token cannot have")
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -207,10 +206,10 @@ class Credentials:
         )
 
     def check(self, addresses: Iterable[str]) -> None:
-        """Look whether the files can be used, without connecting to any of the services.
+        """Check the files, without connecting to any of the services.
 
         Raises:
-            CredentialsError: one cannot.
+            CredentialsError: one cannot be used.
         """
         if any(map(self._encrypts, addresses)):
             self._for_tls()
@@ -233,7 +232,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(ca, key, chain)
 
     def _check(self) -> None:
-        """Say what is wrong with the files: the service could only close the connection."""
+        """Report what is wrong with the files: the service would only close the connection."""
         from retriever.security import certificates  # noqa: PLC0415  (an extra)
 
         now = datetime.now(UTC)
@@ -255,7 +254,7 @@ def open_channel(address: str, credentials: Credentials | None, options: _Option
 
 
 def _is_local(address: str) -> bool:
-    """Tell whether an address is a unix socket or says by itself that it is loopback."""
+    """Return whether an address is a unix socket or a literal loopback address."""
     host = address.rpartition(":")[0].strip("[]")
     if address.startswith("unix:") or host == "localhost":
         return True

@@ -1,4 +1,4 @@
-"""Drafting with nothing but numpy: what followed the last tokens in this sequence, or lately."""
+"""A drafter in numpy alone: copies what followed the last tokens in the sequence or generations."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -16,22 +16,21 @@ _LONGEST_MATCH: Final = 8
 _MAX_CHAIN: Final = 16
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
-# How probable it is that the next token goes on as it did after a match of so many tokens: rough
-# figures for chat, with room for doubt, as nothing corrects them.
+# Probability that the next token continues a match of this many tokens: rough, cautious figures for
+# chat, as no learning corrects them.
 _CONFIDENCE: Final = (0.0, 0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85)
 
 
 class LocalDrafter:
-    """Drafts one chain: what came after the longest and latest match; a `Drafter`.
+    """Drafts one chain: the continuation of the longest, latest match; a `Drafter`.
 
-    The rule is that of prompt lookup, with recent outputs as a second text. It needs no compiler
-    and holds no more than the tokens, so that a client can afford it beside a service. Not safe
-    for use from several threads at once.
+    The rule is prompt lookup, with generations as a second text. It needs no compiler and stores
+    only tokens, so that a client can run it next to a service. Not thread-safe.
 
     Source: Saxena, "Prompt Lookup Decoding", 2023.
 
     Args:
-        recent_tokens: outputs to remember, in tokens.
+        recent_tokens: generations to remember, in tokens.
     """
 
     def __init__(self, recent_tokens: int = 1 << 15) -> None:
@@ -79,7 +78,7 @@ class LocalDrafter:
 
 
 def _continuation(tokens: TokenIds, text: TokenIds) -> tuple[TokenIds, int]:
-    """Return int32[k], what followed the latest of the longest matches, and the match's length."""
+    """Return int32[k], the continuation of the latest longest match, and the match's length."""
     if len(tokens) == 0 or len(text) < 2:  # noqa: PLR2004  (a token and one that follows)
         return _NO_TOKENS, 0
     ends = np.flatnonzero(text[:-1] == tokens[-1])
@@ -97,7 +96,7 @@ def _continuation(tokens: TokenIds, text: TokenIds) -> tuple[TokenIds, int]:
 
 
 def _chain(followed: TokenIds, match: int, source: Source, request: DraftRequest) -> DraftTree:
-    """Return the tree of one path, cut where texts end and where it is not probable enough."""
+    """Return the tree of one path, cut at the end of a text and below the minimum probability."""
     limit = min(len(followed), request.budget_nodes)
     ends = np.flatnonzero(followed[:limit] == _NO_TOKEN)
     length = int(ends[0]) if len(ends) else limit

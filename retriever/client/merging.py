@@ -1,10 +1,10 @@
-"""Merging the trees that several drafters grew for one sequence into one.
+"""Merges the trees of several drafters for one sequence into one.
 
-The drafters share part of their evidence (the sequence, what was generated lately) and each has
-some of its own (its part of a corpus). What they share must not count twice, so their
-probabilities are not multiplied; who has found something is sure of it and who has not is vague,
-so that their mean would drown what one of them knows. A power mean lies between mean and maximum,
-and of equal trees it is that tree. docs/decisions/2026-11-21-sharding.md has the measurements.
+The drafters share some evidence (the sequence, generations) and each has its own (a part of a
+corpus). Shared evidence must not count twice, so probabilities are not multiplied. A drafter with a
+match is confident and one without is vague, so a plain mean would hide the match. A power mean lies
+between mean and maximum, and maps equal trees to themselves. docs/decisions/2026-11-21-sharding.md
+has the measurements.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from retriever.tree import ROOT, DraftTree
 
 EXPONENT: Final = 3.0
-"""Of the power mean: 1 would be the mean, infinity the maximum."""
+"""Of the power mean: 1 is the mean, infinity the maximum. Measured in
+docs/decisions/2026-11-21-sharding.md."""
 
 ABSENT_SHARE: Final = 0.5
-"""A node that a full tree lacks is at most as probable as its last node; it is taken to be half
-as probable."""
+"""A node that a full tree lacks is at most as probable as the tree's last node; half is assumed."""
 
 _Node = tuple[int, int]
 
@@ -34,9 +34,9 @@ def merge_trees(
     source of the tree that finds it most probable; of equals, of the first.
 
     Args:
-        trees: the trees; empty ones say that nothing is known to their drafters.
+        trees: the trees; empty where a drafter has found nothing.
         budget_nodes: most nodes that each of them, and the merged one, may have.
-        min_probability: nodes less probable than this were left out, and are.
+        min_probability: nodes less probable than this are left out, in the trees and in the result.
     """
     trees = [tree.prefix(budget_nodes) for tree in trees]
     if sum(len(tree) > 0 for tree in trees) == 0:
@@ -55,7 +55,7 @@ def merge_trees(
 
 
 def _join(tree: DraftTree, union: dict[_Node, int]) -> Iterator[int]:
-    """Enter a tree's nodes into the union, where parents come first; yield their places in it."""
+    """Add a tree's nodes to the union, parents first; yield their indices in it."""
     places: list[int] = []
     pairs = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
     for parent, token in pairs:
@@ -65,7 +65,7 @@ def _join(tree: DraftTree, union: dict[_Node, int]) -> Iterator[int]:
 
 
 def _absent(tree: DraftTree, budget_nodes: int, min_probability: float) -> float:
-    """Return how probable a tree makes the nodes that it lacks."""
+    """Return the probability that a tree implies for nodes that it lacks."""
     if 0 < len(tree) == budget_nodes:
         return ABSENT_SHARE * float(tree.probabilities[-1])
     return ABSENT_SHARE * min_probability
@@ -82,7 +82,7 @@ def _best(
     means = np.mean(beliefs**EXPONENT, axis=1) ** (1 / EXPONENT)
     pooled = means.astype(np.float32).tolist()
     parents, token_ids = zip(*union, strict=True)
-    for node, parent in enumerate(parents):  # rounding could lift a child above its parent
+    for node, parent in enumerate(parents):  # rounding can lift a child above its parent
         if parent != ROOT:
             pooled[node] = min(pooled[node], pooled[parent])
     probabilities = np.array(pooled, np.float32)

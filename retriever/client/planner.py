@@ -1,4 +1,4 @@
-"""What goes to which server at each step, and what comes of it: the client without its sockets."""
+"""The client without sockets: which server gets which part of a step, and the resulting trees."""
 
 import math
 import time
@@ -32,8 +32,8 @@ from retriever.v1 import retriever_pb2 as pb
 def ranked(session: str, addresses: Iterable[str]) -> list[str]:
     """Return the servers in the order in which a session prefers them.
 
-    Rendezvous hashing: every client finds the same order by itself, a server that is added or
-    lost moves only the sessions that prefer it, and the others share them evenly.
+    Rendezvous hashing: all clients compute the same order; adding or losing a server moves only the
+    sessions that prefer it, spread evenly over the others.
 
     Source: Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates", IEEE/ACM
     Transactions on Networking, 1998.
@@ -50,12 +50,12 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 class LocalSide:
-    """Drafts locally for sequences that others hold; nothing that goes wrong is an error.
+    """Drafts locally for sequences that servers do not draft for; errors are never raised.
 
-    A session is opened there when it is first needed, and catches up with all it has missed.
+    A session is opened at its first local draft, and receives all tokens it has missed.
 
     Args:
-        drafter: what drafts; True for a `LocalDrafter`, False for nothing.
+        drafter: what drafts; True for a `LocalDrafter`, False for no local drafts.
     """
 
     def __init__(self, drafter: Drafter | bool) -> None:  # noqa: FBT001  (or a drafter)
@@ -67,14 +67,14 @@ class LocalSide:
         self._following: dict[str, Follower] = {}
 
     def draft(self, steps: Sequence[SequenceStep], until_s: float) -> dict[str, DraftTree]:
-        """Return trees by session, for those that there are any for.
+        """Return trees by session, where there is one.
 
-        The first is drafted for whenever it is, others until then, by `time.monotonic`.
+        The first is always drafted for, others until `until_s` of `time.monotonic`.
         """
         if self._followers is None:
             return {}
         trees: dict[str, DraftTree] = {}
-        for step in steps:  # one by one: what is wrong with one is wrong with it alone
+        for step in steps:  # one by one: an error of one must not affect others
             if trees and time.monotonic() > until_s:
                 break
             with suppress(RetrieverError):
@@ -82,7 +82,7 @@ class LocalSide:
         return trees
 
     def close(self, session: str, sequence: TokenSequence) -> None:
-        """End a session; what it generated joins the recent outputs."""
+        """End a session; its output joins the generations."""
         if self._followers is None:
             return
         drafter = self._followers.drafter
@@ -103,7 +103,7 @@ class LocalSide:
             follower.open()
         try:
             (tree,) = followers.drafter.draft([follower.catching_up(step.request)])
-        except UnknownSessionError:  # it was idle for too long: the next step opens another
+        except UnknownSessionError:  # it was idle too long: the next step opens another
             follower.forget()
             raise
         follower.told(step.request.length)
@@ -111,7 +111,7 @@ class LocalSide:
 
 
 _LOCAL_SHARE: Final = 0.1
-"""Local drafts for many sequences may take so much of a step's time after its deadline."""
+"""Share of a step's deadline that local drafts may add to it: more delays every late step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,10 +120,10 @@ class Plan:
 
     Attributes:
         steps: of all its sequences, in order.
-        local_until_s: no local draft begins after that.
+        local_until_s: no local draft begins after this time.
         messages: what to send, by address.
-        trees: what has come, by session.
-        reasons: why there is none from a server, by session.
+        trees: received so far, by session.
+        reasons: why a server sent none, by session.
     """
 
     steps: list[SequenceStep]
@@ -134,23 +134,23 @@ class Plan:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether no more trees are expected."""
         return len(self.trees) + len(self.reasons) >= len(self.steps)
 
 
 @dataclass(slots=True)
-class _Placed:
-    """A sequence, and the server that drafts for it."""
+class _Assigned:
+    """A sequence and the server assigned to it."""
 
     sequence: TokenSequence
     address: str
 
 
 def checked_addresses(addresses: Iterable[str]) -> list[str]:
-    """Return the addresses of servers that are used together.
+    """Return the checked addresses of servers that are used together.
 
     Raises:
-        InvalidRequestError: there is none, or one twice.
+        InvalidRequestError: no address, or a duplicate.
     """
     listed = list(addresses)
     if not listed:
@@ -161,20 +161,20 @@ def checked_addresses(addresses: Iterable[str]) -> list[str]:
 
 
 class Planner:
-    """Keeps all sequences, sends each to its server, and fills in for servers that are away.
+    """Keeps all sequences, plans messages to their servers, and drafts locally for missing servers.
 
     Args:
         addresses: of the servers; at least one, each once.
-        fingerprint: of the tokenizer at hand; empty if it is not known.
-        local: what drafts while a server does not; True for a `LocalDrafter`, False for nothing.
-        pads: whether messages are padded, so that their size tells little.
+        fingerprint: of the caller's tokenizer; empty if unknown.
+        local: drafts where a server does not; True for a `LocalDrafter`, False for no local drafts.
+        pads: whether messages are padded to hide their size.
 
     Attributes:
         conversations: by address.
-        fail_opens: steps of sequences that went on without a server's draft, by reason.
+        fail_opens: count of sequence steps without a server's draft, by reason.
 
     Raises:
-        InvalidRequestError: there is no address, or one twice.
+        InvalidRequestError: no address, or a duplicate.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Planner:
             for each in checked_addresses(addresses)
         }
         self._fail_opens: FailOpens = Counter()
-        self._placed: OpenSessions[str, _Placed] = OpenSessions()
+        self._placed: OpenSessions[str, _Assigned] = OpenSessions()
         self._under_way: set[Plan] = set()
         self._local = LocalSide(local)
 
@@ -204,31 +204,31 @@ class Planner:
         check_session_name(session)
         self._placed.check_free(session)
         sequence = TokenSequence(checked_tokens(prompt, None), remember=remember)
-        self._placed.add(session, _Placed(sequence, ranked(session, self.conversations)[0]))
+        self._placed.add(session, _Assigned(sequence, ranked(session, self.conversations)[0]))
 
     def plan(self, requests: Sequence[DraftRequest], now_s: float, deadline_s: float) -> Plan:
-        """Note the new tokens of a step; return what is to be sent.
+        """Note the new tokens of a step; return the messages to send.
 
         Raises:
             UnknownSessionError: a session is not open.
-            InvalidRequestError: a request is at fault; nothing of the step is kept.
+            InvalidRequestError: a request is faulty; nothing of the step is kept.
         """
         check_named_once(requests)
         found = [self._checked(request) for request in requests]
         plan = Plan([], deadline_s + _LOCAL_SHARE * max(0.0, deadline_s - now_s))
         by_server: dict[str, list[SequenceStep]] = {}
-        for request, placed in zip(requests, found, strict=True):
-            placed.sequence.extend(request.new_tokens)
-            step = SequenceStep(request, placed.sequence)
+        for request, assigned in zip(requests, found, strict=True):
+            assigned.sequence.extend(request.new_tokens)
+            step = SequenceStep(request, assigned.sequence)
             plan.steps.append(step)
-            by_server.setdefault(self._server_of(request.session, placed), []).append(step)
+            by_server.setdefault(self._server_of(request.session, assigned), []).append(step)
         for address, steps in by_server.items():
             self._ask(plan, address, steps, now_s, deadline_s)
         self._under_way.add(plan)
         return plan
 
     def take(self, address: str, response: pb.DraftStreamResponse) -> bool:
-        """Take in what a server answered; return whether its stream is broken."""
+        """Process a server's response; return whether its stream is broken."""
         answer = self.conversations[address].settle(response)
         for plan in self._under_way:
             awaited = plan.messages.get(address)
@@ -248,7 +248,7 @@ class Planner:
                         plan.reasons.setdefault(name, FailOpen.DOWN)
 
     def finish(self, plan: Plan) -> list[DraftTree]:
-        """Return the trees of a step, in order, locally made where no server's has come."""
+        """Return the trees of a step, in order; drafted locally where no server's tree has come."""
         self._under_way.discard(plan)
         missing = [step for step in plan.steps if step.request.session not in plan.trees]
         local = self._local.draft(missing, plan.local_until_s)
@@ -265,11 +265,11 @@ class Planner:
             UnknownSessionError: the session is not open.
         """
         ids = checked_ids([] if new_tokens is None else new_tokens, None)
-        placed = self._placed.remove(session)
-        placed.sequence.extend(ids)
-        placed.sequence.remember = placed.sequence.remember and remember
-        self.conversations[placed.address].close(session, placed.sequence)
-        self._local.close(session, placed.sequence)
+        assigned = self._placed.remove(session)
+        assigned.sequence.extend(ids)
+        assigned.sequence.remember = assigned.sequence.remember and remember
+        self.conversations[assigned.address].close(session, assigned.sequence)
+        self._local.close(session, assigned.sequence)
 
     def _ask(
         self, plan: Plan, address: str, steps: list[SequenceStep], now_s: float, deadline_s: float
@@ -284,30 +284,30 @@ class Planner:
         plan.messages[address], left_out = conversation.ask(steps, now_s, deadline_s)
         plan.reasons |= left_out
 
-    def _server_of(self, session: str, placed: _Placed) -> str:
-        """Return the server of a session; it moves if its own is away and another is not."""
-        if not self.conversations[placed.address].is_up:
+    def _server_of(self, session: str, assigned: _Assigned) -> str:
+        """Return the server of a session; it moves where its own is down and another is up."""
+        if not self.conversations[assigned.address].is_up:
             for address in ranked(session, self.conversations):
                 if self.conversations[address].is_up:
-                    placed.address = address
+                    assigned.address = address
                     break
-        return placed.address
+        return assigned.address
 
     def _miss(self, session: str, reason: FailOpen) -> None:
-        """Count a draft that was gone without; its server is told of it, too."""
+        """Count a missed draft, also for the report to its server."""
         self._fail_opens[reason] += 1
         address = self._address_of(session)
         if address is not None:
             self.conversations[address].missed[reason] += 1
 
     def _address_of(self, session: str) -> str | None:
-        placed = self._placed.find(session)
-        return placed.address if placed is not None else None
+        assigned = self._placed.find(session)
+        return assigned.address if assigned is not None else None
 
-    def _checked(self, request: DraftRequest) -> _Placed:
-        """Return whose request it is, if nothing is wrong with it."""
-        placed = self._placed.get(request.session)
+    def _checked(self, request: DraftRequest) -> _Assigned:
+        """Return the assigned sequence of a valid request."""
+        assigned = self._placed.get(request.session)
         num_new = len(checked_ids(request.new_tokens, None))
         check_wire(request)
-        check_step(request, len(placed.sequence), num_new)
-        return placed
+        check_step(request, len(assigned.sequence), num_new)
+        return assigned

@@ -1,4 +1,4 @@
-"""A client that never fails a decode: where servers are away or late, it goes on without them."""
+"""A client that never fails a decode: where servers are down or late, it continues without them."""
 
 import os
 import time
@@ -26,17 +26,18 @@ from retriever.drafter import Drafter, DraftRequest
 from retriever.tree import DraftTree
 
 SHARE: Final = 0.25
-"""Of the time that an engine takes between two drafts, as much may be waited for the next."""
+"""Share of the engine's time between two drafts that a step may wait: bounds the slowdown by a late
+server."""
 
-SHORTEST_S: Final = 0.005
-LONGEST_S: Final = 0.02
+SHORTEST_S: Final = 0.005  # below it, one scheduling delay costs the draft
+LONGEST_S: Final = 0.02  # a late server delays no step by more
 
-_INERTIA: Final = 0.9
-_IDLE_S: Final = 2.0
+_INERTIA: Final = 0.9  # averages over about ten steps
+_IDLE_S: Final = 2.0  # longer gaps are the engine's pauses, not steps
 
 
 class Pace:
-    """The deadline of steps: as given, or a share of what the engine's own part of a step takes.
+    """The deadline of steps: as given, or a share of the engine's own time per step.
 
     Args:
         deadline_s: longest wait, in seconds; None to measure: `SHARE` of the time between drafts,
@@ -50,14 +51,14 @@ class Pace:
 
     @property
     def deadline_s(self) -> float:
-        """How long a step may wait now, in seconds."""
+        """Current longest wait of a step, in seconds."""
         if self._fixed_s is not None:
             return self._fixed_s
         between_s = self._between_s or 0.0
         return min(max(SHARE * between_s, SHORTEST_S), LONGEST_S)
 
     def begin(self, now_s: float) -> float:
-        """Note that a step asks for drafts; return until when it may wait."""
+        """Note the start of a step; return the time until which it may wait."""
         if self._ended_s is not None and now_s - self._ended_s < _IDLE_S:
             between_s = now_s - self._ended_s
             before_s = between_s if self._between_s is None else self._between_s
@@ -65,12 +66,12 @@ class Pace:
         return now_s + self.deadline_s
 
     def end(self, now_s: float) -> None:
-        """Note that the engine goes on."""
+        """Note that the engine continues."""
         self._ended_s = now_s
 
 
 class FailOpenClient:
-    """What the clients that never fail share, whoever waits for their servers.
+    """The shared part of the synchronous and the asynchronous client that never fail.
 
     Args: see `ResilientDrafter`.
     """
@@ -93,50 +94,50 @@ class FailOpenClient:
 
     @property
     def fail_opens(self) -> FailOpens:
-        """How many steps of sequences went on without a server's draft, by reason."""
+        """Count of sequence steps without a server's draft, by reason."""
         return self._planner.fail_opens
 
     @property
     def deadline_s(self) -> float:
-        """How long a step may wait now, in seconds."""
+        """Current longest wait of a step, in seconds."""
         return self._pace.deadline_s
 
     def is_up(self, address: str) -> bool:
-        """Tell whether a server can be asked, as far as is known."""
+        """Return whether the stream to a server is up."""
         return self._planner.conversations[address].is_up
 
 
-_ORPHANS: Final[list[object]] = []  # of a parent process: to end them could hang in this one
+_ORPHANS: Final[list[object]] = []  # of a parent process: ending them after a fork can hang
 
 
 class ResilientDrafter(FailOpenClient):
     """Drafts from one or more services and never fails because of them; a `Drafter`.
 
-    A step waits until its deadline and no longer. Whatever a server does (it is late, paused,
-    restarted, full, for another tokenizer, or gone), the sequence goes on with a local draft, and
-    the reason is counted. A thread for each server connects at the first call, and again, with
-    growing pauses, whenever the connection is lost. Sessions are then opened again and told all
-    their tokens, and outputs that ended meanwhile are told as well.
+    A step waits until its deadline at most. Where a server is late, paused, restarted, full, down
+    or for another tokenizer, the sequence continues with a local draft and the reason is counted. A
+    thread for each server connects at the first call, and reconnects with growing pauses. Sessions
+    are then opened again with all their tokens, and outputs of sequences that ended in between are
+    sent.
 
     Sessions are spread over several servers by rendezvous hashing; one moves only while its own
-    server is away. Safe to call from any thread, and after a fork.
+    server is down. Thread-safe, also after a fork.
 
     Args:
         addresses: one address, or several; `host:port` or `unix:/path`.
-        deadline_s: longest wait of a step, in seconds; None to take a quarter of what the engine
-            itself takes for a step, as measured, from 5 to 20 ms.
-        local: what drafts while a server does not; True for a `LocalDrafter`, False for nothing.
-            It is called from one thread at a time.
-        lost_after_s: a stream without an answer for so long is given up, in seconds.
-        vocabulary_fingerprint: of the tokenizer at hand; a service for another one is not used.
-        credentials: what to show, and whom to trust; None for services that ask for nothing.
-        pad_requests: pad messages, so that their size tells little of the sequences; see
-            `docs/security.md`.
-        open_channel: opens a channel to an address, in the place of one with the credentials.
+        deadline_s: longest wait of a step, in seconds; None for a quarter of the engine's own
+            measured step time, within 5 to 20 ms.
+        local: drafts where a server does not; True for a `LocalDrafter`, False for no local drafts.
+            Called from one thread at a time.
+        lost_after_s: time without an answer after which a stream is given up, in seconds.
+        vocabulary_fingerprint: of the caller's tokenizer; a service for another one is not used.
+        credentials: to send and to verify the server with; None for services that need none.
+        pad_requests: pad messages to hide the size of sequences; see `docs/security.md`.
+        open_channel: opens a channel to an address; replaces the default, which uses the
+            credentials.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
-        InvalidRequestError: there is no address, or one twice.
+        InvalidRequestError: no address, or a duplicate.
     """
 
     def __init__(  # noqa: PLR0913  (all but the addresses are given by name)
@@ -168,7 +169,7 @@ class ResilientDrafter(FailOpenClient):
         self._links: list[Link] = []
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until every server can be asked; tell whether that is so."""
+        """Wait until every server is connected; return whether all are."""
         self._start()
         until_s = time.monotonic() + timeout_s
         conversations = self._planner.conversations.values()
@@ -189,7 +190,7 @@ class ResilientDrafter(FailOpenClient):
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
-        Raises only what is the caller's fault; it is never an error that a server is away.
+        Raises only for faulty requests; an unreachable server is never an error.
         """
         self._start()
         deadline_s = self._pace.begin(time.monotonic())
@@ -207,12 +208,12 @@ class ResilientDrafter(FailOpenClient):
     def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
     ) -> None:
-        """End a sequence; see `Drafter.close`. Its server learns of it soon.
+        """End a sequence; see `Drafter.close`. Its server is told with the next message.
 
         Args:
             session: the name that it was opened with.
             new_tokens: integers[n], tokens committed since its last request.
-            remember: false to keep nothing of it, whatever it was opened with.
+            remember: false to keep nothing of it; overrides the value at `open`.
         """
         self._start()
         with self._lock:
@@ -221,10 +222,10 @@ class ResilientDrafter(FailOpenClient):
             self._streams.tell_rest()
 
     def shut_down(self, timeout_s: float = 1.0) -> None:
-        """Tell servers what they are still to be told, and disconnect.
+        """Send pending closes and outputs, and disconnect.
 
         Args:
-            timeout_s: longest wait for them, in seconds.
+            timeout_s: longest wait for the servers, in seconds.
         """
         self._start()
         until_s = time.monotonic() + timeout_s
@@ -262,19 +263,19 @@ class ResilientDrafter(FailOpenClient):
                 ]
 
     def _catch_up(self) -> None:
-        """Tell a server that is back what it missed."""
+        """Send pending closes and outputs to a server that is back."""
         with self._lock:
             self._take_all()
             self._streams.tell_rest()
 
     def _take_all(self) -> None:
-        """Take in what has come, and give up streams on which too little comes."""
+        """Process received events, and give up streams without answers."""
         while not self._events.empty() and self._take_next(0.0):
             pass
         self._streams.give_up_lost()
 
     def _take_next(self, until_s: float) -> bool:
-        """Take in the next thing that a link reports; tell whether there was one in time."""
+        """Process the next event of a link; return whether there was one in time."""
         left_s = until_s - time.monotonic()
         try:
             event = self._events.get(block=left_s > 0, timeout=max(left_s, 0))

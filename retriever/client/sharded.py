@@ -1,4 +1,4 @@
-"""A corpus whose segments are spread over several servers, as one drafter."""
+"""One drafter over several servers that each hold a part of a corpus."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -34,10 +34,10 @@ from retriever.tree import DraftTree
 
 
 class Agreement:
-    """The vocabulary that all shards are of: the one stated, or that of the first to answer.
+    """The vocabulary that all shards must have: the stated one, or that of the first to answer.
 
     Args:
-        fingerprint: of the tokenizer at hand; empty if it is not known.
+        fingerprint: of the caller's tokenizer; empty if unknown.
     """
 
     def __init__(self, fingerprint: str) -> None:
@@ -46,10 +46,10 @@ class Agreement:
         self._lock = Lock()
 
     def check(self, address: str, fingerprint: str) -> None:
-        """Compare the vocabulary of a shard.
+        """Check the vocabulary of a shard.
 
         Raises:
-            VocabularyMismatchError: it is another one.
+            VocabularyMismatchError: it differs.
         """
         with self._lock:
             if not self.fingerprint:
@@ -65,21 +65,21 @@ class Agreement:
 _log = getLogger(__name__)
 
 Trees = list[DraftTree | None]
-"""One for each sequence of a step; None where the server cannot keep the sequence."""
+"""One for each sequence of a step; None where the server has no room for the sequence."""
 
 Connect = Callable[[str, str], RemoteDrafter]
-"""Makes a client of a server, given its address and the fingerprint that it must agree with."""
+"""Makes a client of a server from its address and the expected fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """How a shard does.
+    """The state of a shard.
 
     Attributes:
         address: of its server.
-        is_up: whether it could be reached when it was last asked.
-        missed: steps that were drafted for without it, because it was late or down.
-        failures: times that it failed at what it was asked, or could not be reached.
+        is_up: whether the last call reached it.
+        missed: steps without its drafts, because it was late or down.
+        failures: failed calls and connections.
     """
 
     address: str
@@ -99,17 +99,17 @@ class _Connection(NamedTuple):
 class Shard:
     """A server, what it knows of each sequence, and the thread that talks to it.
 
-    What is asked is done in order. A server that fails loses its sessions and is left alone for
-    a while; the next thing asked then connects again, and opens what it needs with all its tokens.
+    Calls run in order. After a failure the server's sessions are dropped and calls pause
+    (back-off); the next call then reconnects and opens the sessions it needs with all their tokens.
 
     Args:
         address: of the server.
         connect: makes a client.
-        agreement: what its vocabulary is held against.
+        agreement: the vocabulary that it must have.
 
     Attributes:
-        missed: steps that were drafted for without it; counted by who asks.
-        refusal: why its vocabulary cannot be used; None where it can.
+        missed: steps without its drafts; counted by the caller.
+        refusal: why its vocabulary is refused; None where it is not.
     """
 
     def __init__(self, address: str, connect: Connect, agreement: Agreement) -> None:
@@ -118,7 +118,7 @@ class Shard:
         self._agreement = agreement
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foredraft-shard")
         self._connection: _Connection | None = None
-        self._old: _Connection | None = None  # its sessions are still to be ended
+        self._old: _Connection | None = None  # its sessions are not closed yet
         self._step: Future[Trees] | None = None
         self._is_up = True
         self._backoff = Backoff()
@@ -128,19 +128,19 @@ class Shard:
 
     @property
     def state(self) -> ShardState:
-        """How it does."""
+        """The state of the shard."""
         return ShardState(self._address, self._is_up, self.missed, self._failures)
 
     def open(self, session: str, sequence: TokenSequence) -> Future[bool] | None:
-        """Open a session; None where the answer is not worth waiting for."""
+        """Open a session; None where the shard is down or late."""
         is_awaited = self._is_up and not self._is_late()
         job = self._submit(self._open, session, sequence)
         return job if is_awaited else None
 
     def draft(self, steps: Sequence[SequenceStep]) -> Future[Trees] | None:
-        """Draft for a step; None where the answer is not worth waiting for.
+        """Draft for a step; None where the shard is down or late.
 
-        While an earlier step has no answer, this one is left out; its tokens travel with the next.
+        While an earlier step has no answer, this one is skipped; its tokens are sent with the next.
         """
         if self._is_late():
             return None
@@ -149,17 +149,17 @@ class Shard:
         return self._step if is_awaited else None
 
     def close(self, session: str, sequence: TokenSequence) -> Future[bool] | None:
-        """Close a session; None where the answer is not worth waiting for."""
+        """Close a session; None where the shard is down or late."""
         is_awaited = self._is_up and not self._is_late()
         job = self._submit(self._close, session, sequence)
         return job if is_awaited else None
 
     def restart(self) -> None:
-        """Disconnect: all sessions are opened again when they are next drafted for."""
+        """Disconnect; sessions are opened again at their next draft."""
         self._thread.submit(self._disconnect)
 
     def shut_down(self) -> None:
-        """Disconnect once all that was asked is done."""
+        """Disconnect once all calls have run."""
         self._thread.submit(self._disconnect)
         self._thread.submit(self._drop_old)
         self._thread.shutdown()
@@ -173,10 +173,10 @@ class Shard:
     def _submit(self, job: Callable[..., Any], *arguments: Any) -> Future[Any] | None:
         return None if self._is_paused() else self._thread.submit(self._attempt, job, *arguments)
 
-    # What follows runs in the shard's thread.
+    # The methods below run in the shard's thread.
 
     def _attempt(self, job: Callable[..., Any], *arguments: Any) -> Any:
-        """Do what was asked; a server that fails at it is left alone for a while."""
+        """Run a call; a failure begins a back-off."""
         if self._is_paused():
             raise DrafterUnavailableError(f"shard {self._address} is down")
         try:
@@ -202,7 +202,7 @@ class Shard:
         self._is_up = False
 
     def _disconnect(self) -> None:
-        """Give up the connection; once there is another, the sessions of this one are ended."""
+        """Give up the connection; its sessions are closed once there is another."""
         connection, self._connection = self._connection, None
         if connection is None:
             return
@@ -218,10 +218,10 @@ class Shard:
             old.remote.shut_down()
 
     def _end_stale(self) -> None:
-        """End sessions that a server which was slow still has; they will be opened again."""
+        """Close sessions that a slow server still has; they will be opened again."""
         if self._old is None:
             return
-        with suppress(RetrieverError):  # what cannot be ended ends when it has been idle
+        with suppress(RetrieverError):  # otherwise the server ends them as idle
             for session in self._old.following:
                 with suppress(UnknownSessionError):
                     self._old.remote.close(session, remember=False)
@@ -259,7 +259,7 @@ class Shard:
         return trees
 
     def _followed(self, connection: _Connection, step: SequenceStep) -> Follower | None:
-        """Open a session that the server does not know; None where it has no room for it."""
+        """Open a session unknown to the server; None where the server has no room for it."""
         session = step.request.session
         if session not in connection.following:
             try:
@@ -273,7 +273,7 @@ class Shard:
         if session not in following:
             if not sequence.remember or not len(sequence.output):
                 return True
-            self._open(session, sequence)  # so that it learns what it has missed
+            self._open(session, sequence)  # so that it receives the missed tokens
         connection = self._connected()
         follower = connection.following.pop(session)
         connection.remote.close(session, follower.unsent())
@@ -281,7 +281,8 @@ class Shard:
 
 
 DEFAULT_DEADLINE_S: Final = 0.02
-"""How long a step waits for shards, in seconds."""
+"""How long a step waits for shards, in seconds: longer keeps late evidence, shorter bounds the
+delay of a step by a slow shard."""
 
 _Job = Future[Any] | None
 
@@ -289,26 +290,26 @@ _Job = Future[Any] | None
 class ShardedDrafter:
     """Drafts from several servers that each hold a part of a corpus; a `Drafter`.
 
-    Every step goes to all servers at the same time, and what they answer within the deadline is
-    merged. A server that is late, down or gone costs its evidence and never the step: what it has
-    missed is sent with the next step that reaches it, and one that was lost is tried again, at
-    growing intervals, and told the whole sequence. Where none answers, trees are empty.
+    Every step goes to all servers at once, and answers within the deadline are merged. A server
+    that is late or down costs its evidence, never the step: missed tokens are sent with the next
+    step that reaches it. A lost server is retried at growing intervals and receives the whole
+    sequence. Where no server answers, trees are empty.
 
-    All servers learn from all sequences, so that each drafts as well as alone, and recent outputs
-    survive the loss of any. Safe to call from any thread.
+    All servers learn from all sequences, so that each drafts as well as alone, and generations
+    survive the loss of any. Thread-safe.
 
     Args:
         addresses: of the servers, `host:port` or `unix:/path`; at least one, each once.
         deadline_s: longest wait of a step or of a close, in seconds.
-        timeout_s: longest wait of `open`, and what a server may take for any answer before it
-            counts as lost, in seconds.
-        vocabulary_fingerprint: of the tokenizer at hand. If not given, servers must agree among
-            themselves.
-        credentials: what to show to all of them, and whom to trust.
+        timeout_s: longest wait of `open`, and for any answer before a server counts as lost, in
+            seconds.
+        vocabulary_fingerprint: of the caller's tokenizer. If not given, servers must agree with
+            each other.
+        credentials: to send to all servers and to verify them with.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
-        InvalidRequestError: there is no address, or one twice.
+        InvalidRequestError: no address, or a duplicate.
     """
 
     def __init__(
@@ -332,14 +333,14 @@ class ShardedDrafter:
 
     @property
     def shards(self) -> tuple[ShardState, ...]:
-        """How each shard does, in the order of their addresses."""
+        """The state of each shard, in the order of the addresses."""
         return tuple(shard.state for shard in self._shards)
 
     def open(self, session: str, prompt: ArrayLike, *, remember: bool = True) -> None:
-        """Begin a sequence; see `Drafter.open`. Servers that cannot be reached are no error.
+        """Begin a sequence; see `Drafter.open`. Unreachable servers are not an error.
 
         Raises:
-            VocabularyMismatchError: a shard, which is named, is of another vocabulary.
+            VocabularyMismatchError: a shard has another vocabulary; the message names it.
         """
         check_session_name(session)
         sequence = TokenSequence(checked_tokens(prompt, None), remember=remember)
@@ -357,7 +358,7 @@ class ShardedDrafter:
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
-        It is never an error that servers cannot be reached.
+        Unreachable servers are not an error.
         """
         with self._lock:
             check_named_once(requests)
@@ -382,7 +383,7 @@ class ShardedDrafter:
         ]
 
     def close(self, session: str, new_tokens: ArrayLike | None = None) -> None:
-        """End a sequence; see `Drafter.close`. Servers that are late end it on their own."""
+        """End a sequence; see `Drafter.close`. Late servers end it later."""
         tokens = checked_tokens([] if new_tokens is None else new_tokens, None)
         with self._lock:
             sequence = self._sequences.remove(session)
@@ -390,7 +391,7 @@ class ShardedDrafter:
         _await([shard.close(session, sequence) for shard in self._shards], self._deadline_s)
 
     def shut_down(self) -> None:
-        """Close the connections, once servers know what was closed."""
+        """Close the connections, once pending closes are sent."""
         for shard in self._shards:
             shard.shut_down()
 
@@ -407,7 +408,7 @@ class ShardedDrafter:
         return SequenceStep(replace(request, new_tokens=tokens), sequence)
 
     def _take_back(self, steps: list[SequenceStep], jobs: Sequence[_Job]) -> None:
-        """Keep nothing of a step that is at fault, nor let a shard that took it in."""
+        """Take back a faulty step, also from shards that accepted it."""
         for step in steps:
             step.sequence.shorten(step.request.length - len(step.request.new_tokens))
         for shard, job in zip(self._shards, jobs, strict=True):
@@ -427,12 +428,12 @@ def connect(
     Args:
         addresses: of the services.
         deadline_s: longest wait of a step for one of several, in seconds.
-        vocabulary_fingerprint: of the tokenizer at hand; empty if it is not known.
-        credentials: what to show, and whom to trust; None for services that ask for nothing.
+        vocabulary_fingerprint: of the caller's tokenizer; empty if unknown.
+        credentials: to send and to verify the server with; None for services that need none.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
-        InvalidRequestError: there is no address, or one twice.
+        InvalidRequestError: no address, or a duplicate.
     """
     if len(addresses) == 1:
         return RemoteDrafter(
@@ -447,11 +448,11 @@ def connect(
 
 
 def _await(jobs: Sequence[_Job], timeout_s: float) -> list[Any]:
-    """Return what was answered in time, None for each shard that did not answer.
+    """Return the answers in time, None for each shard without one.
 
     Raises:
-        InvalidRequestError: a shard finds what was asked at fault.
-        LimitExceededError: it is beyond the limits of all that answered.
+        InvalidRequestError: a shard refuses the request as invalid.
+        LimitExceededError: it exceeds the limits of all shards that answered.
     """
     wait([job for job in jobs if job is not None], timeout_s)
     answers: list[Any] = []

@@ -20,14 +20,15 @@ from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
 
 LOST_AFTER_S: Final = 1.0
-"""A stream on which a message has no answer for so long is given up, in seconds."""
+"""Time without an answer after which a stream is given up, in seconds: well above a step's
+deadline, so that slow is not taken for lost."""
 
 
 class MessageStream(Protocol):
-    """One stream to a server; neither call waits."""
+    """One stream to a server; no call blocks."""
 
     def send(self, message: pb.DraftStreamRequest) -> None:
-        """Send a message, at once or never."""
+        """Send a message; dropped where the stream has ended."""
         ...
 
     def end(self) -> None:
@@ -39,11 +40,11 @@ _Stream = TypeVar("_Stream", bound=MessageStream)
 
 
 class StreamTable(Generic[_Stream]):
-    """The streams to the servers of a planner. Callers see to it that one is at work at a time.
+    """The streams to the servers of a planner. Callers hold a lock.
 
     Args:
-        planner: what is to be said to whom.
-        lost_after_s: a stream without an answer for so long is given up, in seconds.
+        planner: plans the messages.
+        lost_after_s: time without an answer after which a stream is given up, in seconds.
     """
 
     def __init__(self, planner: Planner, lost_after_s: float) -> None:
@@ -52,34 +53,34 @@ class StreamTable(Generic[_Stream]):
         self._streams: dict[str, _Stream] = {}
 
     def connect(self, address: str, stream: _Stream) -> None:
-        """Speak with a server through a stream that has begun."""
+        """Use a stream that has begun."""
         self._streams[address] = stream
         self._planner.conversations[address].begin()
 
     def lose(self, address: str) -> None:
-        """Take note that the stream to a server is gone."""
+        """Note that the stream to a server is gone."""
         self._streams.pop(address, None)
         self._planner.lose(address)
 
     def take(self, address: str, response: pb.DraftStreamResponse) -> None:
-        """Take in what has come, and give up a stream that is out of step."""
+        """Process a response, and give up a stream that is out of order."""
         if self._planner.take(address, response):
             self._give_up(address)
 
     def ask(self, plan: Plan) -> None:
-        """Send what a plan says to whom."""
+        """Send the messages of a plan."""
         for address, message in plan.messages.items():
             self._streams[address].send(message)
 
     def tell_rest(self) -> None:
-        """Tell every server what it is still to be told."""
+        """Send pending closes and outputs to every server."""
         for address, stream in self._streams.items():
             message = self._planner.conversations[address].rest(time.monotonic())
             if message is not None:
                 stream.send(message)
 
     def give_up_lost(self) -> None:
-        """Give up streams on which too little comes."""
+        """Give up streams without answers."""
         lost_s = time.monotonic() - self._lost_after_s
         for address, conversation in self._planner.conversations.items():
             oldest_s = conversation.oldest_unanswered_s()
@@ -94,10 +95,11 @@ class StreamTable(Generic[_Stream]):
 
 
 CONNECT_TIMEOUT_S: Final = 1.0
-"""How long an attempt to connect may take, in seconds."""
+"""How long an attempt to connect may take, in seconds: a host that drops packets must not stop
+retries."""
 
 OpenChannel = Callable[[str], grpc.Channel]
-"""Opens a channel to an address: with its credentials, if there are any."""
+"""Opens a channel to an address, with credentials if there are any."""
 
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].full_name
 _DRAFT_STREAM: Final = f"/{_SERVICE}/DraftStream"
@@ -115,12 +117,12 @@ def remote_channel(address: str, credentials: Credentials | None) -> grpc.Channe
 
 
 class LinkStream:
-    """One stream: sending never waits.
+    """One stream; sending never blocks.
 
     Args:
         channel: to the server.
-        report: called with every response, in order, in the thread that gRPC receives it in: to
-            wait for another thread to read it would cost a third of what a step takes.
+        report: called with every response, in order, in gRPC's receiving thread: handing it to
+            another thread takes a third of a step's time.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class LinkStream:
         self._call: Any = method(iter(self._outbox.get, None))
 
     def send(self, message: pb.DraftStreamRequest) -> None:
-        """Send a message, at once or never."""
+        """Send a message; dropped where the stream has ended."""
         self._outbox.put(message)
 
     def end(self) -> None:
@@ -145,7 +147,7 @@ class LinkStream:
         self._call.cancel()
 
     def read(self) -> None:
-        """Have responses received until the stream ends.
+        """Receive responses until the stream ends.
 
         Raises:
             grpc.RpcError: it has ended with an error.
@@ -159,12 +161,12 @@ class LinkStream:
 
 
 class LinkEvent(NamedTuple):
-    """What a link reports.
+    """An event of a link.
 
     Attributes:
         address: of its server.
         stream: the stream that has begun; None otherwise.
-        response: what has come; None where nothing has: the stream has begun, or is gone.
+        response: the response; None where the stream has begun or is gone.
     """
 
     address: str
@@ -173,13 +175,13 @@ class LinkEvent(NamedTuple):
 
 
 class Link:
-    """Keeps a stream to one server, in a thread of its own.
+    """Keeps a stream to one server, in its own thread.
 
     Args:
         address: of the server.
         open_channel: makes its channel.
-        events: where it reports, in order.
-        on_begin: called in a thread of its own once a new stream was reported.
+        events: where events are put, in order.
+        on_begin: called in another thread after a new stream was reported.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class Link:
         self._thread.start()
 
     def shut_down(self) -> None:
-        """End the stream and the thread; does not wait for them."""
+        """End the stream and the thread; does not block."""
         self._is_shut_down.set()
         stream = self._stream
         if stream is not None:
@@ -228,7 +230,7 @@ class Link:
         self._events.put(LinkEvent(self._address, stream))
         if self._is_shut_down.is_set():
             stream.end()
-        # Not in this thread: it may have to wait for a step, which waits for what is read here.
+        # Not in this thread: it may wait for a step, which waits for responses read here.
         Thread(target=self._on_begin, name="foredraft-catch-up", daemon=True).start()
         try:
             stream.read()

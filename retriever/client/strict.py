@@ -1,4 +1,4 @@
-"""The strict client: a `Drafter` that asks a service over gRPC, and raises what it refuses."""
+"""The strict client: a `Drafter` over gRPC that raises every refusal of the service."""
 
 import uuid
 from collections.abc import Sequence
@@ -60,9 +60,9 @@ class Exchange:
         """Number a message, send it and await its answer.
 
         Raises:
-            DrafterUnavailableError: there is none in time, the stream has ended, what has come
-                answers another message, or an earlier one was lost. The stream cannot go on.
-            RetrieverError: the stream has ended with this error.
+            DrafterUnavailableError: no answer in time, the stream has ended, or a message was
+            answered out of order. The stream is broken.
+            RetrieverError: the error that ended the stream.
         """
         self._number += 1
         message.sequence_number = self._number
@@ -102,7 +102,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class IndexInfo:
-    """An index that a service drafts from; see `IndexInfo` of the wire contract."""
+    """An index of a service; see `IndexInfo` of the wire contract."""
 
     name: str
     num_tokens: int
@@ -113,13 +113,13 @@ class IndexInfo:
 
 
 class Calls:
-    """One service, asked by single calls. Connects at the first of them.
+    """Unary calls to one service. Connects at the first call.
 
     Args:
         address: `host:port`, or `unix:/path`.
         timeout_s: longest wait for any answer, in seconds.
-        vocabulary_fingerprint: of the tokenizer at hand; a service for another one refuses.
-        credentials: what to show, and whom to trust; None for a service that asks for nothing.
+        vocabulary_fingerprint: of the caller's tokenizer; a service for another one refuses.
+        credentials: to send and to verify the server with; None for a service that needs none.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
@@ -150,7 +150,7 @@ class Calls:
             min_probability: nodes less probable than this are left out.
 
         Raises:
-            InvalidRequestError: the context or the budget cannot be.
+            InvalidRequestError: the context or the budget is invalid.
             DrafterUnavailableError: no answer in time.
         """
         if budget_nodes == 0:
@@ -166,7 +166,7 @@ class Calls:
         *,
         max_documents: int = DEFAULT_DOCUMENTS,
     ) -> Explanation:
-        """Draft for a bare context as `draft_context` does, and tell what spoke for each node.
+        """Draft for a bare context as `draft_context` does, with the evidence for each node.
 
         Args:
             context: integers[n], token ids, oldest first.
@@ -175,7 +175,7 @@ class Calls:
             max_documents: most documents to name for each node.
 
         Raises:
-            InvalidRequestError: the context or a number cannot be.
+            InvalidRequestError: the context or a number is invalid.
             DrafterUnavailableError: no answer in time.
         """
         if budget_nodes == 0:
@@ -190,10 +190,10 @@ class Calls:
             raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
 
     def delete_tenant_data(self) -> None:
-        """Have the service forget all that it keeps of the tenant that the credentials are for.
+        """Delete all data of the credentials' tenant on the service.
 
         Raises:
-            DrafterUnavailableError: no answer in time; it may have been done or not.
+            DrafterUnavailableError: no answer in time; the data may be deleted or not.
         """
         self._call(self._stub.DeleteTenantData, pb.DeleteTenantDataRequest())
 
@@ -213,7 +213,7 @@ class Calls:
         ]
 
     def _trees(self, messages: Sequence[pb.DraftTree], num_trees: int) -> list[DraftTree]:
-        """Return the trees of an answer, or say that the service cannot be drafted with."""
+        """Return the trees of an answer, or raise `DrafterUnavailableError`."""
         try:
             return trees_from_messages(messages, num_trees)
         except InvalidTreeError as error:
@@ -233,21 +233,21 @@ _NOTHING: Final[list[int]] = []
 
 @dataclass(slots=True)
 class _Told:
-    """What a service knows of a session beyond what its caller committed, if anything.
+    """Tokens that a service knows of a session beyond those that its caller committed.
 
     Attributes:
-        noted: token ids of a step that was refused to others, which it has noted of this session.
-        is_lost: whether a step got no answer, so that nothing is known.
+        noted: token ids noted by the service in a step that was refused for other sessions.
+        is_lost: whether a step got no answer, so that the service's state is unknown.
     """
 
     noted: list[int] = field(default_factory=list)
     is_lost: bool = False
 
     def untold(self, session: str, new_ids: list[int]) -> list[int]:
-        """Return those of a session's new tokens that the service has not noted already.
+        """Return a session's new tokens that the service has not noted.
 
         Raises:
-            DrafterUnavailableError: it has noted others.
+            DrafterUnavailableError: it has noted other tokens.
         """
         num_noted = len(self.noted)
         if new_ids[:num_noted] != self.noted:
@@ -261,16 +261,16 @@ class _Told:
 class RemoteDrafter(Calls):
     """Drafts from a service; a `Drafter`. Connects at the first call.
 
-    Session names are the caller's own: on the wire they carry a random prefix, so that clients
-    never meet in a name. Once a step of a session got no answer, the service may or may not have
-    noted its tokens: the session is lost, and drafting for it raises `DrafterUnavailableError`
-    until it is closed and opened again.
+    On the wire session names carry a random prefix, so that names of different clients never
+    collide. After a step without an answer it is unknown whether the service noted its tokens: the
+    session is lost, and drafting for it raises `DrafterUnavailableError` until it is closed and
+    opened again.
 
     Args:
         address: `host:port`, or `unix:/path`.
         timeout_s: longest wait for any answer, in seconds.
-        vocabulary_fingerprint: of the tokenizer at hand; a service for another one refuses.
-        credentials: what to show, and whom to trust; None for a service that asks for nothing.
+        vocabulary_fingerprint: of the caller's tokenizer; a service for another one refuses.
+        credentials: to send and to verify the server with; None for a service that needs none.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
@@ -329,12 +329,12 @@ class RemoteDrafter(Calls):
     def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
     ) -> None:
-        """End a sequence; see `Drafter.close`. A lost session is closed without a complaint.
+        """End a sequence; see `Drafter.close`. Closing a lost session raises nothing.
 
         Args:
             session: the name that it was opened with.
             new_tokens: integers[n], tokens committed since its last request.
-            remember: false to keep nothing of it, whatever it was opened with.
+            remember: false to keep nothing of it; overrides the value at `open`.
         """
         ids = [] if new_tokens is None else tokens_to_wire(new_tokens)
         told = self._sessions.remove(session)
@@ -350,17 +350,17 @@ class RemoteDrafter(Calls):
                 raise
 
     def delete_session_data(self, session: str) -> None:
-        """Have the service forget what sessions of a name, opened by this client, generated.
+        """Delete generations of this client's sessions of a name on the service.
 
         Raises:
-            DrafterUnavailableError: no answer in time; it may have been done or not.
+            DrafterUnavailableError: no answer in time; the data may be deleted or not.
         """
         message = pb.DeleteSessionDataRequest(session_id=self._prefix + session)
         self._call(self._stub.DeleteSessionData, message)
         self._forget(session)
 
     def shut_down(self) -> None:
-        """Close the connection. Sessions that are open stay so on the service."""
+        """Close the connection. Open sessions stay open on the service."""
         with self._lock:
             self._end_stream()
         self._channel.close()
@@ -390,7 +390,7 @@ class RemoteDrafter(Calls):
         told: Sequence["_Told"],
         new_ids: Sequence[list[int]],
     ) -> None:
-        """Raise what a step is refused with; to its other sessions it has been noted.
+        """Raise the refusal of a step; its other sessions have been noted.
 
         Raises:
             RetrieverError: the first refusal.
@@ -405,7 +405,7 @@ class RemoteDrafter(Calls):
             raise error_of_status(status)
 
     def _ask(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
-        """Send one step and await its answer; after a failure the next step has a new stream."""
+        """Send one step and await its answer; after a failure the next step opens a new stream."""
         if self._exchange is None:
             self._exchange = Exchange(self._channel, self._timeout_s)
         try:

@@ -45,7 +45,7 @@ def let_in(
     ],
     access: File,
 ) -> None:
-    """Let whoever has a certificate act for a tenant."""
+    """Let a certificate's holder act for a tenant."""
     if Path(identity).is_file():
         now = datetime.now(UTC)
         identity = certified(read_certificates(Path(identity), now)).identities[0]
@@ -75,5 +75,5 @@ def revoke(
     ],
     access: File,
 ) -> None:
-    """Let a credential's holder in no longer; a running service knows within a second."""
+    """Revoke a credential; a running service notices within a second."""
     print(f"{name} acts for {remove(access, name)} no longer")

@@ -16,7 +16,7 @@ import typer
 from indexer.flags import AsJson, Given, with_flags
 from retriever.commands.options import clear_errors, progress
 from retriever.operations.logs import log_event, log_to_standard_error
-from retriever.operations.observer import Operator
+from retriever.operations.observer import ServiceObserver
 from retriever.operations.resolving import FILE_VARIABLE, as_toml, resolve, to_json
 from retriever.operations.service_report import Service
 from retriever.operations.settings import Settings
@@ -57,9 +57,9 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     settings = resolve(Settings, flags, os.environ, config).settings
     log_to_standard_error(settings.log_format, settings.log_level)
     tracing = tracing_of(settings.trace_ratio, settings.trace_endpoint)
-    operator = Operator(reflection=settings.reflection, tracing=tracing)
+    observer = ServiceObserver(reflection=settings.reflection, tracing=tracing)
     protection = _protection(settings)
-    service = Service(None, operator, time.time())
+    service = Service(None, observer, time.time())
     try:
         with _shown(settings, service):
             asyncio.run(
@@ -67,7 +67,7 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
                     partial(_open_for, service, settings),
                     settings.max_message_bytes,
                     settings.address,
-                    operator,
+                    observer,
                     protection,
                     pad_replies=settings.pad_replies,
                     drain_s=settings.drain_s,
@@ -76,7 +76,7 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     finally:
         if service.drafter is not None:
             service.drafter.shut_down()
-        operator.shut_down()
+        observer.shut_down()
 
 
 @clear_errors()

@@ -98,7 +98,7 @@ else:
     from backports import zstd
 
 DEFAULT_MAX_TOKENS: Final = 10_000_000
-"""More than fits into memory beside a model is seldom meant; see `automaton.BYTES_PER_TOKEN`."""
+"""1.6 GB at `BYTES_PER_TOKEN`, which fits in memory next to a model."""
 
 MAX_TOKENS: Final = (2**31 - 2) // 3
 """With more, edges would have no number of four bytes."""
@@ -121,7 +121,7 @@ class AutomatonReport:
         tokens: of them, with a separator for each.
         left_out_documents: for which there was no room.
         states: of the automaton.
-        edges: likewise.
+        edges: of the automaton.
         bytes: of the file.
     """
 
@@ -169,7 +169,7 @@ def export_exllamav3(  # noqa: PLR0913  (all but the first are given by name)
 ) -> AutomatonReport:
     """Write documents as a frozen automaton, in order, up to the first that has no room.
 
-    All of them are in memory, and the automaton; see `automaton.BYTES_PER_TOKEN`.
+    All documents and the automaton are in memory; see `BYTES_PER_TOKEN`.
 
     Args:
         documents: int32[n] each.

@@ -1,4 +1,4 @@
-"""The documents of an index as token ids, and files that appear when they are whole."""
+"""The documents of an index as token ids, and atomic files."""
 
 import os
 import secrets
@@ -43,8 +43,8 @@ def _is_of(tokens: TokenIds, vocabulary_size: int) -> bool:
 def whole_file(path: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
     """Give a file to write to, and put it at `path` when the block ends without an error.
 
-    It is a hidden sibling until then, so that whoever reads `path` finds what was there or all of
-    the new.
+    It is a hidden sibling until then, so that readers of `path` see the old file or the whole new
+    one.
 
     Raises:
         ExportError: the path is taken, or cannot be written to.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS: Final = 10_000_000
 """What SGLang takes at most if it is not told otherwise."""
 
-_BATCH_TOKENS: Final = 1 << 17
+_BATCH_TOKENS: Final = 1 << 17  # fast to encode, and half a megabyte
 
 
 @dataclass(slots=True)

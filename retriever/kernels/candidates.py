@@ -9,7 +9,7 @@ from retriever.kernels.compiling import kernel
 from retriever.kernels.layout import Evidence, Traits
 
 UNKNOWN: Final = -2
-"""Stands for an entry of the phrase tables that was not looked for yet."""
+"""Marks an entry of the phrase tables that was not searched yet."""
 
 _SLOT_MULTIPLIER: Final = 40503
 
@@ -62,7 +62,7 @@ def child_with(
     num_nodes: int,
     source: int,
 ) -> tuple[int, int]:
-    """Return the parent's child with this token, made if need be, and the node count.
+    """Return the parent's child with this token, created if missing, and the node count.
 
     The child is -1 where there is no room left.
     """

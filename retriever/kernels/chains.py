@@ -5,8 +5,8 @@ For each indexed n-gram order it keeps the newest position of every hash bucket 
 every position, the distance back to the previous position of the same bucket (`links`, 0 for
 none). A `SEPARATOR` stands after each document; no match and no continuation spans one.
 
-A head keeps the low 31 bits of its position. A bucket that nothing entered for 2^31 tokens may seem
-to lead into the ring again; it leads to places that do not match, so it costs probes and no truth.
+A head keeps the low 31 bits of its position. A bucket without entries for 2^31 tokens may appear to
+point into the ring again; such positions do not match, so it costs probes only.
 """
 
 from typing import Any, Final
@@ -23,7 +23,7 @@ SEPARATOR: Final = -1
 
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT: Final = np.uint64(29)
-_PROBES_PER_ROW: Final = 4
+_PROBES_PER_ROW: Final = 4  # bounds the time spent on hash collisions
 _HEAD_BITS: Final = 0x7FFFFFFF
 _BLOCK: Final = 4096
 """Tokens whose buckets are found together."""
@@ -47,7 +47,7 @@ def append_tokens(
     written = 0
     while written < new_tokens.shape[0]:
         first, document = chains.state[0], chains.state[1]
-        room = mask + 1 - (first & mask)  # a block does not go round the ring
+        room = mask + 1 - (first & mask)  # a block does not wrap around the ring
         block = new_tokens[written : written + min(_BLOCK, room, (mask + 1) // 2)]
         _write_tokens(chains, block)
         for row in range(orders.shape[0]):
@@ -78,8 +78,8 @@ def _write_buckets(
 ) -> None:
     """Write the buckets, int32[n], of the n-grams that end at `first` and the positions after it.
 
-    Those of n-grams that span documents, too, so that nothing depends on the tokens: this loop is
-    vectorized, which makes loading many tokens several times faster.
+    N-grams that span documents are included, so that the loop has no branches and is vectorized:
+    loading many tokens is several times faster.
     """
     mask = tokens.shape[0] - 1
     for offset in range(buckets.shape[0]):
@@ -109,7 +109,7 @@ def _link(chains: Chains, order: int, row: int, first: int, document: int) -> No
         if position - order + 1 >= document:
             head = np.int64(heads[row, bucket])
             distance = (position - head) & _HEAD_BITS
-            is_linked = (head >= 0) & (distance <= mask)  # no branch: heads are slow to come
+            is_linked = (head >= 0) & (distance <= mask)  # branchless: heads are cache misses
             links[row, position & mask] = distance * is_linked
             heads[row, bucket] = position & _HEAD_BITS
 
@@ -189,7 +189,7 @@ def head_position(head: int, total: int) -> int:
 
 @kernel(inline="always")
 def bucket_of(ring: NDArray[np.int32], begin: int, mask: int, order: int, num_buckets: int) -> int:
-    """Hash the `order` tokens from `begin` on; a mask of -1 is for arrays that are no rings."""
+    """Hash the `order` tokens from `begin` on; a mask of -1 is for arrays that are not rings."""
     key = np.uint64(order)
     for offset in range(order):
         token = ring[(begin + offset) & mask]

@@ -1,6 +1,6 @@
-"""How kernels are compiled; arithmetic and prefetching that are a few instructions each.
+"""Compilation of kernels, with fast arithmetic and prefetching of a few instructions each.
 
-Logarithms and powers of two are near enough for scores; loops over them become vector code.
+Logarithms and powers of two are accurate enough for scores, and loops over them vectorize.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ def kernel(
 ) -> "Callable[[_Function], Dispatcher[_Function]]":
     """Compile a function at its first call; the result is kept on disk and runs without the GIL.
 
-    Unless a kernel `allocates`, it counts no references to the arrays that it hands on: their
-    owners outlive the call. In loops of nanoseconds, counting took a third of all time.
+    Unless a kernel `allocates`, reference counting is off: the arrays' owners outlive the call.
+    Counting took a third of the time of short loops.
 
     Args:
-        allocates: whether the kernel makes arrays.
-        options: further ones of numba's.
+        allocates: whether the kernel creates arrays.
+        options: further options of numba.
     """
-    compiled: Any = njit  # whose stubs do not know the option that its own compiler sets
+    compiled: Any = njit  # its stubs lack this option
     decorate: Callable[[_Function], Dispatcher[_Function]] = compiled(
         cache=True, nogil=True, _nrt=allocates, **options
     )
@@ -40,15 +40,15 @@ def kernel(
 
 
 def tell_compiling(function: "Dispatcher[Any]") -> None:
-    """Log that kernels will be compiled if this one, which needs most of them, never was."""
+    """Log that kernels will be compiled, if this one, which needs most of them, is not cached."""
     if not is_compiled(function):
         _log.info("compiling kernels, once on this machine")
 
 
 def is_compiled(function: "Dispatcher[Any]") -> bool:
-    """Return whether a kernel was ever compiled, by what numba keeps beside its source.
+    """Return whether numba's cache has a kernel.
 
-    Of one that was changed since, on the same line, that is said too.
+    Also true for one that has changed since at the same line.
     """
     if not isinstance(function, Dispatcher):  # NUMBA_DISABLE_JIT leaves functions as they are
         return True
@@ -69,8 +69,8 @@ _LOWEST: Final = np.float32(-126.0)
 def fast_log2(value: float) -> float:
     """Return log2 of a positive float32: exact at powers of two, straight lines between them.
 
-    The error is at most 0.09. It is a feature of a learned score: what counts is that it rises
-    and costs two instructions.
+    The error is at most 0.09. As a feature of a learned score it need only be monotonic and cheap:
+    two instructions.
     """
     bits = np.float32(value).view(np.int32)
     return np.float32(bits) * _ONE - np.float32(_BIAS)
@@ -92,7 +92,7 @@ def fast_exp2(value: float) -> float:
 
 @kernel()
 def octaves_below_one(probability: float) -> int:
-    """Return how often 1 must be halved to be no more than a probability, but 31 at most."""
+    """Return the number of halvings of 1 until it is at most a probability; 31 at most."""
     exponent = np.int64(np.float32(probability).view(np.int32) >> _MANTISSA_BITS) - _BIAS
     return min(31, max(0, -exponent))
 
@@ -102,14 +102,14 @@ _READ, _KEEP, _DATA = 0, 3, 1
 if TYPE_CHECKING:
 
     def prefetch(array: NDArray[Any], index: int) -> None:
-        """Ask for the cache line of an array's element, whose index may lie beyond its end."""
+        """Prefetch the cache line of an array's element; the index may lie beyond its end."""
         ...
 
 else:
 
     @intrinsic
     def prefetch(_context: Any, array: types.Array, index: types.Integer) -> Any:
-        """Ask for the cache line of an array's element, whose index may lie beyond its end."""
+        """Prefetch the cache line of an array's element; the index may lie beyond its end."""
 
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
             held = context.make_array(array)(context, builder, value=arguments[0])

@@ -1,9 +1,9 @@
-"""Copying that survives an edit: where in its own sequence a text is being copied from.
+"""Cursors: the position from which a sequence copies itself, kept across edits.
 
-A cursor is the position whose token is expected next. While the text agrees it moves along. Where
-the text departs (a token replaced, inserted or left out) it stays, and from there on every place
-shortly after it where the last token occurs may be where the copy resumes: near the cursor one
-equal token says more than elsewhere.
+A cursor is the position whose token is expected next. It moves while the text agrees. At an edit (a
+token replaced, inserted or left out) it stays, and positions shortly after it where the last token
+occurs are candidates for resuming the copy: near the cursor one equal token is stronger evidence
+than elsewhere.
 """
 
 from typing import Any, Final
@@ -17,8 +17,8 @@ from retriever.kernels.layout import Chains
 from retriever.tree import Source
 
 POSITION, MISSES = 0, 1
-"""What a cursor, int64[2], holds: the expected position (-1 for none), and how many tokens have
-not agreed since the last that did."""
+"""Fields of a cursor, int64[2]: the expected position (-1 for none), and the number of tokens since
+the last agreement."""
 
 _LONG: Final = 8  # a match that sets the cursor
 _REACH: Final = 96  # tokens after the cursor in which a copy may resume
@@ -27,12 +27,12 @@ _MOST: Final = 4  # places that are offered
 _NEAR: Final = 8.0  # occurrences that one near the cursor counts for
 _BLIND: Final = 0.5  # and those for which no token speaks
 CONTEXT: Final = int(Source.CONTEXT)
-"""What rows of the sequence itself are marked with."""
+"""Marks rows of the sequence itself."""
 
 
 @kernel()
 def move_cursor(cursor: NDArray[np.int64], chains: Chains, begin: int) -> None:
-    """Compare tokens that were appended from `begin` on with what was expected.
+    """Compare tokens appended from `begin` on with the expected ones.
 
     Args:
         cursor: int64[2], updated.
@@ -53,7 +53,7 @@ def move_cursor(cursor: NDArray[np.int64], chains: Chains, begin: int) -> None:
 
 @kernel()
 def set_cursor(cursor: NDArray[np.int64], rows: NDArray[Any], num_rows: int) -> None:
-    """Move a cursor to the longest match, if that is long: of equals to where it stands already.
+    """Move a cursor to the longest match, if that is long; among equals it prefers its position.
 
     Args:
         cursor: int64[2], updated.
@@ -81,7 +81,7 @@ def collect_cursor(
     continuations: NDArray[np.int32],
     row: int,
 ) -> int:
-    """Write rows for the places near the cursor where the copy may resume.
+    """Write rows for positions near the cursor where the copy may resume.
 
     Args:
         cursor: int64[2].
@@ -89,7 +89,7 @@ def collect_cursor(
         query: int32[q], its last tokens.
         depth: most tokens to copy for each place.
         rows: ROW[max_rows], written from `row` on.
-        continuations: int32[max_rows, max_depth], likewise.
+        continuations: int32[max_rows, max_depth], written too.
         row: first free row.
 
     Returns:

@@ -1,6 +1,6 @@
-"""The kernels that Python calls: they take packed arrays, and do several things at once.
+"""The kernels that Python calls: each takes packed arrays and does all work of one call.
 
-A call from Python takes longer than much of what is done in it.
+A call from Python often costs more than the work in it.
 """
 
 from typing import Any
@@ -33,17 +33,17 @@ def count_outcome(
     tokens: NDArray[np.int32],
     counts: NDArray[np.int64],
 ) -> int:
-    """Count the nodes of a tree, and those on the longest path that came true.
+    """Count the nodes of a tree, and those on the longest accepted path.
 
     Args:
         token_ids: int32[N], the tree's tokens.
         parents: int32[N], their parents, each before its children; -1 for the root.
-        sources: uint8[N], which database spoke for each.
-        tokens: int32[n], what came after the last committed token.
-        counts: int64[2, MAX_SOURCES], nodes and those that came true by source; updated.
+        sources: uint8[N], the database of each.
+        tokens: int32[n], the tokens after the last committed one.
+        counts: int64[2, MAX_SOURCES], nodes and accepted nodes by source; updated.
 
     Returns:
-        How many of the tokens the tree had.
+        Number of tokens that the tree contained.
     """
     node, depth = -1, 0
     for each in range(token_ids.shape[0]):
@@ -79,7 +79,7 @@ def collect_sequence(
     scratch: NDArray[Any],
     row: int,
 ) -> int:
-    """Mark what is recent and write what followed in the sequence itself and near its cursor.
+    """Mark recent tokens, and write continuations in the sequence itself and near its cursor.
 
     Returns the first free row; the sequence comes before all other databases.
     """
@@ -104,7 +104,7 @@ def collect_outputs(
     scratch: NDArray[Any],
     row: int,
 ) -> int:
-    """Write what followed in other sequences; return the first free row."""
+    """Write continuations in other sequences; return the first free row."""
     return chains.collect_chains(
         unpack(store[0], Chains), unpack(store[0], Orders), query, source, False, depth,
         unpack(scratch[0], Found), row,
@@ -121,7 +121,7 @@ def collect_phrases(
     scratch: NDArray[Any],
     row: int,
 ) -> int:
-    """Write how listed phrases go on; see `phrase_matching.collect_phrases`."""
+    """Write continuations of listed phrases; see `phrase_matching.collect_phrases`."""
     return phrase_matching.collect_phrases(
         unpack(phrases[0], PhraseArrays), source, longest, max_rows, depth,
         unpack(scratch[0], Found), row,
@@ -137,7 +137,7 @@ def collect_segment(
     scratch: NDArray[Any],
     row: int,
 ) -> tuple[int, int]:
-    """Write what followed in a segment; see `suffixes.collect_suffixes`."""
+    """Write continuations in a segment; see `suffixes.collect_suffixes`."""
     return suffixes.collect_suffixes(
         unpack(segment[0], SegmentArrays), query, longest, depth, unpack(scratch[0], Found), row
     )
@@ -155,7 +155,7 @@ def grow_tree(
     budget: int,
     min_probability: float,
 ) -> int:
-    """Weigh the rows and grow a tree; see `growth.weigh_rows` and `growth.grow_tree`.
+    """Weigh the rows and grow a tree; see `tree_growth.weigh_rows` and `tree_growth.grow_tree`.
 
     Args:
         scratch: `Found`, `Work` and `Grown`, packed.
@@ -181,5 +181,5 @@ def grow_tree(
 def learn(
     weights: NDArray[Any], scratch: NDArray[Any], tokens: NDArray[np.int32], rate: float
 ) -> int:
-    """Move the weights by what came next; see `mixing.learn`."""
+    """Update the weights by the tokens that followed; see `mixing.learn`."""
     return mixing.learn(weights, unpack(scratch[0], Work), tokens, rate)

@@ -1,10 +1,10 @@
-"""What is known of a node: all candidates for its next token, and the evidence for each.
+"""The evidence at a node: all candidates for its next token, with features of each.
 
 Four kinds of evidence are added up in one pass. The rows that agree with the path give weights.
 The phrase tables, the live table and the chains of the sequence each give counts for the last one
 to three tokens; they are interpolated from the shortest context to the longest, each estimate
-leaning on the one before with a fixed strength (Dirichlet smoothing; MacKay and Peto 1995). As
-that is linear, every count contributes its own coefficient and no estimate is made twice.
+leaning on the one before with a fixed strength (Dirichlet smoothing; MacKay and Peto 1995). As that
+is linear, each count is added once with its coefficient.
 """
 
 from typing import Any, Final
@@ -51,8 +51,7 @@ def gather(
 ) -> int:
     """Add the candidates for a node's next token, with their evidence; return the node count.
 
-    Further in, arrays are passed one by one: whole tuples of them cost more than the work that is
-    done with them.
+    Inner functions take single arrays: passing whole tuples costs more than their work.
 
     Args:
         rows: ROW[max_rows], weighed evidence; those of the node are divided among its children.
@@ -60,7 +59,7 @@ def gather(
         tables: phrase tables; what is beyond the vocabulary is left out.
         live: int64[sets, WAYS], of generations.
         context: of the sequence.
-        escape: weight that stands for whatever no row predicts.
+        escape: weight of tokens that no row predicts.
         work: scratch; children and their evidence are written from `num_nodes` on, and the node's
             traits.
         current: the node.

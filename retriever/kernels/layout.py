@@ -1,9 +1,9 @@
-"""The records that kernels share, the scratch memory of one draft, and how arrays are handed over.
+"""Records shared by kernels, the scratch memory of a draft, and packing of arrays for calls.
 
-To hand over an array, Python takes up to 0.2 microseconds, and a draft works on some fifty. So the
-arrays of named tuples are packed into one record that tells where each lies, and a kernel unpacks
-those that it needs, by a named tuple with their names. Whoever packs must keep the arrays, unmoved,
-as long as the record is in use.
+Passing an array from Python takes up to 0.2 microseconds, and a draft uses about fifty. So the
+arrays of named tuples are packed into one record of their addresses, and a kernel unpacks those
+that it needs by a named tuple. The packing side must keep the arrays alive and in place while the
+record is in use.
 """
 
 from functools import cache
@@ -22,9 +22,9 @@ _Arrays = TypeVar("_Arrays", bound=NamedTuple)
 
 
 def pack(*tuples: NamedTuple) -> NDArray[Any]:
-    """Return one record: of each C-contiguous array its address and shape.
+    """Return one record: the address and shape of each C-contiguous array.
 
-    It has a field of the type of the elements as well, never set, from which `unpack` knows it.
+    It also has an unset field of the elements' type, which tells `unpack` the type.
 
     Args:
         tuples: named tuples of arrays; no two arrays have the same name.
@@ -63,14 +63,14 @@ def _dtype(kinds: tuple[tuple[str, int, np.dtype[Any]], ...]) -> np.dtype[Any]:
 if TYPE_CHECKING:
 
     def unpack(record: Any, kind: type[_Arrays]) -> _Arrays:
-        """Return those of the arrays in a record that a named tuple names."""
+        """Return the arrays of a record that a named tuple names."""
         ...
 
 else:
 
     @intrinsic
     def unpack(_context: Any, record: types.Record, kind: types.NamedTupleClass) -> Any:
-        """Return those of the arrays in a record that a named tuple names."""
+        """Return the arrays of a record that a named tuple names."""
         names = kind.instance_class._fields
         packed = [record.typeof(name) for name in names]
         kinds = [types.Array(of.typeof("element"), *of.typeof("shape").shape, "C") for of in packed]
@@ -89,7 +89,7 @@ else:
 def _array_at(
     context: Any, builder: Any, record: Any, offset: int, packed: types.Record, kind: types.Array
 ) -> Any:
-    """Emit code that makes an array of what is packed at an offset in a record."""
+    """Emit code that builds an array from its packed form at an offset in a record."""
     number = ir.IntType(64)
 
     def load(offset: int) -> Any:
@@ -186,7 +186,7 @@ Evidence: Final = _EvidenceColumns()
 
 
 class _TraitColumns(NamedTuple):
-    """Columns of what is known of a node as a whole: how much evidence of each kind there is."""
+    """Columns of the features of a whole node: the amount of evidence of each kind."""
 
     MATCH: int = 0
     DEPTH: int = 1
@@ -221,9 +221,8 @@ WEIGHTS: Final = np.dtype(
     ]
 )
 """How evidence is mixed: one hidden layer that scores a candidate, one that scores "none of
-these", the escape, and what is added to the latter by the dominant source, the length of its match
-and the depth. Scores are logarithms to the base 2. `retriever.predict.weights` says in what form
-they are kept."""
+these", the escape, and what the dominant source, the length of its match and the depth add to the
+latter. Scores are logarithms to the base 2. `retriever.predict.weights` defines the stored form."""
 
 PRIOR: Final = np.dtype(
     [
@@ -232,7 +231,7 @@ PRIOR: Final = np.dtype(
         ("escape", np.float64),
     ]
 )
-"""What rows are worth beside one another before they are mixed; see `predict.predictor.Prior`."""
+"""Relative weights of rows before mixing; see `predict.predictor.Prior`."""
 
 SEGMENT_LIMITS: Final = np.dtype(
     [

@@ -1,9 +1,9 @@
-"""A live table of successors: what followed the last two and three tokens, and how often.
+"""The live table: counts of successors of the last two and three tokens in the ring.
 
 Sets of eight entries, one set to a cache line. A context's hash chooses its set; an entry packs a
 check of the context (15 bits), a count (15 bits) and the token that followed (32 bits); 0 is free.
 Where a set is full, a newcomer costs its least entry one count and takes its place at zero: the
-rule of Misra and Gries, so counts are never too high, and what is no longer seen fades.
+rule of Misra and Gries, so counts are never too high, and stale entries fade.
 """
 
 from typing import Final
@@ -43,7 +43,7 @@ def hash_context(tail: NDArray[np.int32], order: int) -> int:
 def count_tokens(
     table: NDArray[np.int64], tokens: NDArray[np.int32], begin: int, end: int, step: int
 ) -> None:
-    """Count the successors of a stretch of tokens, or take back what was counted.
+    """Count the successors of a range of tokens, or uncount them.
 
     Args:
         table: int64[sets, WAYS], sets a power of two; updated.

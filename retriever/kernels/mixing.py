@@ -1,11 +1,11 @@
-"""How evidence is mixed: candidates are scored by a small network, and the network learns.
+"""The mixer: a small network scores candidates from their evidence, and learns online.
 
 A candidate's score is a hidden layer over the logarithms of its evidence and of how much evidence
 its node has; "none of these" has a score as well, from the latter alone. A softmax (to the base 2)
 makes probabilities of them. That is the log-linear mixing of context-mixing compressors (Mahoney
-2005) with one hidden layer, which sees how kinds of evidence bear on one another. Each outcome
-moves the weights by one step down the gradient of its surprise, so that the probabilities come to
-mean what they say for the text at hand.
+2005) with one hidden layer, which models interactions between kinds of evidence. Each outcome moves
+the weights one step down the gradient of its surprise, which calibrates the probabilities to the
+current text.
 """
 
 from typing import Any, Final
@@ -23,7 +23,7 @@ from retriever.kernels.layout import (
     Work,
 )
 
-_LEAST_GRADIENT: Final = np.float32(0.002)  # that a candidate's score is moved for
+_LEAST_GRADIENT: Final = np.float32(0.002)  # smaller ones are skipped: saves time
 
 # Of evidence by its kind: what is added to it, and how its logarithm is moved and scaled.
 _LEAST: Final = np.array([1e-6, 1e-6, 1e-6, 1e-3, 0, 1e-6, 1, 1], np.float32)
@@ -48,7 +48,7 @@ def to_features(evidence: NDArray[np.float32], first: int, end: int) -> None:
 
 @kernel()
 def to_traits(traits: NDArray[np.float32]) -> None:
-    """Replace what is known of a node by logarithms of it, scaled likewise."""
+    """Replace the features of a node by their logarithms, scaled the same way."""
     for index in (Traits.MATCH, Traits.DEPTH):
         traits[index] = fast_log2(traits[index] + np.float32(1)) * np.float32(0.5)
     traits[Traits.ROWS] = (fast_log2(traits[Traits.ROWS]) + np.float32(3)) * np.float32(0.3)
@@ -115,7 +115,7 @@ def depth_bucket(traits: NDArray[np.float32]) -> int:
 
 @kernel(fastmath={"contract", "reassoc", "nsz"})
 def to_shares(shares: NDArray[np.float32], escape: float) -> None:
-    """Replace scores by probabilities, which leave room for "none of these"."""
+    """Replace scores by probabilities; the rest to one is "none of these"."""
     highest = np.float32(escape)
     for index in range(shares.shape[0]):
         highest = max(highest, shares[index])
@@ -148,9 +148,9 @@ def mix(weights: Any, work: Work, current: int) -> None:
 
 @kernel()
 def learn(weights: NDArray[Any], work: Work, tokens: NDArray[np.int32], rate: float) -> int:
-    """Move the weights by what came next; return for how many nodes.
+    """Update the weights by the tokens that followed; return the number of updated nodes.
 
-    Follows the tokens down the tree of the last draft, as far as it was considered.
+    Follows the tokens down the last draft's tree, through considered nodes.
 
     Args:
         weights: WEIGHTS[1], updated.

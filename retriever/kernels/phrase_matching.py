@@ -1,9 +1,9 @@
-"""Listed phrases: which of them go on from the end of the context, and how.
+"""Listed phrases that continue the end of the context.
 
 The phrases stand one after the other in `tokens`, in lexicographic order, so that those with a
 common beginning are neighbours. A *beginning* is a proper prefix of a phrase, of at least one
-token. It has a number, and of every beginning are known: the phrases that go on from it, its
-length, and the longest shorter beginning that it ends with (`shorter`, `NO_BEGINNING` for none).
+token. Beginnings are numbered. For each one, arrays hold the phrases that continue it, its length,
+and the longest shorter beginning that is its suffix (`shorter`, `NO_BEGINNING` for none).
 """
 
 from typing import Final
@@ -31,11 +31,11 @@ def collect_phrases(
     found: Found,
     row: int,
 ) -> int:
-    """Write how the phrases go on whose beginnings end the context, longest beginnings first.
+    """Write continuations of phrases whose beginnings end the context, longest beginnings first.
 
     Every phrase is written once, for its longest beginning. A beginning counts as one occurrence
-    however many phrases share it: they divide the count. Where more go on than there is room for,
-    an even sample of them is read.
+    however many phrases share it: they divide the count. Where there are more than fit, an even
+    sample is taken.
 
     Args:
         phrases: what is listed.
@@ -91,7 +91,7 @@ def _is_known(
     beginning: int,
     phrase: int,
 ) -> bool:
-    """Tell whether a phrase goes on from one of the beginnings before this one."""
+    """Return whether a phrase continues an earlier, longer beginning."""
     while longest != beginning:
         if first_phrases[longest] <= phrase <= last_phrases[longest]:
             return True

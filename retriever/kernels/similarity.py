@@ -1,4 +1,4 @@
-"""How much the text before an occurrence has to do with what was written last."""
+"""Similarity of the text before an occurrence to the recent context."""
 
 from typing import Any, Final
 
@@ -43,7 +43,7 @@ def similarity_of(
     separator: int,
     recent: NDArray[np.float32],
 ) -> float:
-    """Return how much the text before an occurrence has to do with the recent context.
+    """Return the similarity of the text before an occurrence to the recent context.
 
     Adds up the rarity of those of the last 16 tokens before it that the context has as well.
 

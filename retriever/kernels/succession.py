@@ -1,4 +1,4 @@
-"""What followed the last one to three tokens: in the corpus, in the sequence, in generations.
+"""Successors of the last one to three tokens: in the corpus, the sequence and generations.
 
 Each function adds the successors of one context to a node's candidates, and returns what share of
 the estimate is left for the next shorter context.
@@ -33,7 +33,7 @@ _CORPUS_STRENGTH: Final = (20.0, 4.0, 2.0)  # what the shorter context counts, b
 _LIVE_STRENGTH: Final = (3.0, 1.5)  # orders 2 and 3
 _CONTEXT_STRENGTH: Final = (4.0, 1.0)  # orders 1 and 2
 _CONTEXT_ROWS: Final = (3, 2)  # where chains of orders 1 and 2 stand in a context's store
-_PROBES: Final = 4
+_PROBES: Final = 4  # for each wanted successor: bounds the time spent on hash collisions
 _BLOCK: Final = 64  # successors that are compared at once
 
 _CONTEXT: Final = int(Source.CONTEXT)
@@ -65,7 +65,7 @@ def set_states(
 def call_from_memory(
     tables: Tables, live: NDArray[np.int64], tail: NDArray[np.int32], node: Any
 ) -> None:
-    """Ask memory for what the functions below will read first, if the node is considered."""
+    """Prefetch what the functions below read first, if the node is considered."""
     tail[0], tail[1], tail[2] = node.earlier, node.before, node.token
     for order in (2, 3):
         prefetch(live, (hash_context(tail, order) & (live.shape[0] - 1)) * WAYS)
@@ -173,7 +173,7 @@ def add_followers(
     num_nodes: int,
     traits: NDArray[np.float32],
 ) -> tuple[int, np.float32]:
-    """Add what followed the last one or two tokens in the sequence itself.
+    """Add successors of the last one or two tokens in the sequence itself.
 
     Returns the node count and the coefficient of the next shorter context.
     """
@@ -233,7 +233,7 @@ def add_live(
     num_nodes: int,
     traits: NDArray[np.float32],
 ) -> tuple[int, np.float32]:
-    """Add what followed the last `order` tokens in generations."""
+    """Add successors of the last `order` tokens in generations."""
     trait = Traits.LIVE_3 if order == 3 else Traits.LIVE_2  # noqa: PLR2004
     traits[trait] = 0.0
     if tail[3 - order] < 0:

@@ -1,4 +1,4 @@
-"""Suffix arrays: where the longest ends of the context occur in a segment, and how often.
+"""Suffix arrays: occurrences of the longest ends of the context in a segment.
 
 Arrays of a segment, as the indexer writes them: `tokens` unsigned[n] with the dtype's maximum after
 each document, `suffixes` unsigned[m] positions in the order of what stands there, and `starts`
@@ -24,7 +24,7 @@ def collect_suffixes(
     found: Found,
     row: int,
 ) -> tuple[int, int]:
-    """Write what followed the longest ends of the query, sampled evenly over their occurrences.
+    """Write continuations of the longest ends of the query, sampled evenly over occurrences.
 
     Occurrences stand in the order of their continuations, so that an even sample keeps the shares.
 
@@ -80,7 +80,7 @@ def _occurs(
     query: NDArray[np.int32],
     length: int,
 ) -> bool:
-    """Tell whether the last tokens of the query occur; fewer than `length` always do."""
+    """Return whether the last tokens of the query occur; fewer than `length` always do."""
     if query.shape[0] < length:
         return True
     begin, end = find_interval(tokens, suffixes, starts, query[query.shape[0] - length :])
@@ -97,7 +97,7 @@ def find_interval(
     begin = _bisect(tokens, suffixes, pattern, low, end, 0)
     if begin >= end or _compare(tokens, np.int64(suffixes[begin]), pattern) != 0:
         return begin, begin
-    width = 1  # occurrences are few beside the bucket: gallop from the first one
+    width = 1  # few occurrences in a large bucket: gallop from the first one
     while begin + width < end:
         if _compare(tokens, np.int64(suffixes[begin + width]), pattern) != 0:
             break

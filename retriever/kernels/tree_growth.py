@@ -1,10 +1,9 @@
-"""Weighing the evidence, and growing the most probable tree from it, best candidate first.
+"""Weighs the evidence, and grows the most probable tree from it best-first.
 
-The frontier of a tree: candidates that may yet be taken, the most probable first. They stand on a
-heap as keys that are ordered as they are: the bits of the probability, and below them the
-candidate's number, so that of equals the one that was considered first is taken. Beside it stands
-how many there are of each rank, a sixteenth of an octave of probability: below the rank at which
-there are as many candidates as are still wanted, nothing will be taken.
+The frontier of a tree is a heap of candidates, the most probable first. A key is the bits of the
+probability, then the candidate's number, so that of equals the earlier one is taken. The candidates
+of each rank (a sixteenth of an octave of probability) are counted: candidates below the rank at
+which the count reaches the remaining budget can never be taken.
 """
 
 from typing import Any, Final
@@ -145,9 +144,9 @@ def grow_tree(
         live: int64[sets, WAYS], of generations.
         tables: phrase tables.
         weights: WEIGHTS[1].
-        escape: weight that stands for whatever no row predicts.
-        work: scratch; when its nodes are used up no further candidates are considered. Holds
-            what there is to learn from until the next call.
+        escape: weight of tokens that no row predicts.
+        work: scratch; when its nodes are used up no further candidates are considered. Holds the
+            data to learn from until the next call.
         grown: the tree; written.
         budget: most nodes to take; there is room for them.
         min_probability: candidates below it are not considered.
@@ -204,10 +203,10 @@ def _offer_children(
     lowest: int,
     min_probability: float,
 ) -> int:
-    """Put those candidates of a node on the heap that may yet be taken; return how many.
+    """Push those candidates of a node that can still be taken; return how many.
 
-    Those of ranks after `lowest` are not: there are others enough. What will be read of those whose
-    children may be taken as well is called from memory.
+    Ranks after `lowest` are skipped: enough others are more probable. Memory of candidates whose
+    children can be taken too is prefetched.
     """
     nodes, shares, heap, ranks = work.nodes, work.shares, work.heap, work.ranks
     parent, num_offered = nodes[current], 0

@@ -1,1 +1,1 @@
-"""The log that keeps recent outputs on disk."""
+"""The log of generations on disk, and the pools of tenants that it fills."""

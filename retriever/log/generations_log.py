@@ -1,9 +1,9 @@
-"""The log of generations: recent outputs of every tenant on disk, so that they outlive the process.
+"""The log of generations: outputs of every tenant on disk, which survive the process.
 
-An output whose `commit` has returned survives the death of the process at any instant. With the
-durability "disk" it survives the machine's too: every commit waits for the disk. With "process",
-the default, the disk is waited for once in a second, beside the drafting, so that a power failure
-may cost the last outputs, or damage the log; then what can be read of it is kept.
+An output whose `commit` has returned survives a kill of the process. With the durability "disk" it
+also survives a power failure: every commit syncs. With "process", the default, a thread syncs once
+a second, so that a power failure can lose the last outputs or damage the log; its readable records
+are then salvaged.
 """
 
 import atexit
@@ -24,26 +24,25 @@ from retriever.predict.generations import steady_time
 from retriever.predict.pool import Entry
 
 _LOGGER: Final = logging.getLogger(__name__)
-_SYNC_EVERY_S: Final = 1.0
+_SYNC_EVERY_S: Final = 1.0  # outputs lost by a power failure, against disk writes
 _SYNCS_PER_SWEEP: Final = 60
-_REWRITE_EVERY_S: Final = 3600.0
+_REWRITE_EVERY_S: Final = 3600.0  # removed bytes stay this long at most; a rewrite copies the file
 
 
 class GenerationsLog:
-    """Outputs and statistics of every tenant, on disk. Safe to call from any thread.
+    """Outputs and statistics of every tenant, on disk. Thread-safe.
 
-    Where the disk refuses, nothing is raised once the log is open: outputs are not kept, which is
-    counted in `failures`, and the first reason is logged as a warning. A process that was forked
-    from the one that opened the log cannot use it, which counts as a refusal.
+    Once the log is open, disk errors are not raised: lost outputs are counted in `failures`, and
+    the first reason is logged as a warning. Use in a forked process counts as such an error.
 
     Args:
-        directory: made if it is not there; one drafter at a time may use it.
-        fingerprint: of the tokenizer whose tokens will come; empty if it is not known.
-        options: how the log is kept.
+        directory: created if missing; for one drafter at a time.
+        fingerprint: of the sequences' tokenizer; empty if unknown.
+        options: of the log.
         clock: seconds since 1970.
 
     Attributes:
-        fingerprint: of the tokenizer whose tokens the log holds; empty while it is not known.
+        fingerprint: of the tokenizer whose tokens the log holds; empty while unknown.
         failures: outputs that could not be written.
 
     Raises:
@@ -80,7 +79,7 @@ class GenerationsLog:
         atexit.register(self.close)
 
     def load(self, tenant: str) -> Remembered:
-        """Return what is kept of a tenant; nothing if it cannot be read."""
+        """Return a tenant's records; empty if they cannot be read."""
         self.commit()
         found = Remembered()
 
@@ -98,15 +97,15 @@ class GenerationsLog:
         return found
 
     def append(self, entry: Entry) -> None:
-        """Take an output, to be written by the next `commit`. Takes a microsecond."""
+        """Queue an output for the next `commit`. Takes a microsecond."""
         self._pending.append(entry)
 
     def append_all(self, entries: Sequence[Entry]) -> None:
-        """Take outputs that one transaction will hold."""
-        self._pending.extend(entries)  # in one step, as the interpreter sees it
+        """Queue outputs for one transaction."""
+        self._pending.extend(entries)  # atomic under the GIL
 
     def commit(self) -> None:
-        """Write what was appended, by whatever thread, in order; it is kept once this returns."""
+        """Write all queued outputs of all threads, in order; durable once this returns."""
         with self._lock:
             entries = [self._pending.popleft() for _ in range(len(self._pending))]
             if entries:
@@ -115,19 +114,19 @@ class GenerationsLog:
                 )
 
     def put_statistics(self, tenant: str, statistics: bytes) -> None:
-        """Keep opaque bytes for a tenant in the place of those put before."""
+        """Store opaque bytes of a tenant, replacing the previous ones."""
         self._attempt(lambda: self._store.put({statistics_key(tenant): statistics}))
 
     def statistics(self, tenant: str) -> bytes | None:
-        """Return the bytes put last for a tenant, with an output or alone."""
+        """Return a tenant's last stored bytes, put with an output or alone."""
         return self.load(tenant).statistics
 
     def put_note(self, note: bytes) -> None:
-        """Keep opaque bytes in the place of those put before, with an output or alone."""
+        """Store an opaque note, replacing the previous one."""
         self._attempt(lambda: self._store.put({NOTE_KEY: note}))
 
     def note(self) -> bytes | None:
-        """Return the bytes put last; None if there are none, or they cannot be read."""
+        """Return the last note; None if there is none, or it cannot be read."""
         found: bytes | None = None
 
         def read() -> None:
@@ -138,16 +137,16 @@ class GenerationsLog:
         return found
 
     def delete(self, tenant: str) -> None:
-        """Remove all that is kept of a tenant, and write the file anew without it.
+        """Remove all records of a tenant, and rewrite the file without them.
 
         Raises:
-            StateError: the disk refuses; then all of it is still there, or its records are gone
-                and its bytes are still in the file.
+            StateError: the disk refuses: either all records remain, or they are removed but their
+            bytes remain in the file.
         """
         self._delete(tenant, lambda: self._store.delete(tenant))
 
     def delete_origin(self, tenant: str, origin: bytes) -> None:
-        """Remove a tenant's outputs of an origin, and write the file anew without them.
+        """Remove a tenant's outputs of an origin, and rewrite the file without them.
 
         Raises:
             StateError: as for `delete`.
@@ -159,7 +158,7 @@ class GenerationsLog:
         with self._lock, self._sync_lock:
             try:
                 self._check_usable()
-                if action() != 0:  # the file need not be written anew where nothing was removed
+                if action() != 0:  # no rewrite where nothing was removed
                     self._rewrite()
             except REFUSALS as error:
                 raise StateError(
@@ -168,7 +167,7 @@ class GenerationsLog:
                 ) from error
 
     def _rewrite(self) -> None:
-        """Replace the file by a copy without free pages, for these hold what was removed."""
+        """Replace the file by a copy without free pages, which hold removed bytes."""
         copy = self._files.new_copy()
         try:
             self._store.copy(copy)
@@ -181,18 +180,18 @@ class GenerationsLog:
             copy.unlink(missing_ok=True)
 
     def evict(self, tenant: str) -> None:
-        """Keep nothing of a tenant in memory until it is loaded again."""
+        """Evict a tenant from memory until it is loaded again."""
         with self._lock:
             self._store.evict(tenant)
 
     def name_vocabulary(self, fingerprint: str) -> None:
-        """State of which tokenizer the tokens are, where that was not known."""
+        """Store the tokenizer's fingerprint, if unknown so far."""
         self.fingerprint = fingerprint
         content = {FINGERPRINT_KEY: fingerprint.encode()}
         self._attempt(lambda: self._store.put(content))
 
     def sync(self) -> None:
-        """Wait until what was committed is on disk."""
+        """Wait until all commits are on disk."""
         with self._sync_lock:
             if not self._unsynced:
                 return
@@ -203,7 +202,7 @@ class GenerationsLog:
                 self._refuse(error, 0)
 
     def remove_expired(self) -> None:
-        """Remove what is too old, of all tenants; once in an hour from free pages, too."""
+        """Remove expired outputs of all tenants; rewrite the file once an hour."""
 
         def remove() -> None:
             self._num_freed += self._store.remove_expired(self._clock())
@@ -215,7 +214,7 @@ class GenerationsLog:
                 self._attempt_locked(self._rewrite)
 
     def close(self) -> None:
-        """Write and sync what is left, and let others open the directory; once is enough."""
+        """Write and sync queued outputs, and unlock the directory. Idempotent."""
         if os.getpid() != self._process or self._keeper.is_stopped:
             return
         atexit.unregister(self.close)
@@ -234,7 +233,7 @@ class GenerationsLog:
             self._attempt_locked(action, num_outputs)
 
     def _attempt_locked(self, action: Callable[[], None], num_outputs: int = 0) -> None:
-        """Do something that the disk may refuse; count the outputs that are lost by it."""
+        """Run an action of the disk; on an error count the lost outputs."""
         try:
             self._check_usable()
             self._unsynced = True
@@ -258,7 +257,7 @@ class GenerationsLog:
 
 
 class _Keeper:
-    """A thread that syncs the log once in a second, and removes what is too old."""
+    """A thread that syncs the log once a second, and removes expired outputs."""
 
     def __init__(self, log: GenerationsLog) -> None:
         self._log = log

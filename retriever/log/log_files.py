@@ -1,4 +1,4 @@
-"""The files of a log of generations: who may open them, and whether they are whole and ours."""
+"""The files of a log of generations: locking, integrity checks and repair."""
 
 import errno
 import fcntl
@@ -26,10 +26,10 @@ from retriever.log.salvage import Verdict
 
 _LOGGER: Final = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 1 << 20
-_SALVAGE_S: Final = 60.0
-_SALVAGE_BYTES_PER_S: Final = 5e6
+_SALVAGE_S: Final = 60.0  # a salvage that hangs on damage is killed after this and the rate below
+_SALVAGE_BYTES_PER_S: Final = 5e6  # a slow disk; faster ones never reach the limit
 
-# A lock of a process is not seen by that process itself.
+# A process does not see its own file locks, so they are listed here.
 _LOCKED: Final[set[tuple[int, ...]]] = set()
 _LOCKED_GUARD: Final = threading.Lock()
 
@@ -39,14 +39,14 @@ class LogFiles:
 
     Attributes:
         data: the LMDB file.
-        writable: whether it may be written.
+        writable: whether it can be written.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Lock the directory for this process; make it if it is not there.
+        """Lock the directory for this process; create it if missing.
 
         Raises:
-            StateError: another drafter uses it, or it cannot be made.
+            StateError: another drafter uses it, or it cannot be created.
         """
         self.data = directory / "generations.mdb"
         self._seal = directory / "generations.seal"
@@ -58,9 +58,9 @@ class LogFiles:
             _LOCKED.add(self._key)
 
     def make_whole(self) -> None:
-        """Check the data where the last process did not seal it, and mend what is damaged.
+        """Check the data if the last process did not seal it, and repair damage.
 
-        What can be read of damaged data is kept; the damaged file stays under another name.
+        Readable records of a damaged file are kept; the file itself is renamed.
 
         Raises:
             StateError: the disk refuses.
@@ -73,7 +73,7 @@ class LogFiles:
                 self._seal.unlink(missing_ok=True)
 
     def set_aside(self) -> Path:
-        """Give the data another name, and return it.
+        """Rename the data file, and return the new name.
 
         Raises:
             StateError: the disk refuses.
@@ -84,16 +84,16 @@ class LogFiles:
         return aside
 
     def replace(self, copy: Path) -> None:
-        """Put a synced copy in the place of the data; raises OSError where the disk refuses."""
+        """Replace the data by a synced copy; raises OSError where the disk refuses."""
         copy.replace(self.data)
         self.sync_names()
 
     def new_copy(self) -> Path:
-        """Return a name for a copy of the data, which nobody else uses."""
+        """Return an unused name for a copy of the data."""
         return self._salvaged.with_name(f"{self._salvaged.name}-{secrets.token_hex(4)}")
 
     def sync_names(self) -> None:
-        """Wait until the names of the files are on disk; raises OSError where it refuses."""
+        """Sync the directory; raises OSError where the disk refuses."""
         descriptor = os.open(self.data.parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -101,14 +101,14 @@ class LogFiles:
             os.close(descriptor)
 
     def seal(self) -> None:
-        """State the checksum of the data, which nobody writes any more, so that it is trusted."""
+        """Store the checksum of the data after the last write: the next start trusts it."""
         with suppress(OSError):
             temporary = self._seal.with_suffix(".new")
             temporary.write_text(json.dumps(_checksum(self.data)))
             temporary.replace(self._seal)
 
     def release(self) -> None:
-        """Let others open the files."""
+        """Unlock the files."""
         with _LOCKED_GUARD:
             _LOCKED.remove(self._key)
             os.close(self._lock)
@@ -120,15 +120,15 @@ class LogFiles:
             return False
 
     def _finish_mending(self) -> None:
-        """Go on where an earlier process was killed while it mended."""
+        """Continue a repair during which an earlier process was killed."""
         if self._salvaged.exists() and not self.data.exists():
             self._salvaged.replace(self.data)
         for path in self.data.parent.glob(f"{self._salvaged.name}*"):
             path.unlink()
 
     def _mend(self) -> None:
-        """Put a copy of all that can be read of the data in its place."""
-        # Should this process be killed, its salvage goes on for a while: nobody else uses its file.
+        """Replace the data by a copy of all readable records."""
+        # If this process is killed its salvage runs on for a while; its file name is unique.
         copy = self.new_copy()
         verdict = _salvage(self.data, copy)
         if verdict is Verdict.WHOLE:
@@ -148,10 +148,10 @@ class LogFiles:
 
 
 def _lock(path: Path) -> tuple[int, bool]:
-    """Lock a file; return its descriptor, and whether its directory can be written.
+    """Lock a file; return its descriptor, and whether its directory is writable.
 
-    The lock belongs to the process and not to the descriptor, which children would inherit. It is
-    lost once the process closes any descriptor of the file, so none may be opened twice.
+    The lock belongs to the process, not to the descriptor, which children would inherit. Closing
+    any descriptor of the file releases it, so the file is never opened twice.
     """
     if path.exists() and _identity(path.stat()) in _LOCKED:
         raise _in_use(path.parent)
@@ -187,11 +187,11 @@ def _in_use(directory: Path) -> StateError:
 
 
 def _salvage(data: Path, target: Path) -> Verdict | None:
-    """Copy what can be read of the data, in a process that may crash; None if there is none."""
+    """Copy readable records in a subprocess, which may crash; None if there are none."""
     command = [sys.executable, "-P", log_salvage.__file__, str(data), str(target)]
     timeout_s = _SALVAGE_S + data.stat().st_size / _SALVAGE_BYTES_PER_S
     try:
-        done = subprocess.run(  # noqa: S603  (a program of ours, on files of ours)
+        done = subprocess.run(  # noqa: S603  (our own program and files)
             command,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,
@@ -227,7 +227,7 @@ def _refusals(directory: Path) -> Iterator[None]:
 
 
 REFUSALS: Final = (lmdb.Error, OSError)
-"""What the disk and LMDB raise."""
+"""Errors of the disk and LMDB."""
 
 
 _DAMAGE: Final = (
@@ -239,15 +239,15 @@ _DAMAGE: Final = (
 
 
 def open_store(files: LogFiles, fingerprint: str, options: LogOptions) -> tuple[LogStore, str]:
-    """Open the store in locked files; a damaged one is set aside and a new one begun.
+    """Open the store in locked files; a damaged one is renamed and a new one created.
 
     Args:
-        files: where it is.
+        files: of the store.
         fingerprint: of the tokenizer whose tokens will come; empty if it is not known.
         options: how the log is kept.
 
     Returns:
-        The store, and the fingerprint of the tokenizer that it is for; empty if it is not known.
+        The store, and the fingerprint of its tokenizer; empty if unknown.
 
     Raises:
         StateError: the disk refuses, or a newer version wrote it.

@@ -1,13 +1,12 @@
-"""What a log of generations holds, in an LMDB environment: outputs and statistics by tenant.
+"""The records of a log of generations in LMDB: outputs and statistics by tenant.
 
-Records of the log of generations: keys, values and their checksums. Every value begins with the
-CRC-32 (u32, little-endian) of its key and of the rest of the value.
+Every value begins with the CRC-32 (u32, little-endian) of its key and of the rest of the value.
 
 | key | rest of the value |
 |---|---|
 | `format` | format version, u8 |
-| `fingerprint` | fingerprint of the tokenizer, UTF-8; empty while it is not known |
-| `note` | how far other drafters' outputs were learned, opaque |
+| `fingerprint` | fingerprint of the tokenizer, UTF-8; empty while unknown |
+| `note` | position in the streams of replication, opaque |
 | `o`, length of the tenant's name (u16, big-endian), name, number (u64, big-endian) | an output |
 | `s`, length of the tenant's name (u16, big-endian), name | statistics, opaque |
 
@@ -39,7 +38,7 @@ FINGERPRINT_KEY: Final = b"fingerprint"
 NOTE_KEY: Final = b"note"
 
 OUTPUTS: Final = b"o"
-"""What the keys of all outputs begin with."""
+"""Prefix of the keys of all outputs."""
 
 _STATISTICS: Final = b"s"
 _CHECKSUM: Final = struct.Struct("<I")
@@ -53,7 +52,7 @@ _MAX_U16: Final = 0xFFFF
 
 
 def output_prefix(tenant: str) -> bytes:
-    """Return what the keys of a tenant's outputs begin with, and no other tenant's."""
+    """Return the prefix of the keys of a tenant's outputs; unique to it."""
     return OUTPUTS + _named(tenant)
 
 
@@ -84,7 +83,7 @@ def seal(key: bytes, content: bytes) -> bytes:
 
 
 def unseal(key: bytes, value: bytes) -> bytes | None:
-    """Return what was sealed, or None where key or value are not as they were written."""
+    """Return the content of a sealed value, or None where key or value are damaged."""
     content = value[_CHECKSUM.size :]
     if len(value) < _CHECKSUM.size:
         return None
@@ -100,7 +99,7 @@ def encode_output(output: Output) -> bytes:
 
 
 def decode_output(content: bytes) -> Output | None:
-    """Return an output from its content; None where this version writes no such thing."""
+    """Return an output from its content; None where the form is unknown."""
     head = _head(content)
     if head is None:
         return None
@@ -141,20 +140,20 @@ def _named(tenant: str) -> bytes:
     return _NAME_LENGTH.pack(len(name)) + name
 
 
-_INITIAL_MAP_BYTES: Final = 1 << 24
+_INITIAL_MAP_BYTES: Final = 1 << 24  # 16 MiB of address space; the map doubles when full
 _MAX_EXTENTS: Final = 1 << 12
-_MODE: Final = 0o600  # what users were told is nobody else's
+_MODE: Final = 0o600  # prompts and outputs are private
 _AFTER_NUMBERS: Final = b"\xff" * 9
 
 
 @dataclass(slots=True)
 class Remembered:
-    """What the log holds of a tenant.
+    """A tenant's records in the log.
 
     Attributes:
         outputs: oldest first.
-        statistics: as they were put last.
-        num_damaged: records that are not as they were written.
+        statistics: the last ones stored.
+        num_damaged: damaged records, which are skipped.
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -175,15 +174,15 @@ class LogStore:
 
     Args:
         path: the LMDB file.
-        options: how the log is kept.
-        writable: whether to make it and write to it.
+        options: of the log.
+        writable: whether to create it and write to it.
     """
 
     def __init__(self, path: Path, options: LogOptions, *, writable: bool = True) -> None:
         self._options = options
         self._capacity = ring_capacity(options.capacity)
         self._extents: dict[str, _Extent] = {}
-        # Whoever opens it holds the directory's lock, so LMDB needs none of its own.
+        # The opener holds the directory's lock, so LMDB's own is off.
         self._environment = lmdb.open(
             str(path),
             subdir=False,
@@ -196,7 +195,7 @@ class LogStore:
         )
 
     def record(self, key: bytes) -> bytes | None:
-        """Return what was put under a key; None where nothing was, or it is damaged."""
+        """Return the record of a key; None if it is missing or damaged."""
         with self._environment.begin() as transaction:
             return _content(transaction, key)
 
@@ -211,7 +210,7 @@ class LogStore:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no record at all."""
+        """Whether there are no records."""
         return int(self._environment.stat()["entries"]) == 0
 
     def has_outputs(self) -> bool:
@@ -220,7 +219,7 @@ class LogStore:
             return next(_keys(cursor, OUTPUTS), None) is not None
 
     def read(self, tenant: str, now_s: float) -> Remembered:
-        """Return what there is of a tenant."""
+        """Return a tenant's records."""
         found = Remembered()
         prefix = output_prefix(tenant)
         with self._environment.begin() as transaction, transaction.cursor() as cursor:
@@ -236,7 +235,7 @@ class LogStore:
         return found
 
     def append(self, entries: Sequence[Entry], now_s: float) -> None:
-        """Write outputs and what goes with them, and remove what is over, in one transaction."""
+        """Write entries, and remove outputs beyond the capacity, in one transaction."""
         extents: dict[str, _Extent] = {}
 
         def append_all(transaction: Any) -> None:
@@ -246,12 +245,12 @@ class LogStore:
                 extents[entry.tenant] = self._append(transaction, entry, known, now_s)
 
         self._write(append_all)
-        if len(self._extents) > _MAX_EXTENTS:  # of tenants that were evicted while sessions last
+        if len(self._extents) > _MAX_EXTENTS:  # of tenants evicted while their sessions are open
             self._extents.clear()
         self._extents.update(extents)
 
     def delete(self, tenant: str) -> None:
-        """Remove all that there is of a tenant."""
+        """Remove all records of a tenant."""
 
         def delete_all(transaction: Any) -> None:
             with transaction.cursor() as cursor:
@@ -259,12 +258,12 @@ class LogStore:
                     pass
             transaction.delete(statistics_key(tenant))
 
-        # To remove something takes some pages too, even where no more may be added.
+        # Removal needs some free pages too, even at the size limit.
         self._write(delete_all, 2 * self._options.max_bytes)
         self.evict(tenant)
 
     def delete_origin(self, tenant: str, origin: bytes) -> int:
-        """Remove the outputs of an origin; return how many these were."""
+        """Remove the outputs of an origin; return their number."""
         num_removed = 0
 
         def delete_all(transaction: Any) -> None:
@@ -283,11 +282,11 @@ class LogStore:
         return num_removed
 
     def evict(self, tenant: str) -> None:
-        """Keep nothing of a tenant in memory."""
+        """Drop a tenant's entries in memory."""
         self._extents.pop(tenant, None)
 
     def remove_expired(self, now_s: float) -> int:
-        """Remove the outputs of all tenants that are too old; return how many these were."""
+        """Remove expired outputs of all tenants; return their number."""
         if self._options.max_age_s == math.inf:
             return 0
 
@@ -305,14 +304,14 @@ class LogStore:
         return before - int(self._environment.stat()["entries"])
 
     def copy(self, path: Path) -> None:
-        """Write all records, and nothing that was removed, to a new file and sync it."""
+        """Write all records, without removed bytes, to a new file and sync it."""
         self._environment.copy(str(path), compact=True)
         with path.open("rb+") as file:
             os.fchmod(file.fileno(), _MODE)
             os.fsync(file.fileno())
 
     def sync(self) -> None:
-        """Wait until all that was written is on disk."""
+        """Wait until all writes are on disk."""
         self._environment.sync(True)
 
     def close(self) -> None:
@@ -338,13 +337,13 @@ class LogStore:
         return _Extent(held, extent.next_number + 1)
 
     def _aging(self, output: Output, now_s: float) -> Output:
-        """Return an output that ages from now on, should a clock that was ahead have dated it."""
+        """Return an output dated now at the latest: its clock may have been ahead."""
         if output.time_s <= now_s or self._options.max_age_s == math.inf:
             return output
         return replace(output, time_s=now_s)
 
     def _trim(self, cursor: Any, prefix: bytes, num_tokens: int, now_s: float) -> int:
-        """Remove the oldest outputs that no ring holds any more; return what tokens are left."""
+        """Remove the oldest outputs beyond a ring's capacity; return the remaining tokens."""
         found = cursor.set_range(prefix)
         while found and cursor.key().startswith(prefix):
             time_s, length = measure_output(cursor.value())
@@ -352,7 +351,7 @@ class LogStore:
                 _date_back(cursor, prefix, now_s)
                 cursor.set_range(prefix)
                 time_s, length = measure_output(cursor.value())
-                time_s = time_s if time_s <= now_s else -math.inf  # damaged: nobody can read it
+                time_s = time_s if time_s <= now_s else -math.inf  # damaged: unreadable
             expired = now_s - time_s > self._options.max_age_s
             if not expired and num_tokens - length - 1 < self._capacity:
                 break
@@ -362,7 +361,7 @@ class LogStore:
         return num_tokens
 
     def _write(self, action: Callable[[Any], None], max_bytes: int | None = None) -> None:
-        """Do something in one transaction, in a larger map where this one is full."""
+        """Run an action in one transaction; grow the map where it is full."""
         max_bytes = max_bytes or self._options.max_bytes
         while True:
             try:
@@ -378,7 +377,7 @@ class LogStore:
 
 
 def _keys(cursor: Any, prefix: bytes, *, delete: bool = False) -> Iterator[bytes]:
-    """Move through the keys that begin with a prefix, and remove them if wanted."""
+    """Iterate over the keys with a prefix, optionally removing them."""
     found = cursor.set_range(prefix)
     while found and cursor.key().startswith(prefix):
         yield cursor.key()
@@ -386,7 +385,7 @@ def _keys(cursor: Any, prefix: bytes, *, delete: bool = False) -> Iterator[bytes
 
 
 def _date_back(cursor: Any, prefix: bytes, now_s: float) -> None:
-    """Date the outputs of a tenant now that are of the future: they age from now on."""
+    """Set the time of a tenant's outputs dated in the future to now."""
     for key in _keys(cursor, prefix):
         content = unseal(key, cursor.value())
         output = None if content is None else decode_output(content)

@@ -1,4 +1,4 @@
-"""How a log of generations is kept."""
+"""Options of the log of generations."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -6,7 +6,7 @@ from typing import Final, Literal
 from retriever.limits import Limits
 
 Durability = Literal["process", "disk"]
-"""What an acknowledged output survives: the end of the process, or that of the machine too."""
+"""What an acknowledged output survives: a kill of the process, or also a power failure."""
 
 DEFAULT_DURABILITY: Final[Durability] = "process"
 
@@ -15,14 +15,14 @@ _LIMITS: Final = Limits()
 
 @dataclass(frozen=True, slots=True)
 class LogOptions:
-    """How a log is kept.
+    """Options of a log.
 
     Attributes:
         capacity: tokens to keep of each tenant, as `Generations` counts them.
         max_age_s: outputs older than this are removed, in seconds.
         durability: what an acknowledged output survives.
-        max_bytes: what the file may grow to. With the default capacity 4,096 tenants' full rings,
-            at 4 bytes a token.
+        max_bytes: largest size of the file. The default holds 4,096 tenants' full rings at 4 bytes
+            a token.
     """
 
     capacity: int = _LIMITS.generations_tokens

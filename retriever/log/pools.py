@@ -1,4 +1,4 @@
-"""Pools: what each tenant has of its own, so that no tenant ever drafts from another's outputs."""
+"""The pools of all tenants; each tenant drafts from its own generations alone."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +23,17 @@ from retriever.predict.weights import from_bytes, to_bytes
 
 
 class Pools:
-    """The pools of the tenants used last, made or loaded from the log on first use.
+    """Pools of the most recently used tenants, created or loaded from the log at first use.
 
-    Beyond `max_tenants` the one that was idle longest leaves memory. It comes back from the log;
-    without a log its outputs are lost. While a session uses a pool, there is no second one of its
-    tenant.
+    Beyond `max_tenants` the longest idle one is evicted. It is loaded from the log again; without a
+    log its outputs are lost. A pool in use by a session is never duplicated.
 
     Args:
-        limits: how many tenants, and how much of each.
-        log: where outputs are kept; None to keep them in memory alone.
+        limits: number of tenants, and tokens of each.
+        log: of the outputs; None to keep them in memory alone.
         clock: seconds since 1970.
-        has_corpus: whether a tenant drafts from an index, too: others' outputs are found by shorter
-            matches, which takes more memory.
+        has_corpus: whether a tenant drafts from an index; without one, generations are also found
+            by shorter matches, which takes more memory.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Pools:
         durability: Durability,
         has_corpus: Callable[[str], bool],
     ) -> Self:
-        """Return the pools of a state directory, or pools in memory alone where there is none.
+        """Return the pools of a state directory, or pools in memory alone without one.
 
         Raises:
             StateError: the directory cannot be used.
@@ -76,23 +75,23 @@ class Pools:
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokenizer that the log is for; empty if it is not known, or there is no log."""
+        """Fingerprint of the log's tokenizer; empty if unknown, or without a log."""
         return self._log.fingerprint if self._log is not None else ""
 
     @property
     def log_failures(self) -> int:
-        """Outputs that the log could not keep."""
+        """Outputs that the log failed to write."""
         return self._log.failures if self._log is not None else 0
 
     def __len__(self) -> int:
-        """Tenants in memory that no session needs to keep there."""
+        """Number of evictable tenants in memory."""
         return len(self._recent)
 
     def __contains__(self, tenant: str) -> bool:
         return tenant in self._in_use
 
     def all(self) -> list[Pool]:
-        """Return the pools that are in memory."""
+        """Return the pools in memory."""
         with self._lock:
             return list({**self._in_use, **self._recent}.values())
 
@@ -100,7 +99,7 @@ class Pools:
         """Return the tenant's pool. Loading takes about 0.1 s for a million tokens.
 
         Raises:
-            LimitExceededError: what is kept of the tenant is being deleted.
+            LimitExceededError: the tenant's data is being deleted.
         """
         with self._lock:
             if tenant in self._deleting:
@@ -114,15 +113,15 @@ class Pools:
             return pool
 
     def remember(self, pool: Pool, output: NDArray[np.int32], name: str = "") -> Entry | None:
-        """Add int32[n], an output, to a pool; the log keeps it once `commit` was called.
+        """Add int32[n], an output, to a pool; `commit` writes it to the log.
 
         Args:
-            pool: whose output it is.
+            pool: of the output's tenant.
             output: token ids.
-            name: of the session that it is from.
+            name: of the session.
 
         Returns:
-            What was added; None of an empty output.
+            The log's entry; None for an empty output.
         """
         if not len(output):
             return None
@@ -140,17 +139,17 @@ class Pools:
     ) -> list[tuple[str, Output]]:
         """Add outputs of other drafters to the pools of their tenants.
 
-        A tenant that is not in memory has them in the log; without a log it takes the place of no
-        other. The log keeps all, and the note, or nothing, once `commit` was called.
+        Outputs of a tenant that is not in memory go to the log; without a log such a tenant evicts
+        no other. `commit` writes all of them and the note, or nothing.
 
         Args:
             learned: tenants and outputs, oldest first.
-            note: in the place of the one before.
-            lock: held while drafts are made.
-            is_deleted: whether outputs of a tenant, origin and time are not to be learned.
+            note: replaces the previous one.
+            lock: held during drafts.
+            is_deleted: whether outputs of a tenant, origin and time are deleted.
 
         Returns:
-            What was added.
+            The entries that were added.
         """
         added: list[tuple[str, Output]] = []
         with self._lock, lock:
@@ -168,17 +167,17 @@ class Pools:
         return added
 
     def commit(self) -> None:
-        """Keep what was remembered."""
+        """Write remembered outputs to the log."""
         if self._log is not None:
             self._log.commit()
 
     def reserve(self, tenant: str, num_tokens: int, lock: Lock) -> None:
-        """Make room for tokens to be learned of a tenant, where they will be in memory.
+        """Make room in memory for a tenant's tokens before they are learned.
 
         Args:
-            tenant: its name.
-            num_tokens: how many, one more for each output.
-            lock: held while drafts are made.
+            tenant: name.
+            num_tokens: tokens, with one more for each output.
+            lock: held during drafts.
         """
         with self._lock, lock:
             pool = self._in_use.get(tenant) or self._new_pool(tenant)
@@ -186,16 +185,16 @@ class Pools:
                 pool.generations.reserve(num_tokens)
 
     def put_note(self, note: bytes) -> None:
-        """Let the log keep a note alone."""
+        """Store a note without outputs."""
         if self._log is not None:
             self._log.put_note(note)
 
     def note(self) -> bytes | None:
-        """Return the note that the log keeps."""
+        """Return the stored note."""
         return self._log.note() if self._log is not None else None
 
     def may_hold(self, tenant: str, time_s: float) -> bool:
-        """Whether there may be outputs of a tenant that ended at this time or before."""
+        """Whether a tenant may have outputs that ended at this time or before."""
         if self._log is None or self._log.failures:
             with self._lock:
                 return tenant in self._in_use
@@ -203,13 +202,13 @@ class Pools:
 
     @contextmanager
     def deletion(self, tenant: str) -> Iterator[Pool | None]:
-        """Give a tenant's pool, if it is in memory.
+        """Yield a tenant's pool, if it is in memory.
 
-        Until the block ends the tenant's pool is not to be had, so that nothing comes back that is
-        deleted meanwhile; other tenants' are.
+        During the block `get` refuses the tenant, so that deleted outputs are not loaded again;
+        other tenants are not affected.
 
         Raises:
-            LimitExceededError: what is kept of the tenant is being deleted already.
+            LimitExceededError: the tenant's data is being deleted already.
         """
         with self._lock:
             if tenant in self._deleting:
@@ -223,12 +222,12 @@ class Pools:
                 self._deleting.discard(tenant)
 
     def evict(self, tenant: str) -> None:
-        """Keep a tenant's pool in memory no longer than sessions use it, and not for its sake."""
+        """Evict a tenant's pool once no session uses it."""
         with self._lock:
             self._recent.pop(tenant, None)
 
     def delete_logged(self, scope: Scope) -> None:
-        """Remove what the log has of a tenant, or of one origin.
+        """Remove the log's records of a tenant, or of one origin.
 
         Raises:
             StateError: the disk refuses.
@@ -246,7 +245,7 @@ class Pools:
             self._log.name_vocabulary(fingerprint)
 
     def close(self) -> None:
-        """Write the statistics that the log does not have yet, and close it."""
+        """Write changed statistics to the log, and close it."""
         with self._lock:
             for tenant, pool in self._recent.items():
                 self._evict(tenant, pool)
@@ -254,7 +253,7 @@ class Pools:
             self._log.close()
 
     def _new_pool(self, tenant: str) -> Pool | None:
-        """Return a pool for what no log keeps, if there is room for one more."""
+        """Return a new pool without a log, if there is room for one more."""
         if self._log is not None or len(self._recent) >= self._limits.max_tenants:
             return None
         pool = self._load(tenant)

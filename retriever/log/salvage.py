@@ -1,8 +1,8 @@
-"""Copies an LMDB file, or as much of it as can be read, into a new one.
+"""Copies the readable records of an LMDB file into a new one.
 
-A program of its own, `salvage.py SOURCE TARGET`, because LMDB may crash on a damaged file. It
-loads nothing but lmdb, to start quickly. The exit status is one of `Verdict`, or whatever a
-crash makes of it; then the target holds what was read until then.
+A separate program, `salvage.py SOURCE TARGET`, because LMDB can crash on a damaged file. It loads
+only lmdb, to start quickly. The exit status is a `Verdict`; after a crash it is the system's, and
+the target holds the records read until then.
 """
 
 import os
@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import lmdb
 
-_BATCH: Final = 100
+_BATCH: Final = 100  # records lost at most by a crash; larger batches copy faster
 _MIN_MAP_BYTES: Final = 1 << 24
 
 
 class Verdict(IntEnum):
-    """What came of a salvage. The numbers are none that Python itself ends with."""
+    """The result of a salvage; exit statuses that Python itself does not use."""
 
     WHOLE = 0
     DAMAGED = 10
@@ -33,10 +33,10 @@ class _NoRoomError(Exception):
 
 
 def salvage(source: Path, target: Path) -> Verdict:
-    """Copy all records of `source` that can be read to the new file `target`.
+    """Copy all readable records of `source` to the new file `target`.
 
-    A source that was cut off is extended with zeros. Where the target cannot be written, the
-    source is still read to its end.
+    A truncated source is extended with zeros. Where the target cannot be written, the source is
+    still read to its end.
     """
     try:
         _copy(source, target)
@@ -61,7 +61,7 @@ def _copy(source: Path, target: Path) -> None:
 def _read_batch(
     records: Iterator[tuple[bytes, bytes]],
 ) -> tuple[list[tuple[bytes, bytes]], lmdb.Error | None]:
-    """Read some records, and return the error that ended them with those before it."""
+    """Return a batch of records, and the error that ended it."""
     batch: list[tuple[bytes, bytes]] = []
     try:
         batch.extend(islice(records, _BATCH))
@@ -96,10 +96,10 @@ def _is_readable(source: Path) -> bool:
 
 def _open(source: Path) -> Any:
     environment = lmdb.open(str(source), subdir=False, readonly=True, lock=False, create=False)
-    # Memory mapped beyond the end of a file cannot be read. Zeros can: LMDB knows them for damage.
+    # Reads of a map beyond the file's end crash; zeros are recognised by LMDB as damage.
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     with source.open("rb+") as file:
-        os.posix_fallocate(file.fileno(), 0, needed)  # never shortens, should somebody write again
+        os.posix_fallocate(file.fileno(), 0, needed)  # never shortens the file
     return environment
 
 

@@ -1,1 +1,1 @@
-"""Running a service: its settings, life, logs, metrics, traces and status page."""
+"""Operation of a service: settings, lifecycle, logs, metrics, traces and the status page."""

@@ -1,9 +1,8 @@
 """`python -m retriever.operations.health [ADDRESS]`: ends with 0 if a service there takes calls.
 
-For health checks of containers: it starts in a fraction of a second, as it loads nothing but gRPC.
-Without an address it takes that of FOREDRAFT_ADDRESS, as the service does. Over TLS it shows and
-trusts what the environment says, as every client does. `foredraft health` is the same,
-with flags.
+For health checks of containers: it loads only gRPC and starts in a fraction of a second.
+The default address is FOREDRAFT_ADDRESS, as for the service. TLS credentials come from the
+environment, as for every client. `foredraft health` does the same, with flags.
 """
 
 import os
@@ -18,19 +17,19 @@ from retriever.errors import CredentialsError
 from retriever.wire.statuses import advice
 
 SERVICE: Final = "retriever.v1.RetrieverService"
-TIMEOUT_S: Final = 4.0
+TIMEOUT_S: Final = 4.0  # below the usual 5 s of a container's health check
 _VARIABLE: Final = "FOREDRAFT_ADDRESS"
 
 
 def why_not_serving(
     address: str, timeout_s: float = TIMEOUT_S, credentials: Credentials | None = None
 ) -> str:
-    """Ask whether a service takes calls; return why not, in one line, and nothing if it does.
+    """Return in one line why a service takes no calls; empty if it takes calls.
 
     Args:
         address: HOST:PORT or unix:PATH.
         timeout_s: how long it may take to answer, in seconds.
-        credentials: for TLS; None: the connection is not encrypted.
+        credentials: for TLS; None for an unencrypted connection.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.

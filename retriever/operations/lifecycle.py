@@ -1,4 +1,4 @@
-"""The life of a service: starting, ready, draining; and what its health says of it."""
+"""The lifecycle of a service: starting, ready, draining; and its health checks."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from retriever.v1 import retriever_pb2 as pb
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].full_name
-"""The name that health is asked for; the empty name is the whole server."""
+"""The service name in health checks; the empty name is the whole server."""
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
-_LOOK_S: Final = 0.05
+_LOOK_S: Final = 0.05  # longest delay of a shutdown after the last session
 
 
 class Phase(Enum):
-    """Where in its life a service is."""
+    """The phases of a service."""
 
     STARTING = "starting"
     READY = "ready"
@@ -27,7 +27,7 @@ class Phase(Enum):
 
 
 class Lifecycle:
-    """The phase of a service, as health checks see it and as calls meet it.
+    """The phase of a service, for health checks and for refusing calls.
 
     Attributes:
         phase: the current one.
@@ -50,21 +50,21 @@ class Lifecycle:
         await self._health.set(SERVICE, _SERVING)
 
     async def drain(self, is_idle: Callable[[], bool], drain_s: float) -> bool:
-        """Take no new sessions; wait until nothing is under way, for so many seconds at most.
+        """Refuse new sessions; wait up to `drain_s` until no work is under way.
 
         Returns:
-            Whether nothing was under way in the end.
+            Whether all work has ended.
         """
         self.phase = Phase.DRAINING
         await self._health.enter_graceful_shutdown()
         deadline = asyncio.get_running_loop().time() + drain_s
-        # What is under way is counted, and nobody tells when it ends.
+        # Polled: there is a count of work under way, but no event for its end.
         while not is_idle() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
         return is_idle()
 
     def refusal(self, method: str) -> str | None:
-        """Return why a call must not be answered now; None if it may."""
+        """Return why a call must be refused now; None if it may proceed."""
         if self.phase is Phase.STARTING:
             return "the service is starting: its health says when it is ready"
         if self.phase is Phase.DRAINING and method == "OpenSession":

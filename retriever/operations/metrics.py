@@ -1,4 +1,4 @@
-"""Metrics as Prometheus takes them, read from what is counted anyway when somebody asks."""
+"""Prometheus metrics, read from existing counters when they are scraped."""
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
@@ -16,14 +16,14 @@ from prometheus_client.registry import Collector
 from retriever.operations.lifecycle import Phase
 from retriever.operations.service_report import Service, installed_version
 from retriever.replication.replication_state import SKIPPED
-from retriever.sessions.tally import BOUNDS_S, Latencies
+from retriever.sessions.draft_counts import BOUNDS_S, Latencies
 from retriever.tree import drafted_sources
 from retriever.v1 import retriever_pb2 as pb
 
 SHOWN_FAIL_OPENS: Final = tuple(
     name.removeprefix("FAIL_OPEN_REASON_").lower() for name, _ in pb.FailOpenReason.items()
 )
-"""Why clients go on without a draft."""
+"""Reasons for which clients continue without a draft."""
 
 
 def registry_of(service: Service) -> CollectorRegistry:
@@ -35,7 +35,7 @@ def registry_of(service: Service) -> CollectorRegistry:
 
 
 class ServiceCollector(Collector):
-    """Reads a service when it is collected; no draft waits for that."""
+    """Reads a service's counters at collection; drafts are not held up."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -53,7 +53,7 @@ class ServiceCollector(Collector):
         yield from self._of_replication()
 
     def _of_life(self) -> Iterator[Metric]:
-        ready = self._service.operator.lifecycle.phase is Phase.READY
+        ready = self._service.observer.lifecycle.phase is Phase.READY
         yield _gauge("ready", "Whether the service takes calls: 1 or 0.", float(ready))
         yield _labelled(
             GaugeMetricFamily("foredraft_info", "The version, as a label.", labels=["version"]),
@@ -61,22 +61,24 @@ class ServiceCollector(Collector):
         )
 
     def _of_drafts(self) -> Iterator[Metric]:
-        tally = self._service.tally
-        bare, all_drafts = tally.num_bare, sum(tally.drafts.counts)
+        draft_counts = self._service.draft_counts
+        bare, all_drafts = draft_counts.num_bare, sum(draft_counts.drafts.counts)
         yield _labelled(
             CounterMetricFamily("foredraft_drafts", "Drafts, by what for.", labels=["kind"]),
             [(("session",), all_drafts - bare), (("bare",), bare)],
         )
         yield _histogram(
-            "step_seconds", "Time of a step of a stream, for all its sequences.", tally.steps
+            "step_seconds", "Time of a step of a stream, for all its sequences.", draft_counts.steps
         )
         yield _histogram(
-            "draft_seconds", "Time of a draft: of a step, divided by its sequences.", tally.drafts
+            "draft_seconds",
+            "Time of a draft: of a step, divided by its sequences.",
+            draft_counts.drafts,
         )
 
     def _of_outcomes(self) -> Iterator[Metric]:
-        tally = self._service.tally
-        nodes, accepted = tally.by_source.tolist()
+        draft_counts = self._service.draft_counts
+        nodes, accepted = draft_counts.by_source.tolist()
         for name, text, counts in (
             ("nodes", "Nodes of drafts whose outcome is known, by database.", nodes),
             (
@@ -89,13 +91,15 @@ class ServiceCollector(Collector):
                 CounterMetricFamily(f"foredraft_{name}", text, labels=["source"]),
                 [((each.label,), counts[each]) for each in drafted_sources()],
             )
-        yield _counter("outcomes", "Drafts whose outcome is known.", tally.num_outcomes)
+        yield _counter("outcomes", "Drafts whose outcome is known.", draft_counts.num_outcomes)
         yield _counter(
-            "committed_tokens", "Tokens that were committed after these.", tally.num_committed
+            "committed_tokens",
+            "Tokens that were committed after these.",
+            draft_counts.num_committed,
         )
 
     def _of_calls(self) -> Iterator[Metric]:
-        calls = self._service.operator.calls
+        calls = self._service.observer.calls
         yield _labelled(
             CounterMetricFamily(
                 "foredraft_calls", "Calls that have ended.", labels=["method", "status", "reason"]
@@ -122,9 +126,9 @@ class ServiceCollector(Collector):
         yield _gauge("session_bytes", "Memory of open sessions.", census.session_bytes)
         yield _gauge("tenants", "Tenants whose outputs are in memory.", census.tenants)
         yield _gauge(
-            "generations_tokens", "Tokens of recent outputs in memory.", census.generations_tokens
+            "generations_tokens", "Tokens of generations in memory.", census.generations_tokens
         )
-        yield _gauge("generations_bytes", "Memory of recent outputs.", census.generations_bytes)
+        yield _gauge("generations_bytes", "Memory of generations.", census.generations_bytes)
 
     def _of_indexes(self) -> Iterator[Metric]:
         reports = self._service.indexes()
@@ -156,13 +160,13 @@ class ServiceCollector(Collector):
         )
 
     def _of_clients(self) -> Iterator[Metric]:
-        told = self._service.tally.fail_opens
+        told = self._service.draft_counts.fail_opens
         numbers = pb.FailOpenReason.values()
         counts = [(name, told[n]) for name, n in zip(SHOWN_FAIL_OPENS, numbers, strict=True)]
         yield _labelled(
             CounterMetricFamily(
                 "foredraft_client_fail_opens",
-                "Drafts that clients say they went without, by reason.",
+                "Missed drafts that clients report, by reason.",
                 labels=["reason"],
             ),
             [((reason,), times) for reason, times in counts],

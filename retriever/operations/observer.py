@@ -1,4 +1,4 @@
-"""What observes a service: around every call, whether it may begin and how it ends."""
+"""Observes a service: an interceptor admits calls by phase, counts them and logs their end."""
 
 import asyncio
 import logging
@@ -31,13 +31,13 @@ _ORDINARY: Final = frozenset({"OK", "CANCELLED"})
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a call can end.
+    """How a call ended.
 
     Attributes:
         method: of the wire contract.
         status: of gRPC.
-        reason: the limit that was exceeded, or the kind of an error that is not the caller's;
-            else empty. Nothing that a caller wrote.
+        reason: the exceeded limit, or the type of an error that is not the caller's; else empty.
+            Never a caller's text.
     """
 
     method: str
@@ -46,18 +46,18 @@ class End:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the call ended otherwise than by itself or its caller."""
+        """Whether the call ended other than by completion or cancellation."""
         return self.status not in _ORDINARY
 
 
-class Calls:
-    """Counts of calls. One event loop writes them; whoever reads takes copies.
+class CallCounts:
+    """Counts of calls. One event loop writes them; other threads read copies.
 
     Attributes:
         under_way: calls that have begun and not ended, by method.
         ended: calls by how they ended.
-        refused_within: what was refused in streams that went on, as if each had been a call.
-        latest_s: when the last of each did, in seconds since 1970.
+        refused_within: refusals within streams that continue, counted as calls.
+        latest_s: time of the last call by how it ended, in seconds since 1970.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Calls:
 
     @contextmanager
     def counted(self, method: str, context: aio.ServicerContext[Any, Any]) -> Iterator[None]:
-        """Count the call that is answered in the block."""
+        """Count a call during the block."""
         self.under_way[method] += 1
         end, began = End(method, "OK"), time.perf_counter()
         try:
@@ -83,7 +83,7 @@ class Calls:
             _log(end, seconds=round(time.perf_counter() - began, 6))
 
     def refuse_within(self, method: str, statuses: Iterable[pb.SessionStatus]) -> None:
-        """Count what a message of a stream is told was refused."""
+        """Count the refusals in a response of a stream."""
         for status in statuses:
             name = _STATUS_OF_CODE.get(status.code, "UNKNOWN")
             end = End(method, name, _limit_of(status.message))
@@ -92,7 +92,7 @@ class Calls:
             _log(end)
 
     def refusals(self) -> list[tuple[End, int, float]]:
-        """Return how calls were refused, how often, and when last; the latest first."""
+        """Return refusals with their count and last time; the latest first."""
         counts = self.ended.copy() + self.refused_within.copy()
         found = [(end, n, self.latest_s.get(end, 0.0)) for end, n in counts.items()]
         return sorted((each for each in found if each[0].is_refusal), key=lambda each: -each[2])
@@ -108,13 +108,13 @@ def _log(end: End, **measured: float) -> None:
 
 
 def _limit_of(text: str) -> str:
-    """Return the limit that the text of a refusal names; empty if there is none."""
+    """Return the limit named in the text of a refusal; empty if there is none."""
     named = _NAMED.search(text)
     return named[1] if named is not None and named[1] in _LIMITS else ""
 
 
 def _status_of(error: BaseException, context: aio.ServicerContext[Any, Any]) -> tuple[str, str]:
-    """Return the status that a call ends with, and the reason as `End` has it."""
+    """Return the status of a call, and the reason; see `End`."""
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "CANCELLED", ""
     if not isinstance(error, aio.AbortError):
@@ -129,17 +129,19 @@ _Context = aio.ServicerContext[Any, Any]
 
 
 class Interceptor(aio.ServerInterceptor):
-    """Counts calls, and refuses those that come too early or too late.
+    """Counts calls, and refuses them while the service starts or drains.
 
-    Other services of the server (health, reflection) are left alone.
+    Other services of the server (health, reflection) are not affected.
 
     Args:
         calls: counted here.
-        lifecycle: says what may begin.
+        lifecycle: decides which calls may begin.
         tracing: makes spans of a sample; None for none.
     """
 
-    def __init__(self, calls: Calls, lifecycle: Lifecycle, tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, calls: CallCounts, lifecycle: Lifecycle, tracing: Tracing | None = None
+    ) -> None:
         self._tracing = tracing
         self._calls = calls
         self._lifecycle = lifecycle
@@ -149,7 +151,7 @@ class Interceptor(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
-        """Return the handler of a call, with what is around it."""
+        """Return the wrapped handler of a call."""
         handler = await continuation(handler_call_details)
         _, service, method = str(handler_call_details.method).rpartition(f"/{SERVICE}/")
         if handler is None or not service:
@@ -200,9 +202,9 @@ class Interceptor(aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _around(self, method: str, context: _Context) -> AsyncIterator[None]:
-        """Count a call, refuse it at the wrong time, and tell its caller nothing of our faults.
+        """Count a call, refuse it in the wrong phase, and hide internal errors from the caller.
 
-        gRPC would send the text of an unexpected error, which may hold what another caller sent.
+        gRPC would send the text of an unexpected error, which may hold another caller's input.
         """
         try:
             with self._calls.counted(method, context):
@@ -220,48 +222,48 @@ class Interceptor(aio.ServerInterceptor):
 _STREAM = "DraftStream"
 
 
-class Operator:
-    """Counts calls, answers health checks, and knows when a service may end.
+class ServiceObserver:
+    """Counts calls, answers health checks, and tells when a service can end.
 
     Args:
         reflection: whether to answer gRPC reflection.
         tracing: makes spans of a sample of calls; None for none.
 
     Attributes:
-        calls: what came and how it ended.
+        calls: counts of calls.
         lifecycle: the phase of the service.
     """
 
     def __init__(self, *, reflection: bool = False, tracing: Tracing | None = None) -> None:
         self._tracing = tracing
-        self.calls = Calls()
+        self.calls = CallCounts()
         self.lifecycle = Lifecycle()
         self._reflection = reflection
 
     @property
     def interceptors(self) -> Sequence[aio.ServerInterceptor]:
-        """What stands around every call, outermost."""
+        """The outermost interceptors."""
         return [Interceptor(self.calls, self.lifecycle, self._tracing)]
 
     async def attach(self, server: aio.Server) -> None:
-        """Add what a server answers beside drafts, before it starts.
+        """Add health checks and reflection to a server that has not started.
 
         Raises:
-            SettingsError: reflection is wanted, and its library missing.
+            SettingsError: reflection is on and its library is missing.
         """
         await self.lifecycle.attach(server)
         if self._reflection:
             _reflect(server)
 
     def shut_down(self) -> None:
-        """Send what is left to send."""
+        """Send the remaining spans."""
         if self._tracing is not None:
             self._tracing.shut_down()
 
     def is_idle(self, drafter: EmbeddedDrafter) -> bool:
-        """Tell whether a service can end without anybody's missing it.
+        """Return whether a service can end without interrupting a client.
 
-        A stream may stay open when no session is, and a session when nobody is there for it.
+        Open streams without sessions, and sessions whose stream has gone, do not count.
         """
         under_way = self.calls.under_way
         answering = sum(count for method, count in under_way.items() if method != _STREAM)

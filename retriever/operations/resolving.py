@@ -1,7 +1,7 @@
-"""Settings from a file, the environment and flags: each weaker than the next.
+"""Settings from a file, the environment and flags; the later overrides the earlier.
 
-Own code and not pydantic-settings, for that library does not tell where a value came from, and
-passes over environment variables that are no setting. Types and bounds are pydantic's.
+Not pydantic-settings, because that library does not report where a value comes from and ignores
+unknown environment variables. Types and bounds are checked by pydantic.
 """
 
 import json
@@ -25,12 +25,12 @@ from retriever.operations.settings import ServerUrl
 from retriever.security.private_files import read_file
 
 PREFIX: Final = "FOREDRAFT_"
-"""What the environment variables begin with."""
+"""Prefix of the environment variables."""
 
 FILE_VARIABLE: Final = "FOREDRAFT_CONFIG"
-"""The environment variable that names a file where no flag does."""
+"""Environment variable with the settings file, where no flag names one."""
 
-_SHOWN: Final = 80  # of a value that is refused, in characters
+_SHOWN: Final = 80  # characters of a refused value in a message: one line
 _LIST: Final = "`foredraft config`"
 _OTHERS: Final = frozenset(
     {
@@ -47,10 +47,10 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[Schema]):
-    """Settings, and where each came from.
+    """Settings and their origins.
 
     Attributes:
-        settings: checked.
+        settings: validated.
         origins: by name: `default`, `--flag`, an environment variable or a file.
     """
 
@@ -67,14 +67,14 @@ def resolve(
     """Return the settings in force.
 
     Args:
-        schema: what can be set.
-        flags: by name, checked already; None where a flag was not given.
+        schema: of the settings.
+        flags: by name, already validated; None where a flag was not given.
         environment: variables; an empty one counts as not set.
-        file: TOML. None: the one that `FOREDRAFT_CONFIG` names, if it does.
+        file: TOML. None: the one in `FOREDRAFT_CONFIG`, if set.
 
     Raises:
-        SettingsError: a key or variable is no setting, or a value cannot be one; the message
-            names the nearest setting, or what is expected.
+        SettingsError: a key or variable is unknown, or a value is invalid; the message names the
+        nearest setting, or the expected values.
     """
     fields = schema.model_fields
     values: dict[str, object] = {}
@@ -101,7 +101,7 @@ def variable_of(name: str) -> str:
 
 
 def _type_of(field: FieldInfo) -> Any:
-    """Return the type of a setting with its bounds."""
+    """Return a setting's type with its bounds."""
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 
@@ -118,7 +118,7 @@ def _from_file(path: Path, fields: Mapping[str, FieldInfo]) -> dict[str, object]
 
 
 def _strictly(adapter: TypeAdapter[Any], value: Any) -> Any:
-    """Check what TOML typed already: as JSON, in which text may be a path, but not a number."""
+    """Check a typed value of TOML by the rules of JSON: text can be a path but not a number."""
     return adapter.validate_json(json.dumps(value, default=str), strict=True)
 
 
@@ -127,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_file(path).decode())
     except CredentialsError as error:
         raise SettingsError(f"settings cannot be read: {error}") from error
-    except ValueError as error:  # of bytes, of syntax, or of a number with too many digits
+    except ValueError as error:  # invalid UTF-8, syntax, or a number with too many digits
         raise SettingsError(f"{path} is no TOML: {error}") from error
     except RecursionError as error:
         raise SettingsError(f"{path} is no TOML that we read: it is nested too deeply") from error
@@ -154,14 +154,14 @@ def _from_environment(
 
 
 def _parts(field: FieldInfo, value: str) -> Any:
-    """Return a variable's value; that of a list is written as `PATH` is."""
+    """Return a variable's value; lists are separated as in `PATH`."""
     return value.split(os.pathsep) if get_origin(field.annotation) is list else value
 
 
 def _checked(
     where: str, field: FieldInfo, value: Any, validate: Callable[[TypeAdapter[Any], Any], Any]
 ) -> object:
-    """Return a value as its setting's type, or say what is expected."""
+    """Return a value in its setting's type, or raise with the expected values."""
     try:
         checked: object = validate(TypeAdapter(_type_of(field)), value)
     except ValidationError as error:
@@ -175,7 +175,7 @@ def _shortened(text: str) -> str:
 
 
 def _nearest(name: str, written: Mapping[str, str]) -> str:
-    """Return what to add to the refusal of a name; settings are written as the mapping says."""
+    """Return a hint for an unknown name: the nearest setting in the mapping's spelling."""
     near = get_close_matches(name.replace("-", "_"), written, n=1)
     return f": did you mean {written[near[0]]}?" if near else f": {_LIST} lists them"
 
@@ -184,7 +184,7 @@ _MASK = "********"
 
 
 def as_toml(resolved: Resolved[Any]) -> str:
-    """Return a line for each setting, with where it came from; secrets are masked."""
+    """Return a line for each setting with its origin; secrets are masked."""
     lines = []
     for name, origin in resolved.origins.items():
         value = shown(getattr(resolved.settings, name))
@@ -194,7 +194,7 @@ def as_toml(resolved: Resolved[Any]) -> str:
 
 
 def to_json(resolved: Resolved[Any]) -> str:
-    """Return an object that has each setting's `value` and `origin`; no limit is `"inf"`."""
+    """Return an object that has each setting's `value` and `origin`; infinity is `"inf"`."""
     found = {
         name: {"value": _finite(shown(getattr(resolved.settings, name))), "origin": origin}
         for name, origin in resolved.origins.items()
@@ -203,7 +203,7 @@ def to_json(resolved: Resolved[Any]) -> str:
 
 
 def shown(value: Any) -> Any:
-    """Return a value as numbers, text and lists, without secrets and passwords in addresses."""
+    """Return a value as numbers, text and lists, without secrets or passwords in URLs."""
     if isinstance(value, ServerUrl):
         return value.shown()
     if isinstance(value, SecretStr):
@@ -226,7 +226,7 @@ def _without_password(text: str) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Return TOML; its text is JSON's but for one character."""
+    """Return a TOML literal; strings are as in JSON except for one character."""
     if isinstance(value, float) and math.isinf(value):
         return "inf"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

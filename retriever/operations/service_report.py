@@ -1,4 +1,4 @@
-"""What is told of a running service: as metrics, and on the status page."""
+"""The state of a running service, as reported by metrics and the status page."""
 
 import time
 from collections import Counter
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from indexer.reader import Index
-from retriever.operations.observer import Operator
+from retriever.operations.observer import ServiceObserver
 from retriever.replication.replication_state import ReplicationCounts
+from retriever.sessions.draft_counts import NOTHING_HELD, Census, DraftCounts
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.tally import NOTHING_HELD, Census, Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class IndexReport:
 
     Attributes:
         name: of its folder; its path where two folders have one name.
-        snapshot: number of the snapshot that is drafted from.
+        snapshot: number of the current snapshot.
         age_s: since that was published, in seconds.
         num_tokens: tokens in it.
         num_documents: documents in it.
@@ -35,22 +35,22 @@ class IndexReport:
 
 @dataclass(slots=True)
 class Service:
-    """A service that is running: whatever reports ask is here.
+    """A running service, as reports read it.
 
     Attributes:
-        drafter: what answers; None until it is open, and nothing is held or counted until then.
-        operator: what looks after it.
-        began_s: when it began, in seconds since 1970.
+        drafter: answers requests; None until it is open, when all counts are zero.
+        observer: counts its calls.
+        began_s: start time, in seconds since 1970.
     """
 
     drafter: EmbeddedDrafter | None
-    operator: Operator
+    observer: ServiceObserver
     began_s: float
 
     @property
-    def tally(self) -> Tally:
-        """What was drafted, and what became of it."""
-        return self.drafter.tally if self.drafter is not None else Tally()
+    def draft_counts(self) -> DraftCounts:
+        """Counts of drafts and their outcomes."""
+        return self.drafter.draft_counts if self.drafter is not None else DraftCounts()
 
     @property
     def log_failures(self) -> int:
@@ -59,27 +59,27 @@ class Service:
 
     @property
     def refresh_failures(self) -> int:
-        """How often an index had changed and could not be opened."""
+        """Failed attempts to open a changed index."""
         return self.drafter.refresh_failures if self.drafter is not None else 0
 
     @property
     def replication(self) -> ReplicationCounts:
-        """What became of the outputs that are shared with other services."""
+        """Counts of replicated outputs."""
         return self.drafter.replication if self.drafter is not None else ReplicationCounts()
 
     def census(self) -> Census:
-        """Return what is held now."""
+        """Return what is in memory now."""
         return self.drafter.census() if self.drafter is not None else NOTHING_HELD
 
     def indexes(self) -> list[IndexReport]:
-        """Return the indexes, as they are drafted from now."""
+        """Return the indexes in their current snapshots."""
         indexes = self.drafter.indexes if self.drafter is not None else ()
         names = Counter(index.path.name for index in indexes)
         return [_report(index, unique=names[index.path.name] == 1) for index in indexes]
 
 
 def installed_version() -> str:
-    """Return the version that is installed; `unknown` where it was not installed but copied."""
+    """Return the installed version; `unknown` where the package was copied, not installed."""
     try:
         return version("foredraft")
     except PackageNotFoundError:

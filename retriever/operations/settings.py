@@ -1,8 +1,8 @@
 """Settings of drafters and services: one schema for flags, environment, files and their help.
 
 A field `name` is the flag `--name`, the key `name` of a file and the environment variable
-`FOREDRAFT_NAME`. Its description is the flag's help; its default stands here alone, or in `Limits`.
-Sets that several commands or engines share are classes of their own, of which others are made.
+`FOREDRAFT_NAME`. Its description is the flag's help; its default is defined only here, or in
+`Limits`. Sets shared by several commands or engines are base classes.
 """
 
 import os
@@ -28,15 +28,15 @@ _DEFAULTS: Final = Limits()
 
 
 class ServerUrl(SecretStr):
-    """A URL that may hold a name and a password, which are never shown."""
+    """A URL whose name and password are never shown."""
 
     def shown(self) -> str:
-        """Return the URL without them."""
+        """Return the URL without name and password."""
         return without_credentials(self.get_secret_value())
 
 
 class TokenizerSettings(BaseModel):
-    """How texts become tokens."""
+    """The tokenizer."""
 
     model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True)
 
@@ -51,7 +51,7 @@ class TokenizerSettings(BaseModel):
 
 
 class DatabaseSettings(BaseModel):
-    """What is drafted from in this process, beside the sequence itself."""
+    """Databases in this process, in addition to the sequence itself."""
 
     model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True)
 
@@ -71,7 +71,7 @@ class DatabaseSettings(BaseModel):
 
 
 class EmbeddedSettings(DatabaseSettings):
-    """What a drafter in this process keeps, and how it goes on."""
+    """What a drafter in this process keeps, and how it refreshes."""
 
     model_config = ConfigDict(title="Drafts", extra="forbid", frozen=True)
 
@@ -80,7 +80,7 @@ class EmbeddedSettings(DatabaseSettings):
         Field(
             ge=1024,
             le=1 << 30,
-            description="Recent outputs to keep, in tokens of 24 bytes (36 without an index); "
+            description="Generations to keep, in tokens of 24 bytes (36 without an index); "
             "rounded up to a power of two.",
         ),
     ] = _DEFAULTS.generations_tokens
@@ -88,7 +88,7 @@ class EmbeddedSettings(DatabaseSettings):
         Path | None,
         Metavar("DIR"),
         Field(
-            description="A folder that keeps recent outputs, so that a restarted service drafts "
+            description="A folder that keeps generations, so that a restarted service drafts "
             "as well as before. For one service and one tokenizer. Default: memory only."
         ),
     ] = None
@@ -112,7 +112,7 @@ class EmbeddedSettings(DatabaseSettings):
 
 
 class CredentialSettings(BaseModel):
-    """What is shown to services, and whom they are trusted to be."""
+    """Credentials for services."""
 
     model_config = ConfigDict(title="Service", extra="forbid", frozen=True)
 
@@ -127,10 +127,10 @@ class CredentialSettings(BaseModel):
     ] = None
 
     def shown_credentials(self, environment: Mapping[str, str] = os.environ) -> Credentials | None:
-        """Return what the file says, or else the environment; None where neither does.
+        """Return the credentials of the file, else of the environment; None without either.
 
         Raises:
-            CredentialsError: they cannot be used.
+            CredentialsError: a file cannot be used.
         """
         if self.credentials is None:
             return Credentials.from_environment(environment)
@@ -161,7 +161,7 @@ class DraftSettings(ClientSettings, DatabaseSettings):
     """
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse what a service would not know of."""
+        """Refuse local databases together with a service."""
         del context
         if self.server and (self.index or self.phrases):
             name = "index" if self.index else "phrases"
@@ -172,7 +172,7 @@ class DraftSettings(ClientSettings, DatabaseSettings):
 
 
 class NetworkSettings(BaseModel):
-    """Where a service listens, and whom it lets in."""
+    """Where a service listens, and which callers it admits."""
 
     model_config = ConfigDict(title="Network", extra="forbid", frozen=True)
 
@@ -205,7 +205,7 @@ class NetworkSettings(BaseModel):
         Metavar("FILE"),
         Field(
             description="Whose tokens and certificates act for which tenant; `access` writes it. "
-            "Nobody else is let in."
+            "Other callers are refused."
         ),
     ] = None
     insecure: Annotated[
@@ -218,7 +218,7 @@ class NetworkSettings(BaseModel):
     pad_replies: Annotated[
         bool,
         Field(
-            description="Make all drafts of a budget equal in size on the wire, so that whoever "
+            description="Make all drafts of a budget equal in size on the wire, so that one who "
             "watches the network does not learn from it how much was found."
         ),
     ] = False
@@ -238,7 +238,7 @@ class NetworkSettings(BaseModel):
 
 
 class LimitSettings(BaseModel):
-    """What a service accepts at most; see `Limits`."""
+    """Upper limits of a service; see `Limits`."""
 
     model_config = ConfigDict(title="Limits", extra="forbid", frozen=True)
 
@@ -284,7 +284,7 @@ class LimitSettings(BaseModel):
 
 
 class ReportSettings(BaseModel):
-    """What a service tells of itself."""
+    """Logs, metrics and traces of a service."""
 
     model_config = ConfigDict(title="Reports", extra="forbid", frozen=True)
 
@@ -303,7 +303,7 @@ class ReportSettings(BaseModel):
     status_page: Annotated[
         bool | None,
         Field(
-            description="Serve a page about the service's state beside the metrics. Default: only "
+            description="Serve a page about the service's state next to the metrics. Default: only "
             "where they are on loopback."
         ),
     ] = None
@@ -321,7 +321,7 @@ class ReportSettings(BaseModel):
 
 
 class Settings(ReportSettings, LimitSettings, NetworkSettings, EmbeddedSettings, TokenizerSettings):
-    """Everything that a service can be told."""
+    """All settings of a service."""
 
     model_config = ConfigDict(title="Tenants and other services")
 
@@ -329,14 +329,14 @@ class Settings(ReportSettings, LimitSettings, NetworkSettings, EmbeddedSettings,
         list[str],
         Metavar("TENANT=DIR"),
         Field(
-            description="An index that this tenant alone drafts from, beside those of --index. "
+            description="An index that this tenant alone drafts from, in addition to --index. "
             "Repeatable."
         ),
     ] = []
     tenant_phrases: Annotated[
         list[str],
         Metavar("TENANT=FILE"),
-        Field(description="Phrases for this tenant alone, beside those of --phrases. Repeatable."),
+        Field(description="Phrases for this tenant alone, in addition to --phrases. Repeatable."),
     ] = []
     redis: Annotated[
         ServerUrl | None,
@@ -355,5 +355,5 @@ class Settings(ReportSettings, LimitSettings, NetworkSettings, EmbeddedSettings,
 
     @property
     def replication(self) -> ReplicationOptions | None:
-        """Where outputs are shared; None where they are not."""
+        """Options of replication; None where it is off."""
         return ReplicationOptions(self.redis.get_secret_value()) if self.redis else None

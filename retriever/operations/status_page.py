@@ -1,7 +1,7 @@
-"""A page about the state of a service, for whoever looks after it.
+"""The status page of a service, for its administrators.
 
-No scripts, no forms, nothing from elsewhere. Tenants are named, sessions and tokens never; every
-value is escaped by the library that writes the elements.
+It has no scripts, no forms and no external resources. Tenants are named, sessions and tokens never;
+the library that writes the elements escapes all values.
 """
 
 import base64
@@ -15,17 +15,17 @@ from typing import Final
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from retriever.operations.service_report import Service, installed_version
-from retriever.sessions.tally import BOUNDS_S, Latencies, Tally
+from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, Latencies
 from retriever.tree import Source, drafted_sources
 
-SAMPLE_S: Final = 10.0
+SAMPLE_S: Final = 10.0  # an hour has 360 samples: a step in the chart every two pixels
 MAX_SAMPLES: Final = 361
-"""An hour, and the sample that it begins with."""
+"""An hour of samples, both ends included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was accepted between two samples.
+    """Accepted tokens between two samples.
 
     Attributes:
         begin_s: time of the first, in seconds of the clock.
@@ -42,26 +42,26 @@ class History:
     """Samples of accepted tokens by source.
 
     Args:
-        tally: gives what is sampled.
-        clock: seconds, rising.
+        draft_counts: returns the counts to sample.
+        clock: seconds, monotonic.
     """
 
     def __init__(
-        self, tally: Callable[[], Tally], clock: Callable[[], float] = time.monotonic
+        self, draft_counts: Callable[[], DraftCounts], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._tally = tally
+        self._draft_counts = draft_counts
         self._clock = clock
         self._samples: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=MAX_SAMPLES)
         self.sample()
 
     def sample(self) -> None:
-        """Take a sample if the last one is old enough."""
+        """Take a sample if the last one is at least `SAMPLE_S` old."""
         now = self._clock()
         if not self._samples or now - self._samples[-1][0] >= SAMPLE_S:
-            self._samples.append((now, tuple(self._tally().by_source[1].tolist())))
+            self._samples.append((now, tuple(self._draft_counts().by_source[1].tolist())))
 
     def rates(self) -> list[Rates]:
-        """Return what was accepted between samples, oldest first."""
+        """Return the rates between samples, oldest first."""
         samples = list(self._samples)
         return [
             Rates(
@@ -102,7 +102,7 @@ def stacked_areas(rates: Sequence[Rates]) -> Element:
 def _outline(
     rates: Sequence[Rates], stacked: Sequence[Sequence[float]], layer: int, top: float
 ) -> list[tuple[float, float]]:
-    """Return the corners of a layer: its upper edge as stairs, and its lower one back."""
+    """Return the corners of a layer: the upper edge as steps, then the lower one backwards."""
     begin, end = rates[0].begin_s, rates[-1].end_s
 
     def x(time_s: float) -> float:
@@ -144,8 +144,8 @@ th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid #8886
 th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
 svg text { fill: currentColor; font-size: 12px; }
 """
-_MAX_TENANTS: Final = 50
-_MAX_REFUSALS: Final = 30
+_MAX_TENANTS: Final = 50  # bounds the page; the rest is summed up
+_MAX_REFUSALS: Final = 30  # bounds the page
 
 _STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 _POLICY = (
@@ -161,7 +161,7 @@ HEADERS: Final = (
     ("Referrer-Policy", "no-referrer"),
     ("Cache-Control", "no-store"),
 )
-"""What a browser is told with the page."""
+"""HTTP headers of the page."""
 
 
 def page(service: Service, history: History) -> str:
@@ -182,23 +182,23 @@ def page(service: Service, history: History) -> str:
 
 def _life(body: Element, service: Service) -> None:
     SubElement(body, "h1").text = "foredraft"
-    phase = service.operator.lifecycle.phase.value
+    phase = service.observer.lifecycle.phase.value
     up = duration(time.time() - service.began_s)
     SubElement(body, "p", id="life").text = f"{phase}, {up} up, version {installed_version()}"
 
 
 def _outcomes(body: Element, service: Service, history: History) -> None:
-    tally = service.tally
+    counts = service.draft_counts
     SubElement(body, "h2").text = "Drafts"
-    steps = tally.num_committed / tally.num_outcomes if tally.num_outcomes else 0.0
+    steps = counts.num_committed / counts.num_outcomes if counts.num_outcomes else 0.0
     SubElement(body, "p", id="drafts").text = (
-        f"{sum(tally.drafts.counts):,} drafts, median {_shown(quantile(tally.drafts, 0.5))}, "
-        f"99th percentile {_shown(quantile(tally.drafts, 0.99))}; "
+        f"{sum(counts.drafts.counts):,} drafts, median {_shown(quantile(counts.drafts, 0.5))}, "
+        f"99th percentile {_shown(quantile(counts.drafts, 0.99))}; "
         f"{steps:.2f} tokens committed for each"
     )
     SubElement(body, "h3").text = "Accepted tokens a second"
     body.append(stacked_areas(history.rates()))
-    nodes, accepted = tally.by_source.tolist()
+    nodes, accepted = counts.by_source.tolist()
     rows = _table(body, "sources", "database", "nodes", "accepted", "share")
     for source in drafted_sources():
         row = _row(rows, "", nodes[source], accepted[source], _share(accepted, nodes, source))
@@ -223,7 +223,7 @@ def _memory(body: Element, service: Service) -> None:
     SubElement(body, "p", id="sessions").text = (
         f"{sum(census.sessions.values()):,} open, {census.session_tokens:,} tokens, "
         f"{census.session_bytes / 1e6:,.1f} MB; {census.tenants:,} tenants with "
-        f"{census.generations_tokens:,} tokens of recent outputs, "
+        f"{census.generations_tokens:,} tokens of generations, "
         f"{census.generations_bytes / 1e6:,.1f} MB; "
         f"{service.log_failures:,} outputs could not be kept on disk"
     )
@@ -239,7 +239,7 @@ def _memory(body: Element, service: Service) -> None:
 def _refusals(body: Element, service: Service) -> None:
     SubElement(body, "h2").text = "Recent errors"
     rows = _table(body, "errors", "method", "status", "reason", "times", "last")
-    for end, count, latest_s in service.operator.calls.refusals()[:_MAX_REFUSALS]:
+    for end, count, latest_s in service.observer.calls.refusals()[:_MAX_REFUSALS]:
         ago = f"{duration(time.time() - latest_s)} ago"
         _row(rows, end.method, end.status, end.reason, count, ago)
 
@@ -264,7 +264,7 @@ def _share(accepted: Sequence[int], nodes: Sequence[int], source: int) -> str:
 
 
 def quantile(latencies: Latencies, share: float) -> float:
-    """Return the bound that this share of the latencies are within; 0 where there are none."""
+    """Return the upper bound of a share of the latencies; 0 without any."""
     counts: Iterable[int] = latencies.counts.copy()
     wanted, seen = share * sum(counts), 0
     for bound, count in zip((*BOUNDS_S, float("inf")), counts, strict=True):

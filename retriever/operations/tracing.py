@@ -1,4 +1,4 @@
-"""OpenTelemetry traces of some calls and steps: how long they took, never what was in them."""
+"""OpenTelemetry traces of sampled calls and steps: durations, never contents."""
 
 import random
 import time
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Tracing(Protocol):
-    """Makes spans of what is sampled."""
+    """Makes spans of sampled calls and steps."""
 
     def call(self, method: str, context: aio.ServicerContext[Any, Any]) -> "Ended | None":
-        """Return what is to be called when the call ends; None where it is not sampled."""
+        """Return a function to call when the call ends; None where it is not sampled."""
         ...
 
     def steps(
@@ -28,21 +28,21 @@ class Tracing(Protocol):
         ...
 
     def shut_down(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         ...
 
 
 Ended = Callable[[], None]
-"""To be called when what is traced has ended."""
+"""Called when a traced call has ended."""
 
 
 def tracing_of(ratio: float, endpoint: str | None) -> "Tracing | None":
-    """Return what traces a share of calls and steps; None for none.
+    """Return a tracer of a share of calls and steps; None for a share of 0.
 
-    Spans are sent by OTLP over gRPC, from a thread of their own; what cannot be sent is dropped.
+    Spans are sent by OTLP over gRPC, from a separate thread; spans that cannot be sent are dropped.
 
     Raises:
-        SettingsError: traces are wanted, and their library missing.
+        SettingsError: tracing is on and its library is missing.
     """
     if ratio <= 0:
         return None
@@ -60,14 +60,13 @@ def tracing_of(ratio: float, endpoint: str | None) -> "Tracing | None":
 class SampledTraces:
     """Traces a share of calls and steps; `Tracing`.
 
-    Whether something is sampled is drawn before anything else is done for it, so that what is not
-    costs a tenth of a microsecond. The spans of a stream's steps stand alone: a stream lasts for
-    days.
+    Sampling is decided first, so that unsampled calls cost a tenth of a microsecond. Spans of a
+    stream's steps have no parent: a stream lasts for days.
 
     Args:
         ratio: the share, above 0 to 1.
         exporter: where spans go.
-        chance: numbers from 0 to 1, uniformly distributed.
+        chance: random numbers from 0 to 1, uniform.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class SampledTraces:
         self._tracer = self._provider.get_tracer("foredraft")
 
     def call(self, method: str, context: aio.ServicerContext[Any, Any]) -> Ended | None:
-        """Return what is to be called when the call ends; None where it is not sampled."""
+        """Return a function to call when the call ends; None where it is not sampled."""
         if self._chance() >= self._ratio:
             return None
         span = self._tracer.start_span(f"{SERVICE}/{method}", attributes=_attributes(method))
@@ -129,7 +128,7 @@ class SampledTraces:
         span.end()
 
     def shut_down(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 

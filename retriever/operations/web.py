@@ -1,4 +1,4 @@
-"""Metrics and the status page over HTTP: read only, from threads of their own."""
+"""Metrics and the status page over HTTP: read only, in separate threads."""
 
 import ipaddress
 import logging
@@ -16,8 +16,8 @@ from retriever.operations.lifecycle import Phase
 from retriever.operations.service_report import Service
 from retriever.operations.status_page import HEADERS, History, page
 
-_MAX_REQUESTS: Final = 8
-_TIMEOUT_S: Final = 5.0
+_MAX_REQUESTS: Final = 8  # a scraper and a few browsers; each takes a thread
+_TIMEOUT_S: Final = 5.0  # frees threads of clients that send nothing
 _MAX_PORT: Final = 65535
 
 _logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class WebAddress:
 
     @classmethod
     def parsed(cls, text: str) -> Self:
-        """Return the address that is meant by `HOST:PORT`, or by a port of loopback.
+        """Return the address of `HOST:PORT`, or of a port on loopback.
 
         Raises:
             SettingsError: it is neither.
@@ -52,7 +52,7 @@ class WebAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it can be reached from this machine alone."""
+        """Whether only this machine can reach it."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -63,7 +63,7 @@ class WebAddress:
 
 
 def bound(address: WebAddress, act: Callable[[], None]) -> WSGIServer:
-    """Return a server that listens, and acts now and then while it serves.
+    """Return a listening server that calls `act` periodically while it serves.
 
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
@@ -79,7 +79,7 @@ def bound(address: WebAddress, act: Callable[[], None]) -> WSGIServer:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Answers a few requests at a time; whoever comes beyond them is turned away."""
+    """Answers up to `_MAX_REQUESTS` at a time; further connections are closed."""
 
     daemon_threads = True
     allow_reuse_port = False
@@ -90,31 +90,31 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(address, _Requests)
 
     def server_bind(self) -> None:
-        """Bind as the library does, but do not look the address's name up: that may wait."""
+        """Bind as the library does, without its reverse look-up of the name, which can block."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
 
     def service_actions(self) -> None:
-        """Do what is to be done now and then."""
+        """Call `act`."""
         self._act()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, if one is free."""
+        """Answer in a separate thread, if one is free."""
         if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and make room for the next."""
+        """Answer, and free the thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log that a request failed; most often somebody went away."""
+        """Log a failed request; usually the client has disconnected."""
         del request, client_address
         _logger.debug("a request over HTTP failed", exc_info=sys.exc_info())
 
@@ -127,10 +127,10 @@ class _Requests(WSGIRequestHandler):
     timeout = _TIMEOUT_S
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the library's name)
-        """Log nothing: what is asked for is what somebody wrote."""
+        """Log nothing: the request is a caller's text."""
 
 
-_POLL_S: Final = 0.2
+_POLL_S: Final = 0.2  # longest delay of a shutdown
 _PLAIN: Final = "text/plain; charset=utf-8"
 
 _StartResponse = Callable[[str, list[tuple[str, str]]], Any]
@@ -138,14 +138,14 @@ _Answer = tuple[str, str, bytes, Iterable[tuple[str, str]]]
 
 
 class Web:
-    """Serves metrics, and the page where it is wanted, until it is closed.
+    """Serves metrics, and optionally the status page, until closed.
 
     `/metrics`, `/ready` (200 or 503) and, with the page, `/`.
 
     Args:
-        service: what is told of.
+        service: to report on.
         address: where to listen.
-        status_page: whether to serve the page; None for on loopback alone.
+        status_page: whether to serve the page; None to serve it on loopback only.
 
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
@@ -158,7 +158,7 @@ class Web:
         self._service = service
         self._on_loopback = address.is_loopback
         self._has_page = self._on_loopback if status_page is None else status_page
-        self._history = History(lambda: service.tally)
+        self._history = History(lambda: service.draft_counts)
         self._metrics = _exposition(service)
         self._server = bound(address, self._history.sample)
         self._server.set_app(self._answer)
@@ -187,7 +187,7 @@ class Web:
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             return "405 Method Not Allowed", _PLAIN, b"read only\n", [("Allow", "GET, HEAD")]
         if self._on_loopback and not _is_local(environ.get("HTTP_HOST", "")):
-            # A page from elsewhere whose name was made to mean this machine.
+            # DNS rebinding: a foreign page whose host name resolves to this machine.
             return "403 Forbidden", _PLAIN, b"ask by a name of this machine\n", ()
         path = environ["PATH_INFO"]
         if path == "/metrics":
@@ -201,13 +201,13 @@ class Web:
         return "404 Not Found", _PLAIN, b"nothing is here\n", ()
 
     def _readiness(self) -> _Answer:
-        phase = self._service.operator.lifecycle.phase
+        phase = self._service.observer.lifecycle.phase
         status = "200 OK" if phase is Phase.READY else "503 Service Unavailable"
         return status, _PLAIN, f"{phase.value}\n".encode(), ()
 
 
 def _exposition(service: Service) -> Callable[[str], tuple[bytes, str]]:
-    """Return what gives the metrics in the format that a header accepts."""
+    """Return a function that renders the metrics in the format of an Accept header."""
     try:
         from prometheus_client import exposition  # noqa: PLC0415  (an extra)
 
@@ -226,6 +226,6 @@ def _exposition(service: Service) -> Callable[[str], tuple[bytes, str]]:
 
 
 def _is_local(host: str) -> bool:
-    """Tell whether the header of a request names this machine."""
+    """Return whether a request's Host header names this machine."""
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     return WebAddress(name.strip("[]"), 0).is_loopback

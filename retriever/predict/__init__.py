@@ -1,1 +1,1 @@
-"""The drafter as a language model made of look-ups: four databases, the mixer, the predictor."""
+"""Prediction by look-ups: four databases, the mixer that weighs their evidence, the predictor."""

@@ -1,9 +1,8 @@
-"""The databases that drafts are taken from: each tells what followed the last tokens before.
+"""The databases of a tenant: each finds what followed earlier occurrences of the last tokens.
 
-All answer one `Question` in one form: given the end of a context, rows of evidence (`ROW`) with
-what came next, after how long a match, and for how many occurrences each row stands. `DATABASES`
-lists them. To add one, write it in a file of its own with its number (`Source.register`), and list
-it here.
+All answer a `Question` in one form: for the end of a context, rows of evidence (`ROW`) with the
+continuation, the match length and the number of occurrences of each row. `DATABASES` lists them. To
+add one, write it in a file of its own with its number (`Source.register`), and list it here.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,15 +30,15 @@ from retriever.predict.question import Database, Question
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
 from retriever.tree import Source
 
-_FREQUENT: Final = 4.0  # natural logarithm of how rare a token is that counts as not rare at all
-_RARE: Final = 12.0  # and of one that counts as rare as can be
+_FREQUENT: Final = 4.0  # -ln of a token's share: 2% of the corpus and more has rarity 0
+_RARE: Final = 12.0  # 6 in a million and less has rarity 1
 
 
 def tables_of(indexes: Sequence[Index]) -> Tables:
     """Return the phrase tables of indexes of one vocabulary as kernels read them.
 
-    Those of a single index stay mapped. Those of several are added up, in a temporary file that is
-    mapped as well unless they are small.
+    Those of one index stay memory-mapped. Those of several are added up, into a mapped temporary
+    file unless they are small.
 
     Raises:
         indexer.errors.IndexerError: they cannot be added up.
@@ -52,7 +51,7 @@ def tables_of(indexes: Sequence[Index]) -> Tables:
 
 
 def to_kernel(tables: PhraseTables) -> Tables:
-    """Add each token's share in the corpus, and how rare it is."""
+    """Return the tables with each token's share in the corpus and its rarity."""
     occurrences = COUNT_VALUES[tables.counts[0]].astype(np.float64) + 1.0
     shares = occurrences / max(occurrences.sum(), 1.0)
     rarity = (-np.log(shares) - _FREQUENT) / (_RARE - _FREQUENT)
@@ -77,11 +76,11 @@ def to_kernel(tables: PhraseTables) -> Tables:
 
 
 SHORTEST_MATCH: Final = 3
-"""Shorter matches in the corpus are left to the phrase tables."""
+"""Shortest match in the corpus: phrase tables cover shorter ones, up to three tokens."""
 
 
 class Context:
-    """The sequence itself: prompt and output so far, in a store that grows with it."""
+    """The database of the sequence itself: prompt and output so far, in a growing store."""
 
     def __init__(self, prompt: TokenIds) -> None:
         self._store = ChainStore(2 * len(prompt), CONTEXT_LIMITS, Source.CONTEXT)
@@ -101,7 +100,7 @@ class Context:
         self._store.extend(tokens)
 
     def clear(self) -> None:
-        """Overwrite the tokens: the sequence has ended, and nothing of it may be left."""
+        """Overwrite the tokens: an ended sequence leaves nothing in memory."""
         self._store.chains.tokens[:] = 0
 
     def last(self, num_tokens: int) -> TokenIds:
@@ -130,16 +129,16 @@ class Context:
 
 @dataclass(slots=True)
 class Corpus:
-    """Everything indexed: the segments of all indexes.
+    """The database of the indexes: the segments of all of them.
 
     Attributes:
         segments: as the indexer's reader opened them.
         tables: phrase tables of all indexes.
         samples: most occurrences to read for each match length in a segment.
-        shortest: matches shorter than this are not asked: the tables know them.
-        enough: shorter matches are not asked once a length occurs this often.
+        shortest: shorter matches are not searched: the tables hold them.
+        enough: once a length occurs this often, shorter matches are not searched.
         packed_tables: the tables, packed for kernels.
-        packed_segments: the segments likewise.
+        packed_segments: the segments, packed for kernels.
     """
 
     segments: Sequence[Segment]
@@ -166,11 +165,11 @@ class Corpus:
 
         Args:
             question: what is asked.
-            longest: a length beyond which nothing can match, from the last draft's.
+            longest: upper bound of the match length, from the last draft.
             row: first free row.
         """
         query, _, depth, scratch = question
-        found = 0  # shorter matches than `shortest` are not looked for
+        found = 0  # matches below `shortest` are not searched
         for segment in self.packed_segments:
             row, match = collect_segment(segment, query, longest, depth, scratch.packed, row)
             found = max(found, match)
@@ -178,7 +177,7 @@ class Corpus:
 
 
 class CorpusCursor:
-    """Where one sequence stands in the corpus.
+    """The search state of one sequence in the corpus.
 
     Args:
         corpus: shared with all other sequences.
@@ -194,7 +193,7 @@ class CorpusCursor:
             self.corpus, self._longest = corpus, MAX_MATCH
 
     def commit(self, tokens: TokenIds) -> None:
-        """Go on by int32[n]: a match may be longer by so many."""
+        """Append int32[n]: the match can grow by n."""
         self._longest = min(MAX_MATCH, self._longest + len(tokens))
 
     def collect(self, question: Question, row: int) -> int:
@@ -204,17 +203,17 @@ class CorpusCursor:
 
 
 class Databases:
-    """What one sequence is drafted from.
+    """The databases of one sequence.
 
     Args:
         context: the sequence.
-        pool: generations and what was learned, shared with the tenant's other sequences.
+        pool: generations and learned weights, shared with the tenant's other sequences.
         corpus: shared with all other sequences.
-        learns: whether what comes next may change the pool's weights.
-        phrases: where the sequence stands in the listed phrases; None where none are listed.
+        learns: whether committed tokens update the pool's weights.
+        phrases: the sequence's cursor in the listed phrases; None without any.
 
     Attributes:
-        in_corpus: where the sequence stands in the corpus.
+        in_corpus: the sequence's cursor in the corpus.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class Databases:
 
     @property
     def corpus(self) -> Corpus:
-        """The corpus that is drafted from now."""
+        """The current corpus."""
         return self.in_corpus.corpus
 
     def turn_to(self, corpus: Corpus) -> None:
@@ -250,10 +249,10 @@ class Databases:
                 database.commit(tokens)
 
     def find(self, depth: int, scratch: Scratch) -> int:
-        """Write rows of evidence for what comes next, from all databases; return how many.
+        """Write rows of evidence from all databases; return how many.
 
         Args:
-            depth: most tokens to copy of what followed an occurrence.
+            depth: most tokens to copy after an occurrence.
             scratch: written.
         """
         rarity = self.in_corpus.corpus.tables.rarity
@@ -269,10 +268,10 @@ class DatabaseKind:
     """A database in the list of all.
 
     Attributes:
-        source: what its rows are marked with.
-        trust: what one of its occurrences counts beside those of others, before they are mixed.
-        open: given the other databases of a sequence, returns this one as the sequence asks it;
-            None where the sequence does without. Those before it in the list are open by then.
+        source: marks its rows.
+        trust: weight of one of its occurrences relative to other databases, before mixing.
+        open: returns the database for a sequence, given the sequence's others; None where it has
+            none. Databases earlier in the list are open by then.
     """
 
     source: Source
@@ -280,17 +279,17 @@ class DatabaseKind:
     open: Callable[[Databases], Database | None]
 
 
-# The sequence itself says more of what comes next than what others wrote, and what somebody listed
-# is meant to be written again. Learned weights correct it: trust twice or half as large changed
-# tokens per step by less than 0.2% (docs/decisions/2026-11-21-mixing.md).
+# The sequence itself predicts better than other texts, and listed phrases are meant to recur.
+# Learned weights correct these values: doubling or halving a trust changed tokens per step by less
+# than 0.2% (docs/decisions/2026-11-21-mixing.md).
 DATABASES: Final = [
     DatabaseKind(Source.CONTEXT, 6.0, lambda all_: all_.context),
     DatabaseKind(Source.GENERATIONS, 0.6, lambda all_: all_.pool.generations),
     DatabaseKind(Source.PHRASES, 12.0, lambda all_: all_.phrases),
     DatabaseKind(Source.CORPUS, 0.35, lambda all_: all_.in_corpus),
 ]
-"""All databases, in the order in which they are asked: the sequence itself first, which marks what
-is recent for those after it."""
+"""All databases, in the order of queries: the sequence first, which marks its recent tokens for
+those after it."""
 
 
 def register(kind: DatabaseKind) -> None:

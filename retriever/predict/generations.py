@@ -1,4 +1,4 @@
-"""Generations in memory, to find what followed the last tokens; and what is deleted of them."""
+"""The database of generations: a ring of outputs in memory, with expiry and deletion."""
 
 import math
 import time
@@ -18,57 +18,57 @@ from retriever.predict.question import Question
 from retriever.predict.stores import GENERATIONS_LIMITS, ChainLimits, ChainStore, ring_capacity
 from retriever.tree import Source
 
-# Where there is one, a clock that goes on while the machine is suspended.
+# Where available, a clock that runs while the machine is suspended.
 _RISING: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _BEGAN_S: Final = time.time() - time.clock_gettime(_RISING)
 
 
 def steady_time() -> float:
-    """Return seconds since 1970, by the machine's clock as it stood when this process began.
+    """Return seconds since 1970, by the system clock at the start of this process.
 
-    Should that clock be set, by an hour or by days, nothing here is younger or older than before.
+    Setting the system clock later does not change the age of outputs.
     """
     return _BEGAN_S + time.clock_gettime(_RISING)
 
 
 class Scope(NamedTuple):
-    """What is deleted, or what an output is deleted with.
+    """The unit of deletion: a tenant, or one origin of a tenant.
 
     Attributes:
         tenant: its name.
-        origin: of outputs, see `session_origin`; empty for all that the tenant has.
+        origin: of outputs, see `session_origin`; empty for all of the tenant.
     """
 
     tenant: str
     origin: bytes = b""
 
     def covers(self, other: Self) -> bool:
-        """Tell whether to delete this deletes that."""
+        """Return whether deleting this scope deletes the other."""
         return self.tenant == other.tenant and self.origin in {b"", other.origin}
 
 
 def session_origin(name: str) -> bytes:
-    """Return what tells a session's outputs from others, and does not tell its name."""
+    """Return a hash of a session's name: marks its outputs without revealing the name."""
     return sha256(name.encode()).digest()[:16] if name else b""
 
 
 _MARGIN: Final = 8
-"""Tokens that are no longer counted before they are overwritten: the contexts of those after."""
+"""Tokens uncounted ahead of being overwritten: they are contexts of the tokens after them."""
 
 _AT_ONCE: Final = 1 << 12
-"""Tokens that are taken in at once while others wait."""
+"""Tokens added in one step while others wait: a millisecond or two."""
 
 _END: Final = np.array([SEPARATOR], np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a model wrote.
+    """One generation: what a model wrote for one sequence.
 
     Attributes:
         tokens: int32[n], token ids.
         time_s: when it ended, in seconds since 1970.
-        origin: what it is deleted by, 16 bytes; none where nobody will ask for it.
+        origin: key for deletion, 16 bytes; empty where it is not deletable by session.
     """
 
     tokens: TokenIds
@@ -77,7 +77,7 @@ class Output:
 
 
 class _End(NamedTuple):
-    """Where an output in the ring ends, its end included, and what else is known of it."""
+    """The end of an output in the ring, its separator included, and its time and origin."""
 
     time_s: float
     position: int
@@ -85,10 +85,10 @@ class _End(NamedTuple):
 
 
 class Generations:
-    """generations, the newest `capacity` tokens of them, none older than `max_age_s`.
+    """Generations, the newest `capacity` tokens of them, none older than `max_age_s`.
 
-    The ring grows with what it holds, by doubling. An output takes one place more than it has
-    tokens. Callers hold a lock.
+    The ring grows with what it holds, by doubling. An output takes one slot more than it has
+    tokens. Not thread-safe: callers hold a lock.
 
     Args:
         capacity: most tokens to hold; rounded up to a power of two. Each takes 24 bytes, and 6 more
@@ -122,7 +122,7 @@ class Generations:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are held, with one for each output's end."""
+        """Tokens in the ring, with one for each output's end."""
         self._expire()
         return len(self._store) - self._store.oldest
 
@@ -131,8 +131,8 @@ class Generations:
 
         Args:
             output: token ids.
-            time_s: when it ended; now if not given. What was added before an older output is read
-                no longer than that is.
+            time_s: when it ended; now if not given. Outputs added before an older one expire with
+                it.
         """
         if len(output):
             self.extend([Output(output, self._clock() if time_s is None else time_s)])
@@ -151,7 +151,7 @@ class Generations:
         self._expire()
 
     def outputs(self) -> list[Output]:
-        """Return what is held, oldest first; of the oldest the end, where its beginning is gone."""
+        """Return all outputs, oldest first; the oldest may have lost its beginning."""
         self._expire()
         held, begin = self._store.live(), self._store.oldest
         found: list[Output] = []
@@ -162,10 +162,10 @@ class Generations:
         return found
 
     def removing(self, origin: bytes) -> Iterator[None]:
-        """Forget the outputs of an origin with the first step, and take the others in again.
+        """Delete the outputs of an origin in the first step, and add the others again.
 
-        A step takes a millisecond or two, and between steps others may use this: they find what
-        was taken in by then.
+        A step takes a millisecond or two. Others may use this between steps: they find what has
+        been added so far.
         """
         if all(end.origin != origin for end in self._ends):
             return
@@ -182,11 +182,11 @@ class Generations:
                 yield
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room now for this many more tokens, one more for each output, or the most."""
+        """Grow now for this many more tokens (one more for each output), up to the capacity."""
         self._make_room(num_tokens)
 
     def clear(self) -> None:
-        """Forget everything, and overwrite it."""
+        """Delete and overwrite everything."""
         self._store.chains.tokens[:] = 0
         self.live[:] = 0
         self._store = ChainStore(0, self._limits, Source.GENERATIONS)
@@ -196,7 +196,7 @@ class Generations:
         self._expires_at_s = math.inf
 
     def commit(self, tokens: TokenIds) -> None:
-        """Do nothing: a sequence is no generation before it ends; see `add`."""
+        """Do nothing: a sequence becomes a generation when it ends; see `add`."""
 
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row."""
@@ -205,9 +205,9 @@ class Generations:
         return self._store.collect(question, row)
 
     def _make_room(self, num_tokens: int) -> None:
-        """Move to a larger ring where the tokens would overwrite what may stay.
+        """Move to a larger ring if the tokens would overwrite outputs within the capacity.
 
-        It then has at least twice the size, so that a token is linked again about once.
+        Its size at least doubles, so that each token is linked again about once.
         """
         store = self._store
         held = len(store) - store.oldest
@@ -223,7 +223,7 @@ class Generations:
         self._append(store.live())
 
     def _append(self, tokens: TokenIds) -> None:
-        """Append int32[n], having taken back what they overwrite."""
+        """Append int32[n], after uncounting the overwritten tokens."""
         store = self._store
         for part in np.array_split(tokens, max(1, -(-len(tokens) // (store.capacity // 2)))):
             self._take_back(len(store) + len(part) - store.capacity + _MARGIN)
@@ -232,7 +232,7 @@ class Generations:
             count_tokens(self.live, store.chains.tokens, begin, len(store), 1)
 
     def _take_back(self, position: int) -> None:
-        """No longer count what stands before `position`."""
+        """Uncount tokens before `position`."""
         end = min(position, len(self._store))
         if end > self._counted_from:
             count_tokens(self.live, self._store.chains.tokens, self._counted_from, end, -1)
@@ -247,19 +247,19 @@ class Generations:
         self._expires_at_s = self._ends[0].time_s + self._max_age_s
 
     def _drop_ends(self) -> None:
-        """Know no longer of outputs that were overwritten."""
+        """Drop the ends of overwritten outputs."""
         while self._ends and self._ends[0].position <= self._store.oldest:
             self._ends.popleft()
 
     def _end_no_later(self, time_s: float) -> None:
-        """Let what stands before an output that came late expire with it, if not sooner."""
+        """Let outputs before a late-coming older one expire with it at the latest."""
         place = len(self._ends) - 2
         while place >= 0 and self._ends[place].time_s > time_s:
             self._ends[place] = self._ends[place]._replace(time_s=time_s)
             place -= 1
 
     def _expire(self) -> None:
-        """Stop reading what is too old."""
+        """Stop reading expired outputs."""
         if self._expires_at_s == math.inf:
             return
         now, oldest = self._clock(), self._store.oldest

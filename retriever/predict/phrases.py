@@ -1,9 +1,8 @@
-"""Listed phrases: what a team writes verbatim, read from files and found by its beginning.
+"""The database of listed phrases: texts that a team writes verbatim, read from files.
 
-Files of listed phrases: text or token ids, one phrase a line. A file named `.jsonl` holds JSON
-lines, `{"text": "…"}` or `{"ids": […]}`; any other file holds text in UTF-8, each line a phrase.
-Both may be compressed (`.gz`). What is wrong with a line is reported and the line left out: one bad
-phrase must not cost the others.
+A phrase is drafted as soon as a context ends with its beginning. A file has one phrase per line. A
+`.jsonl` file holds JSON lines, `{"text": "…"}` or `{"ids": […]}`; any other file is text in UTF-8.
+Both can be compressed (`.gz`). Invalid lines are reported and skipped.
 """
 
 import gzip
@@ -30,7 +29,7 @@ from retriever.predict.question import Question
 from retriever.tree import Source
 
 MAX_PHRASE_TOKENS: Final = 1024
-"""Longest phrase; loading one takes time with the square of its length."""
+"""Longest phrase: loading takes time quadratic in its length."""
 
 _JSON_LINES: Final = ".jsonl"
 _LINE_BREAK: Final = "\n"
@@ -40,18 +39,18 @@ Encode = Callable[[str], Sequence[int]]
 """Text to token ids, without special tokens around it."""
 
 Track = Callable[[Sequence[Any], str], Iterable[Any]]
-"""Passes items through one by one and shows how far it is, under a description."""
+"""Yields items and shows progress under a description."""
 
 Phrase = tuple[int, ...]
 """Token ids of one phrase."""
 
 
 class Problem(NamedTuple):
-    """A line that was left out.
+    """A skipped line.
 
     Attributes:
         path: the file.
-        line: its line, counted from 1.
+        line: line number, from 1.
         reason: what is wrong with it.
     """
 
@@ -68,9 +67,9 @@ class PhraseReader:
     """Reads phrases.
 
     Attributes:
-        encode: the tokenizer of the model that is drafted for; None where there is none.
-        vocabulary_size: token ids must be below it; None where it is not known.
-        problems: lines left out so far; added to.
+        encode: the target model's tokenizer; None if there is none.
+        vocabulary_size: token ids must be below it; None if unknown.
+        problems: lines skipped so far; appended to.
     """
 
     encode: Encode | None
@@ -78,7 +77,7 @@ class PhraseReader:
     problems: list[Problem]
 
     def read(self, path: Path, track: Track) -> Iterator[Phrase]:
-        """Read the phrases of a file, each in all its variants.
+        """Yield the phrases of a file, each in all its variants.
 
         Raises:
             PhrasesError: the file cannot be read.
@@ -100,7 +99,7 @@ class PhraseReader:
         yield from variants
 
     def _encoded(self, text: str) -> Iterator[Sequence[int]]:
-        """Encode a text as it stands, after a space, and at the beginning of a line."""
+        """Yield the encodings of a text as given, after a space, and after a line break."""
         if self.encode is None:
             raise ValueError("text needs a tokenizer: name one, or list token ids")
         if not text.strip():
@@ -114,7 +113,7 @@ class PhraseReader:
 
     @cached_property
     def _line_break(self) -> list[int]:
-        """Encoded when the first text comes: tokenizers take seconds to load."""
+        """Encoded at the first text: tokenizers take seconds to load."""
         return list(self.encode(_LINE_BREAK)) if self.encode is not None else []
 
     def _checked(self, ids: ArrayLike) -> Phrase:
@@ -127,7 +126,7 @@ class PhraseReader:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file, without their ends.
+    """Return the lines of a file, without line ends.
 
     Raises:
         PhrasesError: the file cannot be read.
@@ -147,7 +146,7 @@ def _decoded(line: bytes) -> str:
 
 
 def _encodable(text: str) -> None:
-    """Refuse halves of characters, which JSON can hold and a tokenizer cannot take."""
+    """Refuse lone surrogates, which JSON can hold and a tokenizer cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -169,10 +168,10 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 MAX_PHRASE_ROWS: Final = 32
-"""Most phrases that go into one draft."""
+"""Most phrases in one draft: more cost time and rows that other databases need."""
 
-# The automaton looks through a node's children one by one, and the root has one for every token
-# that begins a phrase. So a token is two symbols, of ranges apart, and no node has many children.
+# The automaton searches a node's children linearly, and the root has one for every first token of a
+# phrase. So a token is split into two symbols of disjoint ranges, and no node has many children.
 _SYMBOL_BITS: Final = 8
 _LOW: Final = (1 << _SYMBOL_BITS) - 1
 _HIGH: Final = 1 << _SYMBOL_BITS
@@ -188,14 +187,14 @@ def _untracked(items: Sequence[Any], description: str) -> Iterable[Any]:
 
 
 class ListedPhrases:
-    """Phrases to draft from as soon as a context ends with their beginning; immutable.
+    """The automaton of all listed phrases; immutable.
 
-    An Aho-Corasick automaton (Aho and Corasick, 1975) holds every beginning of every phrase, so
-    that a token more at the end of a context costs one step, however many phrases there are.
+    An Aho-Corasick automaton (Aho and Corasick, 1975) holds every beginning of every phrase: a new
+    token costs one step, independent of the number of phrases.
 
     Args:
-        phrases: token ids of each; single tokens have no beginning and are never found.
-        problems: lines of files that were left out.
+        phrases: token ids of each; a single token has no beginning and is never found.
+        problems: skipped lines of files.
         track: shows progress.
 
     Attributes:
@@ -238,18 +237,16 @@ class ListedPhrases:
         *,
         track: Track = _untracked,
     ) -> Self:
-        """Load the phrases of files; see `retriever.predict.phrases` for what they hold.
+        """Load the phrases of files; see `retriever.predict.phrases` for their form.
 
         Args:
             paths: the files.
-            encode: the tokenizer of the model that is drafted for; without one, lines of text
-                are left out.
-            vocabulary_size: token ids must be below it; None where it is not known.
+            encode: the target model's tokenizer; without one, lines of text are skipped.
+            vocabulary_size: token ids must be below it; None if unknown.
             track: shows progress.
 
         Raises:
-            PhrasesError: a file cannot be read. Lines that cannot be read are left out and
-                listed in `problems`.
+            PhrasesError: a file cannot be read. Invalid lines are skipped and listed in `problems`.
         """
         problems: list[Problem] = []
         reader = PhraseReader(encode, vocabulary_size, problems)
@@ -257,7 +254,7 @@ class ListedPhrases:
         return cls(phrases, problems, track)
 
     def __len__(self) -> int:
-        """Return how many phrases there are, variants of one text counted apart."""
+        """Return the number of phrases; variants of a text count separately."""
         return len(self._arrays.starts) - 1
 
     @property
@@ -267,7 +264,7 @@ class ListedPhrases:
 
     @property
     def highest_token(self) -> int:
-        """The highest token id of all phrases, -1 where there is none."""
+        """The highest token id of all phrases, -1 without phrases."""
         return int(self._arrays.tokens.max(initial=-1))
 
     @property
@@ -277,7 +274,7 @@ class ListedPhrases:
         return sum(array.nbytes for array in self._arrays) + nodes
 
     def summary(self) -> Iterator[str]:
-        """Say in a few lines what was loaded and what was not."""
+        """Yield a few lines on loaded and skipped phrases."""
         for problem in self.problems[:_MAX_SHOWN]:
             yield f"warning: {problem}"
         if len(self.problems) > _MAX_SHOWN:
@@ -286,13 +283,13 @@ class ListedPhrases:
         yield f"listed phrases: {len(self)} ({size})"
 
     def cursor(self, prompt: TokenIds) -> "PhraseCursor":
-        """Return a cursor at the end of int32[n], a sequence's first tokens."""
+        """Return a cursor after int32[n], a sequence's first tokens."""
         cursor = PhraseCursor(self)
         cursor.commit(prompt)
         return cursor
 
     def search(self) -> Any:
-        """Return a new search of the automaton; None where there is nothing to find."""
+        """Return a new search of the automaton; None without phrases."""
         return self._automaton.iter(()) if len(self._arrays.lengths) else None
 
     def search_from(self, longest: int, depth: int, scratch: Scratch, row: int) -> int:
@@ -314,10 +311,10 @@ class ListedPhrases:
         self.search_from(NO_BEGINNING, 1, Scratch(max_depth=1, max_rows=1, max_nodes=1), 0)
 
     def _add_beginnings(self, listed: Iterable[Phrase]) -> tuple[list[int], list[int], list[int]]:
-        """Add the beginnings of sorted phrases to the automaton, numbered as they come.
+        """Add the beginnings of sorted phrases to the automaton, numbered in order.
 
         Returns:
-            Of each beginning the first and the last phrase that go on from it, and its length.
+            For each beginning the first and the last phrase that continue it, and its length.
         """
         first_phrases: list[int] = []
         last_phrases: list[int] = []
@@ -339,11 +336,11 @@ class ListedPhrases:
         return first_phrases, last_phrases, lengths
 
     def _shorter_beginnings(self, listed: Iterable[Phrase], num_beginnings: int) -> list[int]:
-        """Return of each beginning the longest shorter one that it ends with."""
+        """Return for each beginning the longest shorter one that is its suffix."""
         shorter = [NO_BEGINNING] * num_beginnings
         for phrase in listed:
             at, beginning = -1, NO_BEGINNING
-            # At each end the longest comes first, which is the phrase's own.
+            # Of matches with one end the longest comes first: the phrase's own beginning.
             for end, number in self._automaton.iter(_symbols(phrase[:-1])):
                 if end != at:
                     at, beginning = end, number
@@ -353,10 +350,10 @@ class ListedPhrases:
 
 
 class PhraseCursor:
-    """Where one sequence stands in the automaton; one thread at a time.
+    """The state of one sequence in the automaton. Not thread-safe.
 
     Args:
-        phrases: what is searched for.
+        phrases: to search for.
     """
 
     def __init__(self, phrases: ListedPhrases) -> None:
@@ -365,12 +362,12 @@ class PhraseCursor:
         self._longest = NO_BEGINNING
 
     def commit(self, tokens: TokenIds) -> None:
-        """Go on by int32[n]. Tokens too far from the end to matter are not looked at."""
+        """Append int32[n]. Tokens too far from the end to matter are skipped."""
         if self._search is None:
             return
         for token in tokens[-self._phrases.longest_beginning :].tolist():
             self._search.set((_HIGH + (token >> _SYMBOL_BITS), token & _LOW))
-            found = list(self._search)  # to the end: what is left over would come with the next
+            found = list(self._search)  # exhaust it before the next tokens
             self._longest = found[0][1] if found else NO_BEGINNING
 
     def collect(self, question: Question, row: int) -> int:

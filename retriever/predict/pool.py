@@ -1,4 +1,4 @@
-"""A pool: what one tenant has of its own."""
+"""A pool: one tenant's generations and learned weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from retriever.predict.weights import Weights, prior_weights, to_bytes
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An output to be kept, and what is kept with it.
+    """An output for the log, with the tenant's statistics.
 
     Attributes:
         tenant: whose it is.
-        output: what was generated.
-        statistics: the tenant's weights as bytes, where they have learned since they were kept.
-        note: opaque, in the place of the note before; see `retriever.replication`.
+        output: the generation.
+        statistics: the tenant's weights as bytes, if changed since they were last logged.
+        note: opaque, replaces the previous note; see `retriever.replication`.
     """
 
     tenant: str
@@ -26,14 +26,14 @@ class Entry:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Pool:
-    """What one tenant has.
+    """One tenant's generations and weights.
 
     Attributes:
         tenant: its name.
         generations: its generations.
-        weights: how evidence is mixed, learned from its outputs; the log keeps them.
-        learned: steps that they learned from.
-        logged: how many of these the log has.
+        weights: of mixing, learned from its outputs; kept in the log.
+        learned: steps learned from.
+        logged: steps learned from when the log last got the weights.
     """
 
     tenant: str
@@ -43,18 +43,18 @@ class Pool:
     logged: int = 0
 
     def add(self, output: Output) -> Entry:
-        """Remember an output, and return what the log must keep of it."""
+        """Add an output, and return its entry for the log."""
         self.generations.extend([output])
         statistics = to_bytes(self.weights) if self.learned != self.logged else None
         self.logged = self.learned
         return Entry(self.tenant, output, statistics)
 
     def forgetting(self, origin: bytes) -> Iterator[None]:
-        """Forget the outputs of an origin, bit by bit; see `Generations.removing`."""
+        """Delete the outputs of an origin in steps; see `Generations.removing`."""
         return self.generations.removing(origin)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete everything."""
         self.generations.clear()
         self.weights[:] = prior_weights()
         self.learned = self.logged = 0

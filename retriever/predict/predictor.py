@@ -1,7 +1,7 @@
-"""The predictor: one estimate of what comes next, from every database at once.
+"""The predictor: grows draft trees from the evidence of all databases.
 
-A draft finds rows of evidence in all databases, lets them vote, and grows a tree from what they
-say; the next commit learns from what came true.
+A draft collects rows of evidence from all databases, weighs them, and grows a tree best-first; the
+next commit learns from the tokens that followed.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from retriever.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What rows of evidence are worth beside one another, before they are mixed.
+    """Relative weights of rows of evidence, before mixing.
 
-    What an occurrence counts by its database stands in `databases.DATABASES`.
+    The weight by database is in `databases.DATABASES`.
 
     Attributes:
-        backoff: count at which a match of one token takes half of the probability that longer
-            matches left; a match of k tokens needs a k-th of it.
-        escape: weight of whatever no row predicts, at every node.
+        backoff: count at which a match of one token takes half of the probability left by longer
+            matches; a match of k tokens needs 1/k of it.
+        escape: weight of tokens that no row predicts, at every node.
         rate: size of a learning step.
     """
 
@@ -36,7 +36,7 @@ class Prior:
     rate: float = 0.001
 
     def to_kernel(self) -> NDArray[Any]:
-        """Return PRIOR[1], with the trust in all databases that are registered by now."""
+        """Return PRIOR[1], with the trust of all registered databases."""
         record = np.zeros(1, PRIOR)
         record["backoff"], record["escape"] = self.backoff, self.escape
         for kind in DATABASES:
@@ -48,15 +48,15 @@ DEFAULT_PRIOR: Final = Prior()
 
 
 class Predictor:
-    """Grows draft trees from databases; owns the scratch memory, so one thread at a time.
+    """Grows draft trees from databases; owns the scratch memory, so not thread-safe.
 
     Args:
         max_budget: most nodes of any tree.
-        prior: what evidence is worth.
+        prior: weights before learning.
 
     Attributes:
-        scratch: where the last tree grew; what it considered stands there until the next draft.
-        num_rows: rows of evidence that it grew from.
+        scratch: of the last draft; holds its candidates until the next one.
+        num_rows: rows of evidence of the last draft.
     """
 
     def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR) -> None:
@@ -64,7 +64,7 @@ class Predictor:
         self.num_rows = 0
         self._rate = prior.rate
         self._prior = prior.to_kernel()
-        self._last: Databases | None = None  # whose draft the scratch memory holds
+        self._last: Databases | None = None  # of the draft in the scratch memory
 
     def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         """Return the most probable tree of at most `budget` nodes."""
@@ -75,7 +75,7 @@ class Predictor:
         return self._vote_and_grow(databases, budget, float(min_probability))
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
-        """Append int32[n] to a sequence, and learn from it if its draft was the last one."""
+        """Append int32[n] to a sequence, and learn if the last draft was for it."""
         if len(tokens) and databases is self._last:
             self._last = None
             if databases.learns:
@@ -83,15 +83,15 @@ class Predictor:
         databases.commit(tokens)
 
     def learn(self, pool: Pool, tokens: TokenIds) -> None:
-        """Learn from the last draft: int32[n], at least one, came next."""
+        """Learn from the last draft and int32[n], n at least 1, the tokens that followed it."""
         pool.learned += learn(pool.weights, self.scratch.packed, tokens, self._rate)
 
     def _vote_and_grow(
         self, databases: Databases, budget: int, min_probability: float
     ) -> DraftTree:
-        """Grow the tree from the rows that were found; at every node all evidence votes.
+        """Weigh the rows and grow the tree; candidates of every node are mixed from all evidence.
 
-        Both are one kernel: a call takes as long as a node.
+        One kernel does both: a call costs as much as a node.
         """
         pool = databases.pool
         size = grow_tree(

@@ -1,11 +1,9 @@
-"""Tracing the nodes of a draft back to what spoke for them, and to where that stands.
+"""Provenance: traces the nodes of a draft to their evidence and its documents.
 
-This looks everything up again, off the hot path.
-
-Tracing the nodes of a draft back to what spoke for them, after it was made. The rows of evidence
-are in the predictor's memory until the next draft: those whose continuation begins with a node's
-path spoke for it. A node that no row knows came from what followed its last one to three tokens, in
-the phrase tables, in the sequence or in recent outputs.
+Runs after the draft, off the hot path. The rows of evidence stay in the predictor's memory until
+the next draft: those whose continuation begins with a node's path support the node. A node without
+such a row came from counts after its last one to three tokens, in the phrase tables, the sequence
+or generations.
 """
 
 from bisect import bisect_left, bisect_right
@@ -27,16 +25,16 @@ from retriever.predict.predictor import Predictor
 from retriever.tree import ROOT, DocumentOccurrence, DraftTree, NodeProvenance, Source
 
 _LOOKS_PER_DOCUMENT: Final = 8
-"""Occurrences to look at for each document that is wanted: many may stand in one."""
+"""Occurrences to examine for each wanted document: several may be in one document."""
 
 
 def find_ngram(segment: Segment, ngram: Sequence[int]) -> NDArray[Any]:
-    """Return unsigned[n], where in a segment an n-gram begins, in the order of what follows it.
+    """Return unsigned[n], the positions of an n-gram in a segment, in suffix order.
 
-    Bisects the suffix array. What a damaged disk says is not read beyond the arrays.
+    Bisects the suffix array. Damaged arrays never cause reads beyond their ends.
 
     Args:
-        segment: where to look.
+        segment: to search.
         ngram: token ids, at least one.
     """
     wanted = list(ngram)
@@ -58,13 +56,13 @@ def find_ngram(segment: Segment, ngram: Sequence[int]) -> NDArray[Any]:
 def count_and_locate(
     indexes: Sequence[Index], ngram: Sequence[int], max_documents: int
 ) -> tuple[int, tuple[DocumentOccurrence, ...]]:
-    """Return how often an n-gram occurs, and documents that it occurs in.
+    """Return the number of occurrences of an n-gram, and documents with it.
 
     Args:
-        indexes: where to look.
-        ngram: token ids, at least one; places are given of the last.
-        max_documents: most documents to name, a first occurrence in each; taken evenly from all
-            occurrences in a segment.
+        indexes: to search.
+        ngram: token ids, at least one; positions are those of the last.
+        max_documents: most documents to name, with one occurrence each; sampled evenly over a
+            segment's occurrences.
 
     Raises:
         ProvenanceError: an index is damaged or closed.
@@ -84,7 +82,7 @@ def count_and_locate(
 def _documents(
     index: Index, number: int, begins: NDArray[Any], ngram: Sequence[int], max_documents: int
 ) -> Iterator[tuple[tuple[str, str, int], DocumentOccurrence]]:
-    """Yield documents of a segment that hold the n-gram, some of them again and again."""
+    """Yield documents of a segment with the n-gram; repeats are possible."""
     segment = index.segments[number]
     looks = min(len(begins), _LOOKS_PER_DOCUMENT * max_documents)
     for look in range(looks):
@@ -104,7 +102,7 @@ def _documents(
 
 
 _MAX_POSITIONS: Final = 8
-"""Most places in the context that are given for a node."""
+"""Most positions in the context given for a node."""
 
 _MAX_ORDER: Final = 3
 _TABLE_ORDERS: Final = (3, 2, 1)
@@ -113,8 +111,8 @@ _LIVE_ORDERS: Final = (3, 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Evidence:
-    """The rows that a draft grew from, copied so that others may draft meanwhile.
+class DraftedRows:
+    """The rows of a draft, copied so that other drafts can follow.
 
     Attributes:
         rows: ROW[n].
@@ -126,20 +124,20 @@ class Evidence:
 
     @classmethod
     def of(cls, predictor: Predictor, budget: int) -> Self:
-        """Copy the rows of the last draft, which had a budget of so many nodes."""
+        """Copy the rows of the last draft, which had a budget of `budget` nodes."""
         scratch, end = predictor.scratch, predictor.num_rows
         return cls(scratch.rows[:end].copy(), scratch.continuations[:end, :budget].copy())
 
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What spoke for a node, before documents are looked for.
+    """The evidence for a node, before documents are searched.
 
     Attributes:
-        match_length: tokens before it that were found with it.
-        count: how often they were.
-        positions: where in the context.
-        ngram: the tokens before it and its own, if they stand in the corpus; else empty.
+        match_length: matching tokens before it.
+        count: occurrences of the match.
+        positions: in the context.
+        ngram: the matching tokens and its own, if found in the corpus; else empty.
     """
 
     match_length: int = 0
@@ -148,13 +146,13 @@ class Support:
     ngram: tuple[int, ...] = ()
 
 
-def trace_nodes(tree: DraftTree, databases: Databases, evidence: Evidence) -> list[Support]:
-    """Return what spoke for each node of a draft.
+def trace_nodes(tree: DraftTree, databases: Databases, evidence: DraftedRows) -> list[Support]:
+    """Return the evidence for each node of a draft.
 
     Args:
         tree: the draft.
-        databases: what it was drafted from; the sequence unchanged since.
-        evidence: the rows that it grew from.
+        databases: that it was drafted from; the sequence unchanged since.
+        evidence: the rows of the draft.
     """
     tracer = _Tracer(tree, databases, evidence)
     return [tracer.support(node) for node in range(len(tree))]
@@ -163,7 +161,7 @@ def trace_nodes(tree: DraftTree, databases: Databases, evidence: Evidence) -> li
 def locate(
     supports: Sequence[Support], indexes: Sequence[Index], max_documents: int
 ) -> Iterator[NodeProvenance]:
-    """Look for the documents behind each node; reads indexes only, so that drafts may go on.
+    """Find the documents of each node; reads indexes only, so that drafts can continue.
 
     Raises:
         ProvenanceError: an index is damaged or closed.
@@ -177,7 +175,7 @@ def locate(
 
 
 class _Tracer:
-    def __init__(self, tree: DraftTree, databases: Databases, evidence: Evidence) -> None:
+    def __init__(self, tree: DraftTree, databases: Databases, evidence: DraftedRows) -> None:
         self._tree = tree
         self._databases = databases
         self._rows = evidence.rows
@@ -187,7 +185,7 @@ class _Tracer:
         self._depths = tree.depths()
 
     def support(self, node: int) -> Support:
-        """Return what spoke for a node; its parent was asked for before."""
+        """Return the evidence for a node; called for its parent first."""
         source = int(self._tree.sources[node])
         rows = self._agree(node)
         rows = rows[self._rows["source"][rows] == source]
@@ -213,14 +211,14 @@ class _Tracer:
         return self._agreeing[node]
 
     def _of_rows(self, node: int, source: int, rows: NDArray[np.int64]) -> Support:
-        """Tell of the longest matches among rows."""
+        """Return the longest matches among rows."""
         matches = self._rows["match"][rows]
         rows = rows[matches == matches.max()]
         before = int(self._depths[node]) - 1
         match_length, count = int(matches.max()) + before, len(rows)
         if source == Source.CONTEXT:
             begins = self._rows["position"][rows]
-            places = begins + before % (len(self._context) - begins)  # past the end it starts over
+            places = begins + before % (len(self._context) - begins)  # wraps at the end
             return Support(match_length, count, _some(places))
         if source == Source.CORPUS:
             path = self._tree.token_ids[self._tree.path_to(node)]
@@ -230,7 +228,7 @@ class _Tracer:
 
 
 def _followed(context: TokenIds, text: TokenIds) -> Support:
-    """Look for the last token of a text in the context, after the one or two before it."""
+    """Find the last token of a text in the context after the one or two before it."""
     for order in _CONTEXT_ORDERS:
         ngram = text[-order - 1 :]
         if len(ngram) > order:
@@ -243,7 +241,7 @@ def _followed(context: TokenIds, text: TokenIds) -> Support:
 
 
 def _counted(live: NDArray[np.int64], text: TokenIds) -> Support:
-    """Look for the last token of a text in generations, after the two or three before it."""
+    """Find the last token of a text in generations after the two or three before it."""
     tail = np.full(_MAX_ORDER, -1, np.int32)
     before = text[:-1][-len(tail) :]
     tail[len(tail) - len(before) :] = before
@@ -258,7 +256,7 @@ def _counted(live: NDArray[np.int64], text: TokenIds) -> Support:
 
 
 def _tabled(tables: Tables, text: TokenIds) -> Support:
-    """Look for the last token of a text in the phrase tables, after the one to three before it."""
+    """Find the last token of a text in the phrase tables after the one to three before it."""
     for order in _TABLE_ORDERS:
         ngram = tuple(text[-order - 1 :].tolist())
         if len(ngram) > order and _has_entry(tables, ngram):
@@ -267,7 +265,7 @@ def _tabled(tables: Tables, text: TokenIds) -> Support:
 
 
 def _has_entry(tables: Tables, ngram: Sequence[int]) -> bool:
-    """Tell whether the tables hold an n-gram; what a damaged disk says is not followed far."""
+    """Return whether the tables hold an n-gram; reads of damaged tables stay in bounds."""
     entry = ngram[0]
     if not entry < len(tables.counts1):
         return False

@@ -1,4 +1,4 @@
-"""What every database is asked, and what it must offer: one form for all of them."""
+"""The interface of a database: the question it is asked and the rows it writes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -12,13 +12,13 @@ from retriever.tree import Source
 
 
 class Question(NamedTuple):
-    """What followed the end of a context before?
+    """A query: what followed earlier occurrences of the end of a context?
 
     Attributes:
         query: int32[q], the last tokens of the context, at least one and at most MAX_MATCH.
-        rarity: float32[vocabulary], how rare each token is in the corpus, 0 to 1.
-        depth: most tokens to copy of what followed an occurrence.
-        scratch: where rows of evidence are written.
+        rarity: float32[vocabulary], rarity of each token in the corpus, 0 to 1.
+        depth: most tokens to copy after an occurrence.
+        scratch: receives the rows of evidence.
     """
 
     query: TokenIds
@@ -28,7 +28,7 @@ class Question(NamedTuple):
 
 
 class Database(Protocol):
-    """A database as one sequence asks it; what it is made of may be shared with others."""
+    """A database as one sequence uses it; its data may be shared with others."""
 
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence (`ROW`) from `row` on, as far as there is room.
@@ -38,16 +38,16 @@ class Database(Protocol):
         """
 
     def commit(self, tokens: TokenIds) -> None:
-        """Take note of int32[n], tokens that the sequence goes on by."""
+        """Note int32[n], tokens appended to the sequence."""
 
 
 class Occurrence(NamedTuple):
-    """What a row of evidence says.
+    """The content of a row of evidence.
 
     Attributes:
         continuation: token ids that followed.
-        match: tokens before them that it has in common with the end of the query, at least one.
-        times: occurrences that it stands for.
+        match: tokens before them that equal the end of the query, at least one.
+        times: number of occurrences that it represents.
     """
 
     continuation: Sequence[int]
@@ -59,10 +59,10 @@ def write_row(question: Question, row: int, source: Source, occurrence: Occurren
     """Write one row from Python, for a database without a kernel; return the first free row.
 
     Args:
-        question: what was asked.
+        question: that it answers.
         row: first free row.
         source: the database.
-        occurrence: what it knows.
+        occurrence: the row's content.
     """
     rows, copied = question.scratch.rows, occurrence.continuation[: question.depth]
     if row == len(rows) or len(copied) == 0:

@@ -1,4 +1,4 @@
-"""Stores of tokens that know every earlier occurrence of the last ones."""
+"""Stores of tokens with hash chains that find earlier occurrences of the last tokens."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -18,15 +18,15 @@ from retriever.predict.question import Question
 from retriever.tree import Source
 
 MIN_CAPACITY: Final = 1024
-"""Tokens in the smallest ring."""
+"""Tokens in the smallest ring: smaller ones would grow at once."""
 
 _MIN_LAST: Final = 4096
-"""Entries in the table of a sequence's last tokens, at least."""
+"""Least entries in the table of a sequence's last tokens: 16 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainLimits:
-    """Which n-grams a store indexes, and how many occurrences each may add to a draft."""
+    """The n-gram orders that a store indexes, and the most rows of each in a draft."""
 
     orders: tuple[int, ...]
     max_rows: tuple[int, ...]
@@ -34,10 +34,10 @@ class ChainLimits:
 
 CONTEXT_LIMITS: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(16, 16, 32, 64))
 GENERATIONS_LIMITS: Final = ChainLimits(orders=(8, 4), max_rows=(32, 64))
-"""Beside a corpus: after shorter matches its phrase tables know more, and take less time."""
+"""With a corpus, whose phrase tables cover shorter matches better and faster."""
 
 GENERATIONS_ALONE: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(32, 64, 32, 64))
-"""Without one. On chats 15% more tokens a step, for 6 microseconds a draft."""
+"""Without a corpus: on chats 15% more tokens a step, for 6 microseconds a draft."""
 
 
 def ring_capacity(num_tokens: int) -> int:
@@ -53,14 +53,14 @@ class ChainStore:
     Args:
         capacity: most tokens to hold; rounded up to a power of two.
         limits: the n-grams to index.
-        source: what rows of this store are marked with.
+        source: marks rows of this store.
         start: position of the first token that will be appended.
-        cursor: int64[2], of the sequence that the store holds; a new one where it is not given.
+        cursor: int64[2], of the sequence in the store; a new one if not given.
 
     Attributes:
         chains: the arrays.
-        cursor: where the sequence is being copied from, moved as it grows.
-        packed: these arrays and the n-grams that are indexed, packed for kernels.
+        cursor: where the sequence is being copied from; moves as it grows.
+        packed: these arrays and the indexed orders, packed for kernels.
         num_bytes: their memory, in bytes.
     """
 
@@ -104,7 +104,7 @@ class ChainStore:
 
     @property
     def oldest(self) -> int:
-        """Position of the oldest token that is read."""
+        """Position of the oldest readable token."""
         return max(int(self.chains.state[2]), len(self) - self.capacity)
 
     def append(self, tokens: TokenIds) -> None:
@@ -118,7 +118,7 @@ class ChainStore:
         self._end += len(tokens)
 
     def forget_before(self, position: int) -> None:
-        """Read nothing before `position` from now on."""
+        """Make tokens before `position` unreadable."""
         self.chains.state[2] = max(int(self.chains.state[2]), position)
 
     def live(self) -> TokenIds:
@@ -138,10 +138,9 @@ class ChainStore:
         return end
 
     def collect_own(self, question: Question, row: int) -> int:
-        """Write rows of evidence from the sequence that this is; return the first free row.
+        """Write rows of evidence from the sequence in this store; return the first free row.
 
-        Marks the query as what is recent, by how rare its tokens are, for databases that are
-        asked later.
+        Marks the rarity of the query's tokens as recent, for databases queried later.
         """
         query, rarity, depth, scratch = question
         end: int = collect_sequence(self.packed, query, rarity, depth, scratch.packed, row)

@@ -1,15 +1,15 @@
-"""The weights by which evidence is mixed: what all begin with, and what each has learned.
+"""The weights of mixing: the shipped prior, and what each tenant has learned.
 
-Most weights concern evidence of any database. One part of the escape has a row for each source
-(`Source`), the one that is dominant at a node. In memory there are rows for all numbers that a
-source can have. What is kept says whose its rows are, so that it can be read when there are more:
+Most weights apply to evidence of any database. One part of the escape has a row for each possible
+dominant source (`Source`) of a node. In memory there are rows for all source numbers. Stored
+weights name the source of each row, so that they can be read when there are more:
 
     b"weights3" | uint8 number of rows | for each row uint8 length and ASCII name of its source |
     float32[network] | float32[rows, MATCH_BUCKETS, DEPTH_BUCKETS], all little-endian
 
-A source without a row begins with the mean of those that databases have in `prior.npy`. Rows of
-sources that are not registered are left out. What begins with `weights2` has the rows of the first
-six sources in the order of their numbers, and does not name them.
+A source without a row gets the mean of the databases' rows in `prior.npy`. Rows of unregistered
+sources are skipped. Weights that begin with `weights2` have unnamed rows of the first six sources,
+in the order of their numbers.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ _PRIOR_FILE: Final = "prior.npy"
 """float32[n], the values of `values_of`: rows in the order of the sources' numbers."""
 
 _MARK: Final = b"weights3"
-"""Begins kept weights; its number changes with what they mean."""
+"""Begins stored weights; its number changes with the format."""
 
 _UNNAMED_MARK: Final = b"weights2"
 _UNNAMED: Final = ("UNSPECIFIED", "CONTEXT", "GENERATIONS", "PHRASES", "CORPUS", "MODEL")
@@ -42,15 +42,15 @@ Weights = NDArray[Any]
 
 
 def prior_weights() -> Weights:
-    """Return a copy of the weights that come with the package."""
+    """Return a copy of the shipped weights."""
     return from_values(_load_prior())
 
 
 def from_values(values: NDArray[np.float32]) -> Weights:
-    """Return weights from float32[n]: all fields in order, of the last one the first rows.
+    """Return weights from float32[n]: all fields in order, the last one with its first rows only.
 
     Raises:
-        ValueError: these are not as many as there can be.
+        ValueError: the number of values does not fit.
     """
     rows = (values.size - _NETWORK_SIZE) / _ROW_SIZE
     if not (rows.is_integer() and 1 <= rows <= MAX_SOURCES):
@@ -65,20 +65,20 @@ def from_values(values: NDArray[np.float32]) -> Weights:
 
 
 def values_of(weights: Weights) -> NDArray[np.float32]:
-    """Return float32[n], a copy of the weights with the rows of the sources that there are."""
+    """Return float32[n], a copy of the weights with the rows of registered sources."""
     values: NDArray[np.float32] = weights.view("<f4")[: _NETWORK_SIZE + len(Source) * _ROW_SIZE]
     return values.copy()
 
 
 def to_bytes(weights: Weights) -> bytes:
-    """Return weights as they are kept in a log."""
+    """Return weights in the form of the log."""
     names = (source.name.encode("ascii") for source in Source)
     named = b"".join(bytes([len(name)]) + name for name in names)
     return _MARK + bytes([len(Source)]) + named + values_of(weights).tobytes()
 
 
 def from_bytes(kept: bytes | None) -> Weights:
-    """Return weights that were kept; those that all begin with, if they cannot be these."""
+    """Return stored weights; the prior where they are missing or invalid."""
     weights = prior_weights()
     names, begin = _names_in(kept or b"")
     size = 4 * (_NETWORK_SIZE + len(names) * _ROW_SIZE)
@@ -111,9 +111,9 @@ def _default_row(weights: Weights, num_rows: int) -> NDArray[np.float32]:
 
 
 def _names_in(kept: bytes) -> tuple[tuple[str, ...], int]:
-    """Return the names of the sources that kept weights have rows of, and where values begin.
+    """Return the names of the sources of stored rows, and the offset of the values.
 
-    There are no names where it is not in this form.
+    No names if the form is unknown.
     """
     if kept.startswith(_UNNAMED_MARK):
         return _UNNAMED, len(_UNNAMED_MARK)

@@ -1,1 +1,1 @@
-"""Recorded outputs through a drafter, without a model; and calibration."""
+"""Replay of recorded outputs through a drafter, without a model, and its calibration."""

@@ -1,4 +1,4 @@
-"""Whether probabilities mean what they say: of the nodes given p, a share p should be accepted.
+"""Calibration of probabilities: of nodes with probability p, a share p should be accepted.
 
 A node's outcome is known from a recording: accepted if it is on the path that the output goes down,
 and not otherwise. What would come after the end of an output is not accepted.
@@ -115,7 +115,7 @@ class Reliability:
         ]
 
     def by_source(self) -> dict[str, Group]:
-        """Return the nodes of each database that spoke for any, by its name."""
+        """Return the nodes of each database, by its name."""
         names = [source.label for source in Source]
         return _groups(names, self._sums.sum(axis=3).transpose(2, 0, 1)[: len(names)])
 

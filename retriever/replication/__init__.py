@@ -1,1 +1,1 @@
-"""Replication: drafters learn from one another's outputs through streams of a Redis server."""
+"""Replication: drafters share their outputs through streams of a Redis server."""

@@ -1,4 +1,4 @@
-"""The thread that learns what the other drafters have generated, a little at a time."""
+"""Reads the streams of replication and adds other drafters' outputs to the pools in small steps."""
 
 import time
 from collections import Counter
@@ -22,26 +22,26 @@ from retriever.replication.replication_state import (
 if TYPE_CHECKING:
     from retriever.replication.redis_streams import StreamEntry, Streams
 
-_AT_ONCE_TOKENS: Final = 1024  # drafts wait for them: a third of a millisecond
-_BLOCK_MS: Final = 250  # within it a thread that waits for the server sees that it is to stop
-_GATHER_S: Final = 0.01  # what comes within it is learned at once
+_AT_ONCE_TOKENS: Final = 1024  # drafts wait: a third of a millisecond
+_BLOCK_MS: Final = 250  # bounds how long a thread blocked on the server takes to stop
+_GATHER_S: Final = 0.01  # records that arrive within it are learned in one step
 
 
-class Learner:
+class RecordLearner:
     """Adds records to the pools of their tenants.
 
     Args:
         pools: of this drafter.
         lock: held while drafts are made.
         limits: of this drafter.
-        deletions: what may not be learned.
-        position: how far the streams are read, which the log keeps with what was learned.
-        forget: forgets what is of a scope, in memory and on disk.
-        counts: where that is counted.
+        deletions: of outputs that must not be learned.
+        position: in the streams; the log stores it with the learned outputs.
+        forget: deletes a scope, in memory and on disk.
+        counts: updated.
         clock: seconds since 1970.
 
     Attributes:
-        vocabulary_size: ids must be below it; None where it is not known.
+        vocabulary_size: ids must be below it; None if unknown.
     """
 
     def __init__(  # noqa: PLR0913  (what a drafter consists of)
@@ -67,15 +67,15 @@ class Learner:
         self._clock = clock
         self._waiting: list[tuple[str, Output]] = []
         self._num_waiting = 0
-        self._undeleted: set[Scope] = set()  # where the disk refused
+        self._undeleted: set[Scope] = set()  # the disk refused to delete them
 
     @property
     def ring_tokens(self) -> int:
-        """Tokens that are remembered of each tenant."""
+        """Tokens remembered for each tenant."""
         return self._limits.generations_tokens
 
     def expect(self, num_tokens: Mapping[str, int]) -> None:
-        """Make room for this many tokens of each tenant at once, while there is little to move."""
+        """Reserve room for this many tokens of each tenant before they come."""
         for tenant, expected in num_tokens.items():
             self._pools.reserve(tenant, expected, self._lock)
 
@@ -90,8 +90,8 @@ class Learner:
         return None
 
     def learn(self, record: Record) -> None:
-        """Take a record, to be remembered soon; with `flush` at the latest."""
-        # A clock that is ahead of ours must not keep an output longer than ours would.
+        """Queue a record, to be added soon; by `flush` at the latest."""
+        # A writer's clock that is ahead must not extend an output's life.
         output = Output(record.tokens, min(record.time_s, self._clock()), record.origin)
         self._waiting.append((record.tenant, output))
         self._num_waiting += len(record.tokens) + 1
@@ -99,7 +99,7 @@ class Learner:
             self.flush()
 
     def flush(self) -> None:
-        """Remember what was taken, and how far was read."""
+        """Add queued records, and store the position."""
         waiting, self._waiting, self._num_waiting = self._waiting, [], 0
         if not waiting:
             return
@@ -112,12 +112,12 @@ class Learner:
         self._counts.learned_tokens += sum(len(output.tokens) for _, output in learned)
 
     def delete(self, scope: Scope, time_s: float) -> bool:
-        """Forget what is of a scope, as another drafter was told to; tell whether it was tried.
+        """Delete a scope on behalf of another drafter; return whether it was tried.
 
-        Of a tenant it is not where there is nothing so old.
+        It is not where the tenant has no outputs that old.
 
         Raises:
-            StateError: the disk refuses; what is in memory is forgotten all the same.
+            StateError: the disk refuses; the data in memory is deleted anyway.
             LimitExceededError: the tenant's data is being deleted: try again soon.
         """
         time_s = min(time_s, self._clock())
@@ -132,29 +132,29 @@ class Learner:
         return is_there
 
     def note_deletion(self, scope: Scope, time_s: float) -> None:
-        """Learn nothing of a scope that is of this time or older."""
+        """Learn no outputs of a scope that ended at this time or before."""
         self._deletions.add(scope, min(time_s, self._clock()))
 
     def keep_position(self) -> None:
-        """Let the log keep how far was read."""
+        """Store the position in the log."""
         self._pools.put_note(self._position.to_bytes())
 
 
 class Consumer:
-    """Reads the streams from where it was, and lets the learner learn.
+    """Reads the streams from its last position, and passes records to the learner.
 
     Args:
-        streams: where from.
-        learner: where to.
-        position: how far it has read; changed here alone.
-        counts: where that is counted.
-        stopped: set once it is to end.
+        streams: to read.
+        learner: receives the records.
+        position: in the streams; changed only here.
+        counts: updated.
+        stopped: set to stop.
     """
 
     def __init__(
         self,
         streams: "Streams",
-        learner: Learner,
+        learner: RecordLearner,
         position: Position,
         counts: ReplicationCounts,
         stopped: Event,
@@ -169,17 +169,17 @@ class Consumer:
         self._surplus = Surplus()
 
     def turn(self) -> bool:
-        """Learn what has come, or wait for it.
+        """Learn new records, or wait for some.
 
         Raises:
-            redis.RedisError, OSError: the server refuses, or is away.
+            redis.RedisError, OSError: the server refuses, or is down.
             StateError: the disk refuses to delete.
-            LimitExceededError: what is to be deleted is being deleted.
+            LimitExceededError: the data is being deleted already.
         """
         try:
             self._read_on()
         except BaseException:
-            self._is_placed = False  # the server may come back with other streams
+            self._is_placed = False  # the server may restart with other streams
             raise
         return True
 
@@ -194,15 +194,15 @@ class Consumer:
         self._delete(deletions)
         self._learn(outputs)
         if outputs:
-            # At most half of the time, so that drafts are hardly held up while it catches up.
+            # At most half of the time, so that drafts are not held up while it catches up.
             gather_s = _GATHER_S if len(outputs) < PAGE else 0.0
             self._stopped.wait(max(gather_s, time.thread_time() - started))
 
     def _find_place(self) -> None:
-        """Go on where reading ended; but the server may have begun anew, or this is a first life.
+        """Find the position to read from; the server may have been reset, or this is a new replica.
 
-        Deletions are read from their beginning, for whoever was away may still publish what is
-        older than they are.
+        Deletions are read from their beginning: a replica that was down may still publish older
+        outputs.
         """
         position = self._position
         if self._has_begun_anew(self._streams.outputs, position.outputs):
@@ -220,9 +220,9 @@ class Consumer:
         return offset is not None and (last is None or _order(last) < _order(offset))
 
     def _beginning(self) -> str | None:
-        """Return the id that as much comes after as the rings of all tenants hold.
+        """Return the id after which the outputs fill all tenants' rings.
 
-        None where there was no time to find it.
+        None if stopped before it was found.
         """
         begin = BEGINNING
         held: Counter[str] = Counter()
@@ -235,7 +235,7 @@ class Consumer:
             record = self._decode(entry, self._streams.outputs)
             if isinstance(record, Record):
                 held[record.tenant] += len(record.tokens) + 1
-            time.sleep(0)  # others may draft
+            time.sleep(0)  # lets others draft
         self._learner.expect(held)
         return begin
 
@@ -271,11 +271,11 @@ class Consumer:
     def _new_records(
         self, entries: "Sequence[StreamEntry]", deleted: list[str]
     ) -> Iterator[Record]:
-        """Give what may be learned, having moved the position past it; note what was deleted."""
+        """Yield learnable records, moving the position past them; note deletions."""
         for entry in entries:
             if self._stopped.is_set():
                 return
-            time.sleep(0)  # others may draft
+            time.sleep(0)  # lets others draft
             record = self._decode(entry, self._streams.outputs)
             reason = record if isinstance(record, str) else self._reason(record)
             self._position.outputs = entry.entry_id
@@ -298,7 +298,7 @@ class Consumer:
         return reason
 
     def _decode(self, entry: "StreamEntry", stream: bytes) -> Record | str:
-        """Return an entry's record, or why it has none."""
+        """Return an entry's record, or the reason that it has none."""
         if entry.data is None:
             return "foreign"
         try:

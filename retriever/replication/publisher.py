@@ -1,4 +1,4 @@
-"""What waits to be published, bounded and never waited for, and the thread that publishes it."""
+"""The bounded queue of outputs and deletions, and the publisher that sends it to the streams."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -16,27 +16,27 @@ from retriever.replication.replication_state import Deletions, Position, Replica
 if TYPE_CHECKING:
     from retriever.replication.redis_streams import Streams
 
-_RECORD_TOKENS: Final = 64  # what a record takes beside its tokens, as tokens of 4 bytes
-_MAX_OUTPUTS: Final = 16  # at once: to encode them holds up other threads for half a millisecond
-_WAIT_S: Final = 0.5  # an idle publisher looks this often whether it is to stop
+_RECORD_TOKENS: Final = 64  # overhead of a record, in tokens of 4 bytes
+_MAX_OUTPUTS: Final = 16  # in a batch: encoding holds up other threads for half a millisecond
+_WAIT_S: Final = 0.5  # how often an idle publisher checks whether to stop
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
 
 class Batch(NamedTuple):
-    """What is to be published next: deletions first, for no output that waits is older."""
+    """The next records to publish: deletions first, as no queued output is older."""
 
     deletions: dict[Scope, float]
     outputs: list[Record]
 
 
 class Outbox:
-    """Outputs and deletions that wait. Safe to call from any thread; takes microseconds.
+    """The queue of outputs and deletions. Thread-safe; calls take microseconds.
 
     Args:
-        position: who publishes; keeps the deletions that wait.
-        deletions: what may not be published any more.
-        max_tokens: outputs that wait, in tokens; beyond it the oldest are dropped.
-        counts: where that is counted.
+        position: identity of the replica; stores unsent deletions.
+        deletions: of outputs that must not be published.
+        max_tokens: tokens of queued outputs; beyond it the oldest are dropped.
+        counts: updated.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Outbox:
         self._count()
 
     def offer(self, tenant: str, output: Output) -> None:
-        """Let an output be published."""
+        """Queue an output."""
         tokens, time_s, origin = output.tokens, output.time_s, output.origin
         parts = [
             tokens[start : start + MAX_RECORD_TOKENS].copy()
@@ -74,26 +74,26 @@ class Outbox:
             self._changed.notify()
 
     def delete(self, scope: Scope, time_s: float) -> None:
-        """Let a deletion be published, and nothing that waits of what it deletes."""
+        """Queue a deletion, and drop queued outputs that it covers."""
         with self._changed:
             self._position.unsent[scope] = time_s
             self._remove(scope)
             self._changed.notify()
 
     def withdraw(self, scope: Scope) -> None:
-        """Publish nothing of a scope that waits: another drafter was told to delete it."""
+        """Drop queued outputs of a scope that another drafter has deleted."""
         with self._changed:
             self._remove(scope)
 
     def next_batch(self, max_outputs: int, wait_s: float) -> Batch:
-        """Return what waits; it goes on waiting until it was sent. Empty after `wait_s`."""
+        """Return the next batch, which stays queued until `sent`. Empty after `wait_s`."""
         with self._changed:
             if not self._outputs and not self._position.unsent:
                 self._changed.wait(wait_s)
             return Batch(dict(self._position.unsent), list(islice(self._outputs, max_outputs)))
 
     def sent(self, batch: Batch) -> None:
-        """Let what was published wait no longer."""
+        """Remove a published batch from the queue."""
         last = batch.outputs[-1].number if batch.outputs else -1
         with self._changed:
             for scope, time_s in batch.deletions.items():
@@ -109,7 +109,7 @@ class Outbox:
             self._changed.notify_all()
 
     def is_empty(self) -> bool:
-        """Whether nothing waits."""
+        """Whether the queue is empty."""
         return not self._outputs and not self._position.unsent
 
     def _remove(self, scope: Scope) -> None:
@@ -128,13 +128,13 @@ def _size(record: Record) -> int:
 
 
 class Publisher:
-    """Takes what waits in the outbox to the streams.
+    """Moves records from the outbox to the streams.
 
     Args:
-        streams: where to.
-        outbox: where from.
-        position: who publishes.
-        counts: where that is counted.
+        streams: to append to.
+        outbox: to read from.
+        position: identity of the replica.
+        counts: updated.
     """
 
     def __init__(
@@ -146,10 +146,10 @@ class Publisher:
         self._counts = counts
 
     def turn(self) -> bool:
-        """Publish some of what waits, or wait for it; tell whether the server was asked.
+        """Publish a batch, or wait for one; return whether the server was used.
 
         Raises:
-            redis.RedisError, OSError: it refuses, or is away; what waited still does.
+            redis.RedisError, OSError: the server refuses, or is down; the batch stays queued.
         """
         batch = self._outbox.next_batch(_MAX_OUTPUTS, _WAIT_S)
         if batch.deletions:
@@ -162,7 +162,7 @@ class Publisher:
         return batch != Batch({}, [])
 
     def _delete(self, times_s: Mapping[Scope, float]) -> None:
-        """Tell the others first: what they have published until they know, they remove."""
+        """Publish deletions, then remove entries: replicas remove what they published before."""
         deletions = Deletions()
         for (tenant, origin), time_s in times_s.items():
             deletions.add(Scope(tenant, origin), time_s)

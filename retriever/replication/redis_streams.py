@@ -18,7 +18,7 @@ from retriever.replication.options import PAGE, ReplicationOptions
 from retriever.replication.replication_state import MAX_DELETIONS
 
 REFUSALS: Final = (redis.RedisError, OSError)
-"""What the server and the way to it raise."""
+"""Errors of the server and the connection."""
 
 _PARTS: Final = frozenset(
     {"host", "port", "db", "path", "username", "password", "connection_class"}
@@ -29,8 +29,7 @@ _URLS: Final = (
 )
 _FIELD: Final = b"r"
 
-# Removed entries stay in the memory of a stream, marked, until all of their neighbours are removed
-# too. In a copy they are not.
+# Removed entries stay in a stream's memory until their whole node is removed. A copy drops them.
 _COPY: Final = """
 local last
 local about = redis.call('XINFO', 'STREAM', KEYS[1])
@@ -97,21 +96,21 @@ class Streams:
     def read(
         self, outputs: str, deletions: str, block_ms: int
     ) -> tuple[list[StreamEntry], list[StreamEntry]]:
-        """Return what comes after these ids: outputs, and deletions; waits where nothing does."""
+        """Return entries after these ids: outputs, and deletions; waits for some."""
         offsets = {self.deletions: deletions, self.outputs: outputs}
         answer = self._redis.xread(offsets, count=PAGE, block=block_ms)
         found: dict[bytes, list[StreamEntry]] = {key: _entries(page) for key, page in answer or ()}
         return found.get(self.outputs, []), found.get(self.deletions, [])
 
     def backwards(self) -> Iterator[StreamEntry]:
-        """Give the outputs, newest first."""
+        """Yield the outputs, newest first."""
         newest = "+"
         while page := _entries(self._redis.xrevrange(self.outputs, newest, "-", count=PAGE)):
             yield from page
             newest = f"({page[-1].entry_id}"
 
     def forwards(self, stream: bytes) -> Iterator[list[StreamEntry]]:
-        """Give pages of a stream, oldest first."""
+        """Yield pages of a stream, oldest first."""
         oldest = "-"
         while page := _entries(self._redis.xrange(stream, oldest, "+", count=PAGE)):
             yield page
@@ -137,21 +136,21 @@ class Streams:
             self._redis.xdel(self.deletions, *entry_ids)
 
     def close(self) -> None:
-        """Close the connections; what another thread waits for ends."""
+        """Close the connections; ends waits of other threads."""
         self._pool.disconnect()
 
 
 def check_url(options: ReplicationOptions) -> None:
-    """Refuse a URL that cannot be one of a server.
+    """Refuse an invalid URL of a server.
 
     Raises:
-        ReplicationError: it cannot.
+        ReplicationError: it is invalid.
     """
     _connection(options)
 
 
 def _connection(options: ReplicationOptions) -> dict[str, Any]:
-    """Return what a pool of connections is made from."""
+    """Return the arguments of a connection pool."""
     return _parsed(options.url) | {
         "protocol": 2,
         "decode_responses": False,
@@ -164,7 +163,7 @@ def _connection(options: ReplicationOptions) -> dict[str, Any]:
 
 
 def _parsed(url: str) -> dict[str, Any]:
-    """Return the parts of a URL, and of the environment what it lacks."""
+    """Return the parts of a URL, completed from the environment."""
     try:
         parsed: dict[str, Any] = dict(parse_url(url))  # type: ignore[no-untyped-call]
         for name in ("username", "password"):
@@ -177,7 +176,7 @@ def _parsed(url: str) -> dict[str, Any]:
     except (ValueError, TypeError, redis.RedisError):
         is_known = False
     if not is_known:
-        # What went wrong exactly is not shown, for it may be a part of the password.
+        # The cause is not shown: it may hold a part of the password.
         raise ReplicationError(_URLS) from None
     return parsed
 

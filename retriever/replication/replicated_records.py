@@ -1,4 +1,4 @@
-"""Records in the streams: what one drafter tells the others, byte by byte.
+"""The binary form of records in the streams.
 
 A record is, little-endian:
 
@@ -46,7 +46,7 @@ MAX_RECORD_BYTES: Final = (
 
 
 class UnreadableRecordError(RetrieverError):
-    """A record is not one that this version writes; its message is the reason, in one word."""
+    """A record has an unknown form; the message is the reason, in one word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Record:
 
     @property
     def scope(self) -> Scope:
-        """What it is deleted with; of a deletion, what is deleted."""
+        """The scope that deletes it; for a deletion, the deleted scope."""
         return Scope(self.tenant, self.origin)
 
 
@@ -90,7 +90,7 @@ def decode(data: bytes, stream: bytes) -> Record:
     """Return the record that was encoded for the stream with this key.
 
     Raises:
-        UnreadableRecordError: there is none; whatever the bytes are, nothing else is raised.
+        UnreadableRecordError: the bytes hold none; no other error is raised for any bytes.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise UnreadableRecordError("oversized")

@@ -1,4 +1,4 @@
-"""What a drafter knows of replication: what was counted and deleted, and how far it has read."""
+"""The state of replication: counts, deletions, and the position in the streams."""
 
 import json
 import secrets
@@ -11,13 +11,13 @@ from retriever.predict.generations import Scope
 from retriever.replication.replicated_records import REPLICA_BYTES
 
 BEGINNING: Final = "0-0"
-"""The offset that everything in a stream comes after."""
+"""The offset before all entries of a stream."""
 
 MAX_TENANT_DELETIONS: Final = 1 << 12
-"""Deletions of sessions that are known of each tenant; of more, the last ones."""
+"""Most deletions of sessions kept for a tenant; the oldest are dropped."""
 
 MAX_DELETIONS: Final = 1 << 20
-"""Those of all tenants together; beyond it, whoever has most loses its oldest."""
+"""Most deletions of all tenants; beyond it the tenant with most loses its oldest."""
 
 SKIPPED: Final = (
     "own",
@@ -31,9 +31,9 @@ SKIPPED: Final = (
     "foreign",
     "vocabulary",
 )
-"""Why records are not remembered; see `ReplicationCounts.skipped`."""
+"""Reasons for skipping records; see `ReplicationCounts.skipped`."""
 
-_MAX_REPLICAS: Final = 1024  # whose last numbers are known: 58 KB of what the log keeps at most
+_MAX_REPLICAS: Final = 1024  # with a last number each: at most 58 KB in the log
 _EPOCH_BITS: Final = 32  # of a number; the upper ones are the epoch, about seconds since 1970
 
 
@@ -46,15 +46,15 @@ class ReplicationCounts:
         dropped: records that were not sent, because too many waited.
         learned: records of other drafters that were remembered.
         learned_tokens: tokens in them.
-        deletions: of tenants and sessions, because another drafter was told to.
+        deletions: of tenants and sessions, on behalf of other drafters.
         skipped: records that were not remembered, by reason: `own`, `repeated`, `deleted` (after
             they were made), `expired`, `no-room` (beyond `max_tenants`, without
             a state directory), `damaged`, `newer` (of a later version), `oversized`, `foreign`
             (none of ours), `vocabulary` (ids outside of it).
-        failures: how often the server was away, or refused.
-        connected: whether it answered when it was last asked.
-        queued: records that wait to be published.
-        unsent_deletions: those that the server does not know of yet.
+        failures: failed calls of the server.
+        connected: whether the last call was answered.
+        queued: records to be published.
+        unsent_deletions: deletions to be published.
     """
 
     published: int = 0
@@ -69,12 +69,12 @@ class ReplicationCounts:
     unsent_deletions: int = 0
 
     def skip(self, reason: str) -> None:
-        """Count a record that was not remembered."""
+        """Count a skipped record."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
 
 class Deletions:
-    """Times of deletion by scope. Safe to call from any thread."""
+    """Times of deletion by scope. Thread-safe."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, float] = {}
@@ -85,7 +85,7 @@ class Deletions:
         return len(self._tenants) + self._num_sessions
 
     def add(self, scope: Scope, time_s: float) -> None:
-        """Note that what there was at this time, in seconds since 1970, is deleted.
+        """Note that outputs up to this time, in seconds since 1970, are deleted.
 
         A tenant that deletes many sessions pushes out its own deletions, and never another's.
         """
@@ -101,7 +101,7 @@ class Deletions:
             self._drop(max(self._sessions.copy().values(), key=len))
 
     def cover(self, scope: Scope, time_s: float) -> bool:
-        """Whether what is of this time was deleted, by itself or with all of the tenant's."""
+        """Whether outputs of this time were deleted, by scope or with the whole tenant."""
         of_tenant = self._sessions.get(scope.tenant)
         of_session = None if of_tenant is None else of_tenant.get(scope.origin)
         times = (self._tenants.get(scope.tenant), of_session)
@@ -113,7 +113,7 @@ class Deletions:
 
 
 class Surplus:
-    """Tells which entries of a stream of deletions are more than a tenant's share."""
+    """Finds entries of a stream of deletions beyond a tenant's share."""
 
     def __init__(self) -> None:
         self._entries: dict[str, deque[str]] = {}
@@ -127,15 +127,16 @@ class Surplus:
 
 @dataclass(slots=True)
 class Position:
-    """What a drafter must know to go on where it was.
+    """The state that a drafter needs to resume replication.
 
     Attributes:
-        replica: who it is.
-        epoch: of its life as a process, above all before; the upper half of its records' numbers.
+        replica: identity of the drafter.
+        epoch: number of the process, above all earlier ones; the upper half of its records'
+            numbers.
         outputs: id of the last entry read of the stream of outputs; None before it has read any.
         deletions: the same of the stream of deletions.
         numbers: highest number read of each other drafter.
-        unsent: times of deletions that the server does not know of yet.
+        unsent: times of deletions that are not published yet.
     """
 
     replica: bytes = field(default_factory=lambda: secrets.token_bytes(REPLICA_BYTES))
@@ -147,13 +148,13 @@ class Position:
 
     @classmethod
     def resume(cls, kept: bytes | None) -> Self:
-        """Return the position of a life after the one that kept these bytes, or of a first one."""
+        """Return the position for a new process from stored bytes, or a first one."""
         position = cls()
         if kept is not None:
             try:
                 position = cls._from_json(json.loads(kept))
             except (ValueError, TypeError, KeyError, AttributeError):
-                position = cls()  # of another version: a new drafter, which reads all
+                position = cls()  # of another version: a new replica, which reads everything
         position.epoch = max(position.epoch + 1, int(time.time()))
         return position
 
@@ -164,7 +165,7 @@ class Position:
             "epoch": self.epoch,
             "outputs": self.outputs,
             "deletions": self.deletions,
-            # Copied at once, for other threads change them.
+            # A snapshot: other threads change them.
             "numbers": {replica.hex(): number for replica, number in dict(self.numbers).items()},
             "unsent": [
                 [tenant, origin.hex(), time_s]
@@ -175,11 +176,11 @@ class Position:
 
     @property
     def first_number(self) -> int:
-        """Of this life's records, above those of all lives before."""
+        """First record number of this process, above those of all earlier ones."""
         return self.epoch << _EPOCH_BITS
 
     def is_new(self, replica: bytes, number: int) -> bool:
-        """Whether a record was not read before; from now on it was."""
+        """Return whether a record is new, and mark it as read."""
         known = self.numbers.pop(replica, -1)
         self.numbers[replica] = max(known, number)  # now the last one
         if len(self.numbers) > _MAX_REPLICAS:

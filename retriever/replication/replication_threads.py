@@ -1,4 +1,4 @@
-"""The threads that publish and learn, whatever becomes of the server."""
+"""The threads of the publisher and the consumer, with retries."""
 
 import logging
 from collections.abc import Callable
@@ -7,25 +7,25 @@ from typing import Final
 
 from retriever.backoff import Backoff
 from retriever.errors import LimitExceededError, StateError
-from retriever.replication.consumer import Consumer, Learner
+from retriever.replication.consumer import Consumer, RecordLearner
 from retriever.replication.options import ReplicationOptions, without_credentials
 from retriever.replication.publisher import Outbox, Publisher
 from retriever.replication.redis_streams import REFUSALS, Streams
 from retriever.replication.replication_state import Position, ReplicationCounts
 
-_JOIN_S: Final = 2.0  # the longest that a call of the server holds up the end, once it is cut off
+_JOIN_S: Final = 2.0  # longest wait at shutdown for a call whose connection was closed
 
 _logger = logging.getLogger(__name__)
 
 
 class Attempts:
-    """What becomes of a thread's calls of the server: counted, logged, and spaced after failures.
+    """Outcomes of a thread's calls of the server: counts, logs and back-off.
 
     Args:
-        doing: what cannot be done without the server, for the log.
+        doing: what the thread does, for the log.
         max_backoff_s: longest pause before the next attempt, in seconds.
-        counts: where failures are counted.
-        stopped: set once nothing is to be tried any more.
+        counts: updated.
+        stopped: set to stop retries.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Attempts:
             _logger.info("outputs are %s again", self._doing)
 
     def failed(self, error: Exception) -> None:
-        """Note that it did not, and pause; longer with each failure that follows another."""
+        """Note a failure, and pause; longer after consecutive failures."""
         if self._stopped.is_set():
             return
         self._counts.failures += 1
@@ -55,15 +55,15 @@ class Attempts:
 
 
 class Threads:
-    """A publisher and a consumer, each in a thread of its own, until they are stopped.
+    """A publisher and a consumer, each in its own thread, until stopped.
 
     Args:
-        options: where, and within what bounds.
-        fingerprint: of the vocabulary that outputs are shared of.
-        outbox: what is published.
-        learner: what learns.
-        position: how far it has.
-        counts: where all that is counted.
+        options: of replication.
+        fingerprint: of the vocabulary.
+        outbox: to publish.
+        learner: receives records.
+        position: in the streams.
+        counts: updated.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  (what the threads are made of)
@@ -71,7 +71,7 @@ class Threads:
         options: ReplicationOptions,
         fingerprint: str,
         outbox: Outbox,
-        learner: Learner,
+        learner: RecordLearner,
         position: Position,
         counts: ReplicationCounts,
     ) -> None:
@@ -89,7 +89,7 @@ class Threads:
         ]
 
     def stop(self) -> None:
-        """End both, whatever they wait for."""
+        """Stop both, also during a wait."""
         self._stopped.set()
         self._outbox.wake()
         self._streams.close()
@@ -109,6 +109,6 @@ class Threads:
             except (*REFUSALS, StateError, LimitExceededError) as error:
                 attempts.failed(error)
             except Exception as error:
-                if not self._stopped.is_set():  # connections end while they are used, then
+                if not self._stopped.is_set():  # otherwise closed connections raise here
                     _logger.exception("outputs are not shared for a while")
                 attempts.failed(error)

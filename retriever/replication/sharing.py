@@ -1,4 +1,4 @@
-"""A drafter's part in replication: what it publishes, and what it is told."""
+"""Replication as a drafter uses it: publishing outputs and deletions, start and shutdown."""
 
 import time
 from collections import deque
@@ -13,7 +13,7 @@ from retriever.limits import Limits
 from retriever.log.pools import Pools
 from retriever.predict.generations import Scope, steady_time
 from retriever.predict.pool import Entry
-from retriever.replication.consumer import Learner
+from retriever.replication.consumer import RecordLearner
 from retriever.replication.options import ReplicationOptions
 from retriever.replication.publisher import Outbox
 from retriever.replication.replication_state import Deletions, Position, ReplicationCounts
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from retriever.replication.replication_threads import Threads
 
 Forget = Callable[[Scope, Callable[[Scope], None]], None]
-"""Forgets what is of a scope; before it does, while nothing is remembered, calls a function."""
+"""Deletes a scope; calls a function before, while no output can be added."""
 
-_FLUSH_S: Final = 1.0  # some 10 ms are enough where the server answers; and an end is not held up
+_FLUSH_S: Final = 1.0  # 10 ms suffice where the server answers; bounds the delay of a shutdown
 
 
 class NoReplication:
@@ -41,32 +41,32 @@ class NoReplication:
         """Replicate outputs of this vocabulary from now on."""
 
     def hold(self, entry: Entry | None) -> None:
-        """Take an output that was remembered, to be published once it is kept; a microsecond."""
+        """Queue a remembered output, to be published once it is stored; takes a microsecond."""
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Let what was held before the block be published after it, for the block keeps it."""
+        """Publish outputs held before the block after it: the block stores them."""
         yield
 
     def delete(self, scope: Scope) -> None:
-        """Let the others be told to delete a scope; the caller holds the drafter's lock."""
+        """Publish a deletion; the caller holds the drafter's lock."""
 
     def keep_position(self) -> None:
-        """Let the log keep what the next process must know."""
+        """Store the position in the log for the next process."""
 
     def shut_down(self) -> None:
-        """End the threads; what waits to be published has a second left."""
+        """Stop the threads; publish queued records for at most a second."""
 
 
 class Replication(NoReplication):
     """Replicates outputs through a Redis server, from `start` on.
 
     Args:
-        options: where, and within what bounds; checked.
+        options: already checked.
         pools: of the drafter.
-        lock: held while drafts are made.
+        lock: held during drafts.
         limits: of the drafter.
-        forget: forgets what the drafter has of a scope.
+        forget: deletes a scope in the drafter.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Replication(NoReplication):
         self._outbox = Outbox(
             self._position, self._deletions, options.max_queued_tokens, self.counts
         )
-        self._learner = Learner(
+        self._learner = RecordLearner(
             pools,
             lock,
             limits=limits,
@@ -101,7 +101,7 @@ class Replication(NoReplication):
         limits: Limits,
         forget: Forget,
     ) -> NoReplication | Self:
-        """Return what replicates as these options say; `NoReplication` where there are none."""
+        """Return a replication with these options; `NoReplication` without options."""
         return cls(options, pools, lock, limits, forget) if options is not None else NoReplication()
 
     def start(self, fingerprint: str, vocabulary: Vocabulary | None) -> None:
@@ -116,13 +116,13 @@ class Replication(NoReplication):
         )
 
     def hold(self, entry: Entry | None) -> None:
-        """Take an output that was remembered, to be published once it is kept; a microsecond."""
+        """Queue a remembered output, to be published once it is stored; takes a microsecond."""
         if entry is not None:
             self._held.append(entry)
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Let what was held before the block be published after it, for the block keeps it."""
+        """Publish outputs held before the block after it: the block stores them."""
         held: list[Entry] = []
         with suppress(IndexError):
             while True:
@@ -132,17 +132,17 @@ class Replication(NoReplication):
             self._outbox.offer(entry.tenant, entry.output)
 
     def delete(self, scope: Scope) -> None:
-        """Let the others be told to delete a scope; the caller holds the drafter's lock."""
+        """Publish a deletion; the caller holds the drafter's lock."""
         now = steady_time()
         self._deletions.add(scope, now)
         self._outbox.delete(scope, now)
 
     def keep_position(self) -> None:
-        """Let the log keep what the next process must know."""
+        """Store the position in the log for the next process."""
         self._pools.put_note(self._position.to_bytes())
 
     def shut_down(self) -> None:
-        """End the threads; what waits to be published has a second left."""
+        """Stop the threads; publish queued records for at most a second."""
         if self._running is None:
             return
         end = time.monotonic() + _FLUSH_S
@@ -154,7 +154,7 @@ class Replication(NoReplication):
 
 
 def check_replication(options: ReplicationOptions | None) -> None:
-    """Refuse options by which nothing can be replicated.
+    """Refuse invalid options.
 
     Raises:
         ReplicationError: the library redis is missing, or the URL cannot be one of a server.

@@ -1,1 +1,1 @@
-"""Who is calling: TLS material, files of credentials, and the tenant that a call acts for."""
+"""Security of a service: TLS material, credentials, and the tenant of each call."""

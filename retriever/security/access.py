@@ -1,14 +1,13 @@
-"""The access file: whose token or certificate acts for which tenant.
+"""The access file: maps tokens and certificates to tenants.
 
 Bearer tokens: made, hashed, and compared in constant time. A token is `fdt_`, 16 hexadecimal digits
-that name it, `_`, and 256 random bits in base64url. Nobody chooses one, so there is nothing to
-guess from a dictionary, and a slow hash would protect nothing: it would only cost every call. At
-rest a token is HMAC-SHA-256 of itself, keyed with a salt of its own, so that equal hashes tell
-nothing and a file that is read by others lets nobody in.
+that name it, `_`, and 256 random bits in base64url. Tokens are random, so a dictionary attack is
+impossible and a slow hash would only cost every call. Stored is HMAC-SHA-256 of the token, keyed
+with a salt, so that a leaked file admits no caller.
 
 A line is a JSON object: `{"tenant": NAME, "token": HASH}` or `{"tenant": NAME, "certificate":
 IDENTITY}`. An identity is `URI:…`, `DNS:…`, `EMAIL:…` or `IP:…` for a subject's alternative name,
-or `CN:…` for its common name. Empty lines and those that begin with `#` say nothing.
+or `CN:…` for its common name. Empty lines and those that begin with `#` are ignored.
 """
 
 import hmac
@@ -35,7 +34,7 @@ _LONGEST: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class TokenHash:
-    """What is kept of a token.
+    """The stored form of a token.
 
     Attributes:
         name: of the token; no secret.
@@ -76,22 +75,22 @@ class TokenHash:
         return f"{self.name}:{self.salt.hex()}:{self.digest.hex()}"
 
     def fits(self, token: str) -> bool:
-        """Tell whether it is this token's, in the same time whether it is or not."""
+        """Compare with a token in constant time."""
         return hmac.compare_digest(self.digest, _digest(self.salt, token))
 
 
 def new_token() -> str:
-    """Return a token that nobody can guess."""
+    """Return a random token."""
     return f"fdt_{secrets.token_hex(8)}_{secrets.token_urlsafe(32)}"
 
 
-def nobody() -> TokenHash:
-    """Return a hash that no token has, to compare unknown ones with."""
+def unknown_hash() -> TokenHash:
+    """Return a hash that matches no token, for comparing unknown ones."""
     return TokenHash("", secrets.token_bytes(16), secrets.token_bytes(32))
 
 
 def name_of(token: str) -> str | None:
-    """Return what names a token, None for what is none."""
+    """Return a token's name, None if this is not a token."""
     found = _TOKEN.fullmatch(token)
     return found[1] if found is not None else None
 
@@ -106,7 +105,7 @@ _KINDS: Final = ({"tenant", "token"}, {"tenant", "certificate"})
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Whose credentials act for which tenant.
+    """Credentials and their tenants.
 
     Attributes:
         tokens: hash and tenant of each, by the token's name.
@@ -115,11 +114,11 @@ class Access:
 
     tokens: Mapping[str, tuple[TokenHash, str]] = field(default_factory=dict)
     certificates: Mapping[str, str] = field(default_factory=dict)
-    _nobody: TokenHash = field(default_factory=nobody)
+    _unknown_hash: TokenHash = field(default_factory=unknown_hash)
 
     def tenant_of_token(self, token: str) -> str | None:
-        """Return a token's tenant, None for a wrong one: one hash and one comparison for any."""
-        expected, tenant = self.tokens.get(name_of(token) or "", (self._nobody, ""))
+        """Return a token's tenant, None for a wrong one; one hash and one comparison for any."""
+        expected, tenant = self.tokens.get(name_of(token) or "", (self._unknown_hash, ""))
         return tenant if expected.fits(token) else None
 
     def tenant_of_certificate(self, identities: Iterable[str]) -> str | None:
@@ -158,7 +157,7 @@ def add_token(path: Path, tenant: str) -> str:
 
 
 def add_certificate(path: Path, tenant: str, identity: str) -> None:
-    """Let whoever has a certificate of this identity act for a tenant.
+    """Add a certificate's identity for a tenant.
 
     Raises:
         CredentialsError: the file cannot be used, or this is no identity or one that is taken.
@@ -190,7 +189,7 @@ def remove(path: Path, name: str) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield numbers and texts of the lines that say something."""
+    """Yield numbers and texts of the lines with records."""
     for number, line in _all_lines(path):
         if line.strip() and not line.startswith("#"):
             yield number, line
@@ -248,7 +247,7 @@ def _names(line: str, name: str) -> bool:
 def _append(path: Path, record: dict[str, str]) -> None:
     """Append a line; the file is made with the mode 0600 if it is not there."""
     if path.exists():
-        read_access(path)  # nothing is added to what is wrong
+        read_access(path)  # an invalid file is not extended
     line = json.dumps(record, ensure_ascii=False) + "\n"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -261,7 +260,7 @@ def _append(path: Path, record: dict[str, str]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put a text in the place of a file's, whole at any instant."""
+    """Replace a file's text atomically."""
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         try:

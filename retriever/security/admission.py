@@ -1,4 +1,4 @@
-"""Who is let in: every call is told its caller before it is answered."""
+"""Admission: finds the caller and tenant of every call before it is answered."""
 
 import logging
 import time
@@ -46,13 +46,13 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 
 class Doorkeeper:
-    """Tells for which tenant a caller acts: by its token where it shows one, else its certificate.
+    """Finds a caller's tenant: by its token if it sends one, else by its certificate.
 
     Args:
         access: the access file; None: certificates act for the tenant of their own name.
 
     Attributes:
-        refused: calls and steps that were not let in.
+        refused: refused calls and steps.
 
     Raises:
         CredentialsError: the access file cannot be used.
@@ -63,17 +63,17 @@ class Doorkeeper:
         self._access = None if access is None else Reloaded([access], lambda: read_access(access))
 
     def current(self) -> Access | None:
-        """Return the access file as it is now; the same object while it has not changed."""
+        """Return the current access file; the same object while it is unchanged."""
         return None if self._access is None else self._access.current()
 
     def tenant(
         self, access: Access | None, token: str | None, certificate: Certified | None
     ) -> str:
-        """Return the tenant of what a caller shows.
+        """Return the tenant of a caller's credentials.
 
         Raises:
-            AccessRefusedError: it shows nothing, or nothing that is valid now.
-            NotPermittedError: it is known, and no tenant is known for it.
+            AccessRefusedError: it has no valid credentials.
+            NotPermittedError: it is known but has no tenant.
         """
         try:
             if token is not None:
@@ -85,15 +85,15 @@ class Doorkeeper:
 
 
 class Caller:
-    """Whoever made a call: as long as it lasts, its credentials must.
+    """The caller of a call; its credentials are checked as long as the call lasts.
 
     Args:
-        doorkeeper: whom to ask.
-        token: what the call carries, or None.
-        certificate: what the connection was made with, or None.
+        doorkeeper: finds tenants.
+        token: of the call, or None.
+        certificate: of the connection, or None.
 
     Raises:
-        AccessRefusedError: these let nobody in.
+        AccessRefusedError: these are not valid.
     """
 
     __slots__ = ("_access", "_certificate", "_doorkeeper", "_tenant", "_token")
@@ -112,24 +112,24 @@ class Caller:
         """The tenant that it acts for.
 
         Raises:
-            AccessRefusedError: its credentials have expired since, were withdrawn, or given to
-                another tenant.
+            AccessRefusedError: its credentials have expired, were revoked, or moved to another
+            tenant.
         """
         access = self._doorkeeper.current()
         by_certificate = self._token is None
         if access is not self._access or by_certificate:
             tenant = self._doorkeeper.tenant(access, self._token, self._certificate)
             if tenant != self._tenant:
-                raise AccessRefusedError("these credentials act for another tenant now: call anew")
+                raise AccessRefusedError("these credentials act for another tenant now: call again")
             self._access = access
         return self._tenant
 
 
 class AdmittedContext:
-    """A call's context with whoever made it.
+    """A call's context with its caller.
 
     Attributes:
-        caller: whom it acts for.
+        caller: of the call.
     """
 
     __slots__ = ("_context", "caller")
@@ -143,11 +143,11 @@ class AdmittedContext:
 
 
 class Admission(aio.ServerInterceptor):
-    """Lets callers in, and ends the calls of others before anything of them is read.
+    """Admits callers with valid credentials; ends other calls before their messages are read.
 
     Args:
         doorkeeper: who decides.
-        open_methods: full names of methods that anybody may call, health checks for example.
+        open_methods: full names of methods without authentication, such as health checks.
     """
 
     def __init__(self, doorkeeper: Doorkeeper, open_methods: Collection[str] = ()) -> None:
@@ -159,7 +159,7 @@ class Admission(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return a handler that answers the caller, or does not; see `aio.ServerInterceptor`."""
+        """Return a handler that checks the caller; see `aio.ServerInterceptor`."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method in self._open_methods:
             return handler
@@ -203,7 +203,7 @@ def token_in(metadata: Iterable[tuple[str, Any]]) -> str | None:
 
 
 def certificate_of(auth_context: Mapping[str, Iterable[bytes]]) -> Certified | None:
-    """Return what a connection's certificate says, None where the client showed none."""
+    """Return the client certificate of a connection, None without one."""
     found = list(auth_context.get("x509_pem_cert", ()))
     return _certified(bytes(found[0])) if found else None
 

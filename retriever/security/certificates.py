@@ -1,4 +1,4 @@
-"""Certificates and keys in PEM: read, checked for what would fail later, and whom they name."""
+"""Certificates and keys in PEM: reading, checks and identities."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def read_authorities(path: Path, now: datetime) -> bytes:
 
 
 def read_certificates(path: Path, now: datetime) -> bytes:
-    """Return the PEM of certificates, of whomever.
+    """Return the PEM of any certificates.
 
     Raises:
         CredentialsError: it cannot be read, or holds one that is not valid now.
@@ -116,12 +116,12 @@ def _check_dates(certificates: Sequence[Any], path: Path, now: datetime) -> None
 
 
 def day_of(time: datetime) -> str:
-    """Return a time as messages show it."""
+    """Return a time for messages."""
     return f"{time:%Y-%m-%d %H:%M} UTC"
 
 
 def library() -> Any:
-    """Return the package `cryptography`, with what is used of it.
+    """Return the package `cryptography`, with the modules in use.
 
     Raises:
         CredentialsError: it is not installed.
@@ -140,7 +140,7 @@ def library() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Certified:
-    """A certificate that an authority of ours has signed: the connection was made with it.
+    """The verified client certificate of a connection.
 
     Attributes:
         identities: `URI:…`, `DNS:…`, `EMAIL:…`, `IP:…` and `CN:…`, in this order.
@@ -152,7 +152,7 @@ class Certified:
 
 
 def certified(pem: bytes) -> Certified:
-    """Return what a certificate says; one that cannot be read says nothing and has expired."""
+    """Return a certificate's identities and expiry; an unreadable one has none, and has expired."""
     x509 = library().x509
     try:
         certificate = x509.load_pem_x509_certificate(pem)

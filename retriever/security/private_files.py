@@ -1,4 +1,4 @@
-"""Files that others must neither change nor read, and how they are read again when they change."""
+"""Private files: checks of mode and owner, and reloading when they change."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_private_file(path: Path) -> bytes:
-    """Return what a file holds that only its owner may change, and nobody else but its group read.
+    """Return the content of a file that only its owner can write and only its group can read.
 
     Raises:
         CredentialsError: it cannot be read, others may do so, or it is another user's.
@@ -64,21 +64,21 @@ def _read(path: Path) -> tuple[bytes, os.stat_result]:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting for whoever should write to a pipe."""
+    """Open without blocking, also a pipe without a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 class Reloaded(Generic[_Value]):
-    """What files say, read again when they change.
+    """A value read from files, reloaded when they change.
 
-    Where they cannot be used any more, what was read last stays, and the reason is logged once
-    for each change. Safe to call from any thread; a call costs a fraction of a microsecond, and
-    once in a second a look at each file.
+    Where new content is invalid the last value stays, and the reason is logged once for each
+    change. Thread-safe; a call takes a fraction of a microsecond, and a stat of each file once a
+    second.
 
     Args:
         paths: of the files.
-        read: what they say.
-        clock: seconds, rising.
+        read: parses them.
+        clock: seconds, monotonic.
 
     Raises:
         CredentialsError: they cannot be used.
@@ -94,12 +94,12 @@ class Reloaded(Generic[_Value]):
         self._read = read
         self._clock = clock
         self._lock = Lock()
-        self._stamp = self._stamp_now()  # before reading: what changes meanwhile is read again
+        self._stamp = self._stamp_now()  # before reading: later changes are noticed
         self._value = read()
         self._look_at_s = clock() + LOOK_EVERY_S
 
     def current(self) -> _Value:
-        """Return what the files say now, or said at most a second ago."""
+        """Return the value of the files, at most a second old."""
         if self._clock() < self._look_at_s:
             return self._value
         with self._lock:

@@ -1,4 +1,4 @@
-"""What protects a service, read again when its files change, and where it may listen without it."""
+"""Protection of a service: TLS and authentication, reloaded with their files; safe addresses."""
 
 import asyncio
 import ipaddress
@@ -17,7 +17,7 @@ from retriever.security.certificates import day_of, expiry_of, read_authorities,
 from retriever.security.private_files import Reloaded
 
 WARN_BEFORE: Final = timedelta(days=14)
-"""How long before a certificate expires it is warned of."""
+"""How long before a certificate's expiry warnings begin: time to renew it."""
 
 WARN_EVERY: Final = timedelta(days=1)
 
@@ -30,7 +30,7 @@ class TlsFiles:
 
     Attributes:
         certificate: of the server, followed by those that lead from it to its authority.
-        key: the private key that belongs to it; nobody but its owner and group may read it.
+        key: the private key that belongs to it; readable by its owner and group only.
         client_ca: authorities whose clients alone are let in (mutual TLS); None: clients show
             no certificates.
     """
@@ -47,7 +47,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """What the files hold, checked.
+    """The checked content of the files.
 
     Attributes:
         certificate: PEM.
@@ -65,7 +65,7 @@ class TlsMaterial:
 
 
 class ServerTls:
-    """The server's TLS material, as its files are now.
+    """The server's TLS material, reloaded with its files.
 
     Args:
         files: where it lies.
@@ -91,13 +91,13 @@ class ServerTls:
         return self._reloaded.current().expires_at
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return what gRPC takes; for every connection it asks what the files are now."""
+        """Return gRPC's credentials, which read the current files for every connection."""
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(), self._configuration, require_client_authentication=self.is_mutual
         )
 
     def warn(self, now: datetime | None = None) -> bool:
-        """Log a warning where a certificate expires soon, once a day; tell whether it did."""
+        """Log a warning where a certificate expires soon, once a day; return whether it did."""
         now = now or datetime.now(UTC)
         material = self._reloaded.current()
         if material.expires_at - now > WARN_BEFORE or now - self._warned_at < WARN_EVERY:
@@ -139,14 +139,14 @@ _LOOK_EVERY_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ProtectionFiles:
-    """What a service is protected with, as files.
+    """Files of a service's protection.
 
     Attributes:
         certificate: of the server, PEM; with it, connections are encrypted.
         key: of the certificate.
         client_ca: authorities whose clients alone may connect.
-        access: whose tokens and certificates act for which tenant.
-        insecure: listen even where the rest lets in whoever can reach the address.
+        access: maps tokens and certificates to tenants.
+        insecure: listen even on reachable addresses without protection.
     """
 
     certificate: Path | None = None
@@ -158,12 +158,12 @@ class ProtectionFiles:
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """What a service is protected with, ready for use.
+    """A service's protection, ready for use.
 
     Attributes:
         tls: None: connections are not encrypted.
         doorkeeper: None: callers are not asked who they are, and all act for the tenant "".
-        insecure: listen even where that lets in whoever can reach the address.
+        insecure: listen even on reachable addresses without protection.
     """
 
     tls: ServerTls | None = None
@@ -190,11 +190,11 @@ class Protection:
         return cls(tls, Doorkeeper(files.access) if asks else None, files.insecure)
 
     def check(self, address: str) -> None:
-        """Refuse to listen where whoever reaches the address would be let in, or could listen in.
+        """Refuse an address that other machines reach without authentication or encryption.
 
         Raises:
-            InsecureAddressError: it is neither loopback nor a unix socket, connections are not
-                encrypted or callers not known, and nobody said that this is meant.
+            InsecureAddressError: it is neither loopback nor a unix socket, encryption or
+            authentication is missing, and `insecure` is not set.
         """
         missing = self._missing()
         if not missing or is_local(address):
@@ -224,7 +224,7 @@ NO_PROTECTION: Final = Protection()
 
 
 def is_local(address: str) -> bool:
-    """Tell whether only this machine reaches an address: a unix socket, or loopback.
+    """Return whether only this machine reaches an address: a unix socket, or loopback.
 
     A host name is loopback if all that it stands for is.
     """

@@ -1,1 +1,1 @@
-"""The draft service: what answers on the wire, where it listens, how it starts and ends."""
+"""The draft service: calls and streams of the wire contract, listening, start and shutdown."""

@@ -1,4 +1,4 @@
-"""One stream of drafts: its messages in order, its sessions, and what it refuses."""
+"""One stream of drafts: messages in order, sessions, and refusals."""
 
 import asyncio
 import time
@@ -13,14 +13,14 @@ from retriever.drafter import DraftRequest
 from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
 from retriever.sequences import SessionKey, check_batch
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.session_table import Session, Step
+from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import requests_from_message, tokens_from_wire, tree_to_message
 from retriever.wire.statuses import status_of
 
 
 class Flushing:
-    """Flushes a drafter in another thread: one flush for all that ended during the last."""
+    """Flushes a drafter in another thread; one flush covers all sessions ended during the last."""
 
     def __init__(self, drafter: EmbeddedDrafter) -> None:
         self._drafter = drafter
@@ -28,7 +28,7 @@ class Flushing:
         self._is_needed = False
 
     def request(self) -> None:
-        """See to it that what has ended by now is kept soon."""
+        """Schedule a flush of all sessions that have ended by now."""
         self._is_needed = True
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._flush())
@@ -40,19 +40,19 @@ class Flushing:
 
 
 SLICE_S: Final = 0.00025
-"""After so much work others have their turn, in seconds; a draft takes a fifth of it."""
+"""Work after which a stream yields to others, in seconds; a draft takes a fifth of it."""
 
 
 class Turns:
-    """Lets whoever is ready have a turn, in the order in which they became so.
+    """Schedules streams fairly: turns in the order in which streams became ready.
 
-    The event loop's own queue is that order. Of those that give way in the middle of long steps,
-    one has a turn each time round the loop, so that short steps pass between any two of them.
+    That is the order of the event loop's queue. Of the streams that yield within long steps, one
+    continues in each iteration of the loop, so that short steps run in between.
     """
 
     def __init__(self) -> None:
         self._num_streams = 0
-        self._giving_way = asyncio.Lock()  # whoever waited longest gets it
+        self._giving_way = asyncio.Lock()  # the longest waiter gets it
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -64,15 +64,15 @@ class Turns:
             self._num_streams -= 1
 
     async def begin(self) -> None:
-        """Give way to all that became ready before; a stream alone does not wait."""
+        """Yield to all streams that became ready before; a single stream does not wait."""
         if self._num_streams > 1:
             await asyncio.sleep(0)
 
     async def give_way(self, began_s: float) -> float:
-        """Let others have their turn if the slice that began then is over.
+        """Yield to other streams if the slice that began at `began_s` is over.
 
         Returns:
-            When the slice that goes on began, by `time.monotonic`.
+            Start of the current slice, by `time.monotonic`.
         """
         now_s = time.monotonic()
         if now_s - began_s < SLICE_S:
@@ -83,22 +83,22 @@ class Turns:
 
 
 LONG_PROMPT: Final = 1 << 12
-"""Prompts of more tokens are read in another thread, and meanwhile others draft."""
+"""Longer prompts are read in another thread, so that other streams can draft."""
 
-_COMMITS_AT_ONCE: Final = 32
+_COMMITS_AT_ONCE: Final = 32  # commits between two looks at the clock
 
 
 MOST_FAIL_OPENS: Final = 1 << 20
-"""As many drafts that a client went without are counted of one message, for each reason.
+"""Most missed drafts counted for one message and reason.
 
-More than any client misses between two messages; what one that lies adds is bounded.
+More than a client misses between two messages; bounds false reports.
 """
 
 
 def bounded_fail_opens(told: Iterable[pb.FailOpenCount]) -> Counter[int]:
-    """Return by reason what a client says that it went without; it may say anything.
+    """Return a client's report of missed drafts by reason, bounded.
 
-    Of one reason at most `MOST_FAIL_OPENS` count, and reasons that are not known as not stated.
+    At most `MOST_FAIL_OPENS` count for each reason; unknown reasons count as unspecified.
     """
     known = set(pb.FailOpenReason.values())
     counts: Counter[int] = Counter()
@@ -113,9 +113,9 @@ class DraftStream:
 
     Args:
         drafter: what drafts.
-        tenant: whose stream it is; it reaches the sessions of no other.
+        tenant: of the stream, which reaches no other tenant's sessions.
         turns: shared with the other streams.
-        flushing: sees to what ended sessions leave.
+        flushing: flushes the outputs of ended sessions.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class DraftStream:
             return self._last
         if number != self._number + 1:
             return _out_of_order(number, self._number + 1)
-        # Not before it is done: a stream that ends in between ends with all that it has.
+        # Only after the work: if the stream ends before, `close` ends all its sessions.
         self._last = await self._work(message, read_at_s)
         self._number = number
         return self._last
 
     def close(self) -> None:
-        """End the sessions that began on this stream and have not ended; nothing is kept."""
+        """End the open sessions of this stream; nothing is kept."""
         self._drafter.discard(self._owned.items())
         self._owned.clear()
 
@@ -161,7 +161,7 @@ class DraftStream:
     ) -> pb.DraftStreamResponse:
         response = pb.DraftStreamResponse(sequence_number=message.sequence_number)
         if message.fail_opens:
-            self._drafter.tally.failed_open(bounded_fail_opens(message.fail_opens))
+            self._drafter.draft_counts.failed_open(bounded_fail_opens(message.fail_opens))
         try:
             requests = requests_from_message(message)
             check_batch(requests, self._drafter.limits)
@@ -199,8 +199,8 @@ class DraftStream:
 
     async def _commit(
         self, requests: Sequence[DraftRequest], response: pb.DraftStreamResponse
-    ) -> list[Step | None]:
-        steps: list[Step | None] = []
+    ) -> list[CheckedRequest | None]:
+        steps: list[CheckedRequest | None] = []
         not_opened = {status.session_id for status in response.statuses}
         began_s = time.monotonic()
         for first in range(0, len(requests), _COMMITS_AT_ONCE):
@@ -211,18 +211,18 @@ class DraftStream:
                     steps.append(step)
                     continue
                 steps.append(None)
-                if request.session not in not_opened:  # it has been told why already
+                if request.session not in not_opened:  # its refusal is in the response already
                     _refuse(response, request.session, step)
             began_s = await self._turns.give_way(began_s)
         return steps
 
     async def _draft(
         self,
-        steps: Sequence[Step | None],
+        steps: Sequence[CheckedRequest | None],
         response: pb.DraftStreamResponse,
         deadline_s: float | None,
     ) -> None:
-        """Add a tree for each step, as long as somebody waits for it."""
+        """Add a tree for each step until the client's timeout has passed."""
         began_s = time.monotonic()
         for at, step in enumerate(steps):
             if deadline_s is not None and time.monotonic() > deadline_s:
@@ -256,7 +256,7 @@ async def open_session(
     """
     drafter.check_vocabulary(opening.vocabulary_fingerprint)
     if len(opening.prompt) > LONG_PROMPT or not drafter.is_loaded(tenant):
-        # Begun in this thread all the same: a call that is cancelled meanwhile leaves no session.
+        # `begin` runs in this thread: a call cancelled before leaves no session.
         session = await asyncio.to_thread(_prepare, drafter, opening, tenant)
     else:
         session = _prepare(drafter, opening, tenant)
@@ -265,7 +265,7 @@ async def open_session(
 
 
 def end_session(drafter: EmbeddedDrafter, closing: pb.CloseSessionRequest, tenant: str) -> None:
-    """End a session of a tenant; `EmbeddedDrafter.flush` keeps what it leaves.
+    """End a session of a tenant; `EmbeddedDrafter.flush` writes its output.
 
     Raises:
         RetrieverError: it is refused.

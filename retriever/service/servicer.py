@@ -1,8 +1,7 @@
-"""What answers: translates messages, calls the embedded drafter, and decides nothing.
+"""The gRPC servicer: translates messages and calls the embedded drafter.
 
-Deletions take turns, and each tenant has so many in a minute: the log is written anew for each.
-Meanwhile outputs of others wait to be kept, so that a tenant that deletes without end would hold up
-all that close sessions.
+Deletions run one at a time, with a rate limit for each tenant: each rewrites the log, during which
+other tenants' outputs wait, so that endless deletions would block all closes.
 """
 
 import asyncio
@@ -29,32 +28,31 @@ from retriever.wire.statuses import status_of
 
 
 def tenant_of(context: Any) -> str:
-    """Return the tenant that a call acts for; "" where callers are not asked who they are.
+    """Return the tenant of a call; "" where callers are not authenticated.
 
-    To be asked again with every message of a stream: credentials that were withdrawn meanwhile
-    let nobody go on.
+    Call it again for every message of a stream: revoked credentials end the stream.
 
     Args:
-        context: the call's, as the servicer got it.
+        context: of the call, as passed to the servicer.
 
     Raises:
-        AccessRefusedError: the caller's credentials were withdrawn or have expired.
+        AccessRefusedError: the caller's credentials were revoked or have expired.
     """
     caller = getattr(context, "caller", None)
     return "" if caller is None else str(caller.tenant)
 
 
 _MINUTE_S: Final = 60.0
-_MAX_WAITING: Final = 256
-_MANY: Final = 1024
+_MAX_WAITING: Final = 256  # bounds memory: each waiting deletion holds a call
+_MANY: Final = 1024  # entries before those with a full allowance are dropped: bounds memory
 
 
 class Deleting:
-    """Lets one deletion at a time begin, and of a tenant at most so many in a minute.
+    """Admits one deletion at a time, at a limited rate for each tenant.
 
     Args:
-        per_minute: of one tenant: at once, and again as the minute passes.
-        clock: seconds, rising.
+        per_minute: deletions of one tenant: a burst, refilled over a minute.
+        clock: seconds, monotonic.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,11 +64,11 @@ class Deleting:
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for the turn of a tenant's deletion, which is over when the block ends.
+        """Wait for the turn of a tenant's deletion, which ends with the block.
 
         Raises:
-            LimitExceededError: the tenant has had as many as it may have, or too many wait; the
-                text says when to come again.
+            LimitExceededError: the tenant is over its rate, or too many wait; the message says when
+            to retry.
         """
         self.count(tenant)
         if self._num_waiting >= _MAX_WAITING:
@@ -97,14 +95,14 @@ class Deleting:
         self._full_again_s[tenant] = full_s
 
     def _forget(self, now_s: float) -> None:
-        """Forget the tenants that have all of their minute again."""
+        """Drop the entries of tenants with a full allowance."""
         self._full_again_s = {
             tenant: full_s for tenant, full_s in self._full_again_s.items() if full_s > now_s
         }
 
 
 DEFAULT_BUDGET_NODES: Final = 32
-"""Nodes in the tree of a bare context that states no budget."""
+"""Nodes in the tree of a bare context without a budget."""
 
 _FAILED: Final = "the service could not do this: its log says why; ask again, or its operator"
 _LOGGER: Final = logging.getLogger(__name__)
@@ -115,12 +113,12 @@ _Context = aio.ServicerContext[Any, Any]
 class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     """The calls of the wire contract, on one event loop.
 
-    A draft takes tens of microseconds, which is less than handing it to another thread would.
-    The methods are named by the contract.
+    A draft takes tens of microseconds, less than passing it to another thread.
+    Method names are the contract's.
 
     Args:
-        drafter: what drafts; None where `answer_with` will give it before the first call.
-        pad_replies: whether drafts are padded, so that their sizes tell nothing of them.
+        drafter: what drafts; None if `answer_with` sets it before the first call.
+        pad_replies: whether drafts are padded to hide their size.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             self.answer_with(drafter)
 
     def answer_with(self, drafter: EmbeddedDrafter) -> None:
-        """Draft with this from now on; until then no call may come."""
+        """Set the drafter; no call may come before."""
         self._drafter = drafter
         self._flushing = Flushing(drafter)
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
@@ -155,7 +153,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         async with _statuses(context):
             self._drafter.check_vocabulary(request.vocabulary_fingerprint)
-            # Documents take milliseconds to find, and meanwhile others draft.
+            # In another thread: finding documents takes milliseconds.
             explanation = await asyncio.to_thread(
                 self._drafter.explain,
                 tokens_from_wire(request.context),
@@ -177,11 +175,11 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self, request_iterator: AsyncIterator[pb.DraftStreamRequest], context: _Context
     ) -> AsyncIterator[pb.DraftStreamResponse]:
         stream = DraftStream(self._drafter, tenant_of(context), self._turns, self._flushing)
-        # One message at a time: what else was sent waits where gRPC's flow control holds it.
+        # One message at a time: gRPC's flow control holds the others.
         async with _statuses(context):
             with self._turns.taking_part(), closing(stream):
                 async for message in request_iterator:
-                    tenant_of(context)  # while credentials last
+                    tenant_of(context)  # raises once credentials are revoked
                     response = await stream.answer(message)
                     if self._pad_replies and not response.padding:
                         pad(response, [step.budget_nodes for step in message.steps])
@@ -192,7 +190,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     ) -> pb.CloseSessionResponse:
         async with _statuses(context):
             end_session(self._drafter, request, tenant_of(context))
-            # Where outputs are kept on disk it is waited for, and meanwhile others draft.
+            # In another thread: it may wait for the disk.
             await asyncio.to_thread(self._drafter.flush)
             return pb.CloseSessionResponse()
 
@@ -227,9 +225,9 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
 
 @asynccontextmanager
 async def _statuses(context: _Context) -> AsyncIterator[None]:
-    """End the call with the status of an error that the drafter raises.
+    """End the call with the status of the drafter's error.
 
-    The log has what is not the caller's mistake: it names files, which are no caller's business.
+    Errors that are not the caller's are only logged: they name files.
     """
     try:
         yield
@@ -242,7 +240,7 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
 
 
 def _described(index: Index) -> pb.IndexInfo:
-    """Return the wire form of what is told of an index."""
+    """Return the wire form of an index's description."""
     return pb.IndexInfo(
         name=index.path.name,
         num_tokens=index.num_tokens,

@@ -1,7 +1,7 @@
-"""How a service starts, and how it ends.
+"""Start and shutdown of a service.
 
-Bytes that are no message are the caller's mistake, and answered as one. gRPC for asyncio would
-answer UNKNOWN, with the name of a Python class, and log a traceback each time.
+Bytes that are not a message are refused as the caller's error. gRPC for asyncio would answer
+UNKNOWN with the name of a Python class, and log a traceback each time.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from grpc import aio
 
 from retriever.errors import AddressInUseError, InvalidRequestError
 from retriever.operations.logs import log_event
-from retriever.operations.observer import Operator
+from retriever.operations.observer import ServiceObserver
 from retriever.security.admission import Admission, kind_of, rebuilt
 from retriever.security.protection import NO_PROTECTION, Protection, ServerTls
 from retriever.service.servicer import RetrieverServicer
@@ -37,33 +37,33 @@ _trim: Final[Any] = getattr(_LIBRARY, "malloc_trim", None)
 
 
 def give_back() -> None:
-    """Return free pages to the system, where the C library can: that is glibc's. Takes a few ms.
+    """Return free pages to the system with glibc's malloc_trim; takes a few ms.
 
-    Source: malloc_trim(3); since glibc 2.8 it looks through the whole of every arena.
+    Source: malloc_trim(3); since glibc 2.8 it trims all arenas.
     """
     if _trim is not None:
         _trim(0)
 
 
 def settle() -> None:
-    """Let the garbage collector look no longer at what is there now, and stays until the end.
+    """Exclude all current objects from garbage collection: they live until the end.
 
-    A full collection takes 75 ms with all modules loaded, and waits until a quarter as many objects
-    have come; without them it takes as long as the garbage does. Source: gc.freeze of Python.
+    A full collection takes 75 ms with all modules loaded; without them it takes time by the new
+    objects alone. Source: gc.freeze of Python.
     """
     gc.collect()
     gc.freeze()
 
 
-_LONGEST_PERIOD_S: Final = 60.0
-_GIVE_BACK_EVERY_S: Final = 10.0
+_LONGEST_PERIOD_S: Final = 60.0  # idle sessions are found at most this late
+_GIVE_BACK_EVERY_S: Final = 10.0  # a call takes a few ms
 
 
 @asynccontextmanager
 async def sweeping(drafter: EmbeddedDrafter) -> AsyncIterator[None]:
-    """End idle sessions during the block, each at most a tenth of its time too late.
+    """End idle sessions during the block, at most a tenth of the idle time too late.
 
-    What memory they and others leave is given back now and then.
+    Freed memory is returned to the system regularly.
     """
     period_s = min(drafter.limits.idle_session_s / 10, _LONGEST_PERIOD_S)
     tasks = [asyncio.create_task(_sweep(drafter, period_s)), asyncio.create_task(_give_back())]
@@ -88,27 +88,27 @@ async def _give_back() -> None:
         await asyncio.to_thread(give_back)
 
 
-_NO_MESSAGE: Final = "what was sent is no message of this call: see the contract for its form"
+_NO_MESSAGE: Final = "the request is not a message of this call: see the contract for its form"
 
 _Parse = Callable[[bytes], Any]
 
 
 class Reading(aio.ServerInterceptor):
-    """Ends calls with INVALID_ARGUMENT that bring bytes which are no message."""
+    """Ends calls with INVALID_ARGUMENT whose bytes are not a message."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return a handler that reads what it can; see `aio.ServerInterceptor`."""
+        """Return a handler that checks messages; see `aio.ServerInterceptor`."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_deserializer is None:
             return handler
         behaviour, parse = getattr(handler, kind_of(handler)), _parsing(handler)
-        if handler.request_streaming:  # the servicer awaits messages, and the error with them
+        if handler.request_streaming:  # the servicer gets the error with the next message
             return rebuilt(handler, behaviour, parse)
-        if handler.response_streaming:  # none of ours
+        if handler.response_streaming:  # unused by the contract
             return handler
         return rebuilt(handler, _answering(behaviour), _late(parse))
 
@@ -124,7 +124,7 @@ def _parsing(handler: Any) -> _Parse:
 
 
 def _late(parse: _Parse) -> _Parse:
-    """Return the error in the place of a message: it is read where no status can be given."""
+    """Return a parser that returns the error: no status can be set where gRPC parses."""
 
     def read(content: bytes) -> Any:
         try:
@@ -144,24 +144,24 @@ def _answering(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
     return answer
 
 
-DEFAULT_DRAIN_S: Final = 10.0
+DEFAULT_DRAIN_S: Final = 10.0  # most generations end within it; supervisors kill later
 
-_GRACE_S: Final = 0.5
+_GRACE_S: Final = 0.5  # for the last responses of calls
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Listening:
-    """A server that listens, and refuses every call until it is given what answers."""
+    """A listening server that refuses every call until it has a drafter."""
 
     server: aio.Server
     servicer: RetrieverServicer
-    operator: Operator
+    observer: ServiceObserver
     address: str
 
     async def open(self, open_drafter: Callable[[], EmbeddedDrafter]) -> EmbeddedDrafter:
-        """Open a drafter beside the event loop, warm it, and take calls from then on."""
+        """Open a drafter in another thread, warm it up, and take calls from then on."""
         try:
             drafter = await asyncio.to_thread(open_drafter)
             self.servicer.answer_with(drafter)
@@ -169,14 +169,14 @@ class _Listening:
         except BaseException:
             await self.server.stop(None)
             raise
-        await self.operator.lifecycle.become_ready()
+        await self.observer.lifecycle.become_ready()
         return drafter
 
 
 async def start(
     drafter: EmbeddedDrafter,
     address: str,
-    operator: Operator | None = None,
+    observer: ServiceObserver | None = None,
     protection: Protection = NO_PROTECTION,
     *,
     pad_replies: bool = False,
@@ -184,22 +184,22 @@ async def start(
     """Start serving. Until the drafter is warm, calls are refused and health says so.
 
     Args:
-        drafter: what answers; warmed here, so that the first draft waits for no compiler.
+        drafter: what drafts; warmed up here, so that the first draft waits for no compiler.
         address: `host:port` (port 0: a free one), or `unix:/path`.
-        operator: what looks after the service.
-        protection: who is let in, and how connections are encrypted.
-        pad_replies: whether drafts are padded, so that their sizes tell nothing of them.
+        observer: counts calls and tells the phase.
+        protection: authentication of callers and encryption.
+        pad_replies: whether drafts are padded to hide their size.
 
     Returns:
         The running server, and the address that it listens on.
 
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
-        InsecureAddressError: others reach the address, and it is not protected.
+        InsecureAddressError: other machines reach the address, and it is not protected.
     """
-    operator = operator or Operator()
+    observer = observer or ServiceObserver()
     listening = await _listen(
-        drafter.limits.max_message_bytes, address, operator, protection, pad_replies=pad_replies
+        drafter.limits.max_message_bytes, address, observer, protection, pad_replies=pad_replies
     )
     await listening.open(lambda: drafter)
     return listening.server, listening.address
@@ -209,38 +209,37 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     open_drafter: Callable[[], EmbeddedDrafter],
     max_message_bytes: int,
     address: str,
-    operator: Operator,
+    observer: ServiceObserver,
     protection: Protection = NO_PROTECTION,
     *,
     pad_replies: bool = False,
     drain_s: float = DEFAULT_DRAIN_S,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, and then as long as sessions go on, but within `drain_s`.
+    """Serve until SIGINT or SIGTERM, then until sessions have ended, for at most `drain_s`.
 
-    It listens first, so that health can be asked, and opens the drafter then. What the sessions
-    that are still open in the end have generated is remembered. A second signal ends the process
-    at once, with 128 and the signal's number as its status. What is on disk is then as after
-    `kill -9`: whole.
+    Listens first, so that health checks are answered, then opens the drafter. Outputs of sessions
+    that are open at the end are remembered. A second signal ends the process at once with status
+    128 plus the signal's number; files are then consistent, as after `kill -9`.
 
     Args:
-        open_drafter: opens what answers, in another thread; the caller shuts it down.
-        max_message_bytes: size of the largest message that is taken.
-        address: as for `start`, and so are the others.
-        operator: what looks after the service.
-        protection: who is let in, and how connections are encrypted.
+        open_drafter: opens the drafter, in another thread; the caller shuts it down.
+        max_message_bytes: size of the largest accepted message.
+        address: as for `start`.
+        observer: counts calls and tells the phase.
+        protection: authentication of callers and encryption.
         pad_replies: whether drafts are padded.
-        drain_s: how long to wait for open sessions in the end, in seconds.
+        drain_s: longest wait for open sessions at the end, in seconds.
 
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
-        InsecureAddressError: others reach the address, and it is not protected.
-        RetrieverError: the drafter cannot be opened; IndexerError likewise.
+        InsecureAddressError: other machines reach the address, and it is not protected.
+        RetrieverError: the drafter cannot be opened; IndexerError the same.
     """
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, partial(_stop, stopped, number))
     listening = await _listen(
-        max_message_bytes, address, operator, protection, pad_replies=pad_replies
+        max_message_bytes, address, observer, protection, pad_replies=pad_replies
     )
     drafter = await listening.open(open_drafter)
     settle()
@@ -250,7 +249,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         log_event(_logger, logging.INFO, "serving", "ready", address=listening.address)
     async with sweeping(drafter):
         await stopped.wait()
-        await _drain(drafter, operator, drain_s)
+        await _drain(drafter, observer, drain_s)
     watching.cancel()
     left = drafter.num_sessions
     remembered = await asyncio.to_thread(drafter.remember_open)
@@ -261,32 +260,32 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
 async def _listen(
     max_message_bytes: int,
     address: str,
-    operator: Operator,
+    observer: ServiceObserver,
     protection: Protection,
     *,
     pad_replies: bool,
 ) -> _Listening:
-    """Start a server that nothing answers yet."""
+    """Start a server without a drafter."""
     check_address(address)
     protection.check(address)
-    interceptors = [*operator.interceptors, Reading()]
+    interceptors = [*observer.interceptors, Reading()]
     if protection.doorkeeper is not None:
         interceptors.insert(1, Admission(protection.doorkeeper))
     server = aio.server(interceptors=interceptors, options=server_options(max_message_bytes))
     servicer = RetrieverServicer(pad_replies=pad_replies)
     pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
-    await operator.attach(server)
+    await observer.attach(server)
     port = listen(server, address, protection.tls)
     await server.start()
     if not address.startswith(UNIX):
         address = f"{address.rpartition(':')[0]}:{port}"
-    return _Listening(server, servicer, operator, address)
+    return _Listening(server, servicer, observer, address)
 
 
-async def _drain(drafter: EmbeddedDrafter, operator: Operator, drain_s: float) -> None:
+async def _drain(drafter: EmbeddedDrafter, observer: ServiceObserver, drain_s: float) -> None:
     sessions = drafter.num_sessions
     log_event(_logger, logging.INFO, "draining", "no new sessions", sessions=sessions)
-    await operator.lifecycle.drain(lambda: operator.is_idle(drafter), drain_s)
+    await observer.lifecycle.drain(lambda: observer.is_idle(drafter), drain_s)
 
 
 def _stop(stopped: asyncio.Event, signal_number: int) -> None:

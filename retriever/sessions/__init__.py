@@ -1,1 +1,1 @@
-"""The embedded drafter and what it keeps of tenants and sequences."""
+"""The embedded drafter, with its sessions, indexes, settings and counters."""

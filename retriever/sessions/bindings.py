@@ -1,4 +1,4 @@
-"""What each tenant drafts from: what is shared with all, and what is bound to it alone."""
+"""The indexes and listed phrases of each tenant: shared ones, and ones bound to it alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from retriever.errors import InvalidRequestError
 from retriever.limits import check_tenant_name
 from retriever.predict.databases import Corpus
 from retriever.predict.phrases import ListedPhrases
-from retriever.sessions.live_corpora import LiveCorpora
+from retriever.sessions.refreshed_corpora import RefreshedCorpora
 from retriever.sessions.session_table import Sessions
 
 NO_PHRASES: Final = ListedPhrases(())
@@ -19,11 +19,11 @@ NO_PHRASES: Final = ListedPhrases(())
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a tenant drafts from in the place of what is shared.
+    """Indexes and phrases of one tenant, which replace the shared ones.
 
     Attributes:
-        indexes: open, those that are shared included; opened for this tenant alone.
-        phrases: those that are listed for all included; None: what is shared.
+        indexes: open, shared ones included; opened for this tenant alone.
+        phrases: shared ones included; None: the shared ones only.
     """
 
     indexes: Sequence[Index] | None = None
@@ -32,11 +32,11 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class BoundPaths:
-    """Indexes that are bound to tenants, by path; the others' drafts never hold anything of them.
+    """Paths of indexes and phrases bound to tenants; other tenants never draft from them.
 
     Attributes:
-        indexes: of each tenant, beside those that are shared.
-        phrases: of each tenant, those that are listed for all included.
+        indexes: of each tenant, in addition to the shared ones.
+        phrases: of each tenant, shared ones included.
     """
 
     indexes: Mapping[str, Sequence[Path | str]] = field(default_factory=dict)
@@ -48,16 +48,16 @@ class BoundPaths:
         vocabulary: Vocabulary | None,
         opened: list[Index],
     ) -> dict[str, Bound]:
-        """Open what is bound.
+        """Open the bound indexes.
 
         Args:
-            shared: paths of the indexes that everybody drafts from.
-            vocabulary: that all must be of; None: of that of the first.
-            opened: takes every index as soon as it is open, for whoever closes them on an error.
+            shared: paths of the shared indexes.
+            vocabulary: that all must have; None: that of the first.
+            opened: receives every index once it is open; the caller closes them on an error.
 
         Raises:
             IndexerError: an index is missing, damaged or of another tokenizer.
-            InvalidRequestError: a name cannot be a tenant's.
+            InvalidRequestError: a tenant's name is invalid.
         """
         paths = list(shared)
         bound: dict[str, Bound] = {}
@@ -78,10 +78,10 @@ class Bindings:
     """Corpora and listed phrases by tenant.
 
     Args:
-        indexes: open; drafted from by each tenant that has none of its own.
-        phrases: likewise.
-        bound: what tenants have of their own.
-        sessions: what drafts from them.
+        indexes: open; shared by the tenants without bound ones.
+        phrases: the same.
+        bound: bound indexes and phrases by tenant.
+        sessions: sessions that draft from them.
         lock: held while the sessions are used.
     """
 
@@ -93,10 +93,10 @@ class Bindings:
         sessions: Sessions,
         lock: Lock,
     ) -> None:
-        self._shared = LiveCorpora(indexes, sessions, lock)
+        self._shared = RefreshedCorpora(indexes, sessions, lock)
         self._phrases = phrases
         self._bound = {
-            tenant: LiveCorpora(each.indexes, sessions, lock)
+            tenant: RefreshedCorpora(each.indexes, sessions, lock)
             for tenant, each in bound.items()
             if each.indexes is not None
         }
@@ -104,39 +104,39 @@ class Bindings:
             tenant: each.phrases for tenant, each in bound.items() if each.phrases is not None
         }
 
-    def corpora(self, tenant: str) -> LiveCorpora:
+    def corpora(self, tenant: str) -> RefreshedCorpora:
         """Return the indexes that a tenant drafts from."""
         return self._bound.get(tenant, self._shared)
 
     def corpus(self, tenant: str) -> Corpus:
-        """Return the corpus that a tenant drafts from now."""
+        """Return the current corpus of a tenant."""
         return self.corpora(tenant).current.corpus
 
     def has_corpus(self, tenant: str) -> bool:
-        """Tell whether a tenant drafts from any index."""
+        """Return whether a tenant drafts from any index."""
         return bool(self.corpora(tenant).current.indexes)
 
     def phrases(self, tenant: str) -> ListedPhrases:
-        """Return the phrases that are listed for a tenant."""
+        """Return the listed phrases of a tenant."""
         return self._bound_phrases.get(tenant, self._phrases)
 
     @property
     def failures(self) -> int:
-        """How often an index had changed, or was gone, and could not be opened again."""
+        """Failed attempts to open a changed or missing index."""
         return sum(each.failures for each in self._all())
 
     def watch(self, refresh_s: float) -> None:
-        """Refresh every so many seconds from now on."""
+        """Refresh periodically from now on."""
         for each in self._all():
             each.watch(refresh_s)
 
     def refresh(self) -> bool:
-        """Move on to what the indexes are now; tell whether any has changed."""
+        """Switch to the latest snapshots; return whether any index has changed."""
         changed = [each.refresh() for each in self._all()]
         return any(changed)
 
     def warm(self) -> None:
-        """Make the first draft wait for nothing."""
+        """Load everything that the first draft needs."""
         for phrases in (self._phrases, *self._bound_phrases.values()):
             phrases.warm()
 
@@ -145,15 +145,15 @@ class Bindings:
         for each in self._all():
             each.shut_down()
 
-    def _all(self) -> list[LiveCorpora]:
+    def _all(self) -> list[RefreshedCorpora]:
         return [self._shared, *self._bound.values()]
 
 
 def shared_vocabulary(indexes: Sequence[Index], vocabulary: Vocabulary | None) -> Vocabulary | None:
-    """Return the one vocabulary of indexes, and of what is given.
+    """Return the common vocabulary of indexes and of the given one.
 
     Raises:
-        InvalidRequestError: there are several.
+        InvalidRequestError: they differ.
     """
     for index in indexes:
         vocabulary = vocabulary or index.vocabulary
@@ -171,16 +171,16 @@ def common_vocabulary(
     bound: Mapping[str, Bound],
     vocabulary: Vocabulary | None,
 ) -> Vocabulary | None:
-    """Return the one vocabulary of all that is drafted from; None where it is not known.
+    """Return the common vocabulary of all indexes and phrases; None if unknown.
 
     Args:
-        indexes: open, those that are shared.
-        phrases: likewise.
-        bound: what tenants have of their own.
-        vocabulary: that all must be of; None: of that of the first index.
+        indexes: open, the shared ones.
+        phrases: the same.
+        bound: bound indexes and phrases by tenant.
+        vocabulary: that all must have; None: that of the first index.
 
     Raises:
-        InvalidRequestError: there are several, or a phrase has a token that it does not have.
+        InvalidRequestError: they differ, or a phrase has a token outside it.
     """
     vocabulary = shared_vocabulary(indexes, vocabulary)
     for each in bound.values():
@@ -202,7 +202,7 @@ def parsed_bindings(options: Iterable[str], what: str) -> dict[str, list[Path]]:
     """Return the paths of each tenant from options of the form TENANT=PATH.
 
     Raises:
-        InvalidRequestError: one has another form, or its name cannot be a tenant's.
+        InvalidRequestError: one has another form, or its tenant's name is invalid.
     """
     found: dict[str, list[Path]] = {}
     for option in options:

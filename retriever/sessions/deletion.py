@@ -1,4 +1,4 @@
-"""How a drafter forgets: at once in memory, then on disk, in slices between which others draft."""
+"""Deletion of a drafter's data: at once in memory, then on disk; other callers draft in between."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,19 +21,19 @@ def forget(
     scope: Scope,
     tell: Callable[[Scope], None],
 ) -> None:
-    """Forget what is of a scope, and tell of it before anything that comes later is learned.
+    """Delete the data of a scope, and report it before any later output is learned.
 
-    While the disk is waited for, others draft.
+    Other callers draft during waits for the disk.
 
     Args:
-        sessions: those that are open.
-        pools: recent outputs, and their log.
-        lock: held while either is used.
-        scope: what to forget.
+        sessions: the open ones.
+        pools: generations, and their log.
+        lock: held while sessions or pools are used.
+        scope: what to delete.
         tell: called with the scope, and with the lock held, before anything is removed.
 
     Raises:
-        StateError: the disk refuses; what is in memory is forgotten all the same.
+        StateError: the disk refuses; the data in memory is deleted anyway.
         LimitExceededError: the tenant's data is being deleted already.
     """
     with pools.deletion(scope.tenant) as pool:
@@ -44,7 +44,7 @@ def forget(
             rest = _emptying(pool, scope, sessions)
             is_done = next(rest, _DONE) is _DONE
         while not is_done:
-            time.sleep(0)  # others may draft
+            time.sleep(0)  # lets others draft
             with lock:
                 is_done = next(rest, _DONE) is _DONE
         if not scope.origin:
@@ -53,7 +53,7 @@ def forget(
 
 
 def _sessions_of(scope: Scope, sessions: Sessions, lock: Lock) -> list[tuple[SessionKey, Session]]:
-    """Return the open sessions of an origin: those of a whole tenant go on."""
+    """Return the open sessions of an origin; none for a whole tenant: its sessions continue."""
     if not scope.origin:
         return []
     with lock:
@@ -62,7 +62,7 @@ def _sessions_of(scope: Scope, sessions: Sessions, lock: Lock) -> list[tuple[Ses
 
 
 def _emptying(pool: Pool | None, scope: Scope, sessions: Sessions) -> Iterator[None]:
-    """Empty a pool of what is of a scope, which is gone with the first step."""
+    """Delete a scope from a pool; all of it is unreadable after the first step."""
     if pool is None:
         return
     if scope.origin:

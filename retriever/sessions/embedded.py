@@ -1,7 +1,7 @@
-"""The embedded drafter: databases, predictor and sessions in the caller's process, under one lock.
+"""The embedded drafter: databases, predictor and sessions in the process, under one lock.
 
-The lock is held for a step, for a commit, or for a slice of longer work. While a disk, a server or
-a long prompt is waited for it is free, but for the one write when the tokenizer becomes known.
+The lock is held for a step, for a commit, or for a slice of longer work. It is free during waits
+for a disk, a server or a long prompt, except for the one write when the tokenizer becomes known.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,32 +34,32 @@ from retriever.predict.databases import Context, Databases
 from retriever.predict.generations import Scope, session_origin
 from retriever.predict.pool import Pool
 from retriever.predict.predictor import Predictor
-from retriever.predict.provenance import Evidence, locate, trace_nodes
+from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
 from retriever.sequences import SessionKey, check_batch, check_step
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
 from retriever.sessions.deletion import forget
-from retriever.sessions.live_corpora import warm_kernels
+from retriever.sessions.draft_counts import Census, DraftCounts, census_of
 from retriever.sessions.options import (
     DEFAULT_LIMITS,
     DrafterOptions,
     OpeningOptions,
     opened_indexes,
 )
-from retriever.sessions.session_table import Session, Sessions, Step
-from retriever.sessions.tally import Census, Tally, census_of
+from retriever.sessions.refreshed_corpora import warm_kernels
+from retriever.sessions.session_table import CheckedRequest, Session, Sessions
 from retriever.tree import DraftTree, Explanation
 
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
 
 class EmbeddedDrafter:
-    """Drafts from the sequence itself, recent generations and indexes; a `Drafter`.
+    """Drafts from the sequence itself, generations, listed phrases and indexes; a `Drafter`.
 
-    Safe to call from any thread; drafts are made one after the other. A service, which draws a step
-    out so that others draft in between, calls the parts of `open`, `draft` and `close`: `prepare`
-    and `begin`; `commit_each` and `draft_each`; `end` and `flush`.
+    Thread-safe; drafts run one after the other. A service, which interleaves the steps of its
+    streams, calls the parts of `open`, `draft` and `close`: `prepare` and `begin`; `commit_each`
+    and `draft_each`; `end` and `flush`.
 
     Args:
         indexes: open indexes, all of one vocabulary; closed with the drafter.
@@ -68,13 +68,13 @@ class EmbeddedDrafter:
     Attributes:
         limits: as given.
         vocabulary: of the indexes, or as given.
-        tally: what was drafted, and what became of it.
+        draft_counts: counts of drafts and their outcomes.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
         StateError: `state` cannot be used.
         VocabularyMismatchError: `state` holds outputs of another tokenizer.
-        ReplicationError: `replication` cannot be used; not if the server is away, for it may come.
+        ReplicationError: `replication` cannot be used; a server that is down is no error.
     """
 
     def __init__(self, indexes: Sequence[Index] = (), **options: Unpack[DrafterOptions]) -> None:
@@ -82,7 +82,7 @@ class EmbeddedDrafter:
         phrases, bound = options.get("phrases") or NO_PHRASES, options.get("bound") or {}
         self.limits = options.get("limits", DEFAULT_LIMITS)
         self.vocabulary = common_vocabulary(indexes, phrases, bound, options.get("vocabulary"))
-        self.tally = Tally()
+        self.draft_counts = DraftCounts()
         self._lock = Lock()
         self._predictor = options.get("predictor") or Predictor(self.limits.max_budget_nodes)
         self._sessions = Sessions(self.limits)
@@ -102,7 +102,7 @@ class EmbeddedDrafter:
         self._fingerprint = self._fingerprint or self._pools.fingerprint
         if self._fingerprint:
             self._replication.start(self._fingerprint, self.vocabulary)
-        self._pools.get("")  # a caller that names no tenant does not wait for the log
+        self._pools.get("")  # callers without a tenant do not wait for the log
         if (refresh_s := options.get("refresh_s", 0.0)) > 0:
             self._bindings.watch(refresh_s)
 
@@ -114,7 +114,7 @@ class EmbeddedDrafter:
         bound: BoundPaths | None = None,
         **options: Unpack[OpeningOptions],
     ) -> Self:
-        """Open the indexes at `paths` and draft from them; the rest is as for the constructor.
+        """Open the indexes at `paths` and draft from them; otherwise as the constructor.
 
         Raises:
             indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer.
@@ -127,26 +127,26 @@ class EmbeddedDrafter:
     ) -> None:
         """Begin a sequence; see `Drafter.open`.
 
-        It is drafted from outputs of the tenant, which no other sees; and what is generated is
-        added to them, unless it is not to `remember`.
+        Drafts come from the tenant's own generations, never another's; the output is added to them
+        if `remember`.
         """
         self.begin(SessionKey("", session), self.prepare(prompt, remember=remember, tenant=tenant))
 
     def draft(self, requests: Sequence[DraftRequest], *, namespace: str = "") -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
-        A step is checked as a whole first: where any request is refused, nothing is kept of any.
-        To have one refused without the others, and to give way between drafts, see `commit_each`.
+        A step is checked as a whole first: if any request is refused, nothing is kept of the step.
+        `commit_each` refuses requests one by one.
         """
         check_batch(requests, self.limits)
         began = perf_counter()
         with self._lock:
             steps = [self._checked(request, namespace) for request in requests]
             self._sessions.charge_all([(step.session, len(step.new_tokens)) for step in steps])
-            for step in steps:  # all before any draft: what is learned from is the last draft
+            for step in steps:  # all before any draft: learning reads the last draft
                 self._commit(step.session, step.new_tokens)
             trees = [self._draft(step) for step in steps]
-            self.tally.stepped(len(steps), perf_counter() - began)
+            self.draft_counts.stepped(len(steps), perf_counter() - began)
         return trees
 
     def close(
@@ -154,14 +154,14 @@ class EmbeddedDrafter:
     ) -> None:
         """End a sequence; see `Drafter.close`.
 
-        With a state directory, what was generated is kept in it once this returns, unless it is
-        not to `remember`. Then it is replicated, if that is wanted, without being waited for.
+        With a state directory, the output is on disk once this returns, if it is remembered.
+        Replication follows without blocking.
         """
         self.end(SessionKey("", session), new_tokens, remember=remember)
         self.flush()
 
     def prepare(self, prompt: ArrayLike, *, remember: bool = True, tenant: str = "") -> Session:
-        """Return a session for `begin`: the part of `open` that takes long for a long prompt."""
+        """Return a session for `begin`: the part of `open` that is slow for a long prompt."""
         databases = self._databases(prompt, tenant, learns=remember)
         return Session(databases, len(databases.context), remember)
 
@@ -173,12 +173,12 @@ class EmbeddedDrafter:
 
     def commit_each(
         self, requests: Iterable[DraftRequest], namespace: str
-    ) -> list[Step | RetrieverError]:
+    ) -> list[CheckedRequest | RetrieverError]:
         """Commit new tokens; return a step, or why it is refused, for each request in order.
 
-        What is refused to one costs no other. The caller has called `check_batch`.
+        A refused request does not affect others. The caller has called `check_batch`.
         """
-        committed: list[Step | RetrieverError] = []
+        committed: list[CheckedRequest | RetrieverError] = []
         with self._lock:
             for request in requests:
                 try:
@@ -191,15 +191,15 @@ class EmbeddedDrafter:
                     committed.append(step)
         return committed
 
-    def draft_each(self, steps: Iterable[Step]) -> list[DraftTree]:
-        """Draft for steps that were committed; a session that has ended meanwhile gets a tree."""
+    def draft_each(self, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
+        """Draft for committed requests; also for sessions that have ended since."""
         with self._lock:
             return [self._draft(step) for step in steps]
 
     def count_step(self, num_drafts: int, seconds: float) -> None:
-        """Count a step that `commit_each` and `draft_each` have made bit by bit."""
+        """Count a step made by `commit_each` and `draft_each`."""
         with self._lock:
-            self.tally.stepped(num_drafts, seconds)
+            self.draft_counts.stepped(num_drafts, seconds)
 
     def end(
         self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
@@ -209,23 +209,23 @@ class EmbeddedDrafter:
         with self._lock:
             ended = self._sessions.get(key)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
-            self._sessions.remove(key)  # before it grows by tokens that were not charged
+            self._sessions.remove(key)  # before uncharged tokens are added
             self._commit(ended, tokens)
             if remember:
                 self._remember(key, ended)
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
-        """End sessions, if they are open still, and keep nothing of them; return how many."""
+        """End sessions that are still open, and keep nothing of them; return how many."""
         with self._lock:
             return self._sessions.discard(ended)
 
     def end_idle(self) -> int:
-        """End the sessions that have been idle for too long; return how many."""
+        """End sessions idle for longer than `idle_session_s`; return how many."""
         with self._lock:
             return self._sessions.end_idle()
 
     def remember_open(self) -> int:
-        """Keep what open sessions generated so far, and nothing more of them; return how many."""
+        """Remember the outputs of open sessions so far, and no later tokens; return how many."""
         with self._lock:
             remembered = [each for each in self._sessions.items() if each[1].remember]
             for key, session in remembered:
@@ -242,7 +242,7 @@ class EmbeddedDrafter:
         self.flush()
 
     def flush(self) -> None:
-        """Keep what was remembered in the state directory, and then replicate it."""
+        """Write remembered outputs to the state directory, then replicate them."""
         with self._replication.publishing():
             self._pools.commit()
 
@@ -259,14 +259,14 @@ class EmbeddedDrafter:
         Nodes less probable than `min_probability` are left out.
 
         Raises:
-            InvalidRequestError: the context, the budget or the tenant cannot be.
+            InvalidRequestError: the context, the budget or the tenant is invalid.
         """
         check_draft(budget_nodes, min_probability, self.limits)
         databases = self._databases(context, tenant)
         began = perf_counter()
         with self._lock:
             tree = self._grow(databases, budget_nodes, min_probability)
-            self.tally.drafted_bare(perf_counter() - began)
+            self.draft_counts.drafted_bare(perf_counter() - began)
         return tree
 
     def explain(
@@ -278,12 +278,12 @@ class EmbeddedDrafter:
         max_documents: int = DEFAULT_DOCUMENTS,
         tenant: str = "",
     ) -> Explanation:
-        """Draft as `draft_context` does, and name what spoke for each node, in milliseconds.
+        """Draft as `draft_context` does, with the evidence for each node; takes milliseconds.
 
-        At most `max_documents` are named for each. Of recent outputs nothing is shown.
+        At most `max_documents` are named for each. Generations are not shown.
 
         Raises:
-            InvalidRequestError: the context, a number or the tenant cannot be.
+            InvalidRequestError: the context, a number or the tenant is invalid.
             ProvenanceError: an index is damaged.
         """
         check_documents(max_documents)
@@ -291,28 +291,27 @@ class EmbeddedDrafter:
         databases = self._databases(context, tenant)
         with self._lock:
             tree = self._grow(databases, budget_nodes, min_probability)
-            evidence = Evidence.of(self._predictor, budget_nodes)
-            indexes = self.indexes_of(tenant)  # of this draft, even if a refresh comes meanwhile
+            evidence = DraftedRows.of(self._predictor, budget_nodes)
+            indexes = self.indexes_of(tenant)  # of this draft, even after a refresh
         supports = trace_nodes(tree, databases, evidence)
         return Explanation(tree, tuple(locate(supports, indexes, max_documents)))
 
     def delete_tenant(self, tenant: str) -> None:
-        """Forget all outputs of a tenant, in memory and in the state directory.
+        """Delete all outputs of a tenant, in memory and in the state directory.
 
-        What its open sessions have generated so far will not be remembered either. Where outputs
-        are replicated, they are removed from the server, and the other drafters told to do the
-        same, as soon as it can be reached.
+        Open sessions do not remember what they have generated so far either. Replicated outputs are
+        deleted on the server and by the other drafters as soon as the server can be reached.
 
         Raises:
-            StateError: the disk refuses; what is in memory is forgotten all the same.
+            StateError: the disk refuses; the data in memory is deleted anyway.
         """
         check_tenant_name(tenant)
         self._delete(Scope(tenant))
 
     def delete_session(self, key: SessionKey, *, tenant: str = "") -> None:
-        """Forget what sessions of a name have generated, as `delete_tenant` does.
+        """Delete the outputs of sessions of a name, as `delete_tenant` does.
 
-        One that is open ends. What the tenant's weights learned stays: it names no token.
+        An open one is ended. The tenant's learned weights stay: they hold no tokens.
         """
         check_session_name(key.name)
         check_tenant_name(tenant)
@@ -323,12 +322,12 @@ class EmbeddedDrafter:
     def check_vocabulary(self, fingerprint: str) -> None:
         """Refuse the tokens of another tokenizer.
 
-        A drafter that was not told its vocabulary takes the first one named here, so that
-        sequences of two tokenizers never share generations.
+        A drafter without a vocabulary takes the first one named here, so that sequences of two
+        tokenizers never share generations.
 
         Raises:
-            VocabularyMismatchError: `fingerprint` is not empty and not that of our vocabulary.
-            InvalidRequestError: it is no fingerprint.
+            VocabularyMismatchError: `fingerprint` is neither empty nor this drafter's.
+            InvalidRequestError: it is not a fingerprint.
         """
         if not fingerprint:
             return
@@ -346,10 +345,10 @@ class EmbeddedDrafter:
             )
 
     def refresh(self) -> bool:
-        """Draft from what the indexes are now, once it is open and warm; tell whether any changed.
+        """Switch to the indexes' latest snapshots once these are warm; return whether any changed.
 
-        An index that cannot be opened is drafted from as it was: it is counted in
-        `refresh_failures`, the reason logged, and the next refresh tries again.
+        An index that cannot be opened stays at its old snapshot: that is counted in
+        `refresh_failures` and logged, and the next refresh retries.
         """
         return self._bindings.refresh()
 
@@ -357,10 +356,10 @@ class EmbeddedDrafter:
         """Compile or load all kernels now, so that no draft waits for it."""
         warm_kernels(self._predictor, self._bindings.corpus(""), self._lock)
         self._bindings.warm()
-        self.tally.warm()
+        self.draft_counts.warm()
 
     def shut_down(self) -> None:
-        """Close the indexes and the state directory; replicating what is left has a second."""
+        """Replicate queued outputs for at most a second; close the indexes and the state."""
         self.flush()
         self._replication.shut_down()
         self._bindings.shut_down()
@@ -368,25 +367,25 @@ class EmbeddedDrafter:
 
     @property
     def indexes(self) -> tuple[Index, ...]:
-        """The indexes that are shared, as they are drafted from now."""
+        """The shared indexes in their current snapshots."""
         return self.indexes_of("")
 
     def indexes_of(self, tenant: str) -> tuple[Index, ...]:
-        """Return the indexes that a tenant drafts from, as they are now."""
+        """Return a tenant's indexes in their current snapshots."""
         return self._bindings.corpora(tenant).current.indexes
 
     def is_loaded(self, tenant: str) -> bool:
-        """Tell whether a tenant's recent outputs are in memory: loading them takes long."""
+        """Return whether a tenant's generations are in memory: loading them is slow."""
         return tenant in self._pools
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are open."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     @property
     def refresh_failures(self) -> int:
-        """How often an index had changed, or was gone, and could not be opened again."""
+        """Failed attempts to open a changed or missing index."""
         return self._bindings.failures
 
     @property
@@ -396,23 +395,23 @@ class EmbeddedDrafter:
 
     @property
     def replication(self) -> ReplicationCounts:
-        """What became of the outputs that are replicated to other drafters."""
+        """Counts of replicated outputs."""
         return self._replication.counts
 
     def census(self) -> Census:
-        """Count what is held now, without keeping drafts waiting for longer than a moment."""
+        """Count what is in memory now, with short pauses so that drafts are not held up."""
         with self._lock:
             sessions = self._sessions.all()
         return census_of(sessions, self._pools.all(), self._lock)
 
     def _delete(self, scope: Scope) -> None:
-        """Forget what is of a scope, and let the other drafters do so."""
+        """Delete the data of a scope, here and in the other drafters."""
         try:
             self._forget(scope, self._replication.delete)
         finally:
             self._replication.keep_position()
 
-    # Before the lock is taken: what a request brings is checked, and what it needs is loaded.
+    # Called without the lock: check the input of a request, and load its databases.
 
     def _databases(self, prompt: ArrayLike, tenant: str, *, learns: bool = False) -> Databases:
         tokens = self._tokens(prompt)
@@ -429,25 +428,25 @@ class EmbeddedDrafter:
         check_tenant_name(tenant)
         return self._pools.get(tenant)
 
-    # With the lock held.
+    # Called with the lock held.
 
-    def _checked(self, request: DraftRequest, namespace: str) -> Step:
+    def _checked(self, request: DraftRequest, namespace: str) -> CheckedRequest:
         session = self._sessions.get(SessionKey(namespace, request.session))
         check_draft(request.budget_nodes, request.min_probability, self.limits)
         tokens = self._tokens(request.new_tokens)
         num_known = len(session.databases.context)
         check_length(num_known + len(tokens), self.limits)
         check_step(request, num_known, len(tokens))
-        return Step(session, tokens, request)
+        return CheckedRequest(session, tokens, request)
 
     def _commit(self, session: Session, new_tokens: TokenIds) -> None:
-        """Commit checked tokens, and count what they make of the session's last draft."""
+        """Commit checked tokens, and count the outcome of the session's last draft."""
         if session.drafted is not None:
-            self.tally.committed(session.drafted, new_tokens)
+            self.draft_counts.committed(session.drafted, new_tokens)
             session.drafted = None
         self._predictor.commit(session.databases, new_tokens)
 
-    def _draft(self, step: Step) -> DraftTree:
+    def _draft(self, step: CheckedRequest) -> DraftTree:
         request, session = step.request, step.session
         tree = self._grow(session.databases, request.budget_nodes, request.min_probability)
         session.drafted = tree
@@ -458,7 +457,7 @@ class EmbeddedDrafter:
         return self._predictor.draft(databases, budget, min_probability)
 
     def _remember(self, key: SessionKey, session: Session) -> None:
-        """Remember what a session has generated, if it may be."""
+        """Add a session's output to the generations, if it is to be remembered."""
         if session.remember:
             context = session.databases.context
             output = context.last(len(context) - session.prompt_length)

@@ -1,4 +1,4 @@
-"""What an embedded drafter is made with."""
+"""Constructor options of the embedded drafter."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ from retriever.sessions.bindings import Bound, BoundPaths
 def check_files(
     indexes: Sequence[Path], phrases: Sequence[Path], vocabulary: Vocabulary | None = None
 ) -> None:
-    """Open files for a moment: a wrong path need not wait for a tokenizer or a model to load.
+    """Open files for a moment: a wrong path fails before a tokenizer or a model is loaded.
 
     Args:
         indexes: directories of indexes.
         phrases: files of listed phrases.
-        vocabulary: of the tokenizer at hand, once that is known.
+        vocabulary: of the caller's tokenizer, if known.
 
     Raises:
         IndexerError: an index cannot be opened or was built for another tokenizer.
@@ -36,7 +36,7 @@ def check_files(
 
 
 def _print_to_standard_error(line: str) -> None:
-    print(line, file=sys.stderr)  # noqa: T201  (for whoever runs a command)
+    print(line, file=sys.stderr)  # noqa: T201  (for the user of a command)
 
 
 def load_phrases(  # noqa: PLR0913  (the last three are options)
@@ -48,14 +48,14 @@ def load_phrases(  # noqa: PLR0913  (the last three are options)
     say: Callable[[str], object] = _print_to_standard_error,
     track: Track = lambda items, _: items,
 ) -> ListedPhrases | None:
-    """Load listed phrases and say what was loaded and what was not; None where no file is named.
+    """Load listed phrases and report what was loaded and left out; None where no file is named.
 
     Args:
         paths: files of listed phrases.
-        encode: the tokenizer of the model that is drafted for, without special tokens.
-        vocabulary: token ids must be of it; None for that of the first index, if there is one.
-        indexes: that will be drafted from.
-        say: takes a line; standard error, if nothing else is said.
+        encode: the target model's tokenizer, without special tokens.
+        vocabulary: of the token ids; None for that of the first index, if there is one.
+        indexes: paths of the drafter's indexes.
+        say: takes a line of the report; standard error by default.
         track: shows progress.
 
     Raises:
@@ -78,21 +78,21 @@ DEFAULT_LIMITS: Final = Limits()
 
 
 class OpeningOptions(TypedDict, total=False):
-    """What a drafter is made with, whoever opens its indexes.
+    """Options of a drafter that are independent of bound indexes.
 
     Attributes:
-        vocabulary: of the tokenizer whose tokens will come; an index of another is refused.
-        limits: what is accepted at most.
-        state: a directory that keeps outputs, so that a drafter that is opened on it later starts
-            as warm as this one was; None to keep them in memory alone. One drafter at a time.
-        durability: with "process", outputs survive the end of this process, however it comes;
-            with "disk" that of the machine too, at the price of waiting for it in every `close`.
-        phrases: what is listed to be written verbatim.
-        refresh_s: look every so many seconds whether an index has changed, in a thread of our own,
-            and draft from what it has become; 0 for never. `refresh` does so at once.
-        predictor: what grows the trees, with room for `limits`; made where there is none.
-        replication: through which server outputs are replicated to other drafters of the same
-            vocabulary, and theirs to this one; None for none.
+        vocabulary: of the sequences' tokenizer; an index of another is refused.
+        limits: upper limits of what is accepted.
+        state: a directory that keeps outputs and learned weights, so that a restarted drafter
+            drafts as well as before; None to keep them in memory alone. One drafter at a time.
+        durability: with "process", outputs survive the end of this process, even by a kill; with
+            "disk" also a power failure, at the cost of a disk write in every `close`.
+        phrases: listed phrases.
+        refresh_s: period of looking for changed indexes in a separate thread, in seconds; 0 for
+            never. `refresh` looks at once.
+        predictor: grows the trees, with room for `limits`; made if not given.
+        replication: the server through which drafters of the same vocabulary share outputs; None
+            for none.
     """
 
     vocabulary: Vocabulary | None
@@ -106,11 +106,11 @@ class OpeningOptions(TypedDict, total=False):
 
 
 class DrafterOptions(OpeningOptions, total=False):
-    """What a drafter is made with.
+    """All options of a drafter.
 
     Attributes:
-        bound: what tenants draft from in the place of the indexes and phrases that are shared;
-            their indexes are closed with the drafter, too.
+        bound: indexes and phrases of tenants, in place of the shared ones; their indexes are closed
+            with the drafter.
     """
 
     bound: Mapping[str, Bound] | None
@@ -120,11 +120,11 @@ class DrafterOptions(OpeningOptions, total=False):
 def opened_indexes(
     paths: Iterable[Path | str], bound: BoundPaths | None, vocabulary: Vocabulary | None
 ) -> Iterator[tuple[list[Index], dict[str, Bound]]]:
-    """Open indexes, shared and bound; they are closed again where the block fails.
+    """Open indexes, shared and bound; they are closed if the block fails.
 
     Raises:
         indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer.
-        InvalidRequestError: a name cannot be a tenant's.
+        InvalidRequestError: a tenant's name is invalid.
     """
     shared, opened = list(paths), list[Index]()
     try:

@@ -1,4 +1,4 @@
-"""The sessions of a drafter: what is kept of each sequence that is being decoded."""
+"""The sessions of a drafter: the state of each sequence that is being decoded."""
 
 import time
 from collections import Counter
@@ -21,11 +21,11 @@ class Session:
     """One sequence.
 
     Attributes:
-        databases: what it is drafted from.
-        prompt_length: tokens that it was opened with.
-        remember: whether its output may serve later sequences.
-        last_used_s: when it was last asked for.
-        drafted: its last draft, of which nobody knows yet what will become; None before the first.
+        databases: that it is drafted from.
+        prompt_length: tokens of the prompt.
+        remember: whether its output joins the generations.
+        last_used_s: time of the last request.
+        drafted: its last draft, whose outcome is not known yet; None before the first.
     """
 
     databases: Databases
@@ -36,17 +36,17 @@ class Session:
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant of the sequence."""
         return self.databases.pool.tenant
 
 
-class Step(NamedTuple):
-    """A request that has been checked against its session.
+class CheckedRequest(NamedTuple):
+    """A request after the checks against its session.
 
     Attributes:
-        session: whose sequence it is.
+        session: of the sequence.
         new_tokens: int32[n], inside the vocabulary.
-        request: as it came.
+        request: as received.
     """
 
     session: Session
@@ -55,10 +55,10 @@ class Step(NamedTuple):
 
 
 class Sessions:
-    """Sessions by name, the longest idle first. Callers hold a lock.
+    """Sessions by name, the longest idle first. Not thread-safe: callers hold a lock.
 
     Args:
-        limits: how many there may be, of how many tokens, and when an idle one ends.
+        limits: numbers of sessions and tokens, and the idle time.
         clock: seconds, rising.
     """
 
@@ -83,7 +83,7 @@ class Sessions:
 
         Raises:
             SessionExistsError: the name is taken.
-            LimitExceededError: there are as many as there may be, and none is idle.
+            LimitExceededError: the number of sessions is at its limit, and none is idle.
         """
         self._open.check_free(key)
         self.end_idle()
@@ -94,20 +94,20 @@ class Sessions:
         self._tenant_sessions[session.tenant] += 1
 
     def get(self, key: SessionKey) -> Session:
-        """Return a session, which is then the last to be idle.
+        """Return a session, and mark it as used last.
 
         Raises:
-            UnknownSessionError: there is none of this name.
+            UnknownSessionError: no session has this name.
         """
         session = self._open.use(key)
         session.last_used_s = self._clock()
         return session
 
     def charge(self, session: Session, num_tokens: int) -> None:
-        """Count tokens that a sequence is to take.
+        """Count tokens before they are added to a sequence.
 
         Raises:
-            LimitExceededError: there is no room for them; they are not counted then.
+            LimitExceededError: they exceed a limit; they are not counted.
         """
         limits, tenant = self._limits, session.tenant
         total = self._num_tokens + num_tokens
@@ -126,10 +126,10 @@ class Sessions:
         self._tenant_tokens[tenant] = of_tenant
 
     def charge_all(self, charges: Sequence[tuple[Session, int]]) -> None:
-        """Count the tokens that sequences are to take: of all, or of none.
+        """Count tokens before they are added to sequences: all, or none.
 
         Raises:
-            LimitExceededError: there is no room for the tokens of one.
+            LimitExceededError: the tokens of one exceed a limit.
         """
         charged: list[tuple[Session, int]] = []
         try:
@@ -145,7 +145,7 @@ class Sessions:
         """End a session and return it.
 
         Raises:
-            UnknownSessionError: there is none of this name.
+            UnknownSessionError: no session has this name.
         """
         session = self._open.remove(key)
         tenant, num_tokens = session.tenant, len(session.databases.context)
@@ -157,14 +157,14 @@ class Sessions:
         return session
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
-        """End those that are open still; return how many. One of the same name may have come."""
+        """End those that are still open; return how many. A new one of the same name stays."""
         gone = [key for key, session in ended if self._open.find(key) is session]
         for key in gone:
             self.remove(key)
         return len(gone)
 
     def end_idle(self) -> int:
-        """End the sessions that have been idle for too long; return how many."""
+        """End sessions idle for longer than `idle_session_s`; return how many."""
         idle_since_s = self._clock() - self._limits.idle_session_s
         num_ended = 0
         while self._open:
@@ -176,36 +176,36 @@ class Sessions:
         return num_ended
 
     def all(self) -> list[Session]:
-        """Return the sessions that are open."""
+        """Return the open sessions."""
         return self._open.values()
 
     def items(self) -> list[tuple[SessionKey, Session]]:
-        """Return the sessions that are open, with their names."""
+        """Return the open sessions with their names."""
         return self._open.items()
 
     def of(self, tenant: str) -> list[tuple[SessionKey, Session]]:
-        """Return a tenant's sessions that are open."""
+        """Return a tenant's open sessions."""
         return [item for item in self._open.items() if item[1].tenant == tenant]
 
     def wipe(self, ended: Iterable[tuple[SessionKey, Session]]) -> None:
-        """End those that are open still, and overwrite their tokens."""
+        """End those that are still open, and overwrite their tokens."""
         for key, session in ended:
             if self._open.find(key) is session:
                 self.remove(key).databases.context.clear()
 
     def forget(self, pool: Pool) -> None:
-        """Let no open session of a tenant be learned from, or remembered when it ends."""
+        """Exclude a tenant's open sessions from learning and from the generations."""
         for session in self._open.values():
             if session.databases.pool is pool:
                 session.remember = session.databases.learns = False
 
     def last_tokens(self, max_sessions: int, num_tokens: int) -> list[TokenIds]:
-        """Return copies of the last tokens, int32[n] each, of the sessions that were used last."""
+        """Return copies of the last tokens, int32[n] each, of the most recently used sessions."""
         latest = islice(reversed(self._open.values()), max_sessions)
         return [session.databases.context.last(num_tokens).copy() for session in latest]
 
     def turn_to(self, corpus: Corpus, older: Corpus) -> None:
-        """Draft from this corpus what drafted from an older one: idle sessions keep none open."""
+        """Move sessions from an older corpus to this one, so that the old one can close."""
         for session in self._open.values():
             if session.databases.corpus is older:
                 session.databases.turn_to(corpus)

@@ -141,7 +141,7 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteTenantData(self, request, context):
-        """Deletes all that is kept of the caller's tenant: recent outputs and what was learned from them,
+        """Deletes all that is kept of the caller's tenant: generations and what was learned from them,
         in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

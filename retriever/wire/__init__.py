@@ -1,1 +1,1 @@
-"""Values as messages, and errors as statuses."""
+"""Conversion of values to messages and of errors to statuses, both ways."""

@@ -1,4 +1,4 @@
-"""How connections between clients and services are set up, on both sides."""
+"""gRPC channel options of clients and services."""
 
 from typing import Final
 
@@ -10,16 +10,16 @@ CHANNEL_OPTIONS: Final = (
 )
 
 _KEEPALIVE: Final = (
-    # A peer that is gone without a word is noticed within 15 s, and its sessions end.
+    # A vanished peer is noticed within 15 s, and its sessions end.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # by itself gRPC waits a minute
+    ("grpc.http2.ping_timeout_ms", 5_000),  # gRPC's default is a minute
 )
 
 CLIENT_OPTIONS: Final = (
     *CHANNEL_OPTIONS,
     *_KEEPALIVE,
-    # A client that takes the place of another must not wait until gRPC lets it connect again.
+    # A new client to the same address must not wait for gRPC's connection back-off.
     ("grpc.use_local_subchannel_pool", 1),
 )
 

@@ -1,6 +1,6 @@
-"""Values as messages, and messages as values: the only place that names their fields.
+"""Conversion between values and messages: the only module that names message fields.
 
-What a drafter is asked and what it answers pass all else as `DraftRequest` and `DraftTree`.
+All other modules use `DraftRequest` and `DraftTree`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,7 +38,8 @@ def tokens_to_wire(tokens: ArrayLike) -> list[int]:
     """Return token ids as the wire takes them.
 
     Raises:
-        InvalidRequestError: these are no token ids, or one is negative or beyond 31 bits.
+        InvalidRequestError: these are not integers in one dimension, or one is negative or beyond
+        31 bits.
     """
     token_ids: list[int] = checked_tokens(tokens, None).tolist()
     return token_ids
@@ -47,13 +48,13 @@ def tokens_to_wire(tokens: ArrayLike) -> list[int]:
 def opening_message(
     session_id: str, prompt: TokenIds, *, remember: bool, fingerprint: str
 ) -> pb.OpenSessionRequest:
-    """Return what begins a session; the prompt, int32[n], was checked before.
+    """Return the message that opens a session; the prompt, int32[n], is already checked.
 
     Args:
         session_id: the session's name on the wire.
-        prompt: what the sequence begins with.
-        remember: whether its output may serve later sequences.
-        fingerprint: of the tokenizer at hand; empty if it is not known.
+        prompt: of the sequence.
+        remember: whether its output joins the generations.
+        fingerprint: of the caller's tokenizer; empty if unknown.
     """
     return pb.OpenSessionRequest(
         session_id=session_id,
@@ -66,12 +67,12 @@ def opening_message(
 def closing_message(
     session_id: str, new_token_ids: Iterable[int], *, remember: bool
 ) -> pb.CloseSessionRequest:
-    """Return what ends a session.
+    """Return the message that closes a session.
 
     Args:
         session_id: the session's name on the wire.
-        new_token_ids: what the service has not been told of the sequence.
-        remember: false to keep nothing of it, whatever it was opened with.
+        new_token_ids: tokens that the service has not been told.
+        remember: false to keep nothing of it; overrides the opening.
     """
     return pb.CloseSessionRequest(
         session_id=session_id, new_token_ids=new_token_ids, forget=not remember
@@ -88,10 +89,10 @@ def add_step(
 
     Args:
         message: of the step.
-        request: what is asked.
+        request: to add.
         session_id: the session's name on the wire.
-        new_token_ids: what the service has not been told of the sequence, in the place of the
-            request's own.
+        new_token_ids: tokens that the service has not been told; sent in place of the request's
+            own.
 
     Raises:
         InvalidRequestError: a number does not fit the wire.
@@ -111,7 +112,7 @@ def add_step(
 def requests_from_message(message: pb.DraftStreamRequest) -> list[DraftRequest]:
     """Return the requests of one step; their contents are checked by the drafter.
 
-    Token ids beyond 31 bits come out negative, so that the drafter refuses them to their session.
+    Token ids beyond 31 bits become negative, so that the drafter refuses that request alone.
     """
     return [
         DraftRequest(
@@ -139,24 +140,24 @@ def trees_from_messages(messages: Sequence[pb.DraftTree], num_trees: int) -> lis
     """Return the trees of a response, all checked at once.
 
     Raises:
-        InvalidTreeError: they are not as many, or one of them is no tree.
+        InvalidTreeError: their number differs, or one of them is invalid.
     """
     if len(messages) != num_trees:
         raise InvalidTreeError(f"{len(messages)} trees for {num_trees} sequences")
     trees = clear_trees(messages)
     if trees is None:
-        return [tree_from_message(message) for message in messages]  # says what is wrong
+        return [tree_from_message(message) for message in messages]  # raises with the reason
     return trees
 
 
 def clear_trees(messages: Sequence[pb.DraftTree]) -> list[DraftTree] | None:
-    """Return the trees of messages, None where it is not clear that each is one.
+    """Return the trees of messages by a fast check; None where the check is not conclusive.
 
-    What is clear is a tree by the rules of `DraftTree.checked`; where probabilities rise by a
-    rounding, or anything is wrong, that has to decide. The arrays of the trees share memory, and
-    sources that this version does not know are unspecified.
+    The result satisfies the rules of `DraftTree.checked`, which decides the other cases: errors,
+    and probabilities that rise by a rounding. The trees' arrays share memory; unknown sources
+    become unspecified.
 
-    Trees have a few dozen nodes: over so few, Python is done before numpy has begun.
+    Plain Python is faster than numpy here: trees have a few dozen nodes.
     """
     token_ids: list[int] = []
     parents: list[int] = []
@@ -216,10 +217,10 @@ def _divided(whole: DraftTree, ends: Sequence[int]) -> list[DraftTree]:
 
 
 def tree_from_message(message: pb.DraftTree) -> DraftTree:
-    """Return the tree of a message; sources that this version does not know are unspecified.
+    """Return the tree of a message; unknown sources become unspecified.
 
     Raises:
-        InvalidTreeError: the message's lists are no tree.
+        InvalidTreeError: the message's lists break a rule of trees.
     """
     return DraftTree.checked(
         np.array(message.token_ids, np.int64),
@@ -235,7 +236,7 @@ def context_to_message(
     """Return the wire form of a bare context.
 
     Raises:
-        InvalidRequestError: these are no token ids, or a number does not fit the wire.
+        InvalidRequestError: a token id is invalid, or a number does not fit the wire.
     """
     try:
         return pb.DraftRequest(
@@ -255,10 +256,10 @@ def explanation_request(
     fingerprint: str,
     max_documents: int,
 ) -> pb.ExplainRequest:
-    """Return the wire form of a bare context whose draft is to be explained.
+    """Return the wire form of a request to explain the draft of a bare context.
 
     Raises:
-        InvalidRequestError: these are no token ids, or a number does not fit the wire.
+        InvalidRequestError: a token id is invalid, or a number does not fit the wire.
     """
     try:
         return pb.ExplainRequest(
@@ -292,7 +293,7 @@ def explanation_from_message(message: pb.ExplainResponse) -> Explanation:
     """Return the explanation of a message.
 
     Raises:
-        InvalidTreeError: there is no tree, or it has another number of nodes.
+        InvalidTreeError: the tree is invalid, or its number of nodes differs.
     """
     tree = tree_from_message(message.tree)
     if len(tree) != len(message.nodes):

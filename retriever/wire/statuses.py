@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses, and statuses as the errors that the embedded drafter would raise."""
+"""Conversion of errors to gRPC statuses, and back to the errors of the embedded drafter."""
 
 import re
 from typing import Final
@@ -20,7 +20,7 @@ from retriever.errors import (
 )
 from retriever.v1 import retriever_pb2 as pb
 
-# The most particular error first: a status is that of the first class that fits.
+# Subclasses first: the first matching class gives the status.
 _STATUS_OF_ERROR: Final[tuple[tuple[type[RetrieverError], grpc.StatusCode], ...]] = (
     (OutOfSequenceError, grpc.StatusCode.ABORTED),
     (VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -36,13 +36,13 @@ _UNREACHED: Final = re.compile(
     r".*: (?P<reason>[^:\]]+)\]?$",
     re.DOTALL,
 )
-"""How gRPC says that no service listens at an address, or that there is no such address."""
+"""gRPC's message where no service listens at an address, or the name does not resolve."""
 
 _ERROR_OF_STATUS: Final = {status: error for error, status in _STATUS_OF_ERROR}
 _ERROR_OF_CODE: Final = {status.value[0]: error for error, status in _STATUS_OF_ERROR}
 
 
-# What gRPC's details hold, and what that means for the client; the first that fits.
+# Advice by a part of gRPC's details; the first match counts.
 _ADVICE: Final = {
     "certificate has expired": "the service's certificate has expired: have it renewed, or look at "
     "this machine's clock",
@@ -62,7 +62,7 @@ _NEVER_CONNECTED: Final = "failed to connect"
 
 
 def advice(details: str) -> str:
-    """Return why a connection did not come about; empty where the details do not say.
+    """Return why a connection failed and what to do; empty if unknown.
 
     Args:
         details: of the status that gRPC gave.
@@ -73,7 +73,7 @@ def advice(details: str) -> str:
 
 
 def status_of(error: RetrieverError) -> grpc.StatusCode:
-    """Return the status that tells a client of an error."""
+    """Return the status of an error."""
     for kind, status in _STATUS_OF_ERROR:
         if isinstance(error, kind):
             return status
@@ -81,7 +81,7 @@ def status_of(error: RetrieverError) -> grpc.StatusCode:
 
 
 def error_of(error: grpc.RpcError) -> RetrieverError:
-    """Return the error that a failed call stands for; what is not named is unavailability."""
+    """Return the error of a failed call; unknown statuses are `DrafterUnavailableError`."""
     code, details = error.code(), error.details() or ""
     kind = _ERROR_OF_STATUS.get(code)
     if kind is not None:
@@ -97,6 +97,6 @@ def error_of(error: grpc.RpcError) -> RetrieverError:
 
 
 def error_of_status(status: pb.SessionStatus) -> RetrieverError:
-    """Return the error that a refusal in a response stands for."""
+    """Return the error of a refusal in a response."""
     kind = _ERROR_OF_CODE.get(status.code, DrafterUnavailableError)
     return kind(status.message)

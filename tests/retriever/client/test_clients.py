@@ -22,8 +22,8 @@ from retriever.security.access import add_token
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.sequences import TokenSequence
 from retriever.service.draft_stream import MOST_FAIL_OPENS, bounded_fail_opens
+from retriever.sessions.draft_counts import DraftCounts
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.tally import Tally
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import pad_request
 from tests.patience import can_be_kept, free_address
@@ -90,7 +90,7 @@ def test_what_a_client_went_without_its_server_is_told_once(client: Client) -> N
             for length in range(len(PROMPT) + 5, len(PROMPT) + 8):
                 drafter.draft([DraftRequest("s", ids(1), length, 4)])
         assert drafter.fail_opens == {FailOpen.DOWN: 5}
-    assert service.tally.fail_opens[DOWN] == service.tally.fail_opens.total() == 5
+    assert service.draft_counts.fail_opens[DOWN] == service.draft_counts.fail_opens.total() == 5
     service.shut_down()
 
 
@@ -115,13 +115,13 @@ def test_every_reason_has_its_word_on_the_wire() -> None:
 
 
 def test_a_client_that_lies_moves_counts_within_bounds() -> None:
-    tally = Tally()
+    draft_counts = DraftCounts()
     huge = pb.FailOpenCount(reason=DOWN, count=(1 << 32) - 1)
     unknown = pb.FailOpenCount(reason=99, count=7)  # type: ignore[arg-type]
-    tally.failed_open(bounded_fail_opens([huge, huge, unknown]))
-    assert tally.fail_opens[DOWN] == MOST_FAIL_OPENS
-    assert tally.fail_opens[pb.FAIL_OPEN_REASON_UNSPECIFIED] == 7
-    assert tally.fail_opens.total() == MOST_FAIL_OPENS + 7
+    draft_counts.failed_open(bounded_fail_opens([huge, huge, unknown]))
+    assert draft_counts.fail_opens[DOWN] == MOST_FAIL_OPENS
+    assert draft_counts.fail_opens[pb.FAIL_OPEN_REASON_UNSPECIFIED] == 7
+    assert draft_counts.fail_opens.total() == MOST_FAIL_OPENS + 7
 
 
 @both

@@ -1,4 +1,4 @@
-"""A service says when it is ready, ends when nobody is served any more, and does not wait long."""
+"""A service says when it is ready, drains before it ends, and does not wait long."""
 
 import asyncio
 import signal
@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from retriever import DrafterUnavailableError, DraftRequest, DraftTree, RemoteDrafter
 from retriever.operations.lifecycle import SERVICE
 from retriever.operations.logs import JsonLines
-from retriever.operations.observer import End, Operator
+from retriever.operations.observer import End, ServiceObserver
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
@@ -50,9 +50,9 @@ def test_health_says_ready_once_the_drafter_is_warm(tmp_path: Path) -> None:
 
 
 async def _start_slowly(folder: Path) -> None:
-    drafter, operator = SlowToWarm(), Operator()
+    drafter, observer = SlowToWarm(), ServiceObserver()
     address = f"unix:{folder}/draft.sock"
-    starting = asyncio.create_task(start(drafter, address, operator))
+    starting = asyncio.create_task(start(drafter, address, observer))
     async with aio.insecure_channel(address) as channel:
         await channel.channel_ready()
         health: Any = health_pb2_grpc.HealthStub(channel)
@@ -70,7 +70,7 @@ async def _start_slowly(folder: Path) -> None:
             assert answer.status == READY
         await stub.OpenSession(pb.OpenSessionRequest(session_id="s"))
     await server.stop(0)
-    assert operator.calls.ended == {
+    assert observer.calls.ended == {
         End("OpenSession", "UNAVAILABLE"): 1,
         End("OpenSession", "OK"): 1,
     }
@@ -167,9 +167,9 @@ class Faulty(EmbeddedDrafter):
         raise ValueError(f"cannot cope with {context!r}")
 
 
-async def _fail(folder: Path) -> Operator:
-    drafter, operator, address = Faulty(), Operator(), f"unix:{folder}/draft.sock"
-    server, _ = await start(drafter, address, operator)
+async def _fail(folder: Path) -> ServiceObserver:
+    drafter, observer, address = Faulty(), ServiceObserver(), f"unix:{folder}/draft.sock"
+    server, _ = await start(drafter, address, observer)
     async with aio.insecure_channel(address) as channel:
         stub: Any = RetrieverServiceStub(channel)
         with pytest.raises(aio.AioRpcError) as raised:
@@ -179,15 +179,15 @@ async def _fail(folder: Path) -> Operator:
     drafter.shut_down()
     assert raised.value.code() is grpc.StatusCode.INTERNAL
     assert raised.value.details() == "the service failed: its log has more"
-    return operator
+    return observer
 
 
 def test_a_fault_of_ours_is_counted_and_logged_and_told_to_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    operator = asyncio.run(_fail(tmp_path))
-    assert operator.calls.ended[End("Draft", "INTERNAL", "ValueError")] == 1
-    assert operator.calls.under_way["Draft"] == 0
+    observer = asyncio.run(_fail(tmp_path))
+    assert observer.calls.ended[End("Draft", "INTERNAL", "ValueError")] == 1
+    assert observer.calls.under_way["Draft"] == 0
     (record,) = [each for each in caplog.records if each.exc_info]
     assert "Draft failed" in record.message
     assert "48611" not in JsonLines().format(record)

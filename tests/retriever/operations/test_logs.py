@@ -1,4 +1,4 @@
-"""Logs tell what happened, and nothing that anybody wrote."""
+"""Logs tell what happened, and hold no caller's text."""
 
 import json
 import logging

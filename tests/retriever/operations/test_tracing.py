@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from retriever.operations.lifecycle import SERVICE
-from retriever.operations.observer import Operator
+from retriever.operations.observer import ServiceObserver
 from retriever.operations.tracing import SampledTraces, tracing_of
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -22,7 +22,7 @@ TOKEN, NAME = 48611, "a-name-that-nobody-may-see"
 
 async def used(folder: Path, traces: SampledTraces) -> None:
     drafter, address = EmbeddedDrafter(), f"unix:{folder}/draft.sock"
-    server, _ = await start(drafter, address, Operator(tracing=traces))
+    server, _ = await start(drafter, address, ServiceObserver(tracing=traces))
     async with aio.insecure_channel(address) as channel:
         stub: Any = RetrieverServiceStub(channel)
         await stub.OpenSession(pb.OpenSessionRequest(session_id=NAME, prompt=[TOKEN] * 9))

@@ -23,8 +23,8 @@ from retriever.operations.status_page import (
     quantile,
 )
 from retriever.operations.web import Web, WebAddress
+from retriever.sessions.draft_counts import DraftCounts, Latencies
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.tally import Latencies, Tally
 from retriever.tree import Source
 from tests.retriever.conftest import start_service
 from tests.retriever.operations.watched import HIDDEN, NASTY, asked, watched
@@ -48,7 +48,7 @@ def value(found: Samples, name: str, **labels: str) -> float:
 def test_metrics_are_what_the_drafter_did(index: Path, tmp_path: Path) -> None:
     with watched(index, tmp_path) as (service, web):
         status, headers, text = asked(web, "/metrics")
-        tally = service.tally
+        draft_counts = service.draft_counts
     assert status == 200
     assert headers["Content-Type"].startswith("text/plain")
     found = samples(text)
@@ -58,7 +58,7 @@ def test_metrics_are_what_the_drafter_did(index: Path, tmp_path: Path) -> None:
     for row, name in enumerate(("nodes", "accepted_tokens")):
         for source in (Source.CONTEXT, Source.GENERATIONS, Source.PHRASES, Source.CORPUS):
             counted = value(found, f"{name}_total", source=source.name.lower())
-            assert counted == tally.by_source[row, source]
+            assert counted == draft_counts.by_source[row, source]
     assert value(found, "step_seconds_bucket", le="+Inf") == 4
     assert value(found, "draft_seconds_count") == 4
     assert value(found, "draft_seconds_bucket", le="1e-05") <= 4
@@ -138,11 +138,11 @@ def test_the_page_tells_the_state_and_escapes_what_others_wrote(
 def test_the_chart_has_an_area_for_each_database(index: Path, tmp_path: Path) -> None:
     with watched(index, tmp_path) as (service, _):
         now = 0.0
-        history = History(lambda: service.tally, lambda: now)
+        history = History(lambda: service.draft_counts, lambda: now)
         assert "polygon" not in page(service, history)
         for _ in range(3):
             now += SAMPLE_S
-            service.tally.by_source[1] += 20
+            service.draft_counts.by_source[1] += 20
             history.sample()
         text = page(service, history)
         assert [each.per_second[Source.CORPUS] for each in history.rates()] == [2.0] * 3
@@ -155,7 +155,7 @@ def test_the_chart_has_an_area_for_each_database(index: Path, tmp_path: Path) ->
 
 def test_the_history_is_a_ring_of_an_hour() -> None:
     now = 0.0
-    history = History(Tally, lambda: now)
+    history = History(DraftCounts, lambda: now)
     for second in range(4000):
         now = float(second)
         history.sample()
@@ -176,7 +176,7 @@ def test_only_reading_is_answered_and_only_by_names_of_this_machine(
         for host in ("evil.example", "evil.example:80", "", "localhost.evil.example", "["):
             assert asked(web, "/metrics", host=host)[0] == 403
         assert asked(web, "/ready")[0] == 200
-        service.operator.lifecycle.phase = Phase.DRAINING
+        service.observer.lifecycle.phase = Phase.DRAINING
         assert asked(web, "/ready")[0::2] == (503, "draining\n")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from grpc import aio
 
 from retriever.drafter import DraftRequest
-from retriever.operations.observer import Operator
+from retriever.operations.observer import ServiceObserver
 from retriever.operations.service_report import Service
 from retriever.operations.web import Web, WebAddress
 from retriever.service.serving import start
@@ -37,9 +37,9 @@ def drafted(index: Path) -> EmbeddedDrafter:
     return drafter
 
 
-async def refused(operator: Operator, drafter: EmbeddedDrafter, address: str) -> None:
+async def refused(observer: ServiceObserver, drafter: EmbeddedDrafter, address: str) -> None:
     """Serve, and make errors: a session that is there, one that is not, and too many nodes."""
-    server, _ = await start(drafter, address, operator)
+    server, _ = await start(drafter, address, observer)
     async with aio.insecure_channel(address) as channel:
         stub: Any = RetrieverServiceStub(channel)
         for call in (
@@ -57,9 +57,9 @@ async def refused(operator: Operator, drafter: EmbeddedDrafter, address: str) ->
 @contextmanager
 def watched(index: Path, folder: Path, **options: Any) -> Iterator[tuple[Service, Web]]:
     """Serve what such a drafter has to tell."""
-    drafter, operator = drafted(index), Operator()
-    asyncio.run(refused(operator, drafter, f"unix:{folder}/draft.sock"))
-    service = Service(drafter, operator, time.time() - 3700)
+    drafter, observer = drafted(index), ServiceObserver()
+    asyncio.run(refused(observer, drafter, f"unix:{folder}/draft.sock"))
+    service = Service(drafter, observer, time.time() - 3700)
     web = Web(service, WebAddress.parsed("0"), **options)
     try:
         yield service, web

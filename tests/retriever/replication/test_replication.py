@@ -229,7 +229,7 @@ def test_the_stream_is_bounded(server: RedisServer) -> None:
 def test_services_without_the_server_start_and_share_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The queue is bounded: of what was generated meanwhile the newest is shared."""
+    """The queue is bounded: the newest of the queued outputs are shared."""
     late = RedisServer(tmp_path)
     with (
         sharing(late.url, max_queued_tokens=840) as one,

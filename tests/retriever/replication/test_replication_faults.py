@@ -85,7 +85,7 @@ def test_a_paused_server_slows_neither_a_draft_nor_a_close(server: RedisServer) 
         finally:
             server.go_on()
         assert one.replication.failures > 0
-        # Whoever waited for the server would take a second, its time limit.
+        # A wait for the server would take a second, its time limit.
         assert max(paused) < max(0.25, 2 * max(usual))
         assert median(paused) < 2 * median(usual)
         soon(lambda: one.replication.queued == 0 and one.replication.connected)

@@ -33,7 +33,7 @@ def started(*arguments: object, **variables: str) -> "subprocess.Popen[str]":
 def lines(
     commands: Iterator[tuple[str, "subprocess.Popen[str]"]],
 ) -> Iterator[tuple[str, str]]:
-    """What commands that run at once write on standard error, beside what that should hold."""
+    """What commands that run at once write on standard error, and what that should hold."""
     for expected, process in list(commands):
         output, told = process.communicate(timeout=60)
         errors = "".join(line for line in told.splitlines(keepends=True) if not _GRPC.match(line))

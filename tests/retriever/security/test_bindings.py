@@ -1,4 +1,4 @@
-"""A tenant drafts from the indexes and phrases that are bound to it, and nobody else does."""
+"""A tenant, and no other, drafts from the indexes and phrases that are bound to it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

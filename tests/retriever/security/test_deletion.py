@@ -221,7 +221,7 @@ def test_old_outputs_leave_the_file(tmp_path: Path) -> None:
         assert [on_disk(tmp_path, number) for number in range(4)] == [False, False, True, True]
         assert kept(log, "a") == [output(2).tolist(), output(3).tolist()]
         now[0] = 1020.0
-        log.remove_expired()  # the file is not written anew within the hour
+        log.remove_expired()  # the file is not rewritten within the hour
         assert kept(log, "a") == [output(3).tolist()]
         keep(log, output(5), "a", time_s=1020.0)
         assert log.failures == 0

@@ -110,7 +110,7 @@ def test_sessions_of_a_half_open_connection_are_reclaimed(served: Served) -> Non
 
 
 def level(served: Served) -> int:
-    """Wait until nobody holds anything; return what is resident then, in bytes."""
+    """Wait until the service is idle; return its resident memory, in bytes."""
     assert wait_until(lambda: not served.num_sessions)
     return served.resident_bytes
 

@@ -27,7 +27,7 @@ def drafter_on(*addresses: str) -> ResilientDrafter:
 
 
 def assert_unharmed(done: Decoded) -> None:
-    """The tokens are those of plain decoding, nobody waited too long, and drafts were accepted."""
+    """The tokens are those of plain decoding, no step waited too long, and drafts were accepted."""
     must_hold(done.tokens == plain(len(done.tokens) - len(PROMPT)), "the output is another one")
     assert max(done.waits_s) < 1.2 * DEADLINE_S
     assert sum(done.accepted) > len(done.tokens) / 2

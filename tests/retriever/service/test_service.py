@@ -173,7 +173,7 @@ def test_source_of_a_newer_service_is_unspecified() -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "unix:no-such.sock"])
 def test_nobody_listening_is_unavailable(address: str) -> None:
     message = (
-        rf"no draft service answers at {re.escape(address)} \(.*retriever serve` running there"
+        rf"no draft service answers at {re.escape(address)} \(.*foredraft serve` running there"
     )
     with RemoteDrafter(address) as remote, pytest.raises(DrafterUnavailableError, match=message):
         remote.open("s", [1])

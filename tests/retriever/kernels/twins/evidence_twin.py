@@ -44,7 +44,7 @@ class Known:
 
 
 class EvidenceTwin:
-    """Looks everything up anew for every node."""
+    """Repeats every look-up for every node."""
 
     def __init__(
         self,

@@ -9,8 +9,8 @@ import numpy as np
 
 from retriever.drafter import DraftRequest
 from retriever.service.draft_stream import DraftStream, Flushing, Turns
+from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, Latencies
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.tally import BOUNDS_S, Latencies, Tally
 from retriever.tree import DraftTree, Source
 from retriever.v1 import retriever_pb2 as pb
 
@@ -29,18 +29,18 @@ def random_tree(rng: np.random.Generator, num_nodes: int) -> DraftTree:
 
 def test_nodes_and_accepted_tokens_equal_the_twins() -> None:
     rng = np.random.default_rng(3)
-    tally, nodes, accepted = Tally(), Counter[int](), Counter[int]()
+    draft_counts, nodes, accepted = DraftCounts(), Counter[int](), Counter[int]()
     for _ in range(1000):
         tree = random_tree(rng, int(rng.integers(0, 7)))
         tokens = rng.integers(0, 3, int(rng.integers(0, 6))).astype(np.int32)
-        tally.committed(tree, tokens)
+        draft_counts.committed(tree, tokens)
         nodes.update(tree.sources.tolist())
         accepted.update(tree.sources[tree.follow(tokens)].tolist())
     assert accepted.total() > 300
-    assert tally.by_source[:, : len(Source)].tolist() == [
+    assert draft_counts.by_source[:, : len(Source)].tolist() == [
         [each[s] for s in Source] for each in (nodes, accepted)
     ]
-    assert tally.num_outcomes == 1000
+    assert draft_counts.num_outcomes == 1000
 
 
 def test_sessions_are_counted_by_what_they_commit(index: Path) -> None:
@@ -55,16 +55,16 @@ def test_sessions_are_counted_by_what_they_commit(index: Path) -> None:
         expected += len(chain)
         new = np.append(chain.token_ids, 49).astype(np.int32)
         length += len(new)
-    assert drafter.tally.by_source[1].sum() < expected  # nobody knows yet about the last one
+    assert drafter.draft_counts.by_source[1].sum() < expected  # the last is pending
     drafter.close("s", new)
     drafter.draft_context(corpus, 4)
-    tally = drafter.tally
+    draft_counts = drafter.draft_counts
     assert expected > 5
-    assert tally.by_source[1].sum() >= expected
-    assert tally.by_source[0].sum() == 5 * 8
-    assert (tally.num_outcomes, tally.num_bare) == (5, 1)
-    assert tally.num_committed == length - len(corpus)
-    assert (sum(tally.steps.counts), sum(tally.drafts.counts)) == (5, 6)
+    assert draft_counts.by_source[1].sum() >= expected
+    assert draft_counts.by_source[0].sum() == 5 * 8
+    assert (draft_counts.num_outcomes, draft_counts.num_bare) == (5, 1)
+    assert draft_counts.num_committed == length - len(corpus)
+    assert (sum(draft_counts.steps.counts), sum(draft_counts.drafts.counts)) == (5, 6)
     drafter.shut_down()
 
 
@@ -79,7 +79,10 @@ def test_numbered_message_is_one_step_of_all_its_sequences(index: Path) -> None:
     )
     response = asyncio.run(stream.answer(message))
     assert not response.statuses
-    assert (sum(drafter.tally.steps.counts), sum(drafter.tally.drafts.counts)) == (1, 3)
+    assert (sum(drafter.draft_counts.steps.counts), sum(drafter.draft_counts.drafts.counts)) == (
+        1,
+        3,
+    )
     drafter.shut_down()
 
 
@@ -103,7 +106,10 @@ def test_a_census_counts_what_is_held() -> None:
     drafter.remember([1, 2, 3, 4], tenant="two")
     census = drafter.census()
     assert (census.sessions, census.session_tokens) == ({"one": 2, "two": 1}, 6)
-    assert (census.tenants, census.generations_tokens) == (3, 5)  # nobody's pool is there, too
+    assert (census.tenants, census.generations_tokens) == (
+        3,
+        5,
+    )  # and the unnamed tenant
     assert census.session_bytes > 6 * 4
     assert census.generations_bytes > 5 * 24
     drafter.close("a")
@@ -121,11 +127,11 @@ def test_counting_a_step_takes_about_two_microseconds() -> None:
         np.resize(random.sources, 32),
     )
     tokens = np.array([1, 2], np.int32)
-    tally, rounds, best = Tally(), 1000, 1.0
+    draft_counts, rounds, best = DraftCounts(), 1000, 1.0
     for _ in range(100):
         began = time.perf_counter()
         for _ in range(rounds):
-            tally.committed(tree, tokens)
-            tally.stepped(1, 3e-5)
+            draft_counts.committed(tree, tokens)
+            draft_counts.stepped(1, 3e-5)
         best = min(best, (time.perf_counter() - began) / rounds)
     assert best < 4e-6

@@ -1,4 +1,4 @@
-"""What a drafter has done, in numbers that cost a microsecond a step to keep, and what it holds."""
+"""Counts of drafts and their outcomes (a microsecond a step), and a census of memory."""
 
 import time
 from bisect import bisect_left
@@ -21,17 +21,18 @@ BOUNDS_S: Final = (
     *(float(f"{step}e{power}") for power in range(-5, 0) for step in (1, 1.6, 2.5, 4, 6.3)),
     1.0,
 )
-"""Upper bounds of the latencies that are counted together, in seconds: from 10 us to 1 s."""
+"""Upper bounds of the histogram's buckets, in seconds: a draft takes tens of microseconds, and a
+compilation a second."""
 
 _NOTHING: Final = np.zeros(1, np.int32)
 
 
 class Latencies:
-    """How often something took how long.
+    """A histogram of latencies.
 
     Attributes:
-        counts: one for each of `BOUNDS_S`, and one for what took longer.
-        total_s: all of them together, in seconds.
+        counts: one for each of `BOUNDS_S`, and one for longer ones.
+        total_s: their sum, in seconds.
     """
 
     __slots__ = ("counts", "total_s")
@@ -41,28 +42,28 @@ class Latencies:
         self.total_s = 0.0
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Count something that took so long each of so many times."""
+        """Count a latency, `times` times."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += times
         self.total_s += seconds * times
 
 
-class Tally:
+class DraftCounts:
     """Counts that only rise. Writers hold the drafter's lock; readers need none.
 
-    `failed_open` is for one thread, the one that answers clients, and takes no lock.
+    `failed_open` takes no lock: only the thread that answers clients calls it.
 
-    A node counts once it is known what became of it: with the next step of its session, or its
-    end. It came true if the tokens committed next are its path, whether or not whoever verified
-    the draft had cut it off: so this is what could be accepted at most.
+    A node is counted with the next step of its session, or its end. It counts as accepted if the
+    tokens committed next are its path, even if the verifier had cut it off: an upper bound of
+    accepted tokens.
 
     Attributes:
-        by_source: int64[2, MAX_SOURCES], nodes and those that came true.
-        steps: how long steps took, waiting for other drafts included.
-        drafts: how long a sequence of a step took on average, counted for each.
+        by_source: int64[2, MAX_SOURCES], nodes and accepted nodes.
+        steps: times of steps, waits for other drafts included.
+        drafts: times of steps divided by their sequences, counted for each sequence.
         num_bare: drafts of bare contexts among them.
-        num_outcomes: drafts of which it is known what became of them.
-        num_committed: tokens that were committed after those.
-        fail_opens: drafts that clients say they went without, by the reason's number on the wire.
+        num_outcomes: drafts with a known outcome.
+        num_committed: tokens committed after these.
+        fail_opens: missed drafts that clients report, by the reason's number on the wire.
     """
 
     def __init__(self) -> None:
@@ -75,24 +76,24 @@ class Tally:
         self.fail_opens: Counter[int] = Counter()
 
     def stepped(self, num_drafts: int, seconds: float) -> None:
-        """Count a step of so many sequences that took so long."""
+        """Count a step of `num_drafts` sequences."""
         self.steps.add(seconds)
         if num_drafts:
             self.drafts.add(seconds / num_drafts, num_drafts)
 
     def drafted_bare(self, seconds: float) -> None:
-        """Count a draft of a bare context that took so long."""
+        """Count a draft of a bare context."""
         self.num_bare += 1
         self.drafts.add(seconds)
 
     def committed(self, tree: DraftTree, tokens: TokenIds) -> None:
-        """Count what became of a draft, with int32[n], the tokens that came next."""
+        """Count the outcome of a draft, given int32[n], the tokens committed next."""
         count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, self.by_source)
         self.num_outcomes += 1
         self.num_committed += len(tokens)
 
     def failed_open(self, told: Mapping[int, int]) -> None:
-        """Count drafts that a client says it went without, by reason."""
+        """Count missed drafts that a client reports, by reason."""
         self.fail_opens.update(told)
 
     def warm(self) -> None:
@@ -102,23 +103,23 @@ class Tally:
 
 
 _BETWEEN_PAUSES: Final = 256
-"""Sessions that are counted without a pause: a tenth of a millisecond's work."""
+"""Sessions counted without a pause: a tenth of a millisecond."""
 
 _PAUSE_S: Final = 1e-4
-"""Long enough that the interpreter goes to a thread that waits for it."""
+"""Long enough for the interpreter to switch to a waiting thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What a drafter holds.
+    """What a drafter has in memory.
 
     Attributes:
         sessions: how many are open, by tenant.
         session_tokens: tokens of their sequences.
         session_bytes: memory of the sequences.
-        tenants: tenants whose recent outputs are in memory.
-        generations_tokens: tokens of these outputs, and one for the end of each.
-        generations_bytes: memory of the outputs.
+        tenants: tenants whose generations are in memory.
+        generations_tokens: tokens of the generations, and one for the end of each.
+        generations_bytes: memory of the generations.
     """
 
     sessions: Mapping[str, int]
@@ -130,17 +131,17 @@ class Census:
 
 
 NOTHING_HELD: Final = Census({}, 0, 0, 0, 0, 0)
-"""The census of a drafter that is not open yet."""
+"""The census before the drafter is open."""
 
 
 def census_of(sessions: Sequence[Session], pools: Sequence[Pool], lock: Lock) -> Census:
-    """Return what these are together.
+    """Return the census of sessions and pools.
 
-    Pauses now and then, so that whoever drafts meanwhile gets the interpreter.
+    Pauses regularly, so that other threads can draft.
 
     Args:
-        sessions: some that were open a moment ago.
-        pools: what is in memory.
+        sessions: a copy of the open sessions; some may have ended since.
+        pools: those in memory.
         lock: held while a pool is used.
     """
     by_tenant: Counter[str] = Counter()

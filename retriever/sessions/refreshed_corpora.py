@@ -1,9 +1,9 @@
-"""The indexes that drafts are taken from, as one corpus that moves on when they change.
+"""The indexes of a drafter as one corpus, refreshed when they change.
 
-Documents are added or removed, segments merged, or another index is put in the place of one. Drafts
-are made from what is open until the new snapshot is open as well, made into a corpus and warm. Then
-one reference is exchanged between two drafts, and the old snapshot is dropped, so that a writer
-may remove what it does not need any longer.
+An index changes when documents are added or removed, segments are merged, or another index replaces
+it. Drafts use the old snapshot until the new one is open and its corpus is warm. Then one reference
+is exchanged between two drafts and the old snapshot is closed, so that a writer can remove unused
+segments.
 """
 
 import logging
@@ -29,18 +29,18 @@ from retriever.sessions.session_table import Sessions
 
 _logger = logging.getLogger(__name__)
 
-_REHEARSED_SESSIONS: Final = 128  # the last used: 6 ms of drafts, and their pages
-_REHEARSAL_NODES: Final = 32  # what an engine with trees asks for
+_REHEARSED_SESSIONS: Final = 128  # the last used: 6 ms of drafting, and the pages it reads
+_REHEARSAL_NODES: Final = 32  # a usual budget of engines with trees
 _PAGE_ENTRIES: Final = 1024
 """Entries of `Segment.starts` in a page of memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpora:
-    """Open indexes, and the corpus that they are together; immutable.
+    """Open indexes and their joint corpus; immutable.
 
     Attributes:
-        indexes: in the order in which they were named.
+        indexes: in the order given.
         corpus: their segments and phrase tables.
     """
 
@@ -51,11 +51,12 @@ class Corpora:
     def of(cls, indexes: Sequence[Index], before: Self | None = None) -> Self:
         """Return the corpus of open indexes of one vocabulary.
 
-        To add up the phrase tables of several indexes takes seconds where they are large.
+        Adding up large phrase tables of several indexes takes seconds.
 
         Args:
             indexes: what to draft from.
-            before: the same ones earlier: where no phrase tables are new, its are taken.
+            before: an earlier corpus of the same indexes: its phrase tables are reused if none are
+                new.
 
         Raises:
             indexer.errors.IndexerError: phrase tables cannot be added up.
@@ -68,7 +69,7 @@ class Corpora:
         return cls(tuple(indexes), Corpus(segments, tables))
 
     def close(self, *, but_for: Self | None = None) -> None:
-        """Close all indexes but those that are needed for another corpus as well."""
+        """Close all indexes except those of another corpus."""
         kept = but_for.indexes if but_for is not None else ()
         for index in self.indexes:
             if index not in kept:
@@ -76,17 +77,17 @@ class Corpora:
 
 
 def rehearse(corpus: Corpus, contexts: Iterable[TokenIds]) -> None:
-    """Read from a corpus what drafts for these contexts will: the first draft must not wait.
+    """Draft for contexts from a new corpus to load its pages: the first real draft must not wait.
 
     Args:
-        corpus: that is not drafted from yet.
+        corpus: not in use yet.
         contexts: int32[n] each, the last tokens of a sequence.
     """
     for segment in corpus.segments:
         segment.starts[::_PAGE_ENTRIES].sum()
-    predictor, nobody = Predictor(_REHEARSAL_NODES), Pool("", Generations(0))
+    predictor, unused = Predictor(_REHEARSAL_NODES), Pool("", Generations(0))
     for context in contexts:
-        databases = Databases(Context(context), nobody, corpus, learns=False)
+        databases = Databases(Context(context), unused, corpus, learns=False)
         predictor.draft(databases, _REHEARSAL_NODES, 0.0)
 
 
@@ -94,33 +95,33 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
     """Compile or load the kernels that drafts and commits need.
 
     Args:
-        predictor: used here, for nobody's sake.
-        corpus: what will be drafted from.
+        predictor: used for drafts that are discarded.
+        corpus: drafted from.
         lock: held while the predictor is used.
     """
     tell_compiling(grow_tree)
     context = np.zeros(2 * MAX_MATCH, np.int32)
-    nobody = Databases(Context(context), Pool("", Generations(0)), corpus)
-    nobody.pool.generations.add(context)
+    unused = Databases(Context(context), Pool("", Generations(0)), corpus)
+    unused.pool.generations.add(context)
     with lock:
-        predictor.draft(nobody, 1, 0.0)
-        predictor.commit(nobody, context[:1])
+        predictor.draft(unused, 1, 0.0)
+        predictor.commit(unused, context[:1])
 
 
 def _phrases(indexes: Iterable[Index]) -> list[object]:
     return [index.phrases for index in indexes]
 
 
-class LiveCorpora:
+class RefreshedCorpora:
     """The indexes of a drafter, in their latest snapshots.
 
     Args:
-        indexes: open, and closed in the end.
-        sessions: what drafts from them.
-        lock: held by whoever reads the corpus or uses the sessions.
+        indexes: open; closed by `shut_down`.
+        sessions: sessions that draft from them.
+        lock: held while the corpus is read or sessions are used.
 
     Attributes:
-        failures: how often an index had changed, or was gone, and could not be opened again.
+        failures: failed attempts to open a changed or missing index.
     """
 
     def __init__(self, indexes: Sequence[Index], sessions: Sessions, lock: Lock) -> None:
@@ -134,7 +135,7 @@ class LiveCorpora:
         self._thread: Thread | None = None
 
     def watch(self, refresh_s: float) -> None:
-        """Refresh every so many seconds from now on, in a thread of our own."""
+        """Refresh periodically from now on, in a separate thread."""
         self._thread = Thread(
             target=self._watch, args=(refresh_s,), name="foredraft-refresh", daemon=True
         )
@@ -142,14 +143,14 @@ class LiveCorpora:
 
     @property
     def current(self) -> Corpora:
-        """What is drafted from now; indexes that have changed close with the last reference."""
+        """The current corpus; replaced indexes close with its last reference."""
         return self._corpora
 
     def refresh(self) -> bool:
-        """Move on to what the indexes are now; tell whether any has changed.
+        """Switch to the latest snapshots; return whether any index has changed.
 
-        An index that cannot be opened stays as it is; the reason is logged once, and the next
-        refresh tries again.
+        An index that cannot be opened stays at its old snapshot; the reason is logged once, and the
+        next refresh retries.
         """
         with self._refreshing:
             newer = None if self._is_shut_down.is_set() else self._newer()
@@ -180,7 +181,7 @@ class LiveCorpora:
                 _logger.exception("indexes are drafted from as they were before")
 
     def _newer(self) -> Corpora | None:
-        """Open what has changed; None where nothing has, or what has cannot be used."""
+        """Open changed indexes; None where none has changed or can be opened."""
         indexes = [self._reopened(index) for index in self._corpora.indexes]
         renewed = [index for index in indexes if index not in self._corpora.indexes]
         if not renewed:
@@ -197,7 +198,7 @@ class LiveCorpora:
         return newer
 
     def _reopened(self, index: Index) -> Index:
-        """Return an index in its latest snapshot; the same one where it has no other to offer."""
+        """Return an index in its latest snapshot; the same object if there is no newer one."""
         if index.is_latest():
             self._reasons.pop(index.path, None)
             return index
@@ -216,10 +217,10 @@ class LiveCorpora:
         with self._lock:
             older, self._corpora = self._corpora, newer
             self._sessions.turn_to(newer.corpus, older.corpus)
-        del older  # out of the lock: what nobody else uses is unmapped here
+        del older  # outside the lock: unused files are unmapped here
 
     def _keep(self, path: Path, error: Exception) -> None:
-        """Count and log that an index stays as it is."""
+        """Count and log that an index stays at its old snapshot."""
         self.failures += 1
         reason = str(error) or type(error).__name__
         if self._reasons.get(path) != reason:

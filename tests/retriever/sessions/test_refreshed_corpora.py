@@ -19,8 +19,7 @@ from indexer.build import BuildOptions, build_from_tokens
 from indexer.reader import Vocabulary
 from retriever import Drafter, DraftRequest, DraftTree, RemoteDrafter, Source
 from retriever.predict.provenance import trace_nodes
-from retriever.sessions import embedded
-from retriever.sessions import live_corpora as live
+from retriever.sessions import embedded, refreshed_corpora
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.libraries import LENGTH, NUM_WORDS, Library, document
@@ -291,7 +290,7 @@ def test_phrase_tables_that_cannot_be_added_up_leave_drafts_as_they_were(
     assert is_known(drafter.draft_context(document(301)[:SEEN], 16), 301)
     other.add(400)
     other.add(401)
-    assert 1 not in other.snapshots()  # nobody holds what could not be used
+    assert 1 not in other.snapshots()  # the unusable snapshot is not held
     drafter.shut_down()
 
 
@@ -360,7 +359,7 @@ def test_the_thread_outlives_a_refresh_that_fails(
 ) -> None:
     drafter = EmbeddedDrafter.open_indexes([library.path], refresh_s=REFRESH_S)
     with monkeypatch.context() as patched:
-        patched.setattr(live, "rehearse", lambda *_: 1 // 0)
+        patched.setattr(refreshed_corpora, "rehearse", lambda *_: 1 // 0)
         library.add(100)
         eventually(lambda: drafter.refresh_failures > 1)
     eventually(lambda: is_known(drafter.draft_context(document(100)[:SEEN], 16), 100))
