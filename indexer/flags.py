@@ -9,12 +9,14 @@ settings that a file and the environment may set as well.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from importlib import import_module
 from inspect import Parameter, Signature, get_annotations
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
 
 import typer
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
+from typer.core import TyperGroup
 
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
@@ -146,3 +148,42 @@ def _checked(schema: type[Schema], given: Mapping[str, object]) -> Schema:
         where: Sequence[int | str] = error.errors()[0]["loc"]
         hint = f"'{flag_of(str(where[0]))}'"
         raise typer.BadParameter(f"{expected_by(error)}.", param_hint=hint) from error
+
+
+def command_line(help_: str, commands: Mapping[str, str]) -> typer.Typer:
+    """Return a command line whose commands are imported when they are named, or listed.
+
+    Args:
+        help_: what the commands are for.
+        commands: of each name the place, `module:function`, or `module:app` of further commands.
+    """
+
+    class Commands(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (its parent's signature)
+            return list(commands)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002  (its parent's signature)
+            return _imported(cmd_name, commands[cmd_name]) if cmd_name in commands else None
+
+    app = typer.Typer(
+        cls=Commands,
+        help=help_,
+        no_args_is_help=True,
+        epilog="--version, in place of a command, prints the version.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(lambda: None)
+    return app
+
+
+def _imported(name: str, place: str) -> Any:
+    module, _, attribute = place.partition(":")
+    found = getattr(import_module(module), attribute)
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        alone.command(name)(found)
+        found = alone
+    command = typer.main.get_command(found)
+    command.name = name
+    return command

@@ -1,73 +1,22 @@
 """The commands: generate answers, read traces, or measure against transformers' own decoding."""
 
-import json
-from functools import partial
-
-import typer
-from rich.console import Console
-from rich.progress import Progress
-
-from decoder.assembly import DrafterSettings, assemble
-from decoder.budget.cost_store import store_at
-from decoder.commands.answers import FORESEEN
-from decoder.commands.bench import BenchOptions, run_benchmark
-from decoder.commands.bench_report import table_of
-from decoder.commands.generate_command import run_generate
-from decoder.commands.options import AsJson, MeasuredOutput, MeasuredPrompts, ModelSettings
-from decoder.commands.prompts import read_prompts
-from decoder.commands.trace_command import print_table, run_trace
-from decoder.model.pretrained import prepare_model
-from indexer.flags import with_flags
+from decoder.errors import DecoderError
+from indexer.errors import IndexerError
+from indexer.flags import command_line
 from indexer.launch import errors_in_one_line
+from retriever.errors import RetrieverError
 
-app = typer.Typer(
-    help="Decode with a model and drafts, or measure against transformers' own decoding.",
-    no_args_is_help=True,
-    epilog="--version, in place of a command, prints the version.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
+app = command_line(
+    "Decode with a model and drafts, or measure against transformers' own decoding.",
+    {
+        "generate": "decoder.commands.generate_command:run_generate",
+        "bench": "decoder.commands.bench_command:run_bench",
+        "trace": "decoder.commands.trace_command:run_trace",
+    },
 )
-
-
-app.command("generate")(run_generate)
-app.command("trace")(run_trace)
-
-
-@app.command()
-@with_flags
-def bench(
-    *,
-    given: MeasuredPrompts,
-    chosen: ModelSettings,
-    drafts: DrafterSettings,
-    output: MeasuredOutput,
-    as_json: AsJson = False,
-) -> None:
-    """Measure against plain generation and prompt lookup, on the same prompts in one run."""
-    drafts.check()
-    selected = read_prompts(given.prompts, given.limit, given.per_category)
-    others = [] if given.warm is None else read_prompts(given.warm)
-    options = BenchOptions(output.max_new_tokens, output.repeat, others, given.warm_limit)
-    prepared = prepare_model(chosen.options(given))
-    drafts.check(prepared.vocabulary)
-    language_model = prepared.load()
-    progress = Progress(console=Console(stderr=True))
-    with drafts.connect(language_model) as drafter, progress:
-        report = run_benchmark(
-            language_model,
-            assemble(language_model, drafter, costs=store_at(chosen.cost_cache)),
-            selected,
-            options,
-            partial(progress.track, description="prompts"),
-        )
-    report["drafter"] = drafts.describe()
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-    else:
-        print_table(table_of(report))
 
 
 def main() -> None:
     """Run the command line; errors are printed in one line."""
-    with errors_in_one_line(*FORESEEN):
+    with errors_in_one_line(DecoderError, RetrieverError, IndexerError, MemoryError):
         app(prog_name="foredraft")

@@ -10,7 +10,7 @@ import typer
 
 from decoder.assembly import DrafterSettings, assemble, own_rule, pattern_of
 from decoder.budget.cost_store import store_at
-from decoder.commands.answers import Answerer, Printer
+from decoder.commands.answers import FORESEEN, Answerer, Printer
 from decoder.commands.generate import AnswerOptions, Interruption
 from decoder.commands.options import (
     AnsweredPrompts,
@@ -26,9 +26,10 @@ from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
 from decoder.sampling.constraint import check_regex
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
 from indexer.flags import with_flags
-from indexer.launch import INTERRUPTED
+from indexer.launch import INTERRUPTED, errors_in_one_line
 
 
+@errors_in_one_line(*FORESEEN)
 @with_flags
 def run_generate(
     *,

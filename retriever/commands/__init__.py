@@ -1,30 +1,20 @@
 """The commands: serve drafts, show settings, replay outputs, explain a draft, export an index."""
 
-import typer
+from indexer.flags import command_line
 
-from retriever.commands.access_command import app as access_app
-from retriever.commands.explain_command import explain
-from retriever.commands.export_command import export
-from retriever.commands.health_command import health
-from retriever.commands.replay_command import replay_traces
-from retriever.commands.serve_command import serve, show_settings
-
-app = typer.Typer(
-    help="Serve draft trees from indexes, replay recorded outputs through a drafter, explain a "
+app = command_line(
+    "Serve draft trees from indexes, replay recorded outputs through a drafter, explain a "
     "draft, or export an index.",
-    no_args_is_help=True,
-    epilog="--version, in place of a command, prints the version.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    {
+        "serve": "retriever.commands.serve_command:serve",
+        "config": "retriever.commands.config_command:show_settings",
+        "replay": "retriever.commands.replay_command:replay_traces",
+        "explain": "retriever.commands.explain_command:explain",
+        "health": "retriever.commands.health_command:health",
+        "export": "retriever.commands.export_command:export",
+        "access": "retriever.commands.access_command:app",
+    },
 )
-
-app.command()(serve)
-app.command("config")(show_settings)
-app.command("replay")(replay_traces)
-app.command()(explain)
-app.command()(health)
-app.command()(export)
-app.add_typer(access_app, name="access")
 
 
 def main() -> None:

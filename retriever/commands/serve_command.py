@@ -1,4 +1,4 @@
-"""The commands that serve drafts, and that show with which settings it would be done."""
+"""The command that serves drafts."""
 
 import asyncio
 import logging
@@ -8,16 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from indexer.flags import AsJson, Given, with_flags
+from indexer.flags import Given, with_flags
+from retriever.commands.config_command import ConfigFile
 from retriever.commands.options import clear_errors, progress
 from retriever.operations.logs import log_event, log_to_standard_error
 from retriever.operations.observer import ServiceObserver
-from retriever.operations.resolving import FILE_VARIABLE, as_toml, resolve, to_json
+from retriever.operations.resolving import resolve
 from retriever.operations.service_report import Service
 from retriever.operations.settings import Settings
 from retriever.operations.tracing import tracing_of
@@ -31,17 +28,6 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import check_files, load_phrases
 
 _logger = logging.getLogger(__name__)
-
-
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="Settings in TOML, `name = value`, weaker than the environment and flags. Default: "
-        f"the file that {FILE_VARIABLE} names, if it does.",
-    ),
-]
 
 
 @clear_errors()
@@ -77,19 +63,6 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
         if service.drafter is not None:
             service.drafter.shut_down()
         observer.shut_down()
-
-
-@clear_errors()
-@with_flags
-def show_settings(
-    config: ConfigFile = None, *, as_json: AsJson = False, flags: Given[Settings]
-) -> None:
-    """Show the settings that `serve` would have, and where each comes from.
-
-    What is printed is TOML for `serve --config`. Nothing is opened.
-    """
-    resolved = resolve(Settings, flags, os.environ, config)
-    print(to_json(resolved) if as_json else as_toml(resolved))
 
 
 @contextmanager
