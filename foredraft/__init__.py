@@ -13,7 +13,13 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
-from foredraft.installation import EXTRAS, ForeignPackageError, check_packages, starts_the_command
+from foredraft.installation import (
+    EXTRAS,
+    ForeignPackageError,
+    check_packages,
+    needing,
+    starts_the_command,
+)
 
 if TYPE_CHECKING:
     from decoder.assembly import assemble
@@ -181,13 +187,8 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of ours
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         home = _HOME_OF[name]
-        try:
+        with needing(EXTRAS[home.partition(".")[0]]):
             value = getattr(import_module(home), name)
-        except ModuleNotFoundError as error:
-            extra = EXTRAS[home.partition(".")[0]]
-            raise ModuleNotFoundError(
-                f"{error.name} is missing: run `pip install 'foredraft[{extra}]'`", name=error.name
-            ) from error
         globals()[name] = value
         return value
 

@@ -4,6 +4,9 @@ SGLang finds `register` by an entry point in each of its processes: start it wit
 `--speculative-algorithm FOREDRAFT`.
 """
 
-from decoder.engines.experimental_sglang.plugin import ALGORITHM, register
+from foredraft.installation import needing
+
+with needing("sglang"):
+    from decoder.engines.experimental_sglang.plugin import ALGORITHM, register
 
 __all__ = ["ALGORITHM", "register"]

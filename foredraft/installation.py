@@ -5,7 +5,10 @@ that name over ours, and a file `retriever.py` where Python looks first hides ou
 carries a marker in its `__init__.py`, which is looked for without running that file.
 """
 
+import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +21,20 @@ EXTRAS: Final = {"indexer": "index", "retriever": "server", "decoder": "decoder"
 MARKER: Final = "__distribution__"
 OURS: Final = "foredraft"
 
-_REINSTALL: Final = f"`pip install --force-reinstall --no-deps {OURS}`"
+
+@contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """Name the extra that installs a library which the block does not find.
+
+    Raises:
+        ModuleNotFoundError: a library is missing; the message says what to install.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error.name} is missing: run `pip install '{OURS}[{extra}]'`", name=error.name
+        ) from error
 
 
 class ForeignPackageError(ImportError):
@@ -51,7 +67,7 @@ def starts_the_command() -> bool:
 def _check_found(name: str, spec: ModuleSpec | None) -> None:
     if spec is None or spec.origin is None:  # without an origin it is a bare folder
         raise ForeignPackageError(
-            f"{OURS} is not whole: its package `{name}` is missing: run {_REINSTALL}", name=name
+            f"{OURS} is not whole: its package `{name}` is missing: {_reinstall()}", name=name
         )
     if not _is_ours(name, spec.loader):
         raise _in_the_way(name, spec.origin)
@@ -70,8 +86,8 @@ def _is_ours(name: str, loader: Any) -> bool:
 def _in_the_way(name: str, file: str) -> ForeignPackageError:
     owner = _owner_of(name, file)
     remedy = (
-        f"it came with the distribution `{owner}`: run `pip uninstall {owner}` and then "
-        f"{_REINSTALL}, or use another environment"
+        f"it came with the distribution `{owner}`: run `pip uninstall {owner}`, then "
+        f"{_reinstall()}, or use another environment"
         if owner
         else "rename it, or keep its folder off the path of Python"
     )
@@ -89,3 +105,16 @@ def _owner_of(name: str, file: str) -> str | None:
         if owner != OURS and Path(file).resolve().is_relative_to(folder):
             return owner
     return None
+
+
+def _reinstall() -> str:
+    """Return how to install ours again: from where pip says that it came, if that is known."""
+    from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415  (slow)
+
+    try:
+        origin = json.loads(distribution(OURS).read_text("direct_url.json") or "{}").get("url")
+    except (PackageNotFoundError, ValueError):
+        origin = None
+    if origin:
+        return f"run `pip install --force-reinstall --no-deps {origin}`"
+    return f"install {OURS} again from where it came, with `--force-reinstall --no-deps`"

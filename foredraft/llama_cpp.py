@@ -1,5 +1,8 @@
 """Drafts inside llama-cpp-python: see docs/engines.md."""
 
-from decoder.engines.llama_cpp import DrafterDraftModel, attach, measure_costs
+from foredraft.installation import needing
+
+with needing("llama-cpp"):
+    from decoder.engines.llama_cpp import DrafterDraftModel, attach, measure_costs
 
 __all__ = ["DrafterDraftModel", "attach", "measure_costs"]

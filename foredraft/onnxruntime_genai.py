@@ -1,5 +1,8 @@
 """Drafts inside ONNX Runtime GenAI: see docs/engines.md."""
 
-from decoder.engines.onnxruntime_genai import DraftingLoop
+from foredraft.installation import needing
+
+with needing("onnxruntime-genai"):
+    from decoder.engines.onnxruntime_genai import DraftingLoop
 
 __all__ = ["DraftingLoop"]

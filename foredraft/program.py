@@ -60,7 +60,7 @@ def main() -> None:
     package = next((command.package for command in COMMANDS if command.name == word), None)
     if package is not None:
         launch(package, EXTRAS[package])
-    elif word in ("--help", "-h"):
+    elif word in ("--help", "-h", "help"):
         if hasattr(signal, "SIGPIPE"):  # a pager that is left ends this in silence
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print(help_text())  # noqa: T201  (for the user of a command)

@@ -1,6 +1,9 @@
 """Drafts inside `model.generate` of transformers: see docs/plugging-in.md."""
 
-from decoder.engines.transformers.assisted import DrafterCandidates, assisted_generate
-from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
+from foredraft.installation import needing
+
+with needing("transformers"):
+    from decoder.engines.transformers.assisted import DrafterCandidates, assisted_generate
+    from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
 
 __all__ = ["DrafterCandidates", "Foredraft", "assisted_generate", "foredraft_generate"]

@@ -1,5 +1,8 @@
 """Drafts inside vLLM: `"model": "foredraft.vllm.ForedraftProposer"`, see docs/engines.md."""
 
-from decoder.engines.vllm import ForedraftProposer
+from foredraft.installation import needing
+
+with needing("vllm"):
+    from decoder.engines.vllm import ForedraftProposer
 
 __all__ = ["ForedraftProposer"]

@@ -23,8 +23,6 @@ from retriever.limits import Limits, shown
 _ROOM: Final = 512
 """Spare tokens of a new buffer: most generations are shorter, so that it rarely grows."""
 
-_MOST_NODES: Final = (1 << 32) - 1
-
 
 class TokenSequence:
     """The committed tokens of one sequence, the prompt first, in one buffer that grows.
@@ -198,19 +196,6 @@ class OpenSessions(Generic[_Key, _Session]):
         session = self.get(name)
         del self._by_name[name]
         return session
-
-
-def check_wire(request: DraftRequest) -> None:
-    """Refuse numbers of a request that are invalid or do not fit a message.
-
-    Raises:
-        InvalidRequestError: a budget below 0 or beyond 32 bits, or a probability outside 0 to 1.
-    """
-    if not 0 <= request.budget_nodes <= _MOST_NODES or not 0 <= request.min_probability <= 1:
-        raise InvalidRequestError(
-            f"a step of {request.budget_nodes} nodes of probability {request.min_probability} "
-            "makes no sense: nodes are counted from 0, and probabilities lie between 0 and 1"
-        )
 
 
 def check_step(request: DraftRequest, num_known: int, num_new: int) -> None:

@@ -46,7 +46,7 @@ class GitError(IndexerError):
 def is_repository(folder: Path) -> bool:
     """Return whether a folder is the top of a work tree: its `.git` is a file or has a head."""
     inner = folder / ".git"
-    return inner.is_file() or os.path.lexists(inner / "HEAD")
+    return os.path.isfile(inner) or os.path.lexists(inner / "HEAD")  # noqa: PTH113  (a closed folder is no error here)
 
 
 class TrackedFiles:

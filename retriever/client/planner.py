@@ -23,10 +23,10 @@ from retriever.sequences import (
     TokenSequence,
     check_named_once,
     check_step,
-    check_wire,
 )
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
+from retriever.wire.messages import check_wire
 
 
 def ranked(session: str, addresses: Iterable[str]) -> list[str]:

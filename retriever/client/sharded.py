@@ -417,7 +417,7 @@ class ShardedDrafter:
 
 
 def connect(
-    addresses: Sequence[str],
+    addresses: str | Sequence[str],
     *,
     deadline_s: float = DEFAULT_DEADLINE_S,
     vocabulary_fingerprint: str = "",
@@ -426,7 +426,7 @@ def connect(
     """Return a client of one service, or of several that each hold a part of a corpus.
 
     Args:
-        addresses: of the services.
+        addresses: of the services; a string is the address of one.
         deadline_s: longest wait of a step for one of several, in seconds.
         vocabulary_fingerprint: of the caller's tokenizer; empty if unknown.
         credentials: to send and to verify the server with; None for services that need none.
@@ -435,12 +435,13 @@ def connect(
         CredentialsError: a file of the credentials cannot be used.
         InvalidRequestError: no address, or a duplicate.
     """
-    if len(addresses) == 1:
+    listed = [addresses] if isinstance(addresses, str) else addresses
+    if len(listed) == 1:
         return RemoteDrafter(
-            addresses[0], vocabulary_fingerprint=vocabulary_fingerprint, credentials=credentials
+            listed[0], vocabulary_fingerprint=vocabulary_fingerprint, credentials=credentials
         )
     return ShardedDrafter(
-        addresses,
+        listed,
         deadline_s=deadline_s,
         vocabulary_fingerprint=vocabulary_fingerprint,
         credentials=credentials,

@@ -329,8 +329,13 @@ def _check_socket_is_free(path: Path) -> None:
     """Refuse a unix socket that somebody serves on: binding would take it away from them."""
     if not path.parent.is_dir():
         raise AddressInUseError(f"cannot listen on {path}: there is no folder {path.parent}")
-    if not path.is_socket():
-        return
+    try:
+        if not path.is_socket():
+            return
+    except OSError as error:
+        raise AddressInUseError(
+            f"cannot listen on {path}: {error.strerror or error}; choose another --address"
+        ) from error
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))

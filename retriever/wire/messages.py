@@ -19,6 +19,7 @@ from retriever.tree import DocumentOccurrence, DraftTree, Explanation, NodeProve
 from retriever.v1 import retriever_pb2 as pb
 
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
+_MOST_NODES: Final = (1 << 32) - 1
 _UNSPECIFIED: Final = int(Source.UNSPECIFIED)
 
 
@@ -374,3 +375,16 @@ def _length_of(num_bytes: int) -> int | None:
         if length >= 0 and max(1, -(-length.bit_length() // 7)) == length_bytes:
             return length
     return None
+
+
+def check_wire(request: DraftRequest) -> None:
+    """Refuse numbers of a request that are invalid or do not fit a message.
+
+    Raises:
+        InvalidRequestError: a budget below 0 or beyond 32 bits, or a probability outside 0 to 1.
+    """
+    if not 0 <= request.budget_nodes <= _MOST_NODES or not 0 <= request.min_probability <= 1:
+        raise InvalidRequestError(
+            f"a step of {request.budget_nodes} nodes of probability {request.min_probability} "
+            "makes no sense: nodes are counted from 0, and probabilities lie between 0 and 1"
+        )

@@ -24,6 +24,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.programs
 def test_all_ways_are_measured_at_equal_nodes(
     tiny_model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

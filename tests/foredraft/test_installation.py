@@ -104,7 +104,7 @@ def test_a_distribution_that_was_installed_over_ours_is_named(site: Path, tmp_pa
     message = refused(tmp_path, site)
     assert message.startswith(f"{other} is in the way of the package `retriever` of foredraft")
     assert "`pip uninstall retriever`" in message
-    assert "`pip install --force-reinstall --no-deps foredraft`" in message
+    assert "--force-reinstall --no-deps" in message
     other.unlink()  # as uninstalling does
     assert "`retriever` is missing: run `pip install --force" in refused(tmp_path, site)
 

@@ -49,7 +49,7 @@ def test_every_command_of_the_packages_is_known() -> None:
         app = typer.main.get_command(import_module(f"{package}.commands").app)
         assert isinstance(app, typer.core.TyperGroup)
         known = {command.name for command in COMMANDS if command.package == package}
-        assert known == app.commands.keys()
+        assert known == set(app.list_commands(typer.Context(app)))
 
 
 def test_the_help_lists_the_commands_in_groups_and_loads_none() -> None:

@@ -7,20 +7,23 @@ from benchmarks.peers.kernels import scanning
 from retriever.tree import DraftTree, Source
 from tests.benchmarks.drafting import ids, paths
 from tests.benchmarks.peers.peer_twins import longest_repeat, prefix_counts
+from tests.suite_parts import cases
 
 
+@pytest.mark.seeds
 def test_longest_repeat_equals_its_twin() -> None:
     rng = np.random.default_rng(1)
-    for _ in range(2000):
+    for _ in range(cases(300, of=2000)):
         tokens = rng.integers(0, int(rng.integers(1, 6)), int(rng.integers(1, 40)))
         max_length = int(rng.integers(1, 12))
         found = scanning.longest_repeat(tokens.astype(np.int32), max_length)
         assert found == longest_repeat(tokens.tolist(), max_length)
 
 
+@pytest.mark.seeds
 def test_most_frequent_nodes_equal_counted_prefixes() -> None:
     rng = np.random.default_rng(2)
-    for _ in range(1000):
+    for _ in range(cases(200, of=1000)):
         rows = rng.integers(0, 4, (int(rng.integers(1, 30)), 5)).astype(np.int32)
         for row in rows:
             row[int(rng.integers(1, 6)) :] = END
@@ -34,9 +37,10 @@ def test_most_frequent_nodes_equal_counted_prefixes() -> None:
         assert np.allclose(tree.probabilities, np.array(taken) / len(rows))
 
 
+@pytest.mark.seeds
 def test_occurrences_and_continuations_equal_a_scan() -> None:
     rng = np.random.default_rng(3)
-    for _ in range(500):
+    for _ in range(cases(100, of=500)):
         documents = [rng.integers(0, 3, int(rng.integers(0, 20))) for _ in range(4)]
         text = sorted_text([document.astype(np.int32) for document in documents])
         pattern = rng.integers(0, 3, int(rng.integers(1, 5))).tolist()

@@ -149,6 +149,7 @@ def test_a_decoder_samples_each_sequence_anew(prompt: list[int]) -> None:
     assert runs[0][0] != runs[0][1]
 
 
+@pytest.mark.programs
 def test_real_model_in_float32_is_lossless(real_model: LanguageModel) -> None:
     for text in ("List three colours.", "Repeat twice: the cat sat on the mat."):
         tokens = real_model.encode(text)

@@ -165,6 +165,7 @@ def test_secrets_are_found_across_the_windows() -> None:
 UNITS = ["-----BEGIN RSA PRIVATE KEY-----\\n", "a@b.", "http://a:", "eyJhbGciOi", "AKIA", 'key="']
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("units", [[unit] for unit in UNITS] + [UNITS])
 def test_time_goes_with_length_on_hostile_lines(units: list[str], finder: SecretFinder) -> None:
     def seconds(num_bytes: int) -> float:

@@ -26,6 +26,8 @@ from retriever import (
     VocabularyMismatchError,
 )
 from retriever.client.merging import merge_trees
+from retriever.client.sharded import connect
+from retriever.client.strict import RemoteDrafter
 from retriever.commands import app
 from retriever.limits import Limits
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -372,3 +374,8 @@ def test_threads_draft_at_once(left_address: str, slow: tuple[SlowServicer, str]
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(decode, "abcdefgh")) == [alone] * 8
         assert [shard.failures + shard.missed for shard in drafter.shards] == [0, 0]
+
+
+def test_one_address_may_be_a_string() -> None:
+    with connect("127.0.0.1:1") as drafter:
+        assert isinstance(drafter, RemoteDrafter)

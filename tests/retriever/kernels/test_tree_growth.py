@@ -23,7 +23,8 @@ from tests.retriever.predict.blank import blank_weights
 from tests.suite_parts import cases
 
 NUM_WORLDS = cases(30, of=120)
-MANY_WORLDS = 120  # where shares of all are compared: over fewer, one world weighs too much
+# Where shares of all are compared: over fewer, one world weighs too much.
+MANY_WORLDS = cases(60, of=120)
 
 
 @pytest.fixture(scope="module")

@@ -102,11 +102,13 @@ def drawn(probabilities: np.ndarray[Any, Any], true: np.ndarray[Any, Any]) -> Re
     return calibration
 
 
+@pytest.mark.soak
 def test_error_of_calibrated_nodes_is_near_none() -> None:
     probabilities = np.random.default_rng(5).random(20_000)
     assert drawn(probabilities, probabilities).ece() < 0.02
 
 
+@pytest.mark.soak
 def test_error_of_overconfident_nodes_is_by_how_much_they_are() -> None:
     true = np.random.default_rng(5).random(20_000)
     calibration = drawn((1 + true) / 2, true)  # on average a quarter too much
