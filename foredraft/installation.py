@@ -5,7 +5,6 @@ that name over ours, and a file `retriever.py` where Python looks first hides ou
 carries a marker in its `__init__.py`, which is looked for without running that file.
 """
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,7 +108,8 @@ def _owner_of(name: str, file: str) -> str | None:
 
 def _reinstall() -> str:
     """Return how to install ours again: from where pip says that it came, if that is known."""
-    from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415  (slow)
+    import json  # noqa: PLC0415  (an import that goes well needs none of these)
+    from importlib.metadata import PackageNotFoundError, distribution  # noqa: PLC0415
 
     try:
         origin = json.loads(distribution(OURS).read_text("direct_url.json") or "{}").get("url")

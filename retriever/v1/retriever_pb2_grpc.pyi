@@ -65,7 +65,7 @@ class RetrieverServiceStub:
     that is open ends.
     """
     DeleteTenantData: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DeleteTenantDataRequest, _retriever_pb2.DeleteTenantDataResponse]
-    """Deletes all that is kept of the caller's tenant: recent outputs and what was learned from them,
+    """Deletes all that is kept of the caller's tenant: generations and what was learned from them,
     in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
     """
     ListIndexes: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]
@@ -108,7 +108,7 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     that is open ends.
     """
     DeleteTenantData: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DeleteTenantDataRequest, _retriever_pb2.DeleteTenantDataResponse]  # type: ignore[assignment]
-    """Deletes all that is kept of the caller's tenant: recent outputs and what was learned from them,
+    """Deletes all that is kept of the caller's tenant: generations and what was learned from them,
     in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
     """
     ListIndexes: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]  # type: ignore[assignment]
@@ -190,7 +190,7 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.DeleteTenantDataRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.DeleteTenantDataResponse, _abc.Awaitable[_retriever_pb2.DeleteTenantDataResponse]]:
-        """Deletes all that is kept of the caller's tenant: recent outputs and what was learned from them,
+        """Deletes all that is kept of the caller's tenant: generations and what was learned from them,
         in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
         """
 
