@@ -21,7 +21,7 @@ from retriever.tree import DraftTree
 
 _log = getLogger(__name__)
 _UNKNOWN: Final = "of an unknown version"
-_told: set[tuple[str, str]] = set()
+_told: set[tuple[str, str, str]] = set()
 
 
 def check_version(tested: str, *distributions: str) -> bool:
@@ -35,8 +35,8 @@ def check_version(tested: str, *distributions: str) -> bool:
     """
     name, found = _installed(distributions)
     is_tested = _is_within(found, tested)
-    if not is_tested and (name, tested) not in _told:
-        _told.add((name, tested))
+    if not is_tested and (name, found, tested) not in _told:
+        _told.add((name, found, tested))
         _log.warning("drafts were tested with %s %s, and this is %s", name, tested, found)
     return is_tested
 

@@ -72,6 +72,7 @@ def test_a_tokenizer_that_cuts_and_pads_loses_nothing(
     assert texts_of(tmp_path / "index") == {"a": "longer than three", "b": "x"}
 
 
+@pytest.mark.programs
 def test_the_default_tokenizer_builds_what_it_can_decode(
     tmp_path: Path, default_tokenizer: PreTrainedTokenizerBase, documents_of: DocumentsOf
 ) -> None:

@@ -106,6 +106,7 @@ def test_hierarchy_ranks_the_model_s_drafts_by_the_outputs_that_hold_them() -> N
     assert tree.token_ids.tolist() == [6, 7, 8, 9]
 
 
+@pytest.mark.programs
 def test_suffix_decoding_weighs_a_tree_by_counts() -> None:
     """Counts as in figure 2 of the paper: after 1 2, three times 3 and once 4."""
     outputs = [ids(1, 2, 3, 5), ids(1, 2, 3, 5), ids(1, 2, 3, 6), ids(1, 2, 4, 7)]
@@ -125,6 +126,7 @@ def test_suffix_decoding_s_path_follows_the_most_frequent_child_as_far_as_the_ma
     assert draft_for(drafter, [9, 1, 2], 8).token_ids.tolist() == [3, 5, 6]
 
 
+@pytest.mark.programs
 def test_suffix_decoding_scores_equal_counted_substrings() -> None:
     """While a sequence runs: its own tree and the shared one, which holds its output already."""
     rng = np.random.default_rng(5)

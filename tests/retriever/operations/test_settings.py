@@ -60,7 +60,7 @@ def test_every_limit_is_a_setting_with_the_limit_as_its_default() -> None:
 def test_serve_and_config_have_a_flag_for_every_setting_and_no_other() -> None:
     group: Any = get_command(app)
     for command, own in (("serve", {"config"}), ("config", {"config", "as_json"})):
-        flags = {option.name: option for option in group.commands[command].params}
+        flags = {option.name: option for option in group.get_command(None, command).params}
         assert flags.keys() - own == Settings.model_fields.keys()
         for name, field in Settings.model_fields.items():
             assert flags[name].opts == ["--" + name.replace("_", "-")]
@@ -72,7 +72,7 @@ def test_where_drafts_come_from_is_described_once() -> None:
     group: Any = get_command(app)
     helped: dict[str, set[str]] = {}
     for command in ("serve", "explain", "replay"):
-        for option in group.commands[command].params:
+        for option in group.get_command(None, command).params:
             helped.setdefault(option.name, set()).add(option.help)
     shared = ("index", "phrases", "tokenizer", "server", "credentials")
     assert [len(helped[name]) for name in shared] == [1] * len(shared)
