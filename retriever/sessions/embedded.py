@@ -132,7 +132,7 @@ class EmbeddedDrafter:
         """
         self.begin(SessionKey("", session), self.prepare(prompt, remember=remember, tenant=tenant))
 
-    def draft(self, requests: Sequence[DraftRequest], *, namespace: str = "") -> list[DraftTree]:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`.
 
         A step is checked as a whole first: if any request is refused, nothing is kept of the step.
@@ -141,7 +141,7 @@ class EmbeddedDrafter:
         check_batch(requests, self.limits)
         began = perf_counter()
         with self._lock:
-            steps = [self._checked(request, namespace) for request in requests]
+            steps = [self._checked(request, "") for request in requests]
             self._sessions.charge_all([(step.session, len(step.new_tokens)) for step in steps])
             for step in steps:  # all before any draft: learning reads the last draft
                 self._commit(step.session, step.new_tokens)

@@ -8,7 +8,14 @@ import pytest
 
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
-from retriever import Credentials, DraftRequest, InvalidRequestError, RemoteDrafter
+from retriever import (
+    Credentials,
+    DraftRequest,
+    DraftTree,
+    InvalidRequestError,
+    RemoteDrafter,
+    RetrieverError,
+)
 from retriever.predict.phrases import ListedPhrases
 from retriever.security.access import add_token
 from retriever.sequences import SessionKey
@@ -41,13 +48,20 @@ def bound_drafter(paths: dict[str, Path]) -> Iterator[EmbeddedDrafter]:
     drafter.shut_down()
 
 
+def drafted(drafter: EmbeddedDrafter, request: DraftRequest, tenant: str) -> DraftTree:
+    """Return the draft of a step as a service makes it, which names sessions by tenant."""
+    (step,) = drafter.commit_each([request], tenant)
+    assert not isinstance(step, RetrieverError)
+    return drafter.draft_each([step])[0]
+
+
 def known_to(drafter: EmbeddedDrafter, tenant: str) -> set[int]:
     """Return the hundreds of the tokens that a tenant is drafted after the common ones."""
     alone = drafter.draft_context(COMMON, 64, tenant=tenant)
     explained = drafter.explain(COMMON, 64, tenant=tenant).tree
     key = SessionKey(tenant, "s")
     drafter.begin(key, drafter.prepare(COMMON[:6], tenant=tenant))
-    (tree,) = drafter.draft([DraftRequest("s", ids(7, 8), 8, 64)], namespace=tenant)
+    tree = drafted(drafter, DraftRequest("s", ids(7, 8), 8, 64), tenant)
     drafter.end(key)
     for other in (explained, tree):
         assert set(other.token_ids // 100) == set(alone.token_ids // 100)
@@ -92,7 +106,7 @@ def test_sessions_keep_to_their_own_when_an_index_changes(paths: dict[str, Path]
         assert drafter.refresh()
         for tenant, expected in (("a", {1, 2, 4}), ("b", {1, 3}), ("c", {1})):
             request = DraftRequest("t", ids(7, 8), 8, 64)
-            (tree,) = drafter.draft([request], namespace=tenant)
+            tree = drafted(drafter, request, tenant)
             assert set((tree.token_ids // 100).tolist()) - {0} == expected
             assert known_to(drafter, tenant) == expected
 
