@@ -1,32 +1,74 @@
 """Errors between a decoder and a drafter, as one tree."""
 
+from typing import ClassVar
+
 
 class RetrieverError(Exception):
-    """Base of every error that this package raises."""
+    """Base of every error that this package raises.
+
+    Attributes:
+        reason: a name for programs, in the details of a gRPC status; empty where it is internal.
+    """
+
+    reason: ClassVar[str] = ""
 
 
 class InvalidRequestError(RetrieverError):
     """A request breaks the contract: the caller must change it."""
 
+    reason = "INVALID_REQUEST"
+
 
 class OutOfSequenceError(InvalidRequestError):
     """The stated length is not the session's length plus the new tokens: a step was lost."""
+
+    reason = "OUT_OF_SEQUENCE"
 
 
 class VocabularyMismatchError(InvalidRequestError):
     """The caller's token ids are of another tokenizer than the drafter's."""
 
+    reason = "VOCABULARY_MISMATCH"
+
 
 class LimitExceededError(InvalidRequestError):
-    """A count or size is beyond the limit that the message names."""
+    """A count or size is beyond a limit.
+
+    Args:
+        message: names the limit.
+
+    Attributes:
+        limit: name of the setting; empty where there is none.
+        retry_after_s: wait before another attempt, in seconds; None where it is unknown, or waiting
+            does not help.
+    """
+
+    reason = "LIMIT_EXCEEDED"
+
+    def __init__(
+        self, message: str, *, limit: str = "", retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.retry_after_s = retry_after_s
 
 
 class UnknownSessionError(RetrieverError):
     """No such session is open: it was never opened, was closed, or was ended as idle."""
 
+    reason = "UNKNOWN_SESSION"
+
+
+class StaleClientError(InvalidRequestError):
+    """A later incarnation of this client has taken its sessions over."""
+
+    reason = "STALE_CLIENT"
+
 
 class SessionExistsError(RetrieverError):
     """A session of this name is open already."""
+
+    reason = "SESSION_EXISTS"
 
 
 class InvalidTreeError(RetrieverError):
@@ -36,13 +78,25 @@ class InvalidTreeError(RetrieverError):
 class DrafterUnavailableError(RetrieverError):
     """The drafter does not answer in time: continue without a draft."""
 
+    reason = "UNAVAILABLE"
+
+
+class DrainingError(DrafterUnavailableError):
+    """The service is about to end and opens no more sessions: use another one, or wait."""
+
+    reason = "DRAINING"
+
 
 class AccessRefusedError(DrafterUnavailableError):
     """The service does not let the caller in: credentials are missing, wrong or expired."""
 
+    reason = "ACCESS_REFUSED"
+
 
 class NotPermittedError(AccessRefusedError):
     """The service knows the caller, which may not do this."""
+
+    reason = "NOT_PERMITTED"
 
 
 class CredentialsError(RetrieverError):

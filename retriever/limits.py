@@ -174,7 +174,8 @@ def check_length(num_tokens: int, limits: Limits) -> None:
     if num_tokens > limits.max_sequence_tokens:
         raise LimitExceededError(
             f"a sequence of {num_tokens} tokens is beyond the limit of "
-            f"{limits.max_sequence_tokens} (max_sequence_tokens)"
+            f"{limits.max_sequence_tokens} (max_sequence_tokens)",
+            limit="max_sequence_tokens",
         )
 
 
@@ -190,7 +191,8 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
     if budget_nodes > limits.max_budget_nodes:
         raise LimitExceededError(
             f"a budget of {budget_nodes} nodes is beyond the limit of "
-            f"{limits.max_budget_nodes} (max_budget_nodes)"
+            f"{limits.max_budget_nodes} (max_budget_nodes)",
+            limit="max_budget_nodes",
         )
     if not 0.0 <= min_probability <= 1.0:
         raise InvalidRequestError(f"min_probability must lie between 0 and 1: {min_probability}")
@@ -208,5 +210,6 @@ def check_documents(max_documents: int) -> None:
     if max_documents > MAX_DOCUMENTS:
         raise LimitExceededError(
             f"{max_documents} documents a node are beyond the limit of {MAX_DOCUMENTS} "
-            "(MAX_DOCUMENTS)"
+            "(MAX_DOCUMENTS)",
+            limit="max_documents",
         )

@@ -222,13 +222,15 @@ def check_batch(requests: Sequence[DraftRequest], limits: Limits) -> None:
     if len(requests) > limits.max_batch:
         raise LimitExceededError(
             f"a step of {len(requests)} sequences is beyond the limit of {limits.max_batch} "
-            "(max_batch)"
+            "(max_batch)",
+            limit="max_batch",
         )
     num_nodes = sum(request.budget_nodes for request in requests)
     if num_nodes > limits.max_step_nodes:
         raise LimitExceededError(
             f"a step of {num_nodes} nodes is beyond the limit of {limits.max_step_nodes} "
-            "(max_step_nodes)"
+            "(max_step_nodes)",
+            limit="max_step_nodes",
         )
     check_named_once(requests)
 

@@ -86,7 +86,8 @@ class ModelSessions:
         self._open.check_free(name)
         if len(self._open) >= self._limits.max_sessions:
             raise LimitExceededError(
-                f"{len(self._open)} sessions are open, which is the limit (max_sessions)"
+                f"{len(self._open)} sessions are open, which is the limit (max_sessions)",
+                limit="max_sessions",
             )
         self._open.add(name, ModelSession(TokenSequence(tokens)))
 

@@ -103,7 +103,9 @@ class Pools:
         """
         with self._lock:
             if tenant in self._deleting:
-                raise LimitExceededError("the tenant's data is being deleted: try again soon")
+                raise LimitExceededError(
+                    "the tenant's data is being deleted: try again soon", retry_after_s=1.0
+                )
             pool = self._in_use.get(tenant) or self._load(tenant)
             self._in_use[tenant] = pool
             self._recent[tenant] = pool
@@ -212,7 +214,9 @@ class Pools:
         """
         with self._lock:
             if tenant in self._deleting:
-                raise LimitExceededError("the tenant's data is being deleted: try again soon")
+                raise LimitExceededError(
+                    "the tenant's data is being deleted: try again soon", retry_after_s=1.0
+                )
             self._deleting.add(tenant)
             pool = self._in_use.get(tenant)
         try:

@@ -186,7 +186,8 @@ class DraftStream:
         if max(len(message.openings), len(message.closings)) > most:
             raise LimitExceededError(
                 f"a message of {len(message.openings)} openings and {len(message.closings)} "
-                f"closings is beyond the limit of {most} each (max_batch)"
+                f"closings is beyond the limit of {most} each (max_batch)",
+                limit="max_batch",
             )
 
     async def _open(self, opening: pb.OpenSessionRequest, response: pb.DraftStreamResponse) -> None:

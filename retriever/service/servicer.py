@@ -72,7 +72,7 @@ class Deleting:
         """
         self.count(tenant)
         if self._num_waiting >= _MAX_WAITING:
-            raise LimitExceededError("too many deletions wait: try again in 1 s")
+            raise LimitExceededError("too many deletions wait: try again in 1 s", retry_after_s=1.0)
         self._num_waiting += 1
         try:
             async with self._turn:
@@ -88,7 +88,9 @@ class Deleting:
         if wait_s > self._period_s / 1e6:  # rounding
             raise LimitExceededError(
                 f"a tenant deletes at most {round(_MINUTE_S / self._period_s)} times a minute: try "
-                f"again in {math.ceil(wait_s)} s (max_tenant_deletions)"
+                f"again in {math.ceil(wait_s)} s (max_tenant_deletions)",
+                limit="max_tenant_deletions",
+                retry_after_s=wait_s,
             )
         if len(self._full_again_s) >= _MANY:
             self._forget(now_s)

@@ -114,13 +114,15 @@ class Sessions:
         if total > limits.max_total_tokens:
             raise LimitExceededError(
                 f"there is no room for {num_tokens} more tokens: open sessions have at most "
-                f"{limits.max_total_tokens}, of all tenants together (max_total_tokens)"
+                f"{limits.max_total_tokens}, of all tenants together (max_total_tokens)",
+                limit="max_total_tokens",
             )
         of_tenant = self._tenant_tokens[tenant] + num_tokens
         if of_tenant > limits.max_tenant_tokens:
             raise LimitExceededError(
                 f"the tenant's sessions would have {of_tenant} tokens, beyond the limit of "
-                f"{limits.max_tenant_tokens} (max_tenant_tokens)"
+                f"{limits.max_tenant_tokens} (max_tenant_tokens)",
+                limit="max_tenant_tokens",
             )
         self._num_tokens = total
         self._tenant_tokens[tenant] = of_tenant
@@ -215,10 +217,12 @@ class Sessions:
         if len(self._open) >= limits.max_sessions:
             raise LimitExceededError(
                 f"there is no room for one more session: at most {limits.max_sessions} are open, "
-                "of all tenants together (max_sessions)"
+                "of all tenants together (max_sessions)",
+                limit="max_sessions",
             )
         if of_tenant >= limits.max_tenant_sessions:
             raise LimitExceededError(
                 f"{of_tenant} sessions of the tenant are open, which is the limit "
-                "(max_tenant_sessions)"
+                "(max_tenant_sessions)",
+                limit="max_tenant_sessions",
             )

@@ -1,3 +1,4 @@
+from google.protobuf import any_pb2 as _any_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -27,6 +28,21 @@ class FailOpenReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAIL_OPEN_REASON_VOCABULARY: _ClassVar[FailOpenReason]
     FAIL_OPEN_REASON_REFUSED: _ClassVar[FailOpenReason]
     FAIL_OPEN_REASON_INVALID: _ClassVar[FailOpenReason]
+
+class Keeping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KEEPING_UNSPECIFIED: _ClassVar[Keeping]
+    KEEPING_NOTHING: _ClassVar[Keeping]
+    KEEPING_MEMORY: _ClassVar[Keeping]
+    KEEPING_DISK: _ClassVar[Keeping]
+    KEEPING_DISK_REFUSED: _ClassVar[Keeping]
+
+class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PHASE_UNSPECIFIED: _ClassVar[Phase]
+    PHASE_STARTING: _ClassVar[Phase]
+    PHASE_READY: _ClassVar[Phase]
+    PHASE_DRAINING: _ClassVar[Phase]
 SOURCE_UNSPECIFIED: Source
 SOURCE_CONTEXT: Source
 SOURCE_GENERATIONS: Source
@@ -42,6 +58,15 @@ FAIL_OPEN_REASON_LIMIT: FailOpenReason
 FAIL_OPEN_REASON_VOCABULARY: FailOpenReason
 FAIL_OPEN_REASON_REFUSED: FailOpenReason
 FAIL_OPEN_REASON_INVALID: FailOpenReason
+KEEPING_UNSPECIFIED: Keeping
+KEEPING_NOTHING: Keeping
+KEEPING_MEMORY: Keeping
+KEEPING_DISK: Keeping
+KEEPING_DISK_REFUSED: Keeping
+PHASE_UNSPECIFIED: Phase
+PHASE_STARTING: Phase
+PHASE_READY: Phase
+PHASE_DRAINING: Phase
 
 class DraftTree(_message.Message):
     __slots__ = ("token_ids", "parents", "probabilities", "sources")
@@ -122,23 +147,33 @@ class DocumentOccurrence(_message.Message):
     def __init__(self, index: _Optional[str] = ..., name: _Optional[str] = ..., licence: _Optional[str] = ..., position: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint")
+    __slots__ = ("session_id", "prompt", "forget", "vocabulary_fingerprint", "client")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     FORGET_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     prompt: _containers.RepeatedScalarFieldContainer[int]
     forget: bool
     vocabulary_fingerprint: str
-    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., forget: bool = ..., vocabulary_fingerprint: _Optional[str] = ...) -> None: ...
+    client: Client
+    def __init__(self, session_id: _Optional[str] = ..., prompt: _Optional[_Iterable[int]] = ..., forget: bool = ..., vocabulary_fingerprint: _Optional[str] = ..., client: _Optional[_Union[Client, _Mapping]] = ...) -> None: ...
+
+class Client(_message.Message):
+    __slots__ = ("name", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: int
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DraftStreamRequest(_message.Message):
-    __slots__ = ("steps", "sequence_number", "openings", "closings", "timeout_us", "fail_opens", "padding")
+    __slots__ = ("steps", "sequence_number", "openings", "closings", "timeout_us", "fail_opens", "padding", "client")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     OPENINGS_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +181,7 @@ class DraftStreamRequest(_message.Message):
     TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
     FAIL_OPENS_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     steps: _containers.RepeatedCompositeFieldContainer[SessionStep]
     sequence_number: int
     openings: _containers.RepeatedCompositeFieldContainer[OpenSessionRequest]
@@ -153,7 +189,8 @@ class DraftStreamRequest(_message.Message):
     timeout_us: int
     fail_opens: _containers.RepeatedCompositeFieldContainer[FailOpenCount]
     padding: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., openings: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., closings: _Optional[_Iterable[_Union[CloseSessionRequest, _Mapping]]] = ..., timeout_us: _Optional[int] = ..., fail_opens: _Optional[_Iterable[_Union[FailOpenCount, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    client: Client
+    def __init__(self, steps: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., openings: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ..., closings: _Optional[_Iterable[_Union[CloseSessionRequest, _Mapping]]] = ..., timeout_us: _Optional[int] = ..., fail_opens: _Optional[_Iterable[_Union[FailOpenCount, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ..., client: _Optional[_Union[Client, _Mapping]] = ...) -> None: ...
 
 class FailOpenCount(_message.Message):
     __slots__ = ("reason", "count")
@@ -178,26 +215,32 @@ class SessionStep(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ...) -> None: ...
 
 class DraftStreamResponse(_message.Message):
-    __slots__ = ("trees", "sequence_number", "statuses", "padding")
+    __slots__ = ("trees", "sequence_number", "statuses", "padding", "is_draining", "num_not_kept")
     TREES_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_NOT_KEPT_FIELD_NUMBER: _ClassVar[int]
     trees: _containers.RepeatedCompositeFieldContainer[DraftTree]
     sequence_number: int
     statuses: _containers.RepeatedCompositeFieldContainer[SessionStatus]
     padding: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    is_draining: bool
+    num_not_kept: int
+    def __init__(self, trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ..., is_draining: bool = ..., num_not_kept: _Optional[int] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
-    __slots__ = ("session_id", "code", "message")
+    __slots__ = ("session_id", "code", "message", "details")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     code: int
     message: str
-    def __init__(self, session_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+    details: _containers.RepeatedCompositeFieldContainer[_any_pb2.Any]
+    def __init__(self, session_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[_Iterable[_Union[_any_pb2.Any, _Mapping]]] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session_id", "new_token_ids", "forget")
@@ -210,8 +253,10 @@ class CloseSessionRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., forget: bool = ...) -> None: ...
 
 class CloseSessionResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("keeping",)
+    KEEPING_FIELD_NUMBER: _ClassVar[int]
+    keeping: Keeping
+    def __init__(self, keeping: _Optional[_Union[Keeping, str]] = ...) -> None: ...
 
 class DeleteSessionDataRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -256,3 +301,32 @@ class IndexInfo(_message.Message):
     vocabulary_fingerprint: str
     snapshot: int
     def __init__(self, name: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_documents: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., snapshot: _Optional[int] = ...) -> None: ...
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ("version", "phase", "limits", "vocabulary_fingerprint", "vocabulary_size", "default_budget_nodes", "models")
+    class LimitsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_BUDGET_NODES_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    phase: Phase
+    limits: _containers.ScalarMap[str, float]
+    vocabulary_fingerprint: str
+    vocabulary_size: int
+    default_budget_nodes: int
+    models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., limits: _Optional[_Mapping[str, float]] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., default_budget_nodes: _Optional[int] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -28,8 +28,15 @@ if _version_not_supported:
 class RetrieverServiceStub(object):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
-    limit (named in the message), NOT_FOUND for a session that is not open, ALREADY_EXISTS for one
-    that is, ABORTED for a step out of sequence, FAILED_PRECONDITION for another vocabulary.
+    limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
+    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+
+    A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
+    "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
+    where it is known how long to wait. Messages are for people and may change.
+
+    Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
 
     def __init__(self, channel):
@@ -78,13 +85,25 @@ class RetrieverServiceStub(object):
                 request_serializer=retriever_dot_v1_dot_retriever__pb2.ListIndexesRequest.SerializeToString,
                 response_deserializer=retriever_dot_v1_dot_retriever__pb2.ListIndexesResponse.FromString,
                 _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/retriever.v1.RetrieverService/GetServerInfo',
+                request_serializer=retriever_dot_v1_dot_retriever__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=retriever_dot_v1_dot_retriever__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
 
 
 class RetrieverServiceServicer(object):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
-    limit (named in the message), NOT_FOUND for a session that is not open, ALREADY_EXISTS for one
-    that is, ABORTED for a step out of sequence, FAILED_PRECONDITION for another vocabulary.
+    limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
+    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+
+    A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
+    "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
+    where it is known how long to wait. Messages are for people and may change.
+
+    Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
 
     def Draft(self, request, context):
@@ -149,7 +168,16 @@ class RetrieverServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListIndexes(self, request, context):
-        """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids belong to.
+        """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids
+        belong to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerInfo(self, request, context):
+        """Tells the version of the service, its phase, its limits and which tokenizer it is for. Answered
+        while it starts and drains, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,6 +226,11 @@ def add_RetrieverServiceServicer_to_server(servicer, server):
                     request_deserializer=retriever_dot_v1_dot_retriever__pb2.ListIndexesRequest.FromString,
                     response_serializer=retriever_dot_v1_dot_retriever__pb2.ListIndexesResponse.SerializeToString,
             ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=retriever_dot_v1_dot_retriever__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=retriever_dot_v1_dot_retriever__pb2.GetServerInfoResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'retriever.v1.RetrieverService', rpc_method_handlers)
@@ -209,8 +242,15 @@ def add_RetrieverServiceServicer_to_server(servicer, server):
 class RetrieverService(object):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
-    limit (named in the message), NOT_FOUND for a session that is not open, ALREADY_EXISTS for one
-    that is, ABORTED for a step out of sequence, FAILED_PRECONDITION for another vocabulary.
+    limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
+    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+
+    A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
+    "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
+    where it is known how long to wait. Messages are for people and may change.
+
+    Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
 
     @staticmethod
@@ -419,6 +459,33 @@ class RetrieverService(object):
             '/retriever.v1.RetrieverService/ListIndexes',
             retriever_dot_v1_dot_retriever__pb2.ListIndexesRequest.SerializeToString,
             retriever_dot_v1_dot_retriever__pb2.ListIndexesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/retriever.v1.RetrieverService/GetServerInfo',
+            retriever_dot_v1_dot_retriever__pb2.GetServerInfoRequest.SerializeToString,
+            retriever_dot_v1_dot_retriever__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

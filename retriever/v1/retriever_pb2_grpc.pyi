@@ -29,8 +29,15 @@ GRPC_VERSION: str
 class RetrieverServiceStub:
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
-    limit (named in the message), NOT_FOUND for a session that is not open, ALREADY_EXISTS for one
-    that is, ABORTED for a step out of sequence, FAILED_PRECONDITION for another vocabulary.
+    limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
+    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+
+    A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
+    "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
+    where it is known how long to wait. Messages are for people and may change.
+
+    Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
 
     @_typing.overload
@@ -69,14 +76,27 @@ class RetrieverServiceStub:
     in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
     """
     ListIndexes: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]
-    """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids belong to."""
+    """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids
+    belong to.
+    """
+    GetServerInfo: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.GetServerInfoRequest, _retriever_pb2.GetServerInfoResponse]
+    """Tells the version of the service, its phase, its limits and which tokenizer it is for. Answered
+    while it starts and drains, too.
+    """
 
 @_typing.type_check_only
 class RetrieverServiceAsyncStub(RetrieverServiceStub):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
-    limit (named in the message), NOT_FOUND for a session that is not open, ALREADY_EXISTS for one
-    that is, ABORTED for a step out of sequence, FAILED_PRECONDITION for another vocabulary.
+    limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
+    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+
+    A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
+    "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
+    where it is known how long to wait. Messages are for people and may change.
+
+    Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -112,13 +132,26 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
     """
     ListIndexes: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]  # type: ignore[assignment]
-    """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids belong to."""
+    """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids
+    belong to.
+    """
+    GetServerInfo: _aio.UnaryUnaryMultiCallable[_retriever_pb2.GetServerInfoRequest, _retriever_pb2.GetServerInfoResponse]  # type: ignore[assignment]
+    """Tells the version of the service, its phase, its limits and which tokenizer it is for. Answered
+    while it starts and drains, too.
+    """
 
 class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     """Drafts continuations of token sequences. Every call reports failure by its gRPC status:
     INVALID_ARGUMENT for a request that breaks the contract, RESOURCE_EXHAUSTED for one beyond a
-    limit (named in the message), NOT_FOUND for a session that is not open, ALREADY_EXISTS for one
-    that is, ABORTED for a step out of sequence, FAILED_PRECONDITION for another vocabulary.
+    limit, NOT_FOUND for a session that is not open, ALREADY_EXISTS for one that is, ABORTED for a
+    step out of sequence, FAILED_PRECONDITION for another vocabulary, UNAVAILABLE while the service
+    starts or drains, UNAUTHENTICATED and PERMISSION_DENIED for callers that may not do this.
+
+    A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
+    "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
+    where it is known how long to wait. Messages are for people and may change.
+
+    Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
 
     @_abc_1.abstractmethod
@@ -200,6 +233,18 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.ListIndexesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.ListIndexesResponse, _abc.Awaitable[_retriever_pb2.ListIndexesResponse]]:
-        """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids belong to."""
+        """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids
+        belong to.
+        """
+
+    @_abc_1.abstractmethod
+    def GetServerInfo(
+        self,
+        request: _retriever_pb2.GetServerInfoRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.GetServerInfoResponse, _abc.Awaitable[_retriever_pb2.GetServerInfoResponse]]:
+        """Tells the version of the service, its phase, its limits and which tokenizer it is for. Answered
+        while it starts and drains, too.
+        """
 
 def add_RetrieverServiceServicer_to_server(servicer: RetrieverServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
