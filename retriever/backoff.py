@@ -54,11 +54,16 @@ class Backoff:
         self._until_s = -float("inf")
         self.num_failures = 0
 
-    def fail(self, took_s: float = 0.0) -> float:
-        """Note a failure and how long it took; return how long to pause, in seconds."""
+    def fail(self, took_s: float = 0.0, least_s: float = 0.0) -> float:
+        """Note a failure; return how long to pause, in seconds.
+
+        Args:
+            took_s: how long the failed operation took, in seconds.
+            least_s: pause at least so long, as the other side asks for, in seconds.
+        """
         longest_s, self._longest_s = self._longest_s, min(2 * self._longest_s, self._last_s)
         deserved_s = took_s * (1 / self._share - 1)
-        pause_s = max(longest_s * (1 + self._draw()) / 2, deserved_s)
+        pause_s = max(longest_s * (1 + self._draw()) / 2, deserved_s, least_s)
         self._until_s = self._clock() + pause_s
         self.num_failures += 1
         return pause_s

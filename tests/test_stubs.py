@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+ENUMS = ("SOURCE_", "FAIL_OPEN_REASON_", "KEEPING_", "PHASE_")
 STUBS = ["retriever_pb2.py", "retriever_pb2.pyi", "retriever_pb2_grpc.py", "retriever_pb2_grpc.pyi"]
 
 
@@ -54,7 +55,9 @@ def test_every_field_of_the_contract_is_documented_with_its_default() -> None:
         if (
             line.endswith(";")
             and " = " in line
-            and not line.startswith(("syntax", "SOURCE_", "FAIL_OPEN_REASON_", "KEEPING_", "PHASE_"))
+            and not line.startswith(
+                ("syntax", "SOURCE_", "FAIL_OPEN_REASON_", "KEEPING_", "PHASE_")
+            )
         ):
             assert "default" in comment.lower(), line
             num_fields += 1

@@ -1,5 +1,6 @@
 """What a service asks of a call, without a network; and what a call may tell."""
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, NoReturn
 
 import grpc
@@ -49,6 +50,7 @@ class CallContext:
         self._headers = headers
         self.status = grpc.StatusCode.OK
         self._details = ""
+        self._trailing: Sequence[tuple[str, Any]] = ()
 
     def invocation_metadata(self) -> list[tuple[str, Any]]:
         """Return what came with the call."""
@@ -70,9 +72,18 @@ class CallContext:
         """Return the text of that status."""
         return self._details
 
-    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+    def trailing_metadata(self) -> Sequence[tuple[str, Any]]:
+        """Return what the call was ended with besides its status."""
+        return self._trailing
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str = "",
+        trailing_metadata: Sequence[tuple[str, Any]] = (),
+    ) -> NoReturn:
         """End the call."""
-        self.status, self._details = code, details
+        self.status, self._details, self._trailing = code, details, trailing_metadata
         raise aio.AbortError
 
     def check(self, method: str, error: BaseException) -> None:

@@ -234,7 +234,7 @@ class _Context:
     def __init__(self, tenant: str) -> None:
         self.caller = _Caller(tenant)
 
-    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+    async def abort(self, code: grpc.StatusCode, details: str = "", *_: object) -> NoReturn:
         if "\n" in details or any(str(secret) in details for secret in SECRETS[:40]):
             raise LeakError(details)
         raise _AbortedError(code.name)

@@ -15,9 +15,16 @@ from numpy.typing import ArrayLike
 from retriever.backoff import Backoff
 from retriever.client.credentials import Credentials
 from retriever.client.resilient import FailOpenClient
-from retriever.client.streams import CONNECT_TIMEOUT_S, LOST_AFTER_S, StreamTable
+from retriever.client.streams import (
+    CONNECT_TIMEOUT_S,
+    LOST_AFTER_S,
+    SETTLED_S,
+    StreamTable,
+    check_is_older,
+    check_opens,
+)
 from retriever.drafter import Drafter, DraftRequest
-from retriever.errors import CredentialsError
+from retriever.errors import CredentialsError, DrafterUnavailableError
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -102,10 +109,14 @@ class AsyncLink:
             try:
                 async with self._open_channel(self._address) as channel:
                     stub: Any = RetrieverServiceStub(channel)
-                    await stub.ListIndexes(pb.ListIndexesRequest(), timeout=CONNECT_TIMEOUT_S)
-                    backoff.succeed()
-                    await self._converse(channel)
-            except (grpc.RpcError, CredentialsError) as error:
+                    await _check_phase(stub)
+                    began_s = time.monotonic()
+                    try:
+                        await self._converse(channel)
+                    finally:
+                        if time.monotonic() - began_s > SETTLED_S:
+                            backoff.succeed()
+            except (grpc.RpcError, CredentialsError, DrafterUnavailableError) as error:
                 _log.info("no draft service at %s: %s", self._address, error)
             except asyncio.CancelledError:
                 # gRPC raises the same error for a cancelled call as asyncio for a cancelled task.
@@ -124,6 +135,21 @@ class AsyncLink:
             self._report(AsyncLinkEvent(self._address))
 
 
+async def _check_phase(stub: Any) -> None:
+    """See that a service opens sessions; one of an older version does not say.
+
+    Raises:
+        DrafterUnavailableError: it starts, or is about to end.
+        grpc.RpcError: it does not answer.
+    """
+    try:
+        info = await stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
+    except grpc.RpcError as error:
+        check_is_older(error)
+    else:
+        check_opens(info)
+
+
 class AsyncResilientDrafter(FailOpenClient):
     """`ResilientDrafter`, awaited: drafts from services and never fails because of them.
 
@@ -139,6 +165,7 @@ class AsyncResilientDrafter(FailOpenClient):
         vocabulary_fingerprint: of the caller's tokenizer; a service for another one is not used.
         credentials: to send and to verify the server with; None for services that need none.
         pad_requests: pad messages to hide the size of sequences; see `docs/security.md`.
+        client: a name for this process that outlives it; see `ResilientDrafter`.
         open_channel: opens a channel to an address; replaces the default, which uses the
             credentials.
 
@@ -157,6 +184,7 @@ class AsyncResilientDrafter(FailOpenClient):
         vocabulary_fingerprint: str = "",
         credentials: Credentials | None = None,
         pad_requests: bool = False,
+        client: str = "",
         open_channel: OpenAsyncChannel | None = None,
     ) -> None:
         super().__init__(
@@ -166,6 +194,7 @@ class AsyncResilientDrafter(FailOpenClient):
             vocabulary_fingerprint=vocabulary_fingerprint,
             credentials=credentials,
             pad_requests=pad_requests,
+            client=client,
         )
         self._streams: StreamTable[AsyncLinkStream] = StreamTable(self._planner, lost_after_s)
         self._open_channel = open_channel or partial(remote_async_channel, credentials=credentials)

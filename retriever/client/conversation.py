@@ -16,7 +16,15 @@ import grpc
 
 from retriever.backoff import Backoff
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.errors import InvalidTreeError
+from retriever.errors import (
+    DrainingError,
+    InvalidTreeError,
+    LimitExceededError,
+    OutOfSequenceError,
+    SessionExistsError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
@@ -27,6 +35,7 @@ from retriever.wire.messages import (
     pad_request,
     trees_from_messages,
 )
+from retriever.wire.statuses import LATE, Refusal, refusal_in
 
 
 class FailOpen(StrEnum):
@@ -35,7 +44,8 @@ class FailOpen(StrEnum):
     `DOWN`: it cannot be reached. `BUSY`: it has not answered an earlier step yet. `TIMEOUT`: it did
     not answer this one in time. `LOST`: it did not know the session, which is opened again.
     `LIMIT`: a limit is reached. `VOCABULARY`: it is for another tokenizer. `REFUSED`: it refuses
-    for another reason. `INVALID`: its response holds no valid tree.
+    for another reason. `INVALID`: its response holds no valid tree. `DRAINING`: it is about to end,
+    and no other server is at hand.
     """
 
     DOWN = "down"
@@ -46,11 +56,22 @@ class FailOpen(StrEnum):
     VOCABULARY = "vocabulary"
     REFUSED = "refused"
     INVALID = "invalid"
+    DRAINING = "draining"
 
 
 FailOpens = Counter[FailOpen]
 """Count of sequence steps without a server's draft, by reason."""
 
+_OF_REASON: Final = {
+    OutOfSequenceError.reason: FailOpen.LOST,
+    SessionExistsError.reason: FailOpen.LOST,
+    UnknownSessionError.reason: FailOpen.LOST,
+    LATE: FailOpen.TIMEOUT,
+    VocabularyMismatchError.reason: FailOpen.VOCABULARY,
+    LimitExceededError.reason: FailOpen.LIMIT,
+    DrainingError.reason: FailOpen.DRAINING,
+}
+# Of servers that send no details.
 _OF_CODE: Final = {
     grpc.StatusCode.ABORTED.value[0]: FailOpen.LOST,
     grpc.StatusCode.ALREADY_EXISTS.value[0]: FailOpen.LOST,
@@ -73,8 +94,10 @@ def add_fail_opens(message: pb.DraftStreamRequest, counts: FailOpens) -> None:
         message.fail_opens.add(reason=_ON_THE_WIRE[reason], count=min(times, _MOST))
 
 
-def reason_of(code: int) -> FailOpen:
-    """Return the reason that a gRPC status code stands for."""
+def reason_of(code: int, refusal: Refusal) -> FailOpen:
+    """Return the reason that a status stands for: by its details, else by its gRPC code."""
+    if refusal.reason:
+        return _OF_REASON.get(refusal.reason, FailOpen.REFUSED)
     return _OF_CODE.get(code, FailOpen.REFUSED)
 
 
@@ -102,6 +125,11 @@ class PendingCloses:
 
     def __len__(self) -> int:
         return len(self._closings) + len(self._outputs)
+
+    @property
+    def has_closings(self) -> bool:
+        """Whether a session is to be closed."""
+        return bool(self._closings)
 
     def close(
         self, wire_name: str, new_tokens: Iterable[int] = (), output: TokenIds | None = None
@@ -212,11 +240,14 @@ def answer_with_trees(
 
 
 _MAX_UNANSWERED: Final = 256
-_OPENED_PER_S: Final = 5e6  # tokens of prompts; encoding takes a quarter of that time
+OPENED_PER_S: Final = 5e6
+"""Tokens of prompts that a server reads in a second; encoding them takes a quarter of that time."""
+
 
 # A server at its limit refuses until another sequence ends, so retries start at a second.
 _FIRST_REFUSAL_S: Final = 1.0
 _LAST_REFUSAL_S: Final = 30.0
+_AGAIN_AT_ONCE: Final = frozenset({FailOpen.LOST, FailOpen.DRAINING})
 
 
 class SequenceStep(NamedTuple):
@@ -241,7 +272,7 @@ class _Sent(NamedTuple):
     sent_s: float
     deadline_s: float
     requests: dict[str, DraftRequest]
-    outputs: Sequence[TokenIds]
+    outputs: list[TokenIds]
     missed: FailOpens
 
 
@@ -256,18 +287,23 @@ class Conversation:
         address: of the server, for the log.
         fingerprint: of the caller's tokenizer; empty if unknown.
         pads: whether messages are padded to hide their size.
+        client: that the stream belongs to; None for none.
 
     Attributes:
         is_up: whether there is a stream.
+        is_draining: whether the server has said that it is about to end.
         fail_opens: refusals of messages that no caller waits for.
         missed: missed drafts that the server has not been told of.
     """
 
-    def __init__(self, address: str, fingerprint: str, *, pads: bool = False) -> None:
-        self.is_up = False
+    def __init__(
+        self, address: str, fingerprint: str, *, pads: bool = False, client: pb.Client | None = None
+    ) -> None:
+        self.is_up = self.is_draining = False
         self.fail_opens: FailOpens = Counter()
         self.missed: FailOpens = Counter()
         self._pads = pads
+        self._client = client
         self._address = address
         self._fingerprint = fingerprint
         self._number = 0
@@ -282,6 +318,8 @@ class Conversation:
         """Begin on a new stream; the server knows no session."""
         self.lose()
         self.is_up, self._number = True, 0
+        self.is_draining = False
+        self._refused.clear()
         self._prefix = secrets.token_urlsafe(12)
 
     def lose(self) -> None:
@@ -294,6 +332,24 @@ class Conversation:
                 self._closes.tell(output)
         self._sent.clear()
         self._known.clear()
+
+    def takes(self, session: str) -> bool:
+        """Return whether the server would draft for a session: open it, or go on with it."""
+        if not self.is_up or self.is_draining:
+            return False
+        refused = self._refused.get(session)
+        return refused is None or refused.is_over()
+
+    def knows(self, session: str) -> bool:
+        """Return whether the server has a session, as far as is known."""
+        return session in self._known
+
+    def drop(self, session: str) -> None:
+        """End a session that another server has taken over; the server remembers nothing of it."""
+        self._refused.pop(session, None)
+        known = self._known.pop(session, None)
+        if known is not None:
+            self._closes.close(known.wire_name)
 
     def oldest_unanswered_s(self) -> float | None:
         """Return the time of the oldest unanswered message; None if there is none."""
@@ -316,10 +372,13 @@ class Conversation:
         message.timeout_us = max(1, int((deadline_s - now_s) * 1e6))
         left_out: dict[str, FailOpen] = {}
         requests: dict[str, DraftRequest] = {}
-        room = (deadline_s - now_s) * _OPENED_PER_S
+        room = (deadline_s - now_s) * OPENED_PER_S
         for request, sequence in steps:
             name = request.session
             known = self._known.get(name)
+            if known is None and self.is_draining:
+                left_out[name] = FailOpen.DRAINING
+                continue
             if known is None and (not message.openings or len(sequence) <= room):
                 room -= len(sequence)
                 known = self._open(name, sequence, message)
@@ -354,6 +413,8 @@ class Conversation:
         """Return a message with pending closes and outputs; None if none can be sent now."""
         if not len(self._closes) or self.why_not(now_s):
             return None
+        if self.is_draining and not self._closes.has_closings:
+            return None  # outputs wait for the next server at this address
         message = self._message()
         outputs = self._closes.add_closings(message)
         if not message.closings:
@@ -364,6 +425,7 @@ class Conversation:
 
     def settle(self, response: pb.DraftStreamResponse) -> Reply:
         """Process a response."""
+        self.is_draining = response.is_draining
         sent = self._sent.pop(response.sequence_number, None)
         if sent is None:
             return Reply({}, {})
@@ -372,33 +434,42 @@ class Conversation:
             if known := self._known.get(request.session):
                 known.is_asked = False
         reasons: dict[str, FailOpen] = {}
+        outputs = sent.outputs
         for status in response.statuses:
-            reason = reason_of(status.code)
+            refusal = refusal_in(status.details)
+            reason = reason_of(status.code, refusal)
             if status.session_id:
                 refused = sent.requests.get(status.session_id)
                 names = [] if refused is None else [refused.session]
-                self._refuse(names, reason, status.message)
+                if reason is FailOpen.DRAINING and refused is None:
+                    while outputs:  # all of them, for the drain began before the message was read
+                        self._closes.tell(outputs.pop())
+                    continue
+                self._refuse(names, reason, status.message, refusal.retry_after_s)
                 reasons |= dict.fromkeys(names, reason)
             elif reason is FailOpen.LOST:
                 return Reply({}, {}, is_broken=True)
             elif reason is not FailOpen.TIMEOUT:
                 asked = [request.session for request in requests]
-                self._refuse(asked, reason, status.message)
+                self._refuse(asked, reason, status.message, refusal.retry_after_s)
                 return Reply({}, dict.fromkeys(asked, reason))
         return answer_with_trees(response, requests, reasons, self._address)
 
-    def _refuse(self, names: list[str], reason: FailOpen, text: str) -> None:
+    def _refuse(
+        self, names: list[str], reason: FailOpen, text: str, retry_after_s: float | None
+    ) -> None:
         """Close refused sessions; they are opened again, after a pause at a limit."""
-        if reason is not FailOpen.LOST:
+        pauses = reason not in _AGAIN_AT_ONCE
+        if pauses:
             _log.warning("draft service %s refuses: %.300r", self._address, text)
             self.fail_opens[reason] += not names
         for name in names:
             known = self._known.pop(name, None)
             if known is not None:
                 self._closes.close(known.wire_name)
-            if reason is not FailOpen.LOST:
+            if pauses:
                 backoff = self._refused.setdefault(name, Backoff(_FIRST_REFUSAL_S, _LAST_REFUSAL_S))
-                backoff.fail()
+                backoff.fail(least_s=min(retry_after_s or 0.0, _LAST_REFUSAL_S))
 
     def _open(
         self, name: str, sequence: TokenSequence, message: pb.DraftStreamRequest
@@ -422,7 +493,7 @@ class Conversation:
         now_s: float,
         deadline_s: float,
         requests: dict[str, DraftRequest],
-        outputs: Sequence[TokenIds],
+        outputs: list[TokenIds],
     ) -> None:
         """Complete a message before it is sent, and record its content."""
         missed = self.missed
@@ -435,7 +506,8 @@ class Conversation:
 
     def _message(self) -> pb.DraftStreamRequest:
         self._number += 1
-        return pb.DraftStreamRequest(sequence_number=self._number)
+        client = self._client if self._number == 1 else None
+        return pb.DraftStreamRequest(sequence_number=self._number, client=client)
 
     def _wire_name(self) -> str:
         return f"{self._prefix}/{next(self._names)}"

@@ -12,7 +12,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike
 
-from retriever.client.conversation import Conversation, FailOpen, FailOpens, SequenceStep
+from retriever.client.conversation import (
+    OPENED_PER_S,
+    Conversation,
+    FailOpen,
+    FailOpens,
+    Reply,
+    SequenceStep,
+)
 from retriever.client.local import LocalDrafter
 from retriever.drafter import Drafter, DraftRequest
 from retriever.errors import InvalidRequestError, RetrieverError, UnknownSessionError
@@ -140,10 +147,60 @@ class Plan:
 
 @dataclass(slots=True)
 class _Assigned:
-    """A sequence and the server assigned to it."""
+    """A sequence and the server assigned to it.
+
+    Attributes:
+        sequence: what is committed.
+        ranked: the servers in the order in which it prefers them.
+        address: of its server.
+        left: the server that it moves away from, which has the session still; else None.
+    """
 
     sequence: TokenSequence
+    ranked: list[str]
     address: str
+    left: str | None = None
+
+
+_RETURNED_TOKENS: Final = 1 << 12
+"""Tokens of sequences that return to their own server with each step: opening them takes less than
+a millisecond of its time, and the server reads them without another thread."""
+
+
+class Moves:
+    """How many tokens of sequences move in a step while their servers still answer.
+
+    A server that is about to end is left as fast as steps allow: with each, what the next server
+    reads within its deadline. Sequences return to a server that is back slowly, for nothing is lost
+    meanwhile; one that no deadline is long enough for stays where it is until it ends.
+    """
+
+    def __init__(self) -> None:
+        self._room = self._most = 0.0
+        self._to_return = 0
+        self._waits = self._has_left = False
+
+    def begin_step(self, now_s: float, deadline_s: float) -> None:
+        """Begin a step; what sequences are waiting to return is saved up for."""
+        self._room = self._most = max(0.0, deadline_s - now_s) * OPENED_PER_S
+        saved = self._to_return if self._waits else 0
+        self._to_return = saved + _RETURNED_TOKENS
+        self._waits = self._has_left = False
+
+    def may_move(self, num_tokens: int, *, is_return: bool) -> bool:
+        """Return whether a sequence moves with this step, and count it."""
+        if is_return:
+            if num_tokens > self._most:
+                return False
+            if num_tokens > min(self._to_return, self._room):
+                self._waits = True
+                return False
+            self._to_return -= num_tokens
+        elif num_tokens > self._room and self._has_left:
+            return False
+        self._has_left = True
+        self._room -= num_tokens
+        return True
 
 
 def checked_addresses(addresses: Iterable[str]) -> list[str]:
@@ -168,6 +225,7 @@ class Planner:
         fingerprint: of the caller's tokenizer; empty if unknown.
         local: drafts where a server does not; True for a `LocalDrafter`, False for no local drafts.
         pads: whether messages are padded to hide their size.
+        client: that all sequences belong to; None for none.
 
     Attributes:
         conversations: by address.
@@ -184,11 +242,14 @@ class Planner:
         local: Drafter | bool,  # noqa: FBT001  (or a drafter)
         *,
         pads: bool = False,
+        client: pb.Client | None = None,
     ) -> None:
         self.conversations = {
-            each: Conversation(each, fingerprint, pads=pads)
+            each: Conversation(each, fingerprint, pads=pads, client=client)
             for each in checked_addresses(addresses)
         }
+        self._moving: set[str] = set()
+        self._moves = Moves()
         self._fail_opens: FailOpens = Counter()
         self._placed: OpenSessions[str, _Assigned] = OpenSessions()
         self._under_way: set[Plan] = set()
@@ -204,7 +265,8 @@ class Planner:
         check_session_name(session)
         self._placed.check_free(session)
         sequence = TokenSequence(checked_tokens(prompt, None), remember=remember)
-        self._placed.add(session, _Assigned(sequence, ranked(session, self.conversations)[0]))
+        order = ranked(session, self.conversations)
+        self._placed.add(session, _Assigned(sequence, order, order[0]))
 
     def plan(self, requests: Sequence[DraftRequest], now_s: float, deadline_s: float) -> Plan:
         """Note the new tokens of a step; return the messages to send.
@@ -217,11 +279,13 @@ class Planner:
         found = [self._checked(request) for request in requests]
         plan = Plan([], deadline_s + _LOCAL_SHARE * max(0.0, deadline_s - now_s))
         by_server: dict[str, list[SequenceStep]] = {}
+        self._moves.begin_step(now_s, deadline_s)
         for request, assigned in zip(requests, found, strict=True):
             assigned.sequence.extend(request.new_tokens)
             step = SequenceStep(request, assigned.sequence)
             plan.steps.append(step)
-            by_server.setdefault(self._server_of(request.session, assigned), []).append(step)
+            address = self._server_of(request.session, assigned, now_s)
+            by_server.setdefault(address, []).append(step)
         for address, steps in by_server.items():
             self._ask(plan, address, steps, now_s, deadline_s)
         self._under_way.add(plan)
@@ -230,6 +294,8 @@ class Planner:
     def take(self, address: str, response: pb.DraftStreamResponse) -> bool:
         """Process a server's response; return whether its stream is broken."""
         answer = self.conversations[address].settle(response)
+        if self._moving:
+            self._settle_moves(address, answer)
         for plan in self._under_way:
             awaited = plan.messages.get(address)
             if awaited is not None and awaited.sequence_number == response.sequence_number:
@@ -269,6 +335,7 @@ class Planner:
         assigned.sequence.extend(ids)
         assigned.sequence.remember = assigned.sequence.remember and remember
         self.conversations[assigned.address].close(session, assigned.sequence)
+        self._leave(session, assigned)
         self._local.close(session, assigned.sequence)
 
     def _ask(
@@ -284,14 +351,66 @@ class Planner:
         plan.messages[address], left_out = conversation.ask(steps, now_s, deadline_s)
         plan.reasons |= left_out
 
-    def _server_of(self, session: str, assigned: _Assigned) -> str:
-        """Return the server of a session; it moves where its own is down and another is up."""
-        if not self.conversations[assigned.address].is_up:
-            for address in ranked(session, self.conversations):
-                if self.conversations[address].is_up:
-                    assigned.address = address
-                    break
-        return assigned.address
+    def _server_of(self, session: str, assigned: _Assigned, now_s: float) -> str:
+        """Return the server of a session: the first that takes it, in the session's own order.
+
+        It moves at once where its server would not answer. Where the server still answers, because
+        it drains or only stands in for one that is back, the move waits for its turn.
+        """
+        current = self.conversations[assigned.address]
+        takes = current.takes(session)
+        if takes and assigned.address == assigned.ranked[0]:
+            return assigned.address
+        best = next(
+            (each for each in assigned.ranked if self.conversations[each].takes(session)), None
+        )
+        if best is None:  # one that drains still answers for the sessions that it has
+            if not current.is_up:
+                self._move_back(session, assigned)
+            return assigned.address
+        if best == assigned.address:
+            return best
+        if current.is_up and current.knows(session):
+            is_late = self.conversations[best].why_not(now_s) is not None
+            if is_late or not self._moves.may_move(len(assigned.sequence), is_return=takes):
+                return assigned.address
+        self._move(session, assigned, best)
+        return best
+
+    def _move(self, session: str, assigned: _Assigned, address: str) -> None:
+        """Assign a session to another server; the old one has it until the new one has answered."""
+        before, assigned.address = assigned.address, address
+        if assigned.left is not None:  # the server that it was moving to did not answer
+            self.conversations[before].drop(session)
+            if assigned.left == address:
+                self._moving.discard(session)
+                assigned.left = None
+        elif self.conversations[before].knows(session):
+            self._moving.add(session)
+            assigned.left = before
+
+    def _move_back(self, session: str, assigned: _Assigned) -> None:
+        """Assign a session to the server that it was about to leave, if that has it still."""
+        if assigned.left is not None and self.conversations[assigned.left].knows(session):
+            self._move(session, assigned, assigned.left)
+
+    def _leave(self, session: str, assigned: _Assigned) -> None:
+        """Close a moved session on the server that it has left, which remembers nothing of it."""
+        if assigned.left is not None:
+            self.conversations[assigned.left].drop(session)
+            assigned.left = None
+            self._moving.discard(session)
+
+    def _settle_moves(self, address: str, answer: Reply) -> None:
+        """Complete the moves to a server that has answered; take back those that it refuses."""
+        for session in self._moving & (answer.trees.keys() | answer.reasons.keys()):
+            assigned = self._placed.get(session)
+            if assigned.address != address:
+                continue
+            if session in answer.trees:
+                self._leave(session, assigned)
+            elif not self.conversations[address].knows(session):
+                self._move_back(session, assigned)
 
     def _miss(self, session: str, reason: FailOpen) -> None:
         """Count a missed draft, also for the report to its server."""

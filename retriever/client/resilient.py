@@ -24,6 +24,7 @@ from retriever.client.streams import (
 )
 from retriever.drafter import Drafter, DraftRequest
 from retriever.tree import DraftTree
+from retriever.wire.messages import client_message
 
 SHARE: Final = 0.25
 """Share of the engine's time between two drafts that a step may wait: bounds the slowdown by a late
@@ -85,9 +86,12 @@ class FailOpenClient:
         vocabulary_fingerprint: str,
         credentials: Credentials | None,
         pad_requests: bool,
+        client: str,
     ) -> None:
         listed = [addresses] if isinstance(addresses, str) else addresses
-        self._planner = Planner(listed, vocabulary_fingerprint, local, pads=pad_requests)
+        self._planner = Planner(
+            listed, vocabulary_fingerprint, local, pads=pad_requests, client=client_message(client)
+        )
         self._pace = Pace(deadline_s)
         if credentials is not None:
             credentials.check(listed)
@@ -119,8 +123,9 @@ class ResilientDrafter(FailOpenClient):
     are then opened again with all their tokens, and outputs of sequences that ended in between are
     sent.
 
-    Sessions are spread over several servers by rendezvous hashing; one moves only while its own
-    server is down. Thread-safe, also after a fork.
+    Several servers are replicas. Sessions are spread over them by rendezvous hashing. A session
+    moves while its own server is down, drains, or has no room, and returns once that is over; see
+    `docs/scale.md`. Thread-safe, also after a fork.
 
     Args:
         addresses: one address, or several; `host:port` or `unix:/path`.
@@ -132,6 +137,8 @@ class ResilientDrafter(FailOpenClient):
         vocabulary_fingerprint: of the caller's tokenizer; a service for another one is not used.
         credentials: to send and to verify the server with; None for services that need none.
         pad_requests: pad messages to hide the size of sequences; see `docs/security.md`.
+        client: a name for this process that outlives it, which no other has at the same time: a
+            service then ends the sessions that it left open when it crashed. Empty for none.
         open_channel: opens a channel to an address; replaces the default, which uses the
             credentials.
 
@@ -150,6 +157,7 @@ class ResilientDrafter(FailOpenClient):
         vocabulary_fingerprint: str = "",
         credentials: Credentials | None = None,
         pad_requests: bool = False,
+        client: str = "",
         open_channel: OpenChannel | None = None,
     ) -> None:
         super().__init__(
@@ -159,6 +167,7 @@ class ResilientDrafter(FailOpenClient):
             vocabulary_fingerprint=vocabulary_fingerprint,
             credentials=credentials,
             pad_requests=pad_requests,
+            client=client,
         )
         self._lost_after_s = lost_after_s
         self._streams: StreamTable[LinkStream] = StreamTable(self._planner, lost_after_s)

@@ -14,7 +14,7 @@ import grpc
 from retriever.backoff import Backoff
 from retriever.client.credentials import Credentials, open_channel
 from retriever.client.planner import Plan, Planner
-from retriever.errors import CredentialsError
+from retriever.errors import CredentialsError, DrafterUnavailableError
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
@@ -97,6 +97,49 @@ class StreamTable(Generic[_Stream]):
 CONNECT_TIMEOUT_S: Final = 1.0
 """How long an attempt to connect may take, in seconds: a host that drops packets must not stop
 retries."""
+
+SETTLED_S: Final = 1.0
+"""A stream that ends sooner counts as a failed attempt, in seconds: a server that refuses each
+stream at once is not asked ten times a second."""
+
+_AWAY: Final = frozenset({pb.PHASE_STARTING, pb.PHASE_DRAINING})
+
+
+def check_opens(info: pb.GetServerInfoResponse) -> None:
+    """See that a service opens sessions.
+
+    Raises:
+        DrafterUnavailableError: it starts, or is about to end.
+    """
+    if info.phase in _AWAY:
+        phase = pb.Phase.Name(info.phase).removeprefix("PHASE_").lower()
+        raise DrafterUnavailableError(f"the service is {phase}: it opens no sessions now")
+
+
+def check_is_older(error: grpc.RpcError) -> None:
+    """See that a call of `GetServerInfo` failed because the service does not have it.
+
+    Raises:
+        grpc.RpcError: it failed for another reason.
+    """
+    if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+        raise error
+
+
+def _check_phase(stub: Any) -> None:
+    """See that a service opens sessions; one of an older version does not say.
+
+    Raises:
+        DrafterUnavailableError: it starts, or is about to end.
+        grpc.RpcError: it does not answer.
+    """
+    try:
+        info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
+    except grpc.RpcError as error:
+        check_is_older(error)
+    else:
+        check_opens(info)
+
 
 OpenChannel = Callable[[str], grpc.Channel]
 """Opens a channel to an address, with credentials if there are any."""
@@ -216,12 +259,14 @@ class Link:
         while not self._is_shut_down.is_set():
             try:
                 with closing(self._open_channel(self._address)) as channel:
-                    RetrieverServiceStub(channel).ListIndexes(
-                        pb.ListIndexesRequest(), timeout=CONNECT_TIMEOUT_S
-                    )
-                    backoff.succeed()
-                    self._converse(channel)
-            except (grpc.RpcError, CredentialsError) as error:
+                    _check_phase(RetrieverServiceStub(channel))
+                    began_s = time.monotonic()
+                    try:
+                        self._converse(channel)
+                    finally:
+                        if time.monotonic() - began_s > SETTLED_S:
+                            backoff.succeed()
+            except (grpc.RpcError, CredentialsError, DrafterUnavailableError) as error:
                 _log.info("no draft service at %s: %s", self._address, error)
             self._is_shut_down.wait(backoff.fail())
 

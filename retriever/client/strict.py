@@ -28,6 +28,7 @@ from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
 from retriever.wire.messages import (
     add_step,
+    client_message,
     closing_message,
     context_to_message,
     explanation_from_message,
@@ -36,6 +37,7 @@ from retriever.wire.messages import (
     tokens_to_wire,
     trees_from_messages,
 )
+from retriever.wire.server_info import ServerInfo
 from retriever.wire.statuses import error_of, error_of_status
 
 _ABORTED: Final[int] = grpc.StatusCode.ABORTED.value[0]
@@ -153,8 +155,6 @@ class Calls:
             InvalidRequestError: the context or the budget is invalid.
             DrafterUnavailableError: no answer in time.
         """
-        if budget_nodes == 0:
-            return DraftTree.empty()  # on the wire 0 stands for the service's default
         message = context_to_message(context, budget_nodes, min_probability, self._fingerprint)
         return self._trees([self._call(self._stub.Draft, message).tree], 1)[0]
 
@@ -178,8 +178,6 @@ class Calls:
             InvalidRequestError: the context or a number is invalid.
             DrafterUnavailableError: no answer in time.
         """
-        if budget_nodes == 0:
-            return Explanation(DraftTree.empty(), ())
         message = explanation_request(
             context, budget_nodes, min_probability, self._fingerprint, max_documents
         )
@@ -211,6 +209,11 @@ class Calls:
             )
             for index in response.indexes
         ]
+
+    def server_info(self) -> ServerInfo:
+        """Return the version, phase, limits and vocabulary of the service, also while it starts."""
+        response = self._call(self._stub.GetServerInfo, pb.GetServerInfoRequest())
+        return ServerInfo.from_message(response)
 
     def _trees(self, messages: Sequence[pb.DraftTree], num_trees: int) -> list[DraftTree]:
         """Return the trees of an answer, or raise `DrafterUnavailableError`."""
@@ -271,9 +274,12 @@ class RemoteDrafter(Calls):
         timeout_s: longest wait for any answer, in seconds.
         vocabulary_fingerprint: of the caller's tokenizer; a service for another one refuses.
         credentials: to send and to verify the server with; None for a service that needs none.
+        client: a name for this process that outlives it, which no other has at the same time: a
+            service then ends the sessions that it left open when it crashed. Empty for none.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
+        InvalidRequestError: the client's name is too long.
     """
 
     def __init__(
@@ -283,6 +289,7 @@ class RemoteDrafter(Calls):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         vocabulary_fingerprint: str = "",
         credentials: Credentials | None = None,
+        client: str = "",
     ) -> None:
         super().__init__(
             address,
@@ -290,6 +297,7 @@ class RemoteDrafter(Calls):
             vocabulary_fingerprint=vocabulary_fingerprint,
             credentials=credentials,
         )
+        self._client = client_message(client)
         self._prefix = f"{uuid.uuid4().hex}/"
         self._exchange: Exchange | None = None
         self._sessions: OpenSessions[str, _Told] = OpenSessions()
@@ -303,6 +311,7 @@ class RemoteDrafter(Calls):
             checked_tokens(prompt, None),
             remember=remember,
             fingerprint=self._fingerprint,
+            client=self._client,
         )
         self._call(self._stub.OpenSession, message)
         self._forget(session)  # the service ends sessions that are idle for long
@@ -408,6 +417,8 @@ class RemoteDrafter(Calls):
         """Send one step and await its answer; after a failure the next step opens a new stream."""
         if self._exchange is None:
             self._exchange = Exchange(self._channel, self._timeout_s)
+            if self._client is not None:
+                message.client.CopyFrom(self._client)
         try:
             return self._exchange.ask(message)
         except RetrieverError:

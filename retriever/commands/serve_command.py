@@ -57,6 +57,7 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
                     protection,
                     pad_replies=settings.pad_replies,
                     drain_s=settings.drain_s,
+                    models=settings.model,
                 )
             )
     finally:

@@ -8,6 +8,7 @@ from typing import Final
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from retriever.errors import DrafterUnavailableError, DrainingError
 from retriever.v1 import retriever_pb2 as pb
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].full_name
@@ -15,6 +16,9 @@ SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].full_name
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
+_ALWAYS: Final = frozenset({"GetServerInfo"})
+_BEGINNING: Final = frozenset({"OpenSession", "DraftStream"})
+_DRAINING: Final = "the service is about to end: open the session on another one, or later"
 _LOOK_S: Final = 0.05  # longest delay of a shutdown after the last session
 
 
@@ -63,10 +67,28 @@ class Lifecycle:
             await asyncio.sleep(_LOOK_S)
         return is_idle()
 
-    def refusal(self, method: str) -> str | None:
+    def refusal(self, method: str) -> DrafterUnavailableError | None:
         """Return why a call must be refused now; None if it may proceed."""
+        if method in _ALWAYS:
+            return None
         if self.phase is Phase.STARTING:
-            return "the service is starting: its health says when it is ready"
-        if self.phase is Phase.DRAINING and method == "OpenSession":
-            return "the service is about to end: open the session on another one, or later"
+            return DrafterUnavailableError(
+                "the service is starting: its health says when it is ready"
+            )
+        if self.is_draining and method in _BEGINNING:
+            return DrainingError(_DRAINING)
         return None
+
+    def check_opening(self) -> None:
+        """Refuse a session that is opened within a stream while the service drains.
+
+        Raises:
+            DrainingError: it drains.
+        """
+        if self.is_draining:
+            raise DrainingError(_DRAINING)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the service is about to end."""
+        return self.phase is Phase.DRAINING

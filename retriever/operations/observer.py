@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -14,16 +13,16 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health
 
-from retriever.errors import SettingsError
+from retriever.errors import RetrieverError, SettingsError
 from retriever.limits import Limits
 from retriever.operations.lifecycle import SERVICE, Lifecycle
 from retriever.operations.logs import log_event
 from retriever.operations.tracing import Tracing
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
+from retriever.wire.statuses import Refusal, abort, refusal_in, refusal_of
 
 _logger = logging.getLogger(__name__)
-_NAMED: Final = re.compile(r"\((\w+)\)$")
 _LIMITS: Final = frozenset(field.name for field in fields(Limits))
 _STATUS_OF_CODE: Final = {status.value[0]: status.name for status in grpc.StatusCode}
 _ORDINARY: Final = frozenset({"OK", "CANCELLED"})
@@ -86,7 +85,7 @@ class CallCounts:
         """Count the refusals in a response of a stream."""
         for status in statuses:
             name = _STATUS_OF_CODE.get(status.code, "UNKNOWN")
-            end = End(method, name, _limit_of(status.message))
+            end = End(method, name, _limit_of(refusal_in(status.details)))
             self.refused_within[end] += 1
             self.latest_s[end] = time.time()
             _log(end)
@@ -107,10 +106,9 @@ def _log(end: End, **measured: float) -> None:
         log_event(_logger, logging.DEBUG, "call", text, **fields)
 
 
-def _limit_of(text: str) -> str:
-    """Return the limit named in the text of a refusal; empty if there is none."""
-    named = _NAMED.search(text)
-    return named[1] if named is not None and named[1] in _LIMITS else ""
+def _limit_of(refusal: Refusal) -> str:
+    """Return the limit that a refusal names; empty if there is none."""
+    return refusal.limit if refusal.limit in _LIMITS else ""
 
 
 def _status_of(error: BaseException, context: aio.ServicerContext[Any, Any]) -> tuple[str, str]:
@@ -120,7 +118,7 @@ def _status_of(error: BaseException, context: aio.ServicerContext[Any, Any]) -> 
     if not isinstance(error, aio.AbortError):
         return "INTERNAL", type(error).__name__
     code: Any = context.code()
-    limit = _limit_of(str(context.details() or ""))
+    limit = _limit_of(refusal_of(context.trailing_metadata()))
     return _STATUS_OF_CODE.get(getattr(code, "value", (code,))[0], "UNKNOWN"), limit
 
 
@@ -210,13 +208,13 @@ class Interceptor(aio.ServerInterceptor):
             with self._calls.counted(method, context):
                 refusal = self._lifecycle.refusal(method)
                 if refusal is not None:
-                    await context.abort(grpc.StatusCode.UNAVAILABLE, refusal)
+                    await abort(context, refusal)
                 yield
         except aio.BaseError:
             raise  # gRPC's own: the call has its status, or has ended
         except Exception:
             _logger.exception("%s failed", method)
-            await context.abort(grpc.StatusCode.INTERNAL, "the service failed: its log has more")
+            await abort(context, RetrieverError("the service failed: its log has more"))
 
 
 _STREAM = "DraftStream"

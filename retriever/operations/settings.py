@@ -288,6 +288,14 @@ class ReportSettings(BaseModel):
 
     model_config = ConfigDict(title="Reports", extra="forbid", frozen=True)
 
+    model: Annotated[
+        list[str],
+        Metavar("NAME"),
+        Field(
+            description="A model that this service drafts for, by the name that clients are told. "
+            "Repeatable."
+        ),
+    ] = []
     log_format: Annotated[
         LogFormat, Field(description="A line of text for each event, or a JSON object.")
     ] = "text"

@@ -16,6 +16,7 @@ from retriever.errors import AccessRefusedError, NotPermittedError
 from retriever.security.access import Access, read_access
 from retriever.security.certificates import Certified, certified
 from retriever.security.private_files import Reloaded
+from retriever.wire.statuses import abort
 
 _MAKERS: Final[Mapping[str, Callable[..., Any]]] = {
     "unary_unary": grpc.unary_unary_rpc_method_handler,
@@ -185,11 +186,10 @@ class Admission(aio.ServerInterceptor):
         try:
             token = token_in(context.invocation_metadata() or ())
             caller = Caller(self._doorkeeper, token, certificate_of(context.auth_context()))
-        except NotPermittedError as error:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         except AccessRefusedError as error:
-            _LOGGER.debug("not let in: %s", context.peer())
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+            if not isinstance(error, NotPermittedError):
+                _LOGGER.debug("not let in: %s", context.peer())
+            await abort(context, error)
         return AdmittedContext(context, caller)
 
 

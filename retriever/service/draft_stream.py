@@ -7,16 +7,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-import grpc
-
 from retriever.drafter import DraftRequest
-from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
+from retriever.errors import (
+    InvalidRequestError,
+    LimitExceededError,
+    OutOfSequenceError,
+    RetrieverError,
+)
+from retriever.operations.lifecycle import Lifecycle
 from retriever.sequences import SessionKey, check_batch
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.messages import requests_from_message, tokens_from_wire, tree_to_message
-from retriever.wire.statuses import status_of
+from retriever.wire.messages import (
+    DEFAULT_BUDGET_NODES,
+    requests_from_message,
+    tokens_from_wire,
+    tree_to_message,
+)
+from retriever.wire.statuses import late_status, session_status
 
 
 class Flushing:
@@ -116,15 +125,23 @@ class DraftStream:
         tenant: of the stream, which reaches no other tenant's sessions.
         turns: shared with the other streams.
         flushing: flushes the outputs of ended sessions.
+        lifecycle: while it drains, sessions are not opened.
     """
 
     def __init__(
-        self, drafter: EmbeddedDrafter, tenant: str, turns: Turns, flushing: Flushing
+        self,
+        drafter: EmbeddedDrafter,
+        tenant: str,
+        turns: Turns,
+        flushing: Flushing,
+        lifecycle: Lifecycle,
     ) -> None:
         self._drafter = drafter
         self._tenant = tenant
         self._turns = turns
         self._flushing = flushing
+        self._lifecycle = lifecycle
+        self._default_nodes = min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes)
         self._number = 0
         self._last = pb.DraftStreamResponse()
         self._owned: dict[SessionKey, Session] = {}
@@ -159,11 +176,13 @@ class DraftStream:
     async def _work(
         self, message: pb.DraftStreamRequest, read_at_s: float
     ) -> pb.DraftStreamResponse:
-        response = pb.DraftStreamResponse(sequence_number=message.sequence_number)
+        response = pb.DraftStreamResponse(
+            sequence_number=message.sequence_number, is_draining=self._lifecycle.is_draining
+        )
         if message.fail_opens:
             self._drafter.draft_counts.failed_open(bounded_fail_opens(message.fail_opens))
         try:
-            requests = requests_from_message(message)
+            requests = requests_from_message(message, self._default_nodes)
             check_batch(requests, self._drafter.limits)
             self._check_counts(message)
         except RetrieverError as error:
@@ -192,6 +211,7 @@ class DraftStream:
 
     async def _open(self, opening: pb.OpenSessionRequest, response: pb.DraftStreamResponse) -> None:
         try:
+            self._lifecycle.check_opening()
             session = await open_session(self._drafter, opening, self._tenant)
         except RetrieverError as error:
             _refuse(response, opening.session_id, error)
@@ -281,21 +301,17 @@ def _prepare(drafter: EmbeddedDrafter, opening: pb.OpenSessionRequest, tenant: s
 
 
 def _refuse(response: pb.DraftStreamResponse, name: str, error: RetrieverError) -> None:
-    code: int = status_of(error).value[0]
-    response.statuses.add(session_id=name, code=code, message=str(error))
+    response.statuses.append(session_status(name, error))
 
 
 def _refuse_late(response: pb.DraftStreamResponse, num_missing: int) -> None:
-    code: int = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
     text = f"{num_missing} drafts were not made: timeout_us had passed"
-    response.statuses.add(code=code, message=text)
+    response.statuses.append(late_status(text))
 
 
 def _out_of_order(number: int, awaited: int) -> pb.DraftStreamResponse:
     response = pb.DraftStreamResponse(sequence_number=number)
     what = "is stale" if number < awaited else "came too early: an earlier one was lost"
-    response.statuses.add(
-        code=grpc.StatusCode.ABORTED.value[0],
-        message=f"message {number} {what}; message {awaited} is awaited",
-    )
+    error = OutOfSequenceError(f"message {number} {what}; message {awaited} is awaited")
+    _refuse(response, "", error)
     return response

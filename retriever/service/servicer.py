@@ -8,8 +8,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 import grpc
@@ -17,14 +18,25 @@ from grpc import aio
 
 from indexer.reader import Index
 from retriever.errors import LimitExceededError, RetrieverError
+from retriever.operations.lifecycle import Lifecycle
 from retriever.operations.logs import log_event
+from retriever.operations.service_report import installed_version
 from retriever.sequences import SessionKey
 from retriever.service.draft_stream import DraftStream, Flushing, Turns, end_session, open_session
+from retriever.service.open_streams import OpenStreams
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
-from retriever.wire.messages import explanation_to_message, pad, tokens_from_wire, tree_to_message
-from retriever.wire.statuses import status_of
+from retriever.wire.messages import (
+    DEFAULT_BUDGET_NODES,
+    budget_in,
+    explanation_to_message,
+    pad,
+    tokens_from_wire,
+    tree_to_message,
+)
+from retriever.wire.server_info import ServerInfo
+from retriever.wire.statuses import abort, status_of
 
 
 def tenant_of(context: Any) -> str:
@@ -103,9 +115,6 @@ class Deleting:
         }
 
 
-DEFAULT_BUDGET_NODES: Final = 32
-"""Nodes in the tree of a bare context without a budget."""
-
 _FAILED: Final = "the service could not do this: its log says why; ask again, or its operator"
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -121,26 +130,46 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     Args:
         drafter: what drafts; None if `answer_with` sets it before the first call.
         pad_replies: whether drafts are padded to hide their size.
+        lifecycle: the phase of the service.
+        models: names of the models that it drafts for.
+
+    Attributes:
+        streams: the open streams.
     """
 
     def __init__(
-        self, drafter: EmbeddedDrafter | None = None, *, pad_replies: bool = False
+        self,
+        drafter: EmbeddedDrafter | None = None,
+        *,
+        pad_replies: bool = False,
+        lifecycle: Lifecycle | None = None,
+        models: Sequence[str] = (),
     ) -> None:
         self._pad_replies = pad_replies
+        self._lifecycle = lifecycle or Lifecycle()
+        self._info = ServerInfo(installed_version(), models=tuple(models))
+        self.streams = OpenStreams()
         self._turns = Turns()
+        self._known: EmbeddedDrafter | None = None
         if drafter is not None:
             self.answer_with(drafter)
 
     def answer_with(self, drafter: EmbeddedDrafter) -> None:
         """Set the drafter; no call may come before."""
-        self._drafter = drafter
+        self._drafter = self._known = drafter
+        self._info = replace(
+            self._info,
+            limits={name: float(limit) for name, limit in asdict(drafter.limits).items()},
+            default_budget_nodes=min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes),
+        )
+        self._default_nodes = min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes)
         self._flushing = Flushing(drafter)
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         async with _statuses(context):
             self._drafter.check_vocabulary(request.vocabulary_fingerprint)
-            budget_nodes = request.budget_nodes or DEFAULT_BUDGET_NODES
+            budget_nodes = budget_in(request, self._default_nodes)
             tree = self._drafter.draft_context(
                 tokens_from_wire(request.context),
                 budget_nodes,
@@ -159,7 +188,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             explanation = await asyncio.to_thread(
                 self._drafter.explain,
                 tokens_from_wire(request.context),
-                request.budget_nodes or DEFAULT_BUDGET_NODES,
+                budget_in(request, self._default_nodes),
                 request.min_probability,
                 max_documents=request.max_documents,
                 tenant=tenant_of(context),
@@ -176,15 +205,18 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     async def DraftStream(
         self, request_iterator: AsyncIterator[pb.DraftStreamRequest], context: _Context
     ) -> AsyncIterator[pb.DraftStreamResponse]:
-        stream = DraftStream(self._drafter, tenant_of(context), self._turns, self._flushing)
+        stream = DraftStream(
+            self._drafter, tenant_of(context), self._turns, self._flushing, self._lifecycle
+        )
         # One message at a time: gRPC's flow control holds the others.
         async with _statuses(context):
             with self._turns.taking_part(), closing(stream):
-                async for message in request_iterator:
+                async for message in self.streams.until_end(request_iterator):
                     tenant_of(context)  # raises once credentials are revoked
                     response = await stream.answer(message)
                     if self._pad_replies and not response.padding:
-                        pad(response, [step.budget_nodes for step in message.steps])
+                        nodes = self._default_nodes
+                        pad(response, [budget_in(step, nodes) for step in message.steps])
                     yield response
 
     async def CloseSession(
@@ -224,6 +256,18 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             indexes = self._drafter.indexes_of(tenant_of(context))
             return pb.ListIndexesResponse(indexes=map(_described, indexes))
 
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: _Context
+    ) -> pb.GetServerInfoResponse:
+        del request, context
+        known = self._known.vocabulary if self._known is not None else None
+        return replace(
+            self._info,
+            phase=self._lifecycle.phase.value,
+            vocabulary_fingerprint=known.fingerprint if known else "",
+            vocabulary_size=known.size if known else 0,
+        ).to_message()
+
 
 @asynccontextmanager
 async def _statuses(context: _Context) -> AsyncIterator[None]:
@@ -234,11 +278,10 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
     try:
         yield
     except RetrieverError as error:
-        status = status_of(error)
-        if status is not grpc.StatusCode.INTERNAL:
-            await context.abort(status, str(error))
+        if status_of(error) is not grpc.StatusCode.INTERNAL:
+            await abort(context, error)
         log_event(_LOGGER, logging.ERROR, "failed", str(error))
-        await context.abort(status, _FAILED)
+        await abort(context, RetrieverError(_FAILED))
 
 
 def _described(index: Index) -> pb.IndexInfo:

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 from retriever.wire.channels import server_options
+from retriever.wire.statuses import abort
 
 _LIBRARY: Final[Any] = ctypes.CDLL(None) if os.name == "posix" else None
 _trim: Final[Any] = getattr(_LIBRARY, "malloc_trim", None)
@@ -138,7 +139,7 @@ def _late(parse: _Parse) -> _Parse:
 def _answering(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     async def answer(request: Any, context: Any) -> Any:
         if isinstance(request, InvalidRequestError):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
+            await abort(context, request)
         return await behaviour(request, context)
 
     return answer
@@ -214,6 +215,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     *,
     pad_replies: bool = False,
     drain_s: float = DEFAULT_DRAIN_S,
+    models: Sequence[str] = (),
 ) -> None:
     """Serve until SIGINT or SIGTERM, then until sessions have ended, for at most `drain_s`.
 
@@ -229,6 +231,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         protection: authentication of callers and encryption.
         pad_replies: whether drafts are padded.
         drain_s: longest wait for open sessions at the end, in seconds.
+        models: names of the models that it drafts for, for `GetServerInfo`.
 
     Raises:
         AddressInUseError: the address is taken or cannot be bound.
@@ -239,7 +242,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, partial(_stop, stopped, number))
     listening = await _listen(
-        max_message_bytes, address, observer, protection, pad_replies=pad_replies
+        max_message_bytes, address, observer, protection, pad_replies=pad_replies, models=models
     )
     drafter = await listening.open(open_drafter)
     settle()
@@ -253,17 +256,19 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     watching.cancel()
     left = drafter.num_sessions
     remembered = await asyncio.to_thread(drafter.remember_open)
+    listening.servicer.streams.end()
     await listening.server.stop(_GRACE_S)
     log_event(*(_logger, logging.INFO, "ended", "ended"), sessions_left=left, remembered=remembered)
 
 
-async def _listen(
+async def _listen(  # noqa: PLR0913  (as `serve`)
     max_message_bytes: int,
     address: str,
     observer: ServiceObserver,
     protection: Protection,
     *,
     pad_replies: bool,
+    models: Sequence[str] = (),
 ) -> _Listening:
     """Start a server without a drafter."""
     check_address(address)
@@ -272,7 +277,9 @@ async def _listen(
     if protection.doorkeeper is not None:
         interceptors.insert(1, Admission(protection.doorkeeper))
     server = aio.server(interceptors=interceptors, options=server_options(max_message_bytes))
-    servicer = RetrieverServicer(pad_replies=pad_replies)
+    servicer = RetrieverServicer(
+        pad_replies=pad_replies, lifecycle=observer.lifecycle, models=models
+    )
     pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
     await observer.attach(server)
     port = listen(server, address, protection.tls)

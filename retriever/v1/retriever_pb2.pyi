@@ -28,6 +28,7 @@ class FailOpenReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAIL_OPEN_REASON_VOCABULARY: _ClassVar[FailOpenReason]
     FAIL_OPEN_REASON_REFUSED: _ClassVar[FailOpenReason]
     FAIL_OPEN_REASON_INVALID: _ClassVar[FailOpenReason]
+    FAIL_OPEN_REASON_DRAINING: _ClassVar[FailOpenReason]
 
 class Keeping(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -58,6 +59,7 @@ FAIL_OPEN_REASON_LIMIT: FailOpenReason
 FAIL_OPEN_REASON_VOCABULARY: FailOpenReason
 FAIL_OPEN_REASON_REFUSED: FailOpenReason
 FAIL_OPEN_REASON_INVALID: FailOpenReason
+FAIL_OPEN_REASON_DRAINING: FailOpenReason
 KEEPING_UNSPECIFIED: Keeping
 KEEPING_NOTHING: Keeping
 KEEPING_MEMORY: Keeping

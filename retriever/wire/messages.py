@@ -3,6 +3,7 @@
 All other modules use `DraftRequest` and `DraftTree`.
 """
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -14,9 +15,13 @@ from numpy.typing import ArrayLike
 
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import InvalidRequestError, InvalidTreeError
-from retriever.limits import checked_tokens
+from retriever.limits import MAX_NAME_BYTES, checked_tokens
 from retriever.tree import DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
 from retriever.v1 import retriever_pb2 as pb
+
+DEFAULT_BUDGET_NODES: Final = 32
+"""Nodes in the tree of a request without a budget: a draft of 35 us, and about as many as a pass of
+a small model on a CPU verifies at a gain."""
 
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
 _MOST_NODES: Final = (1 << 32) - 1
@@ -46,8 +51,26 @@ def tokens_to_wire(tokens: ArrayLike) -> list[int]:
     return token_ids
 
 
+def client_message(name: str) -> pb.Client | None:
+    """Return the message that names a client, in a life that begins now; None without a name.
+
+    Raises:
+        InvalidRequestError: the name is too long.
+    """
+    if not name:
+        return None
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise InvalidRequestError(f"a client's name has at most {MAX_NAME_BYTES} bytes")
+    return pb.Client(name=name, incarnation=time.time_ns())
+
+
 def opening_message(
-    session_id: str, prompt: TokenIds, *, remember: bool, fingerprint: str
+    session_id: str,
+    prompt: TokenIds,
+    *,
+    remember: bool,
+    fingerprint: str,
+    client: pb.Client | None = None,
 ) -> pb.OpenSessionRequest:
     """Return the message that opens a session; the prompt, int32[n], is already checked.
 
@@ -56,12 +79,14 @@ def opening_message(
         prompt: of the sequence.
         remember: whether its output joins the generations.
         fingerprint: of the caller's tokenizer; empty if unknown.
+        client: that the session belongs to; None for none, and within a stream.
     """
     return pb.OpenSessionRequest(
         session_id=session_id,
         prompt=prompt.tolist(),
         forget=not remember,
         vocabulary_fingerprint=fingerprint,
+        client=client,
     )
 
 
@@ -110,17 +135,30 @@ def add_step(
         raise InvalidRequestError(f"a step does not fit the wire: {error}") from error
 
 
-def requests_from_message(message: pb.DraftStreamRequest) -> list[DraftRequest]:
+def budget_in(
+    message: pb.DraftRequest | pb.ExplainRequest | pb.SessionStep, default_nodes: int
+) -> int:
+    """Return the budget of a request, in nodes: the default where it states none; 0 is none."""
+    return message.budget_nodes if message.HasField("budget_nodes") else default_nodes
+
+
+def requests_from_message(
+    message: pb.DraftStreamRequest, default_nodes: int = DEFAULT_BUDGET_NODES
+) -> list[DraftRequest]:
     """Return the requests of one step; their contents are checked by the drafter.
 
     Token ids beyond 31 bits become negative, so that the drafter refuses that request alone.
+
+    Args:
+        message: of the step.
+        default_nodes: budget of a sequence for which none is stated.
     """
     return [
         DraftRequest(
             step.session_id,
             np.array(step.new_token_ids, np.uint32).view(np.int32),
             step.length,
-            step.budget_nodes,
+            budget_in(step, default_nodes),
             step.min_probability,
         )
         for step in message.steps

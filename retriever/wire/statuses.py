@@ -1,36 +1,66 @@
-"""Conversion of errors to gRPC statuses, and back to the errors of the embedded drafter."""
+"""Conversion of errors to gRPC statuses, and back to the errors of the embedded drafter.
+
+A status carries `google.rpc` details: programs read the reason, the limit and the wait from these,
+never from the words of a message. The status code alone counts where a server sends none.
+"""
 
 import re
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
 from urllib.parse import unquote
 
 import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 
 from retriever.errors import (
     AccessRefusedError,
     DrafterUnavailableError,
+    DrainingError,
     InvalidRequestError,
     LimitExceededError,
     NotPermittedError,
     OutOfSequenceError,
     RetrieverError,
     SessionExistsError,
+    StaleClientError,
     UnknownSessionError,
     VocabularyMismatchError,
 )
 from retriever.v1 import retriever_pb2 as pb
 
-# Subclasses first: the first matching class gives the status.
+DOMAIN: Final = "foredraft"
+"""Domain of the reasons in details."""
+
+INTERNAL: Final = "INTERNAL"
+"""Reason of a failure that is the service's own."""
+
+LATE: Final = "TIMED_OUT"
+"""Reason of drafts that were not made because the caller's timeout had passed."""
+
+_LIMIT: Final = "limit"
+_DETAILS: Final = "grpc-status-details-bin"
+"""Trailing metadata that holds a `google.rpc.Status`; source: gRPC's richer error model."""
+
+# Subclasses first: the first matching class gives the status. Of the classes that share a status,
+# a client takes the first where a server sends no details.
 _STATUS_OF_ERROR: Final[tuple[tuple[type[RetrieverError], grpc.StatusCode], ...]] = (
     (OutOfSequenceError, grpc.StatusCode.ABORTED),
     (VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
+    (StaleClientError, grpc.StatusCode.FAILED_PRECONDITION),
     (LimitExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (UnknownSessionError, grpc.StatusCode.NOT_FOUND),
     (SessionExistsError, grpc.StatusCode.ALREADY_EXISTS),
     (NotPermittedError, grpc.StatusCode.PERMISSION_DENIED),
     (AccessRefusedError, grpc.StatusCode.UNAUTHENTICATED),
+    (DrainingError, grpc.StatusCode.UNAVAILABLE),
+    (DrafterUnavailableError, grpc.StatusCode.UNAVAILABLE),
 )
+
 _UNREACHED: Final = re.compile(
     r"(?:failed to connect .*(?:ipv[46]:|(?=unix:))|errors resolving )(?P<place>\S+): "
     r".*: (?P<reason>[^:\]]+)\]?$",
@@ -38,8 +68,15 @@ _UNREACHED: Final = re.compile(
 )
 """gRPC's message where no service listens at an address, or the name does not resolve."""
 
-_ERROR_OF_STATUS: Final = {status: error for error, status in _STATUS_OF_ERROR}
-_ERROR_OF_CODE: Final = {status.value[0]: error for error, status in _STATUS_OF_ERROR}
+_ERROR_OF_REASON: Final = {error.reason: error for error, _ in _STATUS_OF_ERROR}
+_ERROR_OF_STATUS: Final = {
+    # Of UNAVAILABLE the text says more: it may be gRPC's own.
+    status: error
+    for error, status in reversed(_STATUS_OF_ERROR)
+    if status is not grpc.StatusCode.UNAVAILABLE
+}
+_ERROR_OF_CODE: Final = {status.value[0]: error for status, error in _ERROR_OF_STATUS.items()}
+_LONGEST_S: Final = 86_400.0 * 365  # a wait is not stated as longer: a Duration has an end
 
 
 # Advice by a part of gRPC's details; the first match counts.
@@ -72,6 +109,23 @@ def advice(details: str) -> str:
     return next((text for sign, text in _ADVICE.items() if sign in details), "")
 
 
+class Refusal(NamedTuple):
+    """What programs read of a refusal.
+
+    Attributes:
+        reason: one of `RetrieverError.reason`, or another; empty where the server sent no details.
+        limit: name of the setting whose limit is reached; empty for other reasons.
+        retry_after_s: wait before another attempt, in seconds; None where it is not known.
+    """
+
+    reason: str = ""
+    limit: str = ""
+    retry_after_s: float | None = None
+
+
+_NO_DETAILS: Final = Refusal()
+
+
 def status_of(error: RetrieverError) -> grpc.StatusCode:
     """Return the status of an error."""
     for kind, status in _STATUS_OF_ERROR:
@@ -80,12 +134,70 @@ def status_of(error: RetrieverError) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
+async def abort(context: Any, error: RetrieverError) -> NoReturn:
+    """End a call with the status of an error and its details.
+
+    Args:
+        context: of the call, of gRPC for asyncio.
+        error: its message is sent.
+    """
+    status: Any = status_of(error)
+    details = Status(code=status.value[0], message=str(error), details=_details_of(error))
+    await context.abort(status, str(error), ((_DETAILS, details.SerializeToString()),))
+    raise AssertionError  # a context's abort always raises
+
+
+def session_status(name: str, error: RetrieverError) -> pb.SessionStatus:
+    """Return the status of a session that was refused; an empty name for the whole message."""
+    code: int = status_of(error).value[0]
+    return pb.SessionStatus(
+        session_id=name, code=code, message=str(error), details=_details_of(error)
+    )
+
+
+def late_status(text: str) -> pb.SessionStatus:
+    """Return the status of a message whose drafts came too late in part."""
+    code: int = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+    return pb.SessionStatus(code=code, message=text, details=[_packed(_info(LATE))])
+
+
+def refusal_in(details: Iterable[AnyMessage]) -> Refusal:
+    """Return what details of a status say; details of others are skipped."""
+    reason = limit = ""
+    retry_after_s: float | None = None
+    for each in details:
+        try:
+            if each.Is(ErrorInfo.DESCRIPTOR):
+                info = ErrorInfo.FromString(each.value)
+                if info.domain == DOMAIN:
+                    reason, limit = info.reason, info.metadata.get(_LIMIT, "")
+            elif each.Is(RetryInfo.DESCRIPTOR):
+                delay = RetryInfo.FromString(each.value).retry_delay
+                retry_after_s = max(0.0, delay.seconds + delay.nanos / 1e9)
+        except DecodeError:  # of a server that is not ours
+            continue
+    return Refusal(reason, limit, retry_after_s)
+
+
+def refusal_of(metadata: Iterable[Any] | None) -> Refusal:
+    """Return what the trailing metadata of a failed call says."""
+    for key, value in metadata or ():
+        if key == _DETAILS:
+            try:
+                return refusal_in(Status.FromString(bytes(value)).details)
+            except DecodeError:
+                break
+    return _NO_DETAILS
+
+
 def error_of(error: grpc.RpcError) -> RetrieverError:
     """Return the error of a failed call; unknown statuses are `DrafterUnavailableError`."""
-    code, details = error.code(), error.details() or ""
-    kind = _ERROR_OF_STATUS.get(code)
+    code: Any = error.code()
+    details = error.details() or ""
+    refusal = refusal_of(error.trailing_metadata())
+    kind = _ERROR_OF_REASON.get(refusal.reason) or _ERROR_OF_STATUS.get(code)
     if kind is not None:
-        return kind(details)
+        return _rebuilt(kind, details, refusal)
     if reason := advice(details):
         return DrafterUnavailableError(reason)
     if code is grpc.StatusCode.UNAVAILABLE and (refused := _UNREACHED.search(details)):
@@ -98,5 +210,38 @@ def error_of(error: grpc.RpcError) -> RetrieverError:
 
 def error_of_status(status: pb.SessionStatus) -> RetrieverError:
     """Return the error of a refusal in a response."""
-    kind = _ERROR_OF_CODE.get(status.code, DrafterUnavailableError)
-    return kind(status.message)
+    refusal = refusal_in(status.details)
+    kind = _ERROR_OF_REASON.get(refusal.reason) or _ERROR_OF_CODE.get(status.code)
+    return _rebuilt(kind or DrafterUnavailableError, status.message, refusal)
+
+
+def _rebuilt(kind: type[RetrieverError], text: str, refusal: Refusal) -> RetrieverError:
+    if issubclass(kind, LimitExceededError):
+        return kind(text, limit=refusal.limit, retry_after_s=refusal.retry_after_s)
+    return kind(text)
+
+
+def _details_of(error: RetrieverError) -> Sequence[AnyMessage]:
+    info = _info(error.reason or INTERNAL)
+    if not isinstance(error, LimitExceededError):
+        return [_packed(info)]
+    if error.limit:
+        info.metadata[_LIMIT] = error.limit
+    if error.retry_after_s is None:
+        return [_packed(info)]
+    return [_packed(info), _packed(RetryInfo(retry_delay=_duration(error.retry_after_s)))]
+
+
+def _info(reason: str) -> ErrorInfo:
+    return ErrorInfo(reason=reason, domain=DOMAIN)
+
+
+def _duration(seconds: float) -> Duration:
+    whole, nanos = divmod(round(min(seconds, _LONGEST_S) * 1e9), 10**9)
+    return Duration(seconds=whole, nanos=nanos)
+
+
+def _packed(message: ErrorInfo | RetryInfo) -> AnyMessage:
+    packed = AnyMessage()
+    packed.Pack(message)
+    return packed

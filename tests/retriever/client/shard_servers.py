@@ -77,6 +77,11 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
             ]
         )
 
+    def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: Any
+    ) -> pb.GetServerInfoResponse:
+        raise NotImplementedError
+
     def Draft(self, request: pb.DraftRequest, context: Any) -> pb.DraftResponse:  # noqa: N802
         raise NotImplementedError
 
