@@ -41,7 +41,7 @@ _MAX_WATCHERS: Final = 256  # strangers may watch: each holds a stream
 _LOOK_S: Final = 0.05  # longest delay of a shutdown after the last session
 
 
-class _Health(health_pb2_grpc.HealthServicer):
+class HealthStatuses(health_pb2_grpc.HealthServicer):
     """Answers health checks.
 
     The servicer of grpc_health forgets all watchers of a name when one of them leaves, and sets
@@ -64,7 +64,7 @@ class _Health(health_pb2_grpc.HealthServicer):
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
 
-    async def Check(  # noqa: N802  (the protocol's name)
+    async def Check(  # noqa: D102, N802  (the protocol's)
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> Any:
         status = self.statuses.get(request.service)
@@ -76,7 +76,7 @@ class _Health(health_pb2_grpc.HealthServicer):
             )
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def Watch(  # noqa: N802  (the protocol's name)
+    async def Watch(  # noqa: D102, N802  (the protocol's)
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[Any]:
         if self._num_watchers >= _MAX_WATCHERS:
@@ -131,7 +131,7 @@ class Lifecycle:
     def __init__(self) -> None:
         self.phase = Phase.STARTING
         self.credentials: Sequence[FileState] = ()
-        self._health = _Health()
+        self._health = HealthStatuses()
         self._show()
 
     @property
