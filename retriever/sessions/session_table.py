@@ -332,9 +332,9 @@ class Sessions:
             is_spared = counts[tenant] >= share >= counts[session.tenant]
             if session.tenant != tenant and is_spared:
                 continue
-            idle_s = self.idle_s(session)
-            if idle_s <= idle_enough_s:
-                raise LimitExceededError(refusal, limit=limit, retry_after_s=idle_enough_s - idle_s)
+            if self.idle_s(session) <= idle_enough_s:
+                break
             self.remove(key)
             return
+        # When that will be tells of other tenants' sessions, so the longest wait is told.
         raise LimitExceededError(refusal, limit=limit, retry_after_s=idle_enough_s)
