@@ -18,9 +18,9 @@ from typing import Final
 
 from retriever.errors import StateError
 from retriever.log.log_files import REFUSALS, LogFiles, open_store
-from retriever.log.log_store import FINGERPRINT_KEY, NOTE_KEY, LogStore, Remembered, statistics_key
+from retriever.log.log_store import FINGERPRINT_KEY, NOTE_KEY, LogStore, Remembered
 from retriever.log.options import LogOptions
-from retriever.predict.generations import steady_time
+from retriever.predict.generations import NO_OUTPUT, steady_time
 from retriever.predict.pool import Entry
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -79,15 +79,21 @@ class GenerationsLog:
         atexit.register(self.close)
 
     def load(self, tenant: str) -> Remembered:
-        """Return a tenant's records; empty if they cannot be read."""
+        """Return a tenant's records; those that cannot be read are missing.
+
+        Outputs that are committed meanwhile may be missing, too: the caller holds them off.
+        """
         self.commit()
         found = Remembered()
+        first: int | None = 0
 
         def read() -> None:
-            nonlocal found
-            found = self._store.read(tenant, self._clock())
+            nonlocal first
+            first = self._store.read(tenant, self._clock(), found, number)
 
-        self._attempt(read)
+        while first is not None:  # others commit in between
+            number, first = first, None  # an error ends the reading
+            self._attempt(read)
         if found.num_damaged:
             _LOGGER.warning(
                 "%d records of the log of generations in %s are damaged and were left out",
@@ -109,13 +115,14 @@ class GenerationsLog:
         with self._lock:
             entries = [self._pending.popleft() for _ in range(len(self._pending))]
             if entries:
+                num_outputs = sum(len(entry.output.tokens) > 0 for entry in entries)
                 self._attempt_locked(
-                    lambda: self._store.append(entries, self._clock()), len(entries)
+                    lambda: self._store.append(entries, self._clock()), num_outputs
                 )
 
     def put_statistics(self, tenant: str, statistics: bytes) -> None:
-        """Store opaque bytes of a tenant, replacing the previous ones."""
-        self._attempt(lambda: self._store.put({statistics_key(tenant): statistics}))
+        """Queue opaque bytes of a tenant, which replace the previous ones."""
+        self.append(Entry(tenant, NO_OUTPUT, statistics))
 
     def statistics(self, tenant: str) -> bytes | None:
         """Return a tenant's last stored bytes, put with an output or alone."""
@@ -178,11 +185,6 @@ class GenerationsLog:
                 self._store = LogStore(self._files.data, self._options)
         finally:
             copy.unlink(missing_ok=True)
-
-    def evict(self, tenant: str) -> None:
-        """Evict a tenant from memory until it is loaded again."""
-        with self._lock:
-            self._store.evict(tenant)
 
     def name_vocabulary(self, fingerprint: str) -> None:
         """Store the tokenizer's fingerprint, if unknown so far."""

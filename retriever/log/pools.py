@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Condition, Lock
 from typing import Self
 from weakref import WeakValueDictionary
 
@@ -19,11 +19,14 @@ from retriever.log.options import Durability, LogOptions
 from retriever.predict.generations import Generations, Output, Scope, session_origin, steady_time
 from retriever.predict.pool import Entry, Pool
 from retriever.predict.stores import GENERATIONS_ALONE, GENERATIONS_LIMITS
-from retriever.predict.weights import from_bytes, to_bytes
+from retriever.predict.weights import from_bytes
 
 
 class Pools:
     """Pools of the most recently used tenants, created or loaded from the log at first use.
+
+    While a tenant's outputs are read from the disk, other tenants' calls do not wait; calls of the
+    same tenant do.
 
     Beyond `max_tenants` the longest idle one is evicted. It is loaded from the log again; without a
     log its outputs are lost. A pool in use by a session is never duplicated.
@@ -51,6 +54,8 @@ class Pools:
         self._in_use: WeakValueDictionary[str, Pool] = WeakValueDictionary()
         self._lock = Lock()
         self._deleting: set[str] = set()
+        self._busy: set[str] = set()  # tenants whose outputs are being loaded
+        self._idle = Condition(self._lock)  # notified when one of these is done
 
     @classmethod
     def open(
@@ -102,17 +107,54 @@ class Pools:
             LimitExceededError: the tenant's data is being deleted.
         """
         with self._lock:
-            if tenant in self._deleting:
-                raise LimitExceededError(
-                    "the tenant's data is being deleted: try again soon", retry_after_s=1.0
-                )
-            pool = self._in_use.get(tenant) or self._load(tenant)
-            self._in_use[tenant] = pool
-            self._recent[tenant] = pool
-            self._recent.move_to_end(tenant)
-            if len(self._recent) > self._limits.max_tenants:
-                self._evict(*self._recent.popitem(last=False))
-            return pool
+            pool = self._found(tenant)
+            if pool is not None:
+                self._use(pool)
+                return pool
+            self._busy.add(tenant)
+        try:
+            pool = self._load(tenant)
+            with self._lock:
+                self._use(pool)
+        finally:
+            with self._lock:
+                self._busy.discard(tenant)
+                self._idle.notify_all()
+        return pool
+
+    def _found(self, tenant: str) -> Pool | None:
+        """Return a pool if it is in memory, once a load of it under way is done.
+
+        Called with the lock held.
+
+        Raises:
+            LimitExceededError: the tenant's data is being deleted.
+        """
+        while True:
+            self._check_kept(tenant)
+            pool = self._in_use.get(tenant)
+            if pool is not None or tenant not in self._busy:
+                return pool
+            self._idle.wait()
+
+    def _use(self, pool: Pool) -> None:
+        """Mark a pool as used last; evict the longest idle one if there are too many."""
+        self._in_use[pool.tenant] = self._recent[pool.tenant] = pool
+        self._recent.move_to_end(pool.tenant)
+        if len(self._recent) > self._limits.max_tenants:
+            self._evict(next(iter(self._recent)))
+
+    def _evict(self, tenant: str) -> None:
+        """Let a pool go once no session uses it; its weights are written by the next commit."""
+        pool = self._recent.pop(tenant)
+        if self._log is not None and (statistics := pool.unlogged()) is not None:
+            self._log.put_statistics(tenant, statistics)
+
+    def _check_kept(self, tenant: str) -> None:
+        if tenant in self._deleting:
+            raise LimitExceededError(
+                "the tenant's data is being deleted: try again soon", retry_after_s=1.0
+            )
 
     def remember(self, pool: Pool, output: NDArray[np.int32], name: str = "") -> Entry | None:
         """Add int32[n], an output, to a pool; `commit` writes it to the log.
@@ -154,7 +196,7 @@ class Pools:
             The entries that were added.
         """
         added: list[tuple[str, Output]] = []
-        with self._lock, lock:
+        with self._all_loaded({tenant for tenant, _ in learned}), lock:
             for tenant, output in learned:
                 if is_deleted(Scope(tenant, output.origin), output.time_s):
                     continue
@@ -181,10 +223,18 @@ class Pools:
             num_tokens: tokens, with one more for each output.
             lock: held during drafts.
         """
-        with self._lock, lock:
+        with self._all_loaded({tenant}), lock:
             pool = self._in_use.get(tenant) or self._new_pool(tenant)
             if pool is not None:
                 pool.generations.reserve(num_tokens)
+
+    @contextmanager
+    def _all_loaded(self, tenants: set[str]) -> Iterator[None]:
+        """Hold the lock, once none of these tenants is being loaded."""
+        with self._lock:
+            while not self._busy.isdisjoint(tenants):
+                self._idle.wait()
+            yield
 
     def put_note(self, note: bytes) -> None:
         """Store a note without outputs."""
@@ -213,11 +263,10 @@ class Pools:
             LimitExceededError: the tenant's data is being deleted already.
         """
         with self._lock:
-            if tenant in self._deleting:
-                raise LimitExceededError(
-                    "the tenant's data is being deleted: try again soon", retry_after_s=1.0
-                )
-            self._deleting.add(tenant)
+            self._check_kept(tenant)
+            self._deleting.add(tenant)  # before the wait: no further load begins
+            while tenant in self._busy:
+                self._idle.wait()
             pool = self._in_use.get(tenant)
         try:
             yield pool
@@ -225,10 +274,13 @@ class Pools:
             with self._lock:
                 self._deleting.discard(tenant)
 
-    def evict(self, tenant: str) -> None:
-        """Evict a tenant's pool once no session uses it."""
+    def evict(self, tenant: str) -> bool:
+        """Evict a tenant's pool once no session uses it; return whether it was in memory."""
         with self._lock:
-            self._recent.pop(tenant, None)
+            is_loaded = tenant in self._recent
+            if is_loaded:
+                self._evict(tenant)
+            return is_loaded
 
     def delete_logged(self, scope: Scope) -> None:
         """Remove the log's records of a tenant, or of one origin.
@@ -251,8 +303,10 @@ class Pools:
     def close(self) -> None:
         """Write changed statistics to the log, and close it."""
         with self._lock:
-            for tenant, pool in self._recent.items():
-                self._evict(tenant, pool)
+            while self._busy:
+                self._idle.wait()
+            for tenant in list(self._recent):
+                self._evict(tenant)
         if self._log is not None:
             self._log.close()
 
@@ -263,14 +317,6 @@ class Pools:
         pool = self._load(tenant)
         self._in_use[tenant] = self._recent[tenant] = pool
         return pool
-
-    def _evict(self, tenant: str, pool: Pool) -> None:
-        if self._log is None:
-            return
-        if pool.learned != pool.logged:
-            self._log.put_statistics(tenant, to_bytes(pool.weights))
-            pool.logged = pool.learned
-        self._log.evict(tenant)
 
     def _load(self, tenant: str) -> Pool:
         limits = self._limits

@@ -22,7 +22,14 @@ from retriever.operations.lifecycle import Lifecycle
 from retriever.operations.logs import log_event
 from retriever.operations.service_report import installed_version
 from retriever.sequences import SessionKey
-from retriever.service.draft_stream import DraftStream, Flushing, Turns, end_session, open_session
+from retriever.service.draft_stream import (
+    DraftStream,
+    Flushing,
+    Turns,
+    client_of,
+    end_session,
+    open_session,
+)
 from retriever.service.open_streams import OpenStreams
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
@@ -199,7 +206,10 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self, request: pb.OpenSessionRequest, context: _Context
     ) -> pb.OpenSessionResponse:
         async with _statuses(context):
-            await open_session(self._drafter, request, tenant_of(context))
+            tenant, client = tenant_of(context), client_of(request)
+            if client is not None:
+                self._drafter.admit_client(tenant, client)
+            await open_session(self._drafter, request, tenant, client)
             return pb.OpenSessionResponse()
 
     async def DraftStream(

@@ -49,6 +49,7 @@ _DETAILS: Final = "grpc-status-details-bin"
 # a client takes the first where a server sends no details.
 _STATUS_OF_ERROR: Final[tuple[tuple[type[RetrieverError], grpc.StatusCode], ...]] = (
     (OutOfSequenceError, grpc.StatusCode.ABORTED),
+    (StaleClientError, grpc.StatusCode.FAILED_PRECONDITION),
     (VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     (StaleClientError, grpc.StatusCode.FAILED_PRECONDITION),
     (LimitExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
