@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -17,13 +18,16 @@ from grpc import aio
 
 from indexer.reader import Index
 from retriever.errors import LimitExceededError, RetrieverError
+from retriever.limits import check_draft
 from retriever.operations.logs import log_event
 from retriever.sequences import SessionKey
-from retriever.service.draft_stream import DraftStream, Flushing, Turns, end_session, open_session
+from retriever.service.allowances import work_of_tokens
+from retriever.service.draft_stream import DraftStream
+from retriever.service.scheduler import Scheduler
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
-from retriever.wire.messages import explanation_to_message, pad, tokens_from_wire, tree_to_message
+from retriever.wire.messages import pad
 from retriever.wire.statuses import status_of
 
 
@@ -127,27 +131,28 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self, drafter: EmbeddedDrafter | None = None, *, pad_replies: bool = False
     ) -> None:
         self._pad_replies = pad_replies
-        self._turns = Turns()
         if drafter is not None:
             self.answer_with(drafter)
 
     def answer_with(self, drafter: EmbeddedDrafter) -> None:
         """Set the drafter; no call may come before."""
         self._drafter = drafter
-        self._flushing = Flushing(drafter)
+        self._scheduler = Scheduler(drafter)
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
+
+    def close(self) -> None:
+        """End the threads that work for calls, once they have done what is begun."""
+        self._scheduler.close()
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         async with _statuses(context):
             self._drafter.check_vocabulary(request.vocabulary_fingerprint)
             budget_nodes = request.budget_nodes or DEFAULT_BUDGET_NODES
-            tree = self._drafter.draft_context(
-                tokens_from_wire(request.context),
-                budget_nodes,
-                request.min_probability,
-                tenant=tenant_of(context),
-            )
-            response = pb.DraftResponse(tree=tree_to_message(tree))
+            check_draft(budget_nodes, request.min_probability, self._drafter.limits)
+            tenant = tenant_of(context)
+            with self._scheduler.call(tenant) as line:
+                tree = await self._scheduler.draft(line, tenant, request, budget_nodes)
+            response = pb.DraftResponse(tree=tree)
             if self._pad_replies:
                 pad(response, [budget_nodes])
             return response
@@ -155,31 +160,33 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         async with _statuses(context):
             self._drafter.check_vocabulary(request.vocabulary_fingerprint)
-            # In another thread: finding documents takes milliseconds.
-            explanation = await asyncio.to_thread(
-                self._drafter.explain,
-                tokens_from_wire(request.context),
-                request.budget_nodes or DEFAULT_BUDGET_NODES,
-                request.min_probability,
-                max_documents=request.max_documents,
-                tenant=tenant_of(context),
-            )
-            return explanation_to_message(explanation)
+            budget_nodes = request.budget_nodes or DEFAULT_BUDGET_NODES
+            check_draft(budget_nodes, request.min_probability, self._drafter.limits)
+            tenant = tenant_of(context)
+            with self._scheduler.call(tenant) as line:
+                return await self._scheduler.explain(line, tenant, request, budget_nodes)
 
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context
     ) -> pb.OpenSessionResponse:
         async with _statuses(context):
-            await open_session(self._drafter, request, tenant_of(context))
+            tenant = tenant_of(context)
+            self._scheduler.take_allowance(tenant, work_of_tokens(len(request.prompt)))
+            with self._scheduler.call(tenant) as line:
+                await line.take()
+                await self._scheduler.open_session(line, request, tenant)
             return pb.OpenSessionResponse()
 
     async def DraftStream(
         self, request_iterator: AsyncIterator[pb.DraftStreamRequest], context: _Context
     ) -> AsyncIterator[pb.DraftStreamResponse]:
-        stream = DraftStream(self._drafter, tenant_of(context), self._turns, self._flushing)
         # One message at a time: gRPC's flow control holds the others.
         async with _statuses(context):
-            with self._turns.taking_part(), closing(stream):
+            tenant = tenant_of(context)
+            with (
+                self._scheduler.turns.stream(tenant) as line,
+                closing(DraftStream(self._scheduler, tenant, line)) as stream,
+            ):
                 async for message in request_iterator:
                     tenant_of(context)  # raises once credentials are revoked
                     response = await stream.answer(message)
@@ -191,9 +198,14 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self, request: pb.CloseSessionRequest, context: _Context
     ) -> pb.CloseSessionResponse:
         async with _statuses(context):
-            end_session(self._drafter, request, tenant_of(context))
-            # In another thread: it may wait for the disk.
-            await asyncio.to_thread(self._drafter.flush)
+            tenant = tenant_of(context)
+            with self._scheduler.call(tenant) as line:
+                await line.take()
+                lasting = await self._scheduler.end_session(line, request, tenant)
+                line.leave()
+                if lasting is not None:
+                    await asyncio.shield(lasting)
+                await self._scheduler.flushing.flushed()
             return pb.CloseSessionResponse()
 
     async def DeleteSessionData(
@@ -203,7 +215,8 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             tenant = tenant_of(context)
             key = SessionKey(tenant, request.session_id)
             async with self._deleting.turn(tenant):
-                await asyncio.to_thread(self._drafter.delete_session, key, tenant=tenant)
+                delete = partial(self._drafter.delete_session, key, tenant=tenant)
+                await self._scheduler.lanes.disk.run(tenant, delete)
             return pb.DeleteSessionDataResponse()
 
     async def DeleteTenantData(
@@ -213,7 +226,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         async with _statuses(context):
             tenant = tenant_of(context)
             async with self._deleting.turn(tenant):
-                await asyncio.to_thread(self._drafter.delete_tenant, tenant)
+                await self._scheduler.lanes.disk.run(tenant, self._drafter.delete_tenant, tenant)
             return pb.DeleteTenantDataResponse()
 
     async def ListIndexes(

@@ -26,6 +26,9 @@ class Session:
         remember: whether its output joins the generations.
         last_used_s: time of the last request.
         drafted: its last draft, whose outcome is not known yet; None before the first.
+        num_charged: tokens that count against limits: of a long commit from its beginning on.
+        is_open: whether it has not ended.
+        is_committing: whether a long commit is under way, which nothing else may come between.
     """
 
     databases: Databases
@@ -33,6 +36,9 @@ class Session:
     remember: bool
     last_used_s: float = 0.0
     drafted: DraftTree | None = None
+    num_charged: int = 0
+    is_open: bool = True
+    is_committing: bool = False
 
     @property
     def tenant(self) -> str:
@@ -126,6 +132,7 @@ class Sessions:
             )
         self._num_tokens = total
         self._tenant_tokens[tenant] = of_tenant
+        session.num_charged += num_tokens
 
     def charge_all(self, charges: Sequence[tuple[Session, int]]) -> None:
         """Count tokens before they are added to sequences: all, or none.
@@ -150,7 +157,8 @@ class Sessions:
             UnknownSessionError: no session has this name.
         """
         session = self._open.remove(key)
-        tenant, num_tokens = session.tenant, len(session.databases.context)
+        session.is_open = False
+        tenant, num_tokens = session.tenant, session.num_charged
         self._num_tokens -= num_tokens
         self._tenant_tokens[tenant] -= num_tokens
         self._tenant_sessions[tenant] -= 1
