@@ -56,6 +56,10 @@ class Limits:
         generations_age_s: outputs older than this are dropped, in seconds.
         max_tenants: tenants whose outputs are in memory at once.
         max_tenant_deletions: calls of one tenant that delete data, in a minute.
+        max_tenant_waiting: calls of one tenant that may be under way outside of streams, and long
+            work that may wait in each lane: an engine sends a few at once, and each holds its
+            message, up to `max_message_bytes`.
+        max_tenant_work: work of one tenant in a second; see `retriever.service.allowances`.
     """
 
     max_sessions: int = 4096
@@ -73,6 +77,8 @@ class Limits:
     generations_age_s: float = math.inf
     max_tenants: int = 256
     max_tenant_deletions: int = 60
+    max_tenant_waiting: int = 256
+    max_tenant_work: float = math.inf
 
 
 def checked_tokens(tokens: ArrayLike, vocabulary_size: int | None) -> NDArray[np.int32]:

@@ -174,6 +174,17 @@ class Pools:
             self._log.append(entry)
         return entry
 
+    def remembering(
+        self, pool: Pool, output: NDArray[np.int32], name: str = ""
+    ) -> tuple[Entry | None, Iterator[None]]:
+        """Do as `remember` does; the output is added to the pool in pieces, by the iterator."""
+        if not len(output):
+            return None, iter(())
+        entry = pool.entry(Output(output, self._clock(), session_origin(name)))
+        if self._log is not None:
+            self._log.append(entry)
+        return entry, pool.generations.adding(entry.output)
+
     def learn(
         self,
         learned: Sequence[tuple[str, Output]],

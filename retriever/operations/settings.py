@@ -298,6 +298,18 @@ class LimitSettings(BaseModel):
     max_tenant_deletions: Annotated[
         int, Field(ge=1, description="Most calls of one tenant that delete data, in a minute.")
     ] = _DEFAULTS.max_tenant_deletions
+    max_tenant_waiting: Annotated[
+        int,
+        Field(ge=1, description="Most calls of one tenant under way at once, streams not counted."),
+    ] = _DEFAULTS.max_tenant_waiting
+    max_tenant_work: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="Most work of one tenant in a second, in nodes: a sequence of a step "
+            "counts as 16 more, 8 tokens that are read as one.",
+        ),
+    ] = _DEFAULTS.max_tenant_work
 
 
 class ReportSettings(BaseModel):

@@ -5,9 +5,9 @@ continuation, the match length and the number of occurrences of each row. `DATAB
 add one, write it in a file of its own with its number (`Source.register`), and list it here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,10 @@ SHORTEST_MATCH: Final = 3
 """Shortest match in the corpus: phrase tables cover shorter ones, up to three tokens."""
 
 
+READ_AT_ONCE: Final = 1 << 14
+"""Tokens of a sequence that are read in one piece: a millisecond."""
+
+
 class Context:
     """The database of the sequence itself: prompt and output so far, in a growing store."""
 
@@ -86,18 +90,40 @@ class Context:
         self._store = ChainStore(2 * len(prompt), CONTEXT_LIMITS, Source.CONTEXT)
         self._store.append(prompt)
 
+    @classmethod
+    def reading(cls, prompt: TokenIds) -> Generator[None, None, Self]:
+        """Return the context of int32[n]; yield after each piece of work."""
+        context = cls(prompt[:0])
+        context._store = ChainStore(2 * len(prompt), CONTEXT_LIMITS, Source.CONTEXT)
+        yield from _appending(context._store, prompt)
+        return context
+
     def __len__(self) -> int:
         return len(self._store)
 
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n], committed tokens."""
+        for _ in self.committing(tokens):
+            pass
+
+    def committing(self, tokens: TokenIds) -> Iterator[None]:
+        """Append int32[n]; yield after each piece of work. Meanwhile nobody else may append."""
         size = len(self) + len(tokens)
         if size > self._store.capacity:
             cursor = self._store.cursor
             grown = ChainStore(2 * size, CONTEXT_LIMITS, Source.CONTEXT, cursor=cursor)
-            grown.append(self.last(len(self)))
+            yield from _appending(grown, self.last(len(self)))
             self._store = grown
-        self._store.extend(tokens)
+        for begin in range(0, len(tokens), READ_AT_ONCE):
+            if begin:
+                yield
+            self._store.extend(tokens[begin : begin + READ_AT_ONCE])
+
+    def is_long(self, num_tokens: int) -> bool:
+        """Return whether so many more tokens take longer than a piece of work."""
+        size = len(self) + num_tokens
+        is_growing = size > self._store.capacity
+        return num_tokens > READ_AT_ONCE or (is_growing and size > READ_AT_ONCE)
 
     def clear(self) -> None:
         """Overwrite the tokens: an ended sequence leaves nothing in memory."""
@@ -125,6 +151,13 @@ class Context:
     def packed(self) -> NDArray[Any]:
         """The same, packed for kernels."""
         return self._store.packed
+
+
+def _appending(store: ChainStore, tokens: TokenIds) -> Iterator[None]:
+    for begin in range(0, len(tokens), READ_AT_ONCE):
+        if begin:
+            yield
+        store.append(tokens[begin : begin + READ_AT_ONCE])
 
 
 @dataclass(slots=True)
@@ -246,6 +279,14 @@ class Databases:
         """Append int32[n] to the sequence."""
         if len(tokens):
             for database in self._opened:
+                database.commit(tokens)
+
+    def committing(self, tokens: TokenIds) -> Iterator[None]:
+        """Append int32[n] to the sequence; yield after each piece of work."""
+        for database in self._opened:
+            if database is self.context:
+                yield from self.context.committing(tokens)
+            else:
                 database.commit(tokens)
 
     def find(self, depth: int, scratch: Scratch) -> int:

@@ -117,6 +117,9 @@ class Generations:
         self._counted_from = 0
         self._ends: deque[_End] = deque()
         self._expires_at_s = math.inf
+        self._coming: deque[Output] = deque()
+        self._is_adding = False
+        self._epoch = 0
 
     @property
     def num_bytes(self) -> int:
@@ -141,7 +144,10 @@ class Generations:
             self.extend([Output(output, self._clock() if time_s is None else time_s)])
 
     def extend(self, outputs: Sequence[Output]) -> None:
-        """Remember several outputs, oldest first."""
+        """Remember several outputs, oldest first; after those that are being added in pieces."""
+        if self._is_adding:
+            self._coming.extend(outputs)
+            return
         self._expire()
         documents = [part for output in outputs for part in (output.tokens, _END)]
         if not documents:
@@ -152,6 +158,52 @@ class Generations:
         self._append(tokens)
         self._drop_ends()
         self._expire()
+
+    def adding(self, output: Output) -> Iterator[None]:
+        """Remember an output; yield after each piece of work, of a millisecond.
+
+        Others may use this between pieces: they find what has been added so far. Outputs that come
+        meanwhile follow it. If everything is deleted meanwhile, nothing of it stays.
+        """
+        if self._is_quick(len(output.tokens) + 1):
+            self.extend([output])
+            return
+        self._coming.append(output)
+        if self._is_adding:
+            return  # the caller that adds the others adds this one, too
+        self._is_adding = True
+        epoch = self._epoch
+        try:
+            while self._coming and epoch == self._epoch:
+                yield from self._adding(self._coming[0], epoch)
+                if epoch == self._epoch:
+                    self._coming.popleft()
+        finally:
+            if epoch == self._epoch:
+                self._is_adding = False
+
+    def _is_quick(self, num_tokens: int) -> bool:
+        """Return whether adding so many tokens is a piece of work."""
+        held = len(self._store) - self._store.oldest
+        is_growing = self._store.capacity < self._capacity and (
+            held + num_tokens > self._store.capacity
+        )
+        return num_tokens + is_growing * held <= 2 * _AT_ONCE
+
+    def _adding(self, output: Output, epoch: int) -> Iterator[None]:
+        """Append an output in pieces, and note its end."""
+        self._expire()
+        yield from self._making_room(len(output.tokens) + 1, epoch)
+        for begin in range(0, len(output.tokens), _AT_ONCE):
+            if epoch != self._epoch:
+                return
+            self._append(output.tokens[begin : begin + _AT_ONCE])
+            yield
+        if epoch == self._epoch:
+            self._append(_END)
+            self._note_end(output, len(self._store))
+            self._drop_ends()
+            self._expire()
 
     def outputs(self) -> list[Output]:
         """Return all outputs, oldest first; the oldest may have lost its beginning."""
@@ -170,16 +222,22 @@ class Generations:
         A step takes a millisecond or two. Others may use this between steps: they find what has
         been added so far.
         """
-        if all(end.origin != origin for end in self._ends):
+        coming = list(self._coming)  # the first may be there in part
+        origins = [each.origin for each in self._ends] + [each.origin for each in coming]
+        if origin not in origins:
             return
-        kept = [output for output in self.outputs() if output.origin != origin]
+        kept = [output for output in (*self.outputs(), *coming) if output.origin != origin]
         self.clear()
         self.reserve(sum(len(output.tokens) + 1 for output in kept))
         yield
         begin, size = 0, 0
         for end, output in enumerate(kept, 1):
             size += len(output.tokens) + 1
-            if size >= _AT_ONCE or end == len(kept):
+            if size >= 2 * _AT_ONCE:
+                self.extend(kept[begin : end - 1])
+                yield from self.adding(output)
+                begin, size = end, 0
+            elif size >= _AT_ONCE or end == len(kept):
                 self.extend(kept[begin:end])
                 begin, size = end, 0
                 yield
@@ -197,6 +255,9 @@ class Generations:
         self._counted_from = 0
         self._ends.clear()
         self._expires_at_s = math.inf
+        self._coming.clear()
+        self._is_adding = False
+        self._epoch += 1
 
     def commit(self, tokens: TokenIds) -> None:
         """Do nothing: a sequence becomes a generation when it ends; see `add`."""
@@ -212,18 +273,33 @@ class Generations:
 
         Its size at least doubles, so that each token is linked again about once.
         """
+        for _ in self._making_room(num_tokens, self._epoch):
+            pass
+
+    def _making_room(self, num_tokens: int, epoch: int) -> Iterator[None]:
+        """Do as `_make_room` does in pieces; the smaller ring is read until all is moved."""
         store = self._store
         held = len(store) - store.oldest
         if store.capacity == self._capacity or held + num_tokens <= store.capacity:
             return
         size = min(self._capacity, ring_capacity(held + num_tokens))
-        self._store = ChainStore(size, self._limits, Source.GENERATIONS, start=store.oldest)
-        self._store.chains.tokens[(store.oldest - 1) & (size - 1)] = (
+        grown = ChainStore(size, self._limits, Source.GENERATIONS, start=store.oldest)
+        grown.chains.tokens[(store.oldest - 1) & (size - 1)] = (
             SEPARATOR  # nothing precedes the first token
         )
-        self.live = live_table(size)
-        self._counted_from = store.oldest
-        self._append(store.live())
+        live, first, tokens = live_table(size), store.oldest, store.live()
+        for begin in range(0, len(tokens), _AT_ONCE):
+            if begin:
+                yield
+            if epoch != self._epoch:
+                return
+            grown.append(tokens[begin : begin + _AT_ONCE])
+            count_tokens(live, grown.chains.tokens, first + begin, len(grown), 1)
+        oldest = store.oldest  # some may have expired meanwhile
+        self._store, self.live, self._counted_from = grown, live, first
+        if oldest > first:
+            self._take_back(oldest)
+            grown.forget_before(oldest)
 
     def _append(self, tokens: TokenIds) -> None:
         """Append int32[n], after uncounting the overwritten tokens."""
@@ -245,8 +321,11 @@ class Generations:
         end = len(self._store)
         for output in outputs:
             end += len(output.tokens) + 1
-            self._ends.append(_End(output.time_s, end, output.origin))
-            self._end_no_later(output.time_s)
+            self._note_end(output, end)
+
+    def _note_end(self, output: Output, end: int) -> None:
+        self._ends.append(_End(output.time_s, end, output.origin))
+        self._end_no_later(output.time_s)
         self._expires_at_s = self._ends[0].time_s + self._max_age_s
 
     def _drop_ends(self) -> None:

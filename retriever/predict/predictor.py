@@ -76,11 +76,15 @@ class Predictor:
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and learn if the last draft was for it."""
+        self.note(databases, tokens)
+        databases.commit(tokens)
+
+    def note(self, databases: Databases, tokens: TokenIds) -> None:
+        """Learn from int32[n], tokens that follow a sequence, if the last draft was for it."""
         if len(tokens) and databases is self._last:
             self._last = None
             if databases.learns:
                 self.learn(databases.pool, tokens)
-        databases.commit(tokens)
 
     def learn(self, pool: Pool, tokens: TokenIds) -> None:
         """Learn from the last draft and int32[n], n at least 1, the tokens that followed it."""

@@ -146,8 +146,8 @@ class Support:
     ngram: tuple[int, ...] = ()
 
 
-def trace_nodes(tree: DraftTree, databases: Databases, evidence: DraftedRows) -> list[Support]:
-    """Return the evidence for each node of a draft.
+def trace_nodes(tree: DraftTree, databases: Databases, evidence: DraftedRows) -> Iterator[Support]:
+    """Yield the evidence for each node of a draft.
 
     Args:
         tree: the draft.
@@ -155,7 +155,8 @@ def trace_nodes(tree: DraftTree, databases: Databases, evidence: DraftedRows) ->
         evidence: the rows of the draft.
     """
     tracer = _Tracer(tree, databases, evidence)
-    return [tracer.support(node) for node in range(len(tree))]
+    for node in range(len(tree)):
+        yield tracer.support(node)
 
 
 def locate(

@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -17,86 +16,23 @@ from retriever.errors import (
 )
 from retriever.operations.lifecycle import Lifecycle
 from retriever.sequences import SessionKey, check_batch
+from retriever.service.allowances import work_of_steps, work_of_tokens
+from retriever.service.scheduler import Scheduler, client_of
+from retriever.service.turns import Line
 from retriever.sessions.client_lives import Client
-from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.embedded import LongCommit
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
-from retriever.wire.messages import (
-    DEFAULT_BUDGET_NODES,
-    requests_from_message,
-    tokens_from_wire,
-    tree_to_message,
-)
+from retriever.wire.messages import DEFAULT_BUDGET_NODES, converting_requests, tree_to_message
 from retriever.wire.statuses import late_status, session_status
 
-
-class Flushing:
-    """Flushes a drafter in another thread; one flush covers all sessions ended during the last."""
-
-    def __init__(self, drafter: EmbeddedDrafter) -> None:
-        self._drafter = drafter
-        self._task: asyncio.Task[None] | None = None
-        self._is_needed = False
-
-    def request(self) -> None:
-        """Schedule a flush of all sessions that have ended by now."""
-        self._is_needed = True
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._flush())
-
-    async def _flush(self) -> None:
-        while self._is_needed:
-            self._is_needed = False
-            await asyncio.to_thread(self._drafter.flush)
-
-
-SLICE_S: Final = 0.00025
-"""Work after which a stream yields to others, in seconds; a draft takes a fifth of it."""
-
-
-class Turns:
-    """Schedules streams fairly: turns in the order in which streams became ready.
-
-    That is the order of the event loop's queue. Of the streams that yield within long steps, one
-    continues in each iteration of the loop, so that short steps run in between.
-    """
-
-    def __init__(self) -> None:
-        self._num_streams = 0
-        self._giving_way = asyncio.Lock()  # the longest waiter gets it
-
-    @contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """Count a stream during the block."""
-        self._num_streams += 1
-        try:
-            yield
-        finally:
-            self._num_streams -= 1
-
-    async def begin(self) -> None:
-        """Yield to all streams that became ready before; a single stream does not wait."""
-        if self._num_streams > 1:
-            await asyncio.sleep(0)
-
-    async def give_way(self, began_s: float) -> float:
-        """Yield to other streams if the slice that began at `began_s` is over.
-
-        Returns:
-            Start of the current slice, by `time.monotonic`.
-        """
-        now_s = time.monotonic()
-        if now_s - began_s < SLICE_S:
-            return began_s
-        async with self._giving_way:
-            await asyncio.sleep(0)
-        return time.monotonic()
-
-
-LONG_PROMPT: Final = 1 << 12
-"""Longer prompts are read in another thread, so that other streams can draft."""
-
 _COMMITS_AT_ONCE: Final = 32  # commits between two looks at the clock
+
+_SEQUENCE_S: Final = 60e-6
+"""What a sequence of a step is expected to take: how many short steps a turn of a tenant holds."""
+
+_MOST_LASTING: Final = 4
+"""Long outputs of one stream that are remembered while it goes on; each holds its tokens."""
 
 
 MOST_FAIL_OPENS: Final = 1 << 20
@@ -123,27 +59,20 @@ class DraftStream:
     """Answers the messages of one stream; see `DraftStream` of the wire contract.
 
     Args:
-        drafter: what drafts.
+        scheduler: does the work; shared with all streams and calls.
         tenant: of the stream, which reaches no other tenant's sessions.
-        turns: shared with the other streams.
-        flushing: flushes the outputs of ended sessions.
+        line: the stream's place among the turns.
         lifecycle: while it drains, sessions are not opened.
     """
 
-    def __init__(
-        self,
-        drafter: EmbeddedDrafter,
-        tenant: str,
-        turns: Turns,
-        flushing: Flushing,
-        lifecycle: Lifecycle,
-    ) -> None:
-        self._drafter = drafter
+    def __init__(self, scheduler: Scheduler, tenant: str, line: Line, lifecycle: Lifecycle) -> None:
+        self._scheduler = scheduler
+        self._drafter = scheduler.drafter
         self._tenant = tenant
-        self._turns = turns
-        self._flushing = flushing
+        self._line = line
         self._lifecycle = lifecycle
-        self._default_nodes = min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes)
+        self._default_nodes = min(DEFAULT_BUDGET_NODES, self._drafter.limits.max_budget_nodes)
+        self._lasting: deque[asyncio.Task[None]] = deque()
         self._number = 0
         self._last = pb.DraftStreamResponse()
         # Weak: a session that ends otherwise leaves memory at once.
@@ -162,7 +91,15 @@ class DraftStream:
             self._client = client_of(message)
         if self._client is not None:
             self._drafter.admit_client(self._tenant, self._client)
-        await self._turns.begin()
+        await self._line.take((1 + len(message.steps)) * _SEQUENCE_S)
+        try:
+            return await self._answer(message, read_at_s)
+        finally:
+            self._line.leave()
+
+    async def _answer(
+        self, message: pb.DraftStreamRequest, read_at_s: float
+    ) -> pb.DraftStreamResponse:
         number = message.sequence_number
         if not number:
             raise InvalidRequestError(
@@ -191,9 +128,10 @@ class DraftStream:
         if message.fail_opens:
             self._drafter.draft_counts.failed_open(bounded_fail_opens(message.fail_opens))
         try:
-            requests = requests_from_message(message, self._default_nodes)
+            requests = await self._line.work(converting_requests(message, self._default_nodes))
             check_batch(requests, self._drafter.limits)
             self._check_counts(message)
+            self._take_allowance(message, requests)
         except RetrieverError as error:
             _refuse(response, "", error)
             return response
@@ -206,8 +144,20 @@ class DraftStream:
         if steps:
             self._drafter.count_step(len(steps), time.perf_counter() - began_s)
         for closing in message.closings:
-            self._close(closing, response)
+            await self._close(closing, response)
         return response
+
+    def _take_allowance(
+        self, message: pb.DraftStreamRequest, requests: Sequence[DraftRequest]
+    ) -> None:
+        if not self._scheduler.allowances.is_limited:
+            return
+        others = (
+            *(len(each.prompt) for each in message.openings),
+            *(len(each.new_token_ids) for each in message.closings),
+        )
+        work = work_of_steps(requests) + sum(map(work_of_tokens, others))
+        self._scheduler.take_allowance(self._tenant, work)
 
     def _check_counts(self, message: pb.DraftStreamRequest) -> None:
         most = self._drafter.limits.max_batch
@@ -221,7 +171,9 @@ class DraftStream:
     async def _open(self, opening: pb.OpenSessionRequest, response: pb.DraftStreamResponse) -> None:
         try:
             self._lifecycle.check_opening()
-            session = await open_session(self._drafter, opening, self._tenant, self._client)
+            session = await self._scheduler.open_session(
+                self._line, opening, self._tenant, self._client
+            )
         except RetrieverError as error:
             _refuse(response, opening.session_id, error)
         else:
@@ -232,18 +184,22 @@ class DraftStream:
     ) -> list[CheckedRequest | None]:
         steps: list[CheckedRequest | None] = []
         not_opened = {status.session_id for status in response.statuses}
-        began_s = time.monotonic()
+        use = self._scheduler.uses.of(self._tenant)
         for first in range(0, len(requests), _COMMITS_AT_ONCE):
             part = requests[first : first + _COMMITS_AT_ONCE]
             committed = self._drafter.commit_each(part, self._tenant)
-            for request, step in zip(part, committed, strict=True):
+            for request, done in zip(part, committed, strict=True):
+                step = done
+                if isinstance(step, LongCommit):
+                    step = await self._scheduler.commit(self._line, self._tenant, step)
+                use.tokens += len(request.new_tokens)
                 if not isinstance(step, RetrieverError):
                     steps.append(step)
                     continue
                 steps.append(None)
                 if request.session not in not_opened:  # its refusal is in the response already
                     _refuse(response, request.session, step)
-            began_s = await self._turns.give_way(began_s)
+            await self._line.give_way()
         return steps
 
     async def _draft(
@@ -253,7 +209,7 @@ class DraftStream:
         deadline_s: float | None,
     ) -> None:
         """Add a tree for each step until the client's timeout has passed."""
-        began_s = time.monotonic()
+        use = self._scheduler.uses.of(self._tenant)
         for at, step in enumerate(steps):
             if deadline_s is not None and time.monotonic() > deadline_s:
                 response.trees.extend(pb.DraftTree() for _ in steps[at:])
@@ -264,60 +220,28 @@ class DraftStream:
                 continue
             (tree,) = self._drafter.draft_each([step])
             response.trees.append(tree_to_message(tree))
-            began_s = await self._turns.give_way(began_s)
+            use.drafts += 1
+            use.nodes += len(tree)
+            await self._line.give_way()
 
-    def _close(self, closing: pb.CloseSessionRequest, response: pb.DraftStreamResponse) -> None:
+    async def _close(
+        self, closing: pb.CloseSessionRequest, response: pb.DraftStreamResponse
+    ) -> None:
         try:
-            end_session(self._drafter, closing, self._tenant)
+            lasting = await self._scheduler.end_session(self._line, closing, self._tenant)
         except RetrieverError as error:
             _refuse(response, closing.session_id, error)
-        else:
-            self._owned.pop(SessionKey(self._tenant, closing.session_id), None)
-            self._flushing.request()
-
-
-async def open_session(
-    drafter: EmbeddedDrafter,
-    opening: pb.OpenSessionRequest,
-    tenant: str,
-    client: Client | None = None,
-) -> Session:
-    """Open a session of a tenant, and of a client if it has one.
-
-    Raises:
-        RetrieverError: it is refused.
-    """
-    drafter.check_vocabulary(opening.vocabulary_fingerprint)
-    if len(opening.prompt) > LONG_PROMPT or not drafter.is_loaded(tenant):
-        # `begin` runs in this thread: a call cancelled before leaves no session.
-        session = await asyncio.to_thread(_prepare, drafter, opening, tenant)
-    else:
-        session = _prepare(drafter, opening, tenant)
-    session.client = client
-    drafter.begin(SessionKey(tenant, opening.session_id), session)
-    return session
-
-
-def client_of(message: pb.OpenSessionRequest | pb.DraftStreamRequest) -> Client | None:
-    """Return the client that a message names; None if it names none."""
-    if not message.HasField("client"):
-        return None
-    return Client(message.client.name, message.client.incarnation)
-
-
-def end_session(drafter: EmbeddedDrafter, closing: pb.CloseSessionRequest, tenant: str) -> None:
-    """End a session of a tenant; `EmbeddedDrafter.flush` writes its output.
-
-    Raises:
-        RetrieverError: it is refused.
-    """
-    key = SessionKey(tenant, closing.session_id)
-    drafter.end(key, tokens_from_wire(closing.new_token_ids), remember=not closing.forget)
-
-
-def _prepare(drafter: EmbeddedDrafter, opening: pb.OpenSessionRequest, tenant: str) -> Session:
-    prompt = tokens_from_wire(opening.prompt)
-    return drafter.prepare(prompt, remember=not opening.forget, tenant=tenant)
+            return
+        self._owned.pop(SessionKey(self._tenant, closing.session_id), None)
+        if lasting is None:
+            self._scheduler.flushing.request()
+            await self._line.give_way()
+            return
+        self._lasting.append(lasting)
+        if len(self._lasting) > _MOST_LASTING:
+            self._line.leave()
+            await asyncio.shield(self._lasting.popleft())
+            await self._line.take()
 
 
 def _refuse(response: pb.DraftStreamResponse, name: str, error: RetrieverError) -> None:

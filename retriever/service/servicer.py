@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -18,30 +19,19 @@ from grpc import aio
 
 from indexer.reader import Index
 from retriever.errors import LimitExceededError, RetrieverError
+from retriever.limits import check_draft
 from retriever.operations.lifecycle import Lifecycle
 from retriever.operations.logs import log_event
 from retriever.operations.service_report import installed_version
 from retriever.sequences import SessionKey
-from retriever.service.draft_stream import (
-    DraftStream,
-    Flushing,
-    Turns,
-    client_of,
-    end_session,
-    open_session,
-)
+from retriever.service.allowances import work_of_tokens
+from retriever.service.draft_stream import DraftStream
 from retriever.service.open_streams import OpenStreams
+from retriever.service.scheduler import Scheduler, client_of
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
-from retriever.wire.messages import (
-    DEFAULT_BUDGET_NODES,
-    budget_in,
-    explanation_to_message,
-    pad,
-    tokens_from_wire,
-    tree_to_message,
-)
+from retriever.wire.messages import DEFAULT_BUDGET_NODES, budget_in, pad
 from retriever.wire.server_info import ServerInfo
 from retriever.wire.statuses import abort, status_of
 
@@ -156,7 +146,6 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self._lifecycle = lifecycle or Lifecycle()
         self._info = ServerInfo(installed_version(), models=tuple(models))
         self.streams = OpenStreams()
-        self._turns = Turns()
         self._known: EmbeddedDrafter | None = None
         if drafter is not None:
             self.answer_with(drafter)
@@ -170,20 +159,22 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             default_budget_nodes=min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes),
         )
         self._default_nodes = min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes)
-        self._flushing = Flushing(drafter)
+        self._scheduler = Scheduler(drafter)
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
+
+    def close(self) -> None:
+        """End the threads that work for calls, once they have done what is begun."""
+        self._scheduler.close()
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         async with _statuses(context):
             self._drafter.check_vocabulary(request.vocabulary_fingerprint)
             budget_nodes = budget_in(request, self._default_nodes)
-            tree = self._drafter.draft_context(
-                tokens_from_wire(request.context),
-                budget_nodes,
-                request.min_probability,
-                tenant=tenant_of(context),
-            )
-            response = pb.DraftResponse(tree=tree_to_message(tree))
+            check_draft(budget_nodes, request.min_probability, self._drafter.limits)
+            tenant = tenant_of(context)
+            with self._scheduler.call(tenant) as line:
+                tree = await self._scheduler.draft(line, tenant, request, budget_nodes)
+            response = pb.DraftResponse(tree=tree)
             if self._pad_replies:
                 pad(response, [budget_nodes])
             return response
@@ -191,16 +182,11 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         async with _statuses(context):
             self._drafter.check_vocabulary(request.vocabulary_fingerprint)
-            # In another thread: finding documents takes milliseconds.
-            explanation = await asyncio.to_thread(
-                self._drafter.explain,
-                tokens_from_wire(request.context),
-                budget_in(request, self._default_nodes),
-                request.min_probability,
-                max_documents=request.max_documents,
-                tenant=tenant_of(context),
-            )
-            return explanation_to_message(explanation)
+            budget_nodes = budget_in(request, self._default_nodes)
+            check_draft(budget_nodes, request.min_probability, self._drafter.limits)
+            tenant = tenant_of(context)
+            with self._scheduler.call(tenant) as line:
+                return await self._scheduler.explain(line, tenant, request, budget_nodes)
 
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context
@@ -209,18 +195,22 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             tenant, client = tenant_of(context), client_of(request)
             if client is not None:
                 self._drafter.admit_client(tenant, client)
-            await open_session(self._drafter, request, tenant, client)
+            self._scheduler.take_allowance(tenant, work_of_tokens(len(request.prompt)))
+            with self._scheduler.call(tenant) as line:
+                await line.take()
+                await self._scheduler.open_session(line, request, tenant, client)
             return pb.OpenSessionResponse()
 
     async def DraftStream(
         self, request_iterator: AsyncIterator[pb.DraftStreamRequest], context: _Context
     ) -> AsyncIterator[pb.DraftStreamResponse]:
-        stream = DraftStream(
-            self._drafter, tenant_of(context), self._turns, self._flushing, self._lifecycle
-        )
         # One message at a time: gRPC's flow control holds the others.
         async with _statuses(context):
-            with self._turns.taking_part(), closing(stream):
+            tenant = tenant_of(context)
+            with (
+                self._scheduler.turns.stream(tenant) as line,
+                closing(DraftStream(self._scheduler, tenant, line, self._lifecycle)) as stream,
+            ):
                 async for message in self.streams.until_end(request_iterator):
                     tenant_of(context)  # raises once credentials are revoked
                     response = await stream.answer(message)
@@ -233,9 +223,14 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self, request: pb.CloseSessionRequest, context: _Context
     ) -> pb.CloseSessionResponse:
         async with _statuses(context):
-            end_session(self._drafter, request, tenant_of(context))
-            # In another thread: it may wait for the disk.
-            await asyncio.to_thread(self._drafter.flush)
+            tenant = tenant_of(context)
+            with self._scheduler.call(tenant) as line:
+                await line.take()
+                lasting = await self._scheduler.end_session(line, request, tenant)
+                line.leave()
+                if lasting is not None:
+                    await asyncio.shield(lasting)
+                await self._scheduler.flushing.flushed()
             return pb.CloseSessionResponse()
 
     async def DeleteSessionData(
@@ -245,7 +240,8 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             tenant = tenant_of(context)
             key = SessionKey(tenant, request.session_id)
             async with self._deleting.turn(tenant):
-                await asyncio.to_thread(self._drafter.delete_session, key, tenant=tenant)
+                delete = partial(self._drafter.delete_session, key, tenant=tenant)
+                await self._scheduler.lanes.disk.run(tenant, delete)
             return pb.DeleteSessionDataResponse()
 
     async def DeleteTenantData(
@@ -255,7 +251,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         async with _statuses(context):
             tenant = tenant_of(context)
             async with self._deleting.turn(tenant):
-                await asyncio.to_thread(self._drafter.delete_tenant, tenant)
+                await self._scheduler.lanes.disk.run(tenant, self._drafter.delete_tenant, tenant)
             return pb.DeleteTenantDataResponse()
 
     async def ListIndexes(

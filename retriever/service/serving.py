@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -150,6 +151,9 @@ DEFAULT_DRAIN_S: Final = 10.0  # most generations end within it; supervisors kil
 
 _GRACE_S: Final = 0.5  # for the last responses of calls
 
+SWITCH_INTERVAL_S: Final = 0.0005
+"""How long a thread may hold the interpreter while another one waits for it, in seconds."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -239,6 +243,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         InsecureAddressError: other machines reach the address, and it is not protected.
         RetrieverError: the drafter cannot be opened; IndexerError the same.
     """
+    sys.setswitchinterval(float(os.environ.get("SWITCH_S", SWITCH_INTERVAL_S)))
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, partial(_stop, stopped, number))
@@ -259,6 +264,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     remembered = await asyncio.to_thread(drafter.remember_open)
     listening.servicer.streams.end()
     await listening.server.stop(_GRACE_S)
+    listening.servicer.close()
     log_event(*(_logger, logging.INFO, "ended", "ended"), sessions_left=left, remembered=remembered)
 
 

@@ -4,20 +4,26 @@ The lock is held for a step, for a commit, or for a slice of longer work. It is 
 for a disk, a server or a long prompt, except for the one write when the tokenizer becomes known.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import Final, Self, Unpack
+from typing import Final, NamedTuple, Self, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from indexer.reader import Index
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.errors import RetrieverError, UnknownSessionError, VocabularyMismatchError
+from retriever.errors import (
+    OutOfSequenceError,
+    RetrieverError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
     check_documents,
@@ -27,6 +33,7 @@ from retriever.limits import (
     check_session_name,
     check_tenant_name,
     checked_tokens,
+    shown,
 )
 from retriever.log.options import DEFAULT_DURABILITY
 from retriever.log.pools import Pools
@@ -41,7 +48,7 @@ from retriever.sequences import SessionKey, check_batch, check_step
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
 from retriever.sessions.client_lives import Client, check_client
 from retriever.sessions.deletion import forget
-from retriever.sessions.draft_counts import Census, DraftCounts, census_of
+from retriever.sessions.draft_counts import Census, DraftCounts, TenantUses, census_of
 from retriever.sessions.options import (
     DEFAULT_LIMITS,
     DrafterOptions,
@@ -53,6 +60,18 @@ from retriever.sessions.session_table import CheckedRequest, OpenSession, Sessio
 from retriever.tree import DraftTree, Explanation
 
 _NO_TOKENS: Final = np.empty(0, np.int32)
+_DONE: Final = object()
+_Result = TypeVar("_Result")
+
+
+class LongCommit(NamedTuple):
+    """A step whose tokens are charged and not committed: `EmbeddedDrafter.committing` does that.
+
+    Attributes:
+        step: the checked request.
+    """
+
+    step: CheckedRequest
 
 
 class EmbeddedDrafter:
@@ -60,7 +79,8 @@ class EmbeddedDrafter:
 
     Thread-safe; drafts run one after the other. A service, which interleaves the steps of its
     streams, calls the parts of `open`, `draft` and `close`: `prepare` and `begin`; `commit_each`
-    and `draft_each`; `end` and `flush`.
+    and `draft_each`; `end` and `flush`. Those whose names end in -ing do long work in pieces, of a
+    millisecond or two, and yield without the lock after each.
 
     Args:
         indexes: open indexes, all of one vocabulary; closed with the drafter.
@@ -70,6 +90,7 @@ class EmbeddedDrafter:
         limits: as given.
         vocabulary: of the indexes, or as given.
         draft_counts: counts of drafts and their outcomes.
+        uses: what each tenant has used, as far as a service counts it.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
@@ -84,6 +105,7 @@ class EmbeddedDrafter:
         self.limits = options.get("limits", DEFAULT_LIMITS)
         self.vocabulary = common_vocabulary(indexes, phrases, bound, options.get("vocabulary"))
         self.draft_counts = DraftCounts()
+        self.uses = TenantUses()
         self._lock = Lock()
         self._predictor = options.get("predictor") or Predictor(self.limits.max_budget_nodes)
         self._sessions = Sessions(self.limits)
@@ -163,7 +185,13 @@ class EmbeddedDrafter:
 
     def prepare(self, prompt: ArrayLike, *, remember: bool = True, tenant: str = "") -> Session:
         """Return a session for `begin`: the part of `open` that is slow for a long prompt."""
-        databases = self._databases(prompt, tenant, learns=remember)
+        return _whole(self.preparing(prompt, remember=remember, tenant=tenant))
+
+    def preparing(
+        self, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
+    ) -> Generator[None, None, Session]:
+        """Do as `prepare` does, in pieces."""
+        databases = yield from self.reading(prompt, tenant, learns=remember)
         return Session(databases, len(databases.context), remember)
 
     def begin(self, key: SessionKey, prepared: Session) -> None:
@@ -174,12 +202,13 @@ class EmbeddedDrafter:
 
     def commit_each(
         self, requests: Iterable[DraftRequest], namespace: str
-    ) -> list[CheckedRequest | RetrieverError]:
+    ) -> list[CheckedRequest | LongCommit | RetrieverError]:
         """Commit new tokens; return a step, or why it is refused, for each request in order.
 
-        A refused request does not affect others. The caller has called `check_batch`.
+        A refused request does not affect others. The caller has called `check_batch`, and does
+        `committing` for commits that take longer than a piece of work.
         """
-        committed: list[CheckedRequest | RetrieverError] = []
+        committed: list[CheckedRequest | LongCommit | RetrieverError] = []
         with self._lock:
             for request in requests:
                 try:
@@ -187,10 +216,51 @@ class EmbeddedDrafter:
                     self._sessions.charge(step.session, len(step.new_tokens))
                 except RetrieverError as error:
                     committed.append(error)
+                    continue
+                if step.session.databases.context.is_long(len(step.new_tokens)):
+                    step.session.is_committing = True
+                    committed.append(LongCommit(step))
                 else:
                     self._commit(step.session, step.new_tokens)
                     committed.append(step)
         return committed
+
+    def committing(self, commit: LongCommit) -> Generator[None, None, CheckedRequest]:
+        """Commit the tokens of a step in pieces; return the step.
+
+        Meanwhile other requests of its session are refused. It can end, which ends the commit.
+
+        Raises:
+            UnknownSessionError: the session has ended meanwhile.
+        """
+        session, new_tokens, request = commit.step
+        try:
+            with self._lock:
+                self._note_outcome(session, new_tokens)
+                self._predictor.note(session.databases, new_tokens)
+            # Without the lock: no other call reads or writes the tokens of this session.
+            for _ in session.databases.committing(new_tokens):
+                if not session.is_open:
+                    break
+                yield
+        finally:
+            with self._lock:
+                session.is_committing = False
+                if not session.is_open:
+                    session.databases.context.clear()  # it may have been while a piece was added
+        if not session.is_open:
+            raise UnknownSessionError(
+                f"session {shown(request.session)} has ended while its tokens were noted"
+            )
+        return commit.step
+
+    def withdraw(self, commit: LongCommit) -> None:
+        """Give up a commit that `committing` has not begun: its session is as before."""
+        session, new_tokens, _ = commit.step
+        with self._lock:
+            session.is_committing = False
+            if session.is_open:
+                self._sessions.charge(session, -len(new_tokens))
 
     def draft_each(self, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
         """Draft for committed requests; also for sessions that have ended since."""
@@ -206,14 +276,23 @@ class EmbeddedDrafter:
         self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
     ) -> None:
         """End a sequence as `close` does, without waiting for the state directory: see `flush`."""
+        _whole(self.ending(key, new_tokens, remember=remember))
+
+    def ending(
+        self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
+    ) -> Generator[None, None, None]:
+        """Do as `end` does, in pieces: after the first one the session has ended."""
         tokens = _NO_TOKENS if new_tokens is None else self._tokens(new_tokens)
         with self._lock:
             ended = self._sessions.get(key)
+            _check_not_committing(ended, key.name)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
-            self._sessions.remove(key)  # before uncharged tokens are added
-            self._commit(ended, tokens)
-            if remember:
-                self._remember(key, ended)
+            self._sessions.remove(key)
+            self._note_outcome(ended, tokens)
+            self._predictor.note(ended.databases, tokens)
+        # Its tokens are not added to the sequence: nothing is drafted from that any more.
+        if remember and ended.remember:
+            yield from self._remembering(key, ended, tokens)
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
         """End sessions that are still open, and keep nothing of them; return how many."""
@@ -322,12 +401,41 @@ class EmbeddedDrafter:
             InvalidRequestError: the context, the budget or the tenant is invalid.
         """
         check_draft(budget_nodes, min_probability, self.limits)
-        databases = self._databases(context, tenant)
+        return self.draft_read(_whole(self.reading(context, tenant)), budget_nodes, min_probability)
+
+    def draft_read(
+        self, databases: Databases, budget_nodes: int, min_probability: float = 0.0
+    ) -> DraftTree:
+        """Draft for a context that `reading` has read."""
+        check_draft(budget_nodes, min_probability, self.limits)
         began = perf_counter()
         with self._lock:
             tree = self._grow(databases, budget_nodes, min_probability)
             self.draft_counts.drafted_bare(perf_counter() - began)
         return tree
+
+    def reading(
+        self, context: ArrayLike, tenant: str, *, learns: bool = False
+    ) -> Generator[None, None, Databases]:
+        """Return the databases of a context, integers[n], which is read in pieces.
+
+        Raises:
+            InvalidRequestError: the context or the tenant is invalid.
+        """
+        tokens = self._tokens(context)
+        check_length(len(tokens), self.limits)
+        pool, phrases = self._pool(tenant), self._bindings.phrases(tenant)
+        read = yield from Context.reading(tokens)
+        cursor = phrases.cursor(tokens) if phrases else None
+        return Databases(read, pool, self._bindings.corpus(tenant), learns=learns, phrases=cursor)
+
+    def load(self, tenant: str) -> Pool:
+        """Load a tenant's outputs, if they are not in memory; they stay while the pool is held.
+
+        Raises:
+            InvalidRequestError: the tenant's name is invalid.
+        """
+        return self._pool(tenant)
 
     def explain(
         self,
@@ -346,15 +454,38 @@ class EmbeddedDrafter:
             InvalidRequestError: the context, a number or the tenant is invalid.
             ProvenanceError: an index is damaged.
         """
+        pieces = self.explaining(
+            context, budget_nodes, min_probability, max_documents=max_documents, tenant=tenant
+        )
+        return _whole(pieces)
+
+    def explaining(
+        self,
+        context: ArrayLike,
+        budget_nodes: int,
+        min_probability: float = 0.0,
+        *,
+        max_documents: int = DEFAULT_DOCUMENTS,
+        tenant: str = "",
+    ) -> Generator[None, None, Explanation]:
+        """Do as `explain` does, in pieces."""
         check_documents(max_documents)
         check_draft(budget_nodes, min_probability, self.limits)
-        databases = self._databases(context, tenant)
+        databases = yield from self.reading(context, tenant)
         with self._lock:
             tree = self._grow(databases, budget_nodes, min_probability)
             evidence = DraftedRows.of(self._predictor, budget_nodes)
             indexes = self.indexes_of(tenant)  # of this draft, even after a refresh
-        supports = trace_nodes(tree, databases, evidence)
-        return Explanation(tree, tuple(locate(supports, indexes, max_documents)))
+        yield
+        supports = []
+        for support in trace_nodes(tree, databases, evidence):
+            supports.append(support)
+            yield
+        nodes = []
+        for node in locate(supports, indexes, max_documents):
+            nodes.append(node)
+            yield
+        return Explanation(tree, tuple(nodes))
 
     def delete_tenant(self, tenant: str) -> None:
         """Delete all outputs of a tenant, in memory and in the state directory.
@@ -471,15 +602,20 @@ class EmbeddedDrafter:
         finally:
             self._replication.keep_position()
 
-    # Called without the lock: check the input of a request, and load its databases.
+    # Called without the lock.
 
-    def _databases(self, prompt: ArrayLike, tenant: str, *, learns: bool = False) -> Databases:
-        tokens = self._tokens(prompt)
-        check_length(len(tokens), self.limits)
-        pool, phrases = self._pool(tenant), self._bindings.phrases(tenant)
-        cursor = phrases.cursor(tokens) if phrases else None
-        corpus = self._bindings.corpus(tenant)
-        return Databases(Context(tokens), pool, corpus, learns=learns, phrases=cursor)
+    def _remembering(self, key: SessionKey, ended: Session, tokens: TokenIds) -> Iterator[None]:
+        """Add an ended session's output and its last tokens to the generations, in pieces."""
+        context = ended.databases.context
+        output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
+        with self._lock:
+            entry, pieces = self._pools.remembering(ended.databases.pool, output, key.name)
+            self._replication.hold(entry)
+        while True:
+            with self._lock:
+                if next(pieces, _DONE) is _DONE:
+                    return
+            yield
 
     def _tokens(self, tokens: ArrayLike) -> TokenIds:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
@@ -492,6 +628,7 @@ class EmbeddedDrafter:
 
     def _checked(self, request: DraftRequest, namespace: str) -> CheckedRequest:
         session = self._sessions.get(SessionKey(namespace, request.session))
+        _check_not_committing(session, request.session)
         check_draft(request.budget_nodes, request.min_probability, self.limits)
         tokens = self._tokens(request.new_tokens)
         num_known = len(session.databases.context)
@@ -501,10 +638,13 @@ class EmbeddedDrafter:
 
     def _commit(self, session: Session, new_tokens: TokenIds) -> None:
         """Commit checked tokens, and count the outcome of the session's last draft."""
+        self._note_outcome(session, new_tokens)
+        self._predictor.commit(session.databases, new_tokens)
+
+    def _note_outcome(self, session: Session, new_tokens: TokenIds) -> None:
         if session.drafted is not None:
             self.draft_counts.committed(session.drafted, new_tokens)
             session.drafted = None
-        self._predictor.commit(session.databases, new_tokens)
 
     def _draft(self, step: CheckedRequest) -> DraftTree:
         request, session = step.request, step.session
@@ -522,3 +662,27 @@ class EmbeddedDrafter:
             context = session.databases.context
             output = context.last(len(context) - session.prompt_length)
             self._replication.hold(self._pools.remember(session.databases.pool, output, key.name))
+
+
+def _whole(pieces: Generator[None, None, _Result]) -> _Result:
+    """Do all pieces of work, and let other threads have the lock between them."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as done:
+            result: _Result = done.value
+            return result
+        time.sleep(0)
+
+
+def _check_not_committing(session: Session, name: str) -> None:
+    """Refuse a second request of a session while its tokens are being noted.
+
+    Raises:
+        OutOfSequenceError: they are.
+    """
+    if session.is_committing:
+        raise OutOfSequenceError(
+            f"the tokens of another step of session {shown(name)} are being noted: send one step "
+            "of a session after the other"
+        )

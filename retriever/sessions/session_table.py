@@ -29,6 +29,9 @@ class Session:
         drafted: its last draft, whose outcome is not known yet; None before the first.
         opened_s: time of its opening, by the clock of the table.
         client: that it belongs to; None without one.
+        num_charged: tokens that count against limits: of a long commit from its beginning on.
+        is_open: whether it has not ended.
+        is_committing: whether a long commit is under way, which nothing else may come between.
     """
 
     databases: Databases
@@ -38,6 +41,9 @@ class Session:
     drafted: DraftTree | None = None
     opened_s: float = 0.0
     client: Client | None = None
+    num_charged: int = 0
+    is_open: bool = True
+    is_committing: bool = False
 
     @property
     def tenant(self) -> str:
@@ -158,6 +164,7 @@ class Sessions:
             )
         self._num_tokens = total
         self._tenant_tokens[tenant] = of_tenant
+        session.num_charged += num_tokens
 
     def charge_all(self, charges: Sequence[tuple[Session, int]]) -> None:
         """Count tokens before they are added to sequences: all, or none.
@@ -182,7 +189,8 @@ class Sessions:
             UnknownSessionError: no session has this name.
         """
         session = self._open.remove(key)
-        tenant, num_tokens = session.tenant, len(session.databases.context)
+        session.is_open = False
+        tenant, num_tokens = session.tenant, session.num_charged
         self._num_tokens -= num_tokens
         self._tenant_tokens[tenant] -= num_tokens
         self._tenant_sessions[tenant] -= 1

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from retriever.drafter import DraftRequest
-from retriever.service.draft_stream import DraftStream, Flushing, Turns
+from retriever.service.draft_stream import DraftStream
+from retriever.service.scheduler import Scheduler
 from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, Latencies
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree, Source
@@ -70,14 +71,19 @@ def test_sessions_are_counted_by_what_they_commit(index: Path) -> None:
 
 def test_numbered_message_is_one_step_of_all_its_sequences(index: Path) -> None:
     drafter = EmbeddedDrafter.open_indexes([index])
-    stream = DraftStream(drafter, "", Turns(), Flushing(drafter))
     names = ("a", "b", "c")
     message = pb.DraftStreamRequest(
         sequence_number=1,
         openings=[pb.OpenSessionRequest(session_id=name, prompt=[1, 2, 3]) for name in names],
         steps=[pb.SessionStep(session_id=name, length=3, budget_nodes=4) for name in names],
     )
-    response = asyncio.run(stream.answer(message))
+
+    async def answer() -> pb.DraftStreamResponse:
+        scheduler = Scheduler(drafter)
+        with scheduler.turns.stream("") as line:
+            return await DraftStream(scheduler, "", line).answer(message)
+
+    response = asyncio.run(answer())
     assert not response.statuses
     assert (sum(drafter.draft_counts.steps.counts), sum(drafter.draft_counts.drafts.counts)) == (
         1,

@@ -1,0 +1,311 @@
+"""Who does the work of calls and streams: the event loop in turns, or threads in lanes.
+
+Short work is done on the loop: a draft takes tens of microseconds, less than passing it to another
+thread. Token ids of messages are converted there, too, in slices: that needs the interpreter. Long
+work that does not need it (reading contexts, prompts and outputs) and waits for disks go to lanes.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+from retriever.errors import LimitExceededError, RetrieverError
+from retriever.sequences import SessionKey
+from retriever.service.allowances import Allowances, work_of_draft
+from retriever.service.lanes import Lane, Lanes
+from retriever.service.turns import Line, Turns
+from retriever.sessions.client_lives import Client
+from retriever.sessions.draft_counts import TenantUse, TenantUses
+from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
+from retriever.sessions.session_table import CheckedRequest, Session
+from retriever.v1 import retriever_pb2 as pb
+from retriever.wire.messages import converting_tokens, explanation_to_message, tree_to_message
+
+LONG_PROMPT: Final = 1 << 12
+"""Longer contexts and prompts are read in a lane; this one takes a slice on the loop."""
+
+_RETRY_S: Final = 0.1
+"""What a refusal for too many calls tells to wait: some hundred of them are done by then."""
+
+_Result = TypeVar("_Result")
+
+
+class Flushing:
+    """Flushes a drafter in a lane; one flush covers all sessions that ended during the last.
+
+    Args:
+        drafter: to flush.
+        disk: the lane for it.
+    """
+
+    def __init__(self, drafter: EmbeddedDrafter, disk: Lane) -> None:
+        self._drafter = drafter
+        self._disk = disk
+        self._task: asyncio.Task[None] | None = None
+        self._is_needed = False
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def request(self) -> None:
+        """Schedule a flush of all sessions that have ended by now."""
+        self._is_needed = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._flush())
+
+    async def flushed(self) -> None:
+        """Return once all sessions that have ended by now are flushed."""
+        flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(flushed)
+        self.request()
+        await flushed
+
+    async def _flush(self) -> None:
+        while self._is_needed:
+            self._is_needed = False
+            covered, self._waiting = self._waiting, []
+            try:
+                await self._disk.run("", self._drafter.flush)
+            except RetrieverError as error:
+                for each in covered:
+                    if not each.done():
+                        each.set_exception(error)
+            for each in covered:
+                if not each.done():
+                    each.set_result(None)
+
+
+class Scheduler:
+    """Does a drafter's work for tenants.
+
+    Args:
+        drafter: what drafts.
+
+    Attributes:
+        drafter: as given.
+        uses: what tenants have used.
+        turns: on the event loop.
+        lanes: threads for long work.
+        allowances: what tenants may still ask for.
+        flushing: flushes the outputs of ended sessions.
+    """
+
+    def __init__(self, drafter: EmbeddedDrafter) -> None:
+        self.drafter = drafter
+        self.uses: TenantUses = drafter.uses
+        self.turns = Turns(self.uses)
+        self.lanes = Lanes(drafter.limits, self.uses)
+        self.allowances = Allowances(drafter.limits.max_tenant_work)
+        self.flushing = Flushing(drafter, self.lanes.disk)
+        self._num_calls: Counter[str] = Counter()
+        self._lasting: set[asyncio.Task[Any]] = set()
+
+    @contextmanager
+    def call(self, tenant: str) -> Iterator[Line]:
+        """Let a call outside of streams take part during the block.
+
+        Raises:
+            LimitExceededError: the tenant has too many.
+        """
+        if self._num_calls[tenant] >= self.drafter.limits.max_tenant_waiting:
+            self.uses.of(tenant).refused += 1
+            raise LimitExceededError(
+                f"{self._num_calls[tenant]} calls of the tenant are under way, which is the limit: "
+                f"try again in {_RETRY_S} s (max_tenant_waiting)",
+                limit="max_tenant_waiting",
+                retry_after_s=_RETRY_S,
+            )
+        self._num_calls[tenant] += 1
+        try:
+            with self.turns.call(tenant) as line:
+                yield line
+        finally:
+            self._num_calls[tenant] -= 1
+            if not self._num_calls[tenant]:
+                del self._num_calls[tenant]
+
+    def take_allowance(self, tenant: str, work: float) -> None:
+        """Take work from a tenant's allowance.
+
+        Raises:
+            LimitExceededError: it is used up.
+        """
+        try:
+            self.allowances.take(tenant, work)
+        except LimitExceededError:
+            self.uses.of(tenant).refused += 1
+            raise
+
+    async def draft(
+        self, line: Line, tenant: str, request: pb.DraftRequest, budget_nodes: int
+    ) -> pb.DraftTree:
+        """Draft for a bare context.
+
+        Raises:
+            RetrieverError: it is refused.
+        """
+        self.take_allowance(tenant, work_of_draft(budget_nodes, len(request.context)))
+        await line.take()
+        pool = await self._loaded(line, tenant)
+        tokens = await line.work(converting_tokens(request.context))
+        reading = self.drafter.reading(tokens, tenant)
+        databases = await self._read(line, tenant, len(tokens), reading)
+        tree = self.drafter.draft_read(databases, budget_nodes, request.min_probability)
+        del pool
+        use = self._read_by(tenant, len(tokens))
+        use.drafts += 1
+        use.nodes += len(tree)
+        return tree_to_message(tree)
+
+    async def explain(
+        self, line: Line, tenant: str, request: pb.ExplainRequest, budget_nodes: int
+    ) -> pb.ExplainResponse:
+        """Draft for a bare context, and tell what spoke for each node.
+
+        Raises:
+            RetrieverError: it is refused.
+        """
+        self.take_allowance(tenant, work_of_draft(budget_nodes, len(request.context)))
+        await line.take()
+        pool = await self._loaded(line, tenant)
+        tokens = await line.work(converting_tokens(request.context))
+        line.leave()
+        explaining = self.drafter.explaining(
+            tokens,
+            budget_nodes,
+            request.min_probability,
+            max_documents=request.max_documents,
+            tenant=tenant,
+        )
+        response = await self.lanes.explaining.work(tenant, _told(explaining))
+        del pool
+        self._read_by(tenant, len(tokens))
+        return response
+
+    async def open_session(
+        self,
+        line: Line,
+        opening: pb.OpenSessionRequest,
+        tenant: str,
+        client: Client | None = None,
+    ) -> Session:
+        """Open a session of a tenant, and of a client if it has one, in a turn.
+
+        Raises:
+            RetrieverError: it is refused.
+        """
+        self.drafter.check_vocabulary(opening.vocabulary_fingerprint)
+        pool = await self._loaded(line, tenant)
+        prompt = await line.work(converting_tokens(opening.prompt))
+        preparing = self.drafter.preparing(prompt, remember=not opening.forget, tenant=tenant)
+        session = await self._read(line, tenant, len(prompt), preparing)
+        session.client = client
+        # `begin` runs on the loop: a call cancelled before leaves no session.
+        self.drafter.begin(SessionKey(tenant, opening.session_id), session)
+        del pool
+        self._read_by(tenant, len(prompt))
+        return session
+
+    async def end_session(
+        self, line: Line, closing: pb.CloseSessionRequest, tenant: str
+    ) -> asyncio.Task[None] | None:
+        """End a session of a tenant, in a turn; `Flushing` writes its output.
+
+        Returns:
+            What remembers a long output, which goes on if the caller leaves; None for a short one.
+
+        Raises:
+            RetrieverError: it is refused.
+        """
+        tokens = await line.work(converting_tokens(closing.new_token_ids))
+        ending = self.drafter.ending(
+            SessionKey(tenant, closing.session_id), tokens, remember=not closing.forget
+        )
+        self._read_by(tenant, len(tokens))
+        if next(ending, _DONE) is _DONE:
+            return None
+        return self._last(self._remember(tenant, ending))
+
+    async def commit(
+        self, line: Line, tenant: str, commit: LongCommit
+    ) -> CheckedRequest | RetrieverError:
+        """Commit many tokens; it goes on if the caller leaves. Returns the step, or a refusal."""
+        line.leave()
+        committing = self.drafter.committing(commit)
+        lasting = self._last(self.lanes.reading.work(tenant, committing))
+        try:
+            return await asyncio.shield(lasting)
+        except LimitExceededError as error:
+            self.drafter.withdraw(commit)
+            return error
+        except RetrieverError as error:
+            return error
+        finally:
+            await line.take()
+
+    def close(self) -> None:
+        """End the lanes' threads once they have done what is begun."""
+        self.lanes.close()
+
+    async def _loaded(self, line: Line, tenant: str) -> object:
+        """Load a tenant's outputs in a lane, if they are not in memory; keep them by the result."""
+        if self.drafter.is_loaded(tenant):
+            return None
+        line.leave()
+        pool = await self.lanes.loading.run(tenant, self.drafter.load, tenant)
+        await line.take()
+        return pool
+
+    async def _read(
+        self,
+        line: Line,
+        tenant: str,
+        num_tokens: int,
+        pieces: Generator[None, None, _Result],
+    ) -> _Result:
+        """Read tokens in a lane if they are many; the turn is over meanwhile."""
+        if num_tokens <= LONG_PROMPT:
+            return await line.work(pieces)
+        line.leave()
+        result = await self.lanes.reading.work(tenant, pieces)
+        await line.take()
+        return result
+
+    async def _remember(self, tenant: str, pieces: Generator[None, None, None]) -> None:
+        try:
+            await self.lanes.reading.work(tenant, pieces)
+        except LimitExceededError:  # the lane is full, and the output must not be lost
+            with self.turns.call(tenant) as line:
+                await line.work(pieces)
+        self.flushing.request()
+
+    def _last(self, work: Any) -> "asyncio.Task[Any]":
+        """Do work that goes on if its caller leaves."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._lasting.add(task)
+        task.add_done_callback(self._lasting.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
+
+    def _read_by(self, tenant: str, num_tokens: int) -> TenantUse:
+        use = self.uses.of(tenant)
+        use.tokens += num_tokens
+        return use
+
+
+def client_of(message: pb.OpenSessionRequest | pb.DraftStreamRequest) -> Client | None:
+    """Return the client that a message names; None if it names none."""
+    if not message.HasField("client"):
+        return None
+    return Client(message.client.name, message.client.incarnation)
+
+
+_DONE: Final = object()
+
+
+def _told(
+    explaining: Generator[None, None, Any],
+) -> Generator[None, None, pb.ExplainResponse]:
+    explanation = yield from explaining
+    yield
+    return explanation_to_message(explanation)

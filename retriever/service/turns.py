@@ -1,0 +1,262 @@
+"""Turns on the event loop: work is given out in slices, by tenant and then by stream.
+
+This is deficit round robin (Shreedhar and Varghese, 1995) with an iteration of the event loop as a
+round. In each, a tenant may work for one slice (its quantum, times its weight). What a piece of
+work takes beyond that is a debt, for which the tenant sits out later rounds. So a tenant waits in
+an iteration for at most one slice of every other tenant, and one piece that cannot be cut. Within a
+tenant, its streams take turns, and all its calls outside of streams count as one stream.
+
+A tenant that works alone is not held back: only a stream whose slice is over waits for the next
+iteration, so that messages of others are read in between.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Final, TypeVar
+
+from retriever.sessions.draft_counts import TenantUses
+
+SLICE_S: Final = 0.00025
+"""Work after which a stream waits for its next turn, in seconds; a draft takes a fifth of it."""
+
+_Result = TypeVar("_Result")
+
+
+class _Waiting:
+    """A wait for a turn.
+
+    Attributes:
+        granted: resolved when the turn comes.
+        expected_s: of the work; taken off the tenant's slice in advance.
+    """
+
+    __slots__ = ("expected_s", "granted")
+
+    def __init__(self, granted: "asyncio.Future[None]", expected_s: float) -> None:
+        self.granted = granted
+        self.expected_s = expected_s
+
+
+class _Tenant:
+    """A tenant with work, or with streams that may bring some.
+
+    Attributes:
+        quantum_s: work in a round.
+        left_s: of it; below 0 for a debt.
+        num_lines: streams and calls under way.
+        waiting: waits by stream, in the order of turns.
+    """
+
+    __slots__ = ("left_s", "num_lines", "quantum_s", "waiting")
+
+    def __init__(self, quantum_s: float) -> None:
+        self.quantum_s = quantum_s
+        self.left_s = quantum_s
+        self.num_lines = 0
+        self.waiting: OrderedDict[Hashable, deque[_Waiting]] = OrderedDict()
+
+    def add(self, key: Hashable, waiting: _Waiting) -> None:
+        """Append a wait of a stream."""
+        self.waiting.setdefault(key, deque()).append(waiting)
+
+    def next(self) -> _Waiting:
+        """Remove and return the first wait of the stream whose turn it is."""
+        key, waits = self.waiting.popitem(last=False)
+        first = waits.popleft()
+        if waits:
+            self.waiting[key] = waits
+        return first
+
+    def withdraw(self, key: Hashable, waiting: _Waiting) -> None:
+        """Remove a wait that is over; a round may have done so."""
+        waits = self.waiting.get(key, deque())
+        if waiting in waits:
+            waits.remove(waiting)
+            if not waits:
+                del self.waiting[key]
+
+
+class Turns:
+    """Gives out turns to the streams and calls of all tenants. For one event loop.
+
+    Args:
+        uses: gets the time that tenants work.
+        weight_of: a tenant's share of a round relative to others', above 0.
+        clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        uses: TenantUses | None = None,
+        weight_of: Callable[[str], float] = lambda _: 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.uses = uses or TenantUses()
+        self.clock = clock
+        self._weight_of = weight_of
+        self._tenants: dict[str, _Tenant] = {}
+        self._owing: dict[str, _Tenant] = {}  # those whose slice is not whole, or who wait
+        self._is_due = False
+
+    @contextmanager
+    def stream(self, tenant: str) -> Iterator["Line"]:
+        """Let a stream take part during the block."""
+        yield from self._line(tenant, object())
+
+    @contextmanager
+    def call(self, tenant: str) -> Iterator["Line"]:
+        """Let a call outside of streams take part during the block."""
+        yield from self._line(tenant, None)
+
+    def _line(self, name: str, key: Hashable) -> Iterator["Line"]:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(SLICE_S * self._weight_of(name))
+        tenant.num_lines += 1
+        line = Line(self, name, tenant, key)
+        try:
+            yield line
+        finally:
+            line.leave()
+            tenant.num_lines -= 1
+            if not tenant.num_lines:
+                if name in self._owing:
+                    self._come_round()  # it is gone with its debt paid
+                else:
+                    del self._tenants[name]
+
+    def may_go(self, tenant: _Tenant) -> bool:
+        """Return whether a tenant may work now: it is alone, or has not had its slice."""
+        return tenant.left_s > 0 or len(self._tenants) == 1
+
+    async def wait(self, name: str, tenant: _Tenant, key: Hashable, expected_s: float) -> None:
+        """Wait for a turn of a stream."""
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), expected_s)
+        tenant.add(key, waiting)
+        self._owing[name] = tenant
+        self._come_round()
+        try:
+            await waiting.granted
+        except asyncio.CancelledError:
+            if waiting.granted.cancelled():
+                tenant.withdraw(key, waiting)
+            else:
+                tenant.left_s += expected_s
+            raise
+
+    def worked(self, name: str, tenant: _Tenant, seconds: float, expected_s: float) -> None:
+        """Count the work of a turn, of which some was taken off in advance."""
+        self.uses.of(name).seconds += seconds
+        tenant.left_s += expected_s
+        if len(self._tenants) == 1:
+            return
+        tenant.left_s -= seconds
+        if tenant.left_s < tenant.quantum_s:
+            self._owing[name] = tenant
+            if tenant.left_s <= 0:
+                self._come_round()
+
+    def _come_round(self) -> None:
+        """Begin a round with the next iteration of the loop."""
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._round)
+
+    def _round(self) -> None:
+        """Give each tenant its slice, and turns to those who wait."""
+        self._is_due = False
+        is_alone = len(self._tenants) == 1
+        for name, tenant in list(self._owing.items()):
+            whole_s = tenant.quantum_s
+            tenant.left_s = whole_s if is_alone else min(whole_s, tenant.left_s + whole_s)
+            while tenant.waiting and tenant.left_s > 0:
+                waiting = tenant.next()
+                if not waiting.granted.done():  # else it was cancelled in this iteration
+                    tenant.left_s -= waiting.expected_s
+                    waiting.granted.set_result(None)
+            if tenant.waiting or tenant.left_s < 0:
+                self._come_round()
+            elif tenant.left_s == whole_s:
+                del self._owing[name]
+                if not tenant.num_lines:
+                    del self._tenants[name]
+            elif not tenant.num_lines:
+                self._come_round()
+
+
+class Line:
+    """A stream's, or a call's, place among the turns.
+
+    Args:
+        turns: shared with all others.
+        name: of the tenant.
+        tenant: its state.
+        key: of the stream among the tenant's.
+    """
+
+    __slots__ = ("_began_s", "_expected_s", "_key", "_name", "_tenant", "_turns")
+
+    def __init__(self, turns: Turns, name: str, tenant: _Tenant, key: Hashable) -> None:
+        self._turns = turns
+        self._name = name
+        self._tenant = tenant
+        self._key = key
+        self._began_s: float | None = None
+        self._expected_s = 0.0
+
+    async def take(self, expected_s: float = SLICE_S) -> None:
+        """Wait for a turn, which begins now; `leave` ends it.
+
+        A tenant that is alone, or has some of its slice left, waits for nothing.
+
+        Args:
+            expected_s: of the work, in seconds; what goes beyond a slice is cut by `give_way`.
+        """
+        if not self._turns.may_go(self._tenant):
+            await self._wait(min(expected_s, SLICE_S))
+        self._began_s = self._turns.clock()
+
+    async def give_way(self) -> None:
+        """Wait for the next turn if this one's slice is over."""
+        if self._began_s is None or self._turns.clock() - self._began_s < SLICE_S:
+            return
+        self.leave()
+        await self._wait(SLICE_S)
+        self._began_s = self._turns.clock()
+
+    def leave(self) -> None:
+        """End the turn: before waiting for anything but a turn."""
+        if self._began_s is None:
+            return
+        seconds = self._turns.clock() - self._began_s
+        expected_s, self._expected_s, self._began_s = self._expected_s, 0.0, None
+        self._turns.worked(self._name, self._tenant, seconds, expected_s)
+
+    async def work(self, pieces: Generator[None, None, _Result]) -> _Result:
+        """Do work in pieces, and give way between them; in a turn of its own outside of one.
+
+        Args:
+            pieces: yields after each piece, of at most a slice.
+        """
+        is_own = self._began_s is None
+        if is_own:
+            await self.take()
+        try:
+            while True:
+                try:
+                    next(pieces)
+                except StopIteration as done:
+                    result: _Result = done.value
+                    return result
+                await self.give_way()
+        finally:
+            if is_own:
+                self.leave()
+            pieces.close()
+
+    async def _wait(self, expected_s: float) -> None:
+        await self._turns.wait(self._name, self._tenant, self._key, expected_s)
+        self._expected_s = expected_s
