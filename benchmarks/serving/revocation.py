@@ -3,11 +3,11 @@
     python -m benchmarks.serving.revocation --rounds 50 --json
 
 In each round six processes revoke a token each at the same moment, and two others add one. Rounds
-go through the modes that a service accepts for its access file, and through who writes it. Where root
-runs this, the service runs as another user, and files are written by root and by that user, also in
-a folder that it cannot write. Meanwhile every token calls, by unary calls and on an open stream; and a
-stream of each revoked one waits and says its next word a second after the revocation. No revoked
-token may be served then, and no other one may be refused at any time.
+go through the modes that a service accepts for its access file, and through who writes it. Where
+root runs this, the service runs as another user, and files are written by root and by that user,
+also in a folder that it cannot write. Meanwhile every token calls, by unary calls and on an open
+stream; and a stream of each revoked one waits and says its next word a second after the revocation.
+No revoked token may be served then, and no other one may be refused at any time.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing import get_context
@@ -122,7 +122,7 @@ def _work(user: int, calls: Connection) -> None:
 @contextmanager
 def _workers(user: int, number: int) -> Iterator[list[Connection]]:
     """Run processes of a user during the block."""
-    context, ours, processes = get_context("spawn"), [], []
+    context, ours, processes = get_context("fork"), [], []  # nothing runs here yet
     for _ in range(number):
         here, there = context.Pipe()
         processes.append(context.Process(target=_work, args=(user, there)))
@@ -348,7 +348,10 @@ class Trial:
         writers = self._writers[case.writer]
         for writer, name in zip(writers, revoked, strict=True):
             writer.send((at_s, self._access, name))
-        return await asyncio.gather(*(asyncio.to_thread(each.recv) for each in writers))
+        done: list[tuple[float, str]] = await asyncio.gather(
+            *(asyncio.to_thread(each.recv) for each in writers)
+        )
+        return done
 
     async def _await_admission(self, tokens: list[str]) -> None:
         """Wait until the service knows tokens."""
@@ -380,13 +383,12 @@ def revoked(rounds: int, python: Path, user: int) -> dict[str, Any]:
         access.touch(0o600)
         if user != os.geteuid():
             os.chown(access, user, user)
-        users = sorted({case.writer for case in cases(user)})
-        with (
-            _workers(users[0], _NUM_REVOKED + _NUM_ADDED) as first,
-            _workers(users[-1], _NUM_REVOKED + _NUM_ADDED) as last,
-            _service(access, folder, python, user) as address,
-        ):
-            writers = {users[0]: first, users[-1]: last}
+        with ExitStack() as stack:
+            writers = {
+                writer: stack.enter_context(_workers(writer, _NUM_REVOKED + _NUM_ADDED))
+                for writer in sorted({case.writer for case in cases(user)})
+            }
+            address = stack.enter_context(_service(access, folder, python, user))
             measured = asyncio.run(_tried(access, address, writers, user, rounds))
     times = sorted(measured.last_served_s)
     return {
