@@ -145,8 +145,8 @@ class Lifecycle:
 
     async def attach(self, server: aio.Server) -> None:
         """Answer health checks on a server that has not started: not serving yet."""
-        listing = {"List": grpc.unary_unary_rpc_method_handler(self._health.list_all)}
-        handler = grpc.method_handlers_generic_handler(health.SERVICE_NAME, listing)
+        listing: Any = grpc.unary_unary_rpc_method_handler(self._health.list_all)
+        handler = grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"List": listing})
         server.add_generic_rpc_handlers((handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 

@@ -1,6 +1,7 @@
 """Admission: finds the caller and tenant of every call before it is answered."""
 
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
@@ -8,6 +9,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from inspect import isasyncgenfunction
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 import grpc
@@ -98,6 +100,7 @@ class Doorkeeper:
         self, access: Path | None, client_ca: Path | None = None, grace_s: float = DEFAULT_GRACE_S
     ) -> None:
         self.refused = 0
+        self._current: Access | None = None
         self.files: dict[str, Reloaded[Any]] = {}
         self._access: Reloaded[Access] | None = None
         if access is not None:
@@ -108,17 +111,37 @@ class Doorkeeper:
                 [client_ca], lambda: _authorities(client_ca), grace_s=grace_s
             )
         self._files = tuple(self.files.values())
+        self._lock = Lock()
+        self._note()
 
     def current(self) -> Access | None:
         """Return the current access file; the same object while it is unchanged.
 
         Where a file could not be used for longer than the grace, it lists nobody.
         """
-        for file in self._files:
-            file.current()
-            if file.is_overdue:
-                return _NOBODY
-        return None if self._access is None else self._access.current()
+        if time.monotonic() >= self._look_at_s and self._lock.acquire(blocking=False):
+            try:  # while another thread looks, this one goes on
+                for file in self._files:
+                    file.current()
+                self._note()
+            finally:
+                self._lock.release()
+        return self._current
+
+    def look(self) -> None:
+        """Look at the files now."""
+        with self._lock:
+            for file in self._files:
+                file.look()
+            self._note()
+
+    def _note(self) -> None:
+        """Note what the files say, so that a call has but to look at the time."""
+        if any(file.is_overdue for file in self._files):
+            self._current = _NOBODY
+        else:
+            self._current = None if self._access is None else self._access.current()
+        self._look_at_s = min((file.look_at_s for file in self._files), default=math.inf)
 
     def grant(
         self, access: Access | None, token: str | None, certificate: Certified | None

@@ -151,6 +151,11 @@ class Reloaded(Generic[_Value]):
             self._look()
 
     @property
+    def look_at_s(self) -> float:
+        """When the files are to be looked at again, in seconds of the clock."""
+        return self._look_at_s
+
+    @property
     def failing_s(self) -> float | None:
         """How long the files could not be used, in seconds; None while they can be."""
         since_s = self._failing_since_s

@@ -233,11 +233,11 @@ class Protection:
         """Look at all files now; return how they are."""
         found: dict[str, Reloaded[Any]] = {}
         if self.tls is not None:
+            self.tls.file.look()
             found["certificate"] = self.tls.file
         if self.doorkeeper is not None:
+            self.doorkeeper.look()
             found |= self.doorkeeper.files
-        for file in found.values():
-            file.look()
         return [
             FileState(name, file.failing_s, admits=not file.is_overdue)
             for name, file in found.items()

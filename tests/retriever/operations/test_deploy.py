@@ -20,6 +20,7 @@ from retriever.operations.lifecycle import SERVICE
 from retriever.operations.metrics import registry_of
 from retriever.operations.resolving import PREFIX, resolve
 from retriever.operations.settings import Settings
+from retriever.security.protection import FileState
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.operations.watched import watched
@@ -34,6 +35,7 @@ ADDED_BY_PROMETHEUS = {"instance", "job", "le", "severity"}
 @pytest.fixture
 def registry(index: Path, tmp_path: Path) -> CollectorRegistry:
     with watched(index, tmp_path) as (service, _):
+        service.observer.lifecycle.note_credentials([FileState("access")])
         found = CollectorRegistry()
         families = list(registry_of(service).collect())
         found.collect = lambda: families  # type: ignore[method-assign]  # once the service is gone

@@ -26,7 +26,14 @@ from retriever import (
     RemoteDrafter,
 )
 from retriever.operations.lifecycle import HealthStatuses
-from retriever.security.access import SCOPES_BEFORE, add_token, name_of, remove
+from retriever.security.access import (
+    SCOPES_BEFORE,
+    Scope,
+    add_certificate,
+    add_token,
+    name_of,
+    remove,
+)
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
@@ -84,7 +91,7 @@ def test_health_is_told_without_credentials_and_nothing_else_is(tmp_path: Path) 
         assert [status(name) for name in NAMES] == [SERVING] * 4
         with pytest.raises(grpc.RpcError) as unknown:
             status("acme")
-        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
         stub: Any = health_pb2_grpc.HealthStub(channel)
         one, other, none = (
             stub.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "", "acme")
@@ -92,12 +99,13 @@ def test_health_is_told_without_credentials_and_nothing_else_is(tmp_path: Path) 
         assert [next(each).status for each in (one, other)] == [SERVING] * 2
         assert next(none).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         one.cancel()  # the other goes on
-        listed = channel.unary_unary("/grpc.health.v1.Health/List")(b"", timeout=5)
+        lists: Any = channel.unary_unary("/grpc.health.v1.Health/List")
+        listed: bytes = lists(b"", timeout=5)
         assert all(name.encode() in listed for name in NAMES)
         assert b"acme" not in listed
         with pytest.raises(grpc.RpcError) as refused:
             RetrieverServiceStub(channel).ListIndexes(pb.ListIndexesRequest(), timeout=5)
-        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         process.terminate()
         assert next(other).status == NOT_SERVING
     process.communicate(timeout=30)
@@ -169,10 +177,10 @@ def test_calls_take_their_scope(tmp_path: Path) -> None:
     shown = {
         name: Credentials(token=add_token(access, tenant, scopes))
         for name, tenant, scopes in (
-            ("draft", "a", ["draft"]),
-            ("delete", "a", ["delete"]),
+            ("draft", "a", {Scope.DRAFT}),
+            ("delete", "a", {Scope.DELETE}),
             ("both", "a", SCOPES_BEFORE),
-            ("admin", "", ["admin"]),
+            ("admin", "", {Scope.ADMIN}),
         )
     }
     drafter = EmbeddedDrafter()
@@ -203,7 +211,8 @@ def test_what_waits_when_its_token_is_revoked_is_not_answered(tmp_path: Path) ->
         serving(drafter, f"unix:{tmp_path}/s", protection) as address,
         grpc.insecure_channel(address) as channel,
     ):
-        call = RetrieverServiceStub(channel).Explain.future(  # type: ignore[attr-defined]
+        stub: Any = RetrieverServiceStub(channel)
+        call = stub.Explain.future(
             pb.ExplainRequest(context=[1, 2]), metadata=[("authorization", f"Bearer {token}")]
         )
         assert drafter.began.wait(20)
@@ -212,7 +221,30 @@ def test_what_waits_when_its_token_is_revoked_is_not_answered(tmp_path: Path) ->
         drafter.released.set()
         with pytest.raises(grpc.RpcError) as raised:
             call.result(timeout=20)
-    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    drafter.shut_down()
+
+
+def test_a_stream_that_waits_ends_with_its_revoked_certificate(tmp_path: Path) -> None:
+    access, authority = tmp_path / "access", signed(tmp_path, "authority")
+    server, engine = signed(tmp_path, "server", authority), signed(tmp_path, "engine", authority)
+    for name in ("acme", "other"):
+        add_certificate(access, name, {"acme": "CN:engine", "other": "CN:other"}[name])
+    protection = Protection.of(
+        ProtectionFiles(server.certificate, server.key, authority.certificate, access)
+    )
+    shown = Credentials(authority.certificate, engine.certificate, engine.key)
+    drafter = EmbeddedDrafter()
+    with (
+        serving(drafter, protection=protection) as address,
+        RemoteDrafter(address, credentials=shown, timeout_s=10) as client,
+    ):
+        client.open("s", ids(1, 2))
+        step(client, 3)
+        assert remove(access, "CN:engine").tenant == "acme"
+        time.sleep(1.0)
+        with pytest.raises(NotPermittedError, match="no tenant here"):
+            step(client, 4)
     drafter.shut_down()
 
 

@@ -358,7 +358,7 @@ def test_scopes_say_what_a_credential_is_for(access: Path) -> None:
     caller = Caller(doorkeeper, admin, None, Scope.ADMIN)
     assert (caller.name, caller.tenant) == ("ops", "")
     with pytest.raises(CredentialsError, match="only the scope admin alone"):
-        add_certificate(access, "x", "CN:x") or set_scopes(access, "ops", [Scope.DRAFT])
+        set_scopes(access, "ops", [Scope.DRAFT])
     assert remove(access, "ops").scopes == {Scope.ADMIN}
 
 
