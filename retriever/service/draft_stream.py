@@ -134,13 +134,13 @@ class DraftStream:
         tenant: str,
         turns: Turns,
         flushing: Flushing,
-        lifecycle: Lifecycle,
+        lifecycle: Lifecycle | None = None,
     ) -> None:
         self._drafter = drafter
         self._tenant = tenant
         self._turns = turns
         self._flushing = flushing
-        self._lifecycle = lifecycle
+        self._lifecycle = lifecycle or Lifecycle()
         self._default_nodes = min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes)
         self._number = 0
         self._last = pb.DraftStreamResponse()

@@ -24,7 +24,7 @@ from tests.retriever.security.in_process import serving
 CONTEXT = list(range(40)) * 3
 
 
-def nodes(stub: Any, **budget: int) -> tuple[int, int, int]:
+def nodes(stub: Any, **budget: Any) -> tuple[int, int, int]:
     """Return how many nodes a bare draft, an explained one and a step get."""
     bare = stub.Draft(pb.DraftRequest(context=CONTEXT, **budget))
     explained = stub.Explain(pb.ExplainRequest(context=CONTEXT, **budget))

@@ -149,8 +149,9 @@ def test_a_service_states_reason_and_limit_in_calls_and_streams() -> None:
             raw: Any = channel.unary_unary("/retriever.v1.RetrieverService/Draft")
             with pytest.raises(grpc.RpcError) as no_message:
                 raw(b"\xff\xff")
-        metadata = dict(no_message.value.trailing_metadata())
-        (info,) = Status.FromString(metadata["grpc-status-details-bin"]).details
+        error: Any = no_message.value
+        ((_, sent),) = error.trailing_metadata()
+        (info,) = Status.FromString(sent).details
         assert ErrorInfo.FromString(info.value) == ErrorInfo(
             reason="INVALID_REQUEST", domain="foredraft"
         )
