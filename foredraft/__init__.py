@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         NodeProvenance,
         Source,
     )
+    from retriever.wire.server_info import ServerInfo
 
 try:
     check_packages()
@@ -103,6 +104,7 @@ __all__ = [
     "RemoteDrafter",
     "ReplicationOptions",
     "ResilientDrafter",
+    "ServerInfo",
     "ShardState",
     "ShardedDrafter",
     "Source",
@@ -171,6 +173,7 @@ _HOMES: Final = {
         "NodeProvenance",
         "Source",
     ),
+    "retriever.wire.server_info": ("ServerInfo",),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -40,6 +40,7 @@ COMMANDS: Final = (
     Command("config", "serve", "retriever", "Show the settings with which `serve` would start."),
     Command("access", "serve", "retriever", "Make, list and revoke the credentials of callers."),
     Command("health", "serve", "retriever", "Say whether a service takes calls."),
+    Command("info", "serve", "retriever", "Show a service's version, phase, models and limits."),
     Command("generate", "decode", "decoder", "Answer prompts with a model and drafts."),
     Command("bench", "decode", "decoder", "Measure against decoding without drafts."),
     Command("documents", "look", "indexer", "List the documents of an index."),

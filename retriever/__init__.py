@@ -18,6 +18,7 @@ from retriever.errors import (
     AddressInUseError,
     CredentialsError,
     DrafterUnavailableError,
+    DrainingError,
     InsecureAddressError,
     InvalidRequestError,
     InvalidTreeError,
@@ -29,12 +30,14 @@ from retriever.errors import (
     RetrieverError,
     SessionExistsError,
     SettingsError,
+    StaleClientError,
     StateError,
     TraceError,
     UnknownSessionError,
     VocabularyMismatchError,
 )
 from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
+from retriever.wire.server_info import ServerInfo
 
 __distribution__ = "foredraft"
 
@@ -50,6 +53,7 @@ __all__ = [
     "DraftTree",
     "Drafter",
     "DrafterUnavailableError",
+    "DrainingError",
     "Explanation",
     "FailOpen",
     "IndexInfo",
@@ -66,11 +70,13 @@ __all__ = [
     "RemoteDrafter",
     "ResilientDrafter",
     "RetrieverError",
+    "ServerInfo",
     "SessionExistsError",
     "SettingsError",
     "ShardState",
     "ShardedDrafter",
     "Source",
+    "StaleClientError",
     "StateError",
     "TokenIds",
     "TraceError",

@@ -344,9 +344,12 @@ class Conversation:
         """Return whether the server has a session, as far as is known."""
         return session in self._known
 
+    def forget_refusal(self, session: str) -> None:
+        """Forget that the server has refused a session, which has ended."""
+        self._refused.pop(session, None)
+
     def drop(self, session: str) -> None:
         """End a session that another server has taken over; the server remembers nothing of it."""
-        self._refused.pop(session, None)
         known = self._known.pop(session, None)
         if known is not None:
             self._closes.close(known.wire_name)
@@ -396,7 +399,6 @@ class Conversation:
 
     def close(self, session: str, sequence: TokenSequence) -> None:
         """End a session; the server is told with the next message."""
-        self._refused.pop(session, None)
         known = self._known.pop(session, None)
         output = sequence.output.copy() if sequence.remember else None
         if known is None:

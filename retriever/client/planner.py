@@ -324,6 +324,14 @@ class Planner:
             plan.trees[name] = local[name] if name in local else DraftTree.empty()
         return [plan.trees[step.request.session] for step in plan.steps]
 
+    def server_of(self, session: str) -> str:
+        """Return the address of the server that a session is assigned to.
+
+        Raises:
+            UnknownSessionError: the session is not open.
+        """
+        return self._placed.get(session).address
+
     def close(self, session: str, new_tokens: ArrayLike | None, *, remember: bool) -> None:
         """End a sequence; its server is told with the next message.
 
@@ -336,6 +344,8 @@ class Planner:
         assigned.sequence.remember = assigned.sequence.remember and remember
         self.conversations[assigned.address].close(session, assigned.sequence)
         self._leave(session, assigned)
+        for conversation in self.conversations.values():
+            conversation.forget_refusal(session)
         self._local.close(session, assigned.sequence)
 
     def _ask(

@@ -110,6 +110,14 @@ class FailOpenClient:
         """Return whether the stream to a server is up."""
         return self._planner.conversations[address].is_up
 
+    def server_of(self, session: str) -> str:
+        """Return the address of the server that a session is at.
+
+        Raises:
+            UnknownSessionError: the session is not open.
+        """
+        return self._planner.server_of(session)
+
 
 _ORPHANS: Final[list[object]] = []  # of a parent process: ending them after a fork can hang
 

@@ -16,6 +16,7 @@ from retriever.client.conversation import SequenceStep
 from retriever.client.credentials import Credentials
 from retriever.client.merging import merge_trees
 from retriever.client.planner import checked_addresses
+from retriever.client.resilient import ResilientDrafter
 from retriever.client.strict import DEFAULT_TIMEOUT_S, RemoteDrafter
 from retriever.drafter import DraftRequest
 from retriever.errors import (
@@ -422,20 +423,35 @@ def connect(
     deadline_s: float = DEFAULT_DEADLINE_S,
     vocabulary_fingerprint: str = "",
     credentials: Credentials | None = None,
-) -> "RemoteDrafter | ShardedDrafter":
-    """Return a client of one service, or of several that each hold a part of a corpus.
+) -> "RemoteDrafter | ShardedDrafter | ResilientDrafter":
+    """Return a client of one service, of several that each hold a part of a corpus, or of replicas.
 
     Args:
-        addresses: of the services; a string is the address of one.
+        addresses: of the services; a string is the address of one. Addresses with commas between
+            them, in one string, are replicas: each session is at one of them.
         deadline_s: longest wait of a step for one of several, in seconds.
         vocabulary_fingerprint: of the caller's tokenizer; empty if unknown.
         credentials: to send and to verify the server with; None for services that need none.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
-        InvalidRequestError: no address, or a duplicate.
+        InvalidRequestError: no address, a duplicate, or replicas of a part of a corpus.
     """
     listed = [addresses] if isinstance(addresses, str) else addresses
+    if any("," in each for each in listed):
+        if len(listed) > 1:
+            raise InvalidRequestError(
+                "parts of a corpus have no replicas: name one service for each part, or the "
+                "replicas of a whole corpus in one address, with commas"
+            )
+        replicas = ResilientDrafter(
+            [each.strip() for each in listed[0].split(",")],
+            deadline_s=deadline_s,
+            vocabulary_fingerprint=vocabulary_fingerprint,
+            credentials=credentials,
+        )
+        replicas.wait(DEFAULT_TIMEOUT_S)
+        return replicas
     if len(listed) == 1:
         return RemoteDrafter(
             listed[0], vocabulary_fingerprint=vocabulary_fingerprint, credentials=credentials

@@ -11,6 +11,7 @@ app = command_line(
         "replay": "retriever.commands.replay_command:replay_traces",
         "explain": "retriever.commands.explain_command:explain",
         "health": "retriever.commands.health_command:health",
+        "info": "retriever.commands.info_command:info",
         "export": "retriever.commands.export_command:export",
         "access": "retriever.commands.access_command:app",
     },

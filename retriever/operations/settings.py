@@ -148,7 +148,7 @@ class ClientSettings(CredentialSettings):
         Field(
             description="A draft service, HOST:PORT or unix:PATH, which drafts from its own "
             "indexes and phrases. Repeatable: services that each hold a part of a corpus draft "
-            "together."
+            "together. A,B,C: replicas, each sequence at one of them."
         ),
     ] = []
 

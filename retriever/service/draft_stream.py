@@ -65,12 +65,18 @@ class DraftStream:
         lifecycle: while it drains, sessions are not opened.
     """
 
-    def __init__(self, scheduler: Scheduler, tenant: str, line: Line, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tenant: str,
+        line: Line,
+        lifecycle: Lifecycle | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._drafter = scheduler.drafter
         self._tenant = tenant
         self._line = line
-        self._lifecycle = lifecycle
+        self._lifecycle = lifecycle or Lifecycle()
         self._default_nodes = min(DEFAULT_BUDGET_NODES, self._drafter.limits.max_budget_nodes)
         self._lasting: deque[asyncio.Task[None]] = deque()
         self._number = 0

@@ -35,7 +35,10 @@ class RetrieverServiceStub:
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
-    where it is known how long to wait. Messages are for people and may change.
+    where it is known how long to wait. Messages are for people and may change. Reasons are
+    INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
+    STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
+    ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
@@ -58,6 +61,10 @@ class RetrieverServiceStub:
     """Drafts for decoding steps: one request and one response, in order, for each step of an
     engine, with all its sequences. Sessions begin and end in its messages, too; those that began
     in them end with the stream, however it ends, and what they generated is not kept.
+
+    While the service drains, responses say so and sessions that begin are refused: move to another
+    service. Streams that are left at its end, and new ones, end with UNAVAILABLE, reason DRAINING;
+    what open sessions have generated until then is kept.
 
     Messages are numbered from 1. The next number is worked on; what one session is refused costs
     no other, and is told in the response. The last number again is a repetition: its response is
@@ -94,7 +101,10 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
-    where it is known how long to wait. Messages are for people and may change.
+    where it is known how long to wait. Messages are for people and may change. Reasons are
+    INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
+    STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
+    ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
@@ -114,6 +124,10 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     """Drafts for decoding steps: one request and one response, in order, for each step of an
     engine, with all its sequences. Sessions begin and end in its messages, too; those that began
     in them end with the stream, however it ends, and what they generated is not kept.
+
+    While the service drains, responses say so and sessions that begin are refused: move to another
+    service. Streams that are left at its end, and new ones, end with UNAVAILABLE, reason DRAINING;
+    what open sessions have generated until then is kept.
 
     Messages are numbered from 1. The next number is worked on; what one session is refused costs
     no other, and is told in the response. The last number again is a repetition: its response is
@@ -149,7 +163,10 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
-    where it is known how long to wait. Messages are for people and may change.
+    where it is known how long to wait. Messages are for people and may change. Reasons are
+    INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
+    STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
+    ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
 
     Budgets mean the same in every call: not set, the server's default; 0, no nodes.
     """
@@ -191,6 +208,10 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         """Drafts for decoding steps: one request and one response, in order, for each step of an
         engine, with all its sequences. Sessions begin and end in its messages, too; those that began
         in them end with the stream, however it ends, and what they generated is not kept.
+
+        While the service drains, responses say so and sessions that begin are refused: move to another
+        service. Streams that are left at its end, and new ones, end with UNAVAILABLE, reason DRAINING;
+        what open sessions have generated until then is kept.
 
         Messages are numbered from 1. The next number is worked on; what one session is refused costs
         no other, and is told in the response. The last number again is a repetition: its response is

@@ -1,0 +1,395 @@
+"""Several services of one model behind one client: sessions stick, move on, and come back."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from retriever import DraftRequest, RemoteDrafter, ResilientDrafter
+from retriever.client.conversation import FailOpen
+from retriever.client.planner import Planner, ranked
+from retriever.errors import DrainingError, LimitExceededError
+from retriever.limits import Limits
+from retriever.operations.observer import ServiceObserver
+from retriever.service.serving import start
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree
+from retriever.v1 import retriever_pb2 as pb
+from retriever.wire.messages import tree_to_message
+from retriever.wire.statuses import session_status
+from tests.patience import can_be_kept, free_address
+from tests.retriever.client.test_clients import Awaited, Client, both
+from tests.retriever.log.states import ids
+from tests.retriever.security.in_process import on_loop
+from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
+
+BUDGET: Final = 4
+
+
+class Replica:
+    """A service in this process that can drain, end and begin again at its address."""
+
+    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008  (it is frozen)
+        self.address = free_address()
+        self.drafter = EmbeddedDrafter(limits=limits)
+        self.begin()
+
+    def begin(self) -> None:
+        self._observer = ServiceObserver()
+        self._server, _ = on_loop(start(self.drafter, self.address, self._observer))
+
+    def drain(self) -> None:
+        on_loop(self._observer.lifecycle.drain(lambda: True, 0))
+
+    def end(self) -> None:
+        on_loop(self._server.stop(0))
+
+    def shut_down(self) -> None:
+        on_loop(self._server.stop(0))
+        self.drafter.shut_down()
+
+    @property
+    def num_sessions(self) -> int:
+        return self.drafter.num_sessions
+
+    @property
+    def generated_tokens(self) -> int:
+        return self.drafter.census().generations_tokens
+
+
+@contextmanager
+def replicas(limits: Limits | None = None) -> Iterator[tuple[Replica, Replica]]:
+    """Give the replica that prefers the session "s", and the other."""
+    made = {each.address: each for each in (Replica(limits or Limits()), Replica())}
+    home, other = (made[address] for address in ranked("s", made))
+    if limits is not None and home.drafter.limits is not limits:
+        home, other = _limited_home(made, limits)
+    try:
+        yield home, other
+    finally:
+        for each in (home, other):
+            each.shut_down()
+
+
+def _limited_home(made: dict[str, Replica], limits: Limits) -> tuple[Replica, Replica]:
+    """Move the limited replica to an address that the session prefers."""
+    limited = next(each for each in made.values() if each.drafter.limits is limits)
+    other = next(each for each in made.values() if each is not limited)
+    while ranked("s", [limited.address, other.address])[0] != limited.address:
+        on_loop(limited._server.stop(0))
+        limited.address = free_address()
+        limited.begin()
+    return limited, other
+
+
+class Steps:
+    """Decoding of one session, step by step."""
+
+    def __init__(self, drafter: Any, session: str = "s") -> None:
+        self._drafter, self._session, self.length = drafter, session, len(PROMPT)
+        drafter.open(session, PROMPT)
+        self.take(0)
+
+    def take(self, num_tokens: int = 1) -> bool:
+        """Commit tokens of the phrase; return whether a server has drafted."""
+        missed = self._drafter.fail_opens.total()
+        new = plain(self.length + num_tokens)[self.length : self.length + num_tokens]
+        self.length += num_tokens
+        request = DraftRequest(self._session, np.array(new, np.int32), self.length, BUDGET)
+        self._drafter.draft([request])
+        return bool(self._drafter.fail_opens.total() == missed)
+
+    @property
+    def server(self) -> str:
+        return str(self._drafter.server_of(self._session))
+
+
+@both
+@can_be_kept
+def test_a_session_leaves_a_server_that_drains_and_misses_no_draft(client: Client) -> None:
+    with (
+        replicas() as (home, other),
+        client([home.address, other.address], deadline_s=1, local=False) as drafter,
+    ):
+        assert drafter.wait(60)
+        steps = Steps(drafter)
+        assert steps.server == home.address
+        home.drain()
+        for _ in range(4):
+            steps.take(8)
+        assert steps.server == other.address
+        assert wait_until(lambda: home.num_sessions == 0, 5)
+        assert other.num_sessions == 1
+        drafter.close("s")
+        assert wait_until(lambda: other.num_sessions == 0, 5)
+        assert home.generated_tokens == 0  # remembered once, by the server that it ended at
+        assert other.generated_tokens >= 32
+        assert not drafter.fail_opens
+
+
+@both
+@can_be_kept
+def test_sessions_return_once_their_server_is_back(client: Client) -> None:
+    with (
+        replicas() as (home, other),
+        client([home.address, other.address], deadline_s=1, local=False) as drafter,
+    ):
+        assert drafter.wait(60)
+        steps = Steps(drafter)
+        home.end()
+        while drafter.is_up(home.address):  # it is told with a step
+            steps.take()
+        assert steps.take()
+        assert steps.server == other.address
+        missed = drafter.fail_opens.total()
+        home.begin()
+        assert drafter.wait(60)
+        assert all(steps.take() for _ in range(3))
+        assert steps.server == home.address
+        assert wait_until(lambda: (home.num_sessions, other.num_sessions) == (1, 0), 5)
+        assert drafter.fail_opens.total() == missed
+
+
+@both
+@can_be_kept
+def test_a_full_server_is_left_for_the_next_until_it_has_room(client: Client) -> None:
+    with (
+        replicas(Limits(max_tenant_sessions=1, idle_session_s=600)) as (home, other),
+        client([home.address, other.address], deadline_s=1, local=False) as drafter,
+    ):
+        assert drafter.wait(60)
+        home.drafter.open("somebody", ids(1, 2, 3))
+        steps = Steps(drafter)
+        assert drafter.fail_opens == {FailOpen.LIMIT: 1}
+        assert steps.take()
+        assert steps.server == other.address
+        home.drafter.close("somebody")
+        assert wait_until(lambda: steps.take() and steps.server == home.address, 10)
+        assert wait_until(lambda: other.num_sessions == 0, 5)
+        assert drafter.fail_opens == {FailOpen.LIMIT: 1}
+
+
+@both
+@can_be_kept
+def test_a_drain_within_a_drain_leaves_sessions_where_they_are(client: Client) -> None:
+    with (
+        replicas() as (home, other),
+        client([home.address, other.address], deadline_s=1, local=False) as drafter,
+    ):
+        assert drafter.wait(60)
+        steps = Steps(drafter)
+        home.drain()
+        while steps.server == home.address:
+            steps.take()
+        other.drain()
+        assert all(steps.take() for _ in range(5))  # it still answers
+        assert steps.server == other.address
+        assert not drafter.fail_opens
+        drafter.open("t", PROMPT)
+        drafter.draft([DraftRequest("t", ids(), len(PROMPT), BUDGET)])
+        assert drafter.fail_opens == {FailOpen.DRAINING: 1}
+
+
+@both
+@can_be_kept
+def test_a_single_server_is_kept_until_it_ends(client: Client) -> None:
+    with replicas() as (home, _), client(home.address, deadline_s=1) as drafter:
+        assert drafter.wait(60)
+        steps = Steps(drafter)
+        home.drain()
+        assert all(steps.take() for _ in range(3))
+        assert not drafter.fail_opens
+        assert decode(drafter, "new", 60).tokens == plain(60)
+        assert set(drafter.fail_opens) == {FailOpen.DRAINING}
+        home.end()
+        home.begin()
+        assert drafter.wait(60)
+        before = drafter.fail_opens.total()
+        steps.take()
+        assert decode(drafter, "newer", 60).tokens == plain(60)
+        assert drafter.fail_opens.total() == before
+
+
+def test_strict_clients_see_the_drain_as_its_own_error() -> None:
+    with replicas() as (home, _), RemoteDrafter(home.address, timeout_s=10) as remote:
+        remote.open("s", PROMPT)
+        home.drain()
+        with pytest.raises(DrainingError):
+            remote.open("t", PROMPT)
+
+
+# Without sockets: what servers are told, and how moves end.
+
+
+class Wire:
+    """A planner whose servers are played by the test."""
+
+    def __init__(self, client: pb.Client | None = None) -> None:
+        self.planner = Planner(["a", "b"], "", local=False, client=client)
+        self.home, self.other = ranked("s", ["a", "b"])
+        self.sent: list[tuple[str, pb.DraftStreamRequest]] = []
+
+    def begin(self, *addresses: str) -> None:
+        for each in addresses:
+            self.planner.conversations[each].begin()
+
+    def step(
+        self,
+        lengths: dict[str, int],
+        answer: Callable[[pb.DraftStreamRequest, str], pb.DraftStreamResponse] | None = None,
+        deadline_s: float = 0.02,
+    ) -> None:
+        """Draft without new tokens for sessions, and have the servers answer."""
+        requests = [DraftRequest(name, ids(), length, 4) for name, length in lengths.items()]
+        plan = self.planner.plan(requests, 0.0, deadline_s)
+        for address, message in list(plan.messages.items()):
+            self.sent.append((address, message))
+            self.planner.take(address, (answer or trees)(message, address))
+        self.planner.finish(plan)
+
+
+def trees(message: pb.DraftStreamRequest, _address: str = "") -> pb.DraftStreamResponse:
+    return pb.DraftStreamResponse(
+        sequence_number=message.sequence_number,
+        trees=[tree_to_message(DraftTree.empty()) for _ in message.steps],
+    )
+
+
+def refusing(error: LimitExceededError) -> Callable[..., pb.DraftStreamResponse]:
+    def answer(message: pb.DraftStreamRequest, _address: str) -> pb.DraftStreamResponse:
+        response = trees(message)
+        for step in message.steps:
+            response.statuses.append(session_status(step.session_id, error))
+        return response
+
+    return answer
+
+
+def test_a_session_stays_where_it_was_if_the_next_server_refuses_it() -> None:
+    wire = Wire()
+    wire.begin("a", "b")
+    wire.planner.open("s", PROMPT, remember=True)
+    length = {"s": len(PROMPT)}
+    wire.step(length)
+    conversations = wire.planner.conversations
+    conversations[wire.home].is_draining = True
+    wire.step(length, refusing(LimitExceededError("full", limit="max_sessions")))
+    assert wire.sent[-1][0] == wire.other
+    assert wire.planner.server_of("s") == wire.home  # it answers still
+    assert conversations[wire.home].knows("s")
+
+    def draining(message: pb.DraftStreamRequest, _: str) -> pb.DraftStreamResponse:
+        response = trees(message)
+        response.is_draining = True
+        return response
+
+    wire.step(length, draining)
+    assert wire.sent[-1][0] == wire.home
+    assert not wire.sent[-1][1].openings
+
+
+def test_a_server_that_asks_for_patience_is_given_it() -> None:
+    wire = Wire()
+    wire.begin(wire.home)
+    wire.planner.open("s", PROMPT, remember=True)
+    wire.step({"s": len(PROMPT)}, refusing(LimitExceededError("full", retry_after_s=25.0)))
+    backoff = wire.planner.conversations[wire.home]._refused["s"]
+    assert backoff._until_s - backoff._clock() > 24
+
+
+def test_sequences_return_at_a_bounded_rate() -> None:
+    wire = Wire()
+    wire.begin(wire.other)
+    lengths = {f"{number}": 1000 for number in range(100)} | {"long": 20_000, "s": 200_000}
+    for name, length in lengths.items():
+        wire.planner.open(name, np.zeros(length, np.int32), remember=True)
+    for _ in range(20):
+        wire.step(lengths, deadline_s=1.0)
+    assert {wire.planner.server_of(name) for name in lengths} == {wire.other}
+    away = [name for name in lengths if ranked(name, ["a", "b"])[0] == wire.home]
+    assert len(away) > 30
+    wire.begin(wire.home)
+    moved, steps = [0], 0
+    while any(wire.planner.server_of(name) == wire.other for name in away if name != "s"):
+        wire.step(lengths, deadline_s=0.02)
+        here = [name for name in away if wire.planner.server_of(name) == wire.home]
+        steps += 1
+        moved.append(sum(lengths[name] for name in here))
+        assert moved[-1] <= (steps + 1) * 4096
+        assert steps < 100
+    assert wire.planner.server_of("s") == wire.other  # no step of 20 ms is long enough for it
+    opened = [
+        sum(len(opening.prompt) for opening in message.openings)
+        for address, message in wire.sent
+        if address == wire.home
+    ]
+    assert max(opened) <= 24_000
+
+
+def test_a_draining_server_is_left_within_deadlines() -> None:
+    wire = Wire()
+    wire.begin("a", "b")
+    lengths = {f"{number}": 20_000 for number in range(10)} | {"s": 500_000}
+    for name, length in lengths.items():
+        wire.planner.open(name, np.zeros(length, np.int32), remember=True)
+    for _ in range(15):
+        wire.step(lengths, deadline_s=1.0)
+    wire.planner.conversations[wire.home].is_draining = True
+
+    def answer(message: pb.DraftStreamRequest, address: str) -> pb.DraftStreamResponse:
+        response = trees(message)
+        response.is_draining = address == wire.home
+        return response
+
+    del wire.sent[:]
+    for _ in range(10):
+        wire.step(lengths, answer, deadline_s=0.02)
+    assert {wire.planner.server_of(name) for name in lengths} == {wire.other}
+    opened = [
+        [len(opening.prompt) for opening in message.openings]
+        for address, message in wire.sent
+        if address == wire.other
+    ]
+    assert all(sum(each) <= 100_000 or each == [500_000] for each in opened)
+    told = [
+        closing.forget
+        for address, message in wire.sent
+        if address == wire.home
+        for closing in message.closings
+    ]
+    rest = wire.planner.conversations[wire.home].rest(0.0)
+    told += [closing.forget for closing in rest.closings] if rest is not None else []
+    assert told
+    assert all(told)
+
+
+def test_a_client_is_named_in_the_first_message_of_each_stream() -> None:
+    client = pb.Client(name="engine-1", incarnation=7)
+    wire = Wire(client)
+    for _ in range(2):
+        wire.begin("a", "b")
+        wire.planner.conversations[wire.other].is_draining = False
+        if not wire.sent:
+            wire.planner.open("s", PROMPT, remember=True)
+        for _ in range(2):
+            wire.step({"s": len(PROMPT)})
+    assert [message.client == client for _, message in wire.sent] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("client", [RemoteDrafter, ResilientDrafter, Awaited])
+def test_later_lives_of_a_client_have_higher_incarnations(client: Client) -> None:
+    seen: list[pb.Client] = []
+    replica = Replica()
+    for _ in range(2):
+        drafter = client(replica.address, client="engine-1")
+        made = drafter._client if client is RemoteDrafter else None
+        if made is None:
+            inner = drafter.drafter if client is Awaited else drafter
+            made = inner._planner.conversations[replica.address]._client
+        seen.append(made)
+        drafter.shut_down() if client is not Awaited else drafter.__exit__()
+    assert [each.name for each in seen] == ["engine-1"] * 2
+    assert 0 < seen[0].incarnation < seen[1].incarnation
+    replica.shut_down()
