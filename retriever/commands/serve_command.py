@@ -108,6 +108,7 @@ def _open(settings: Settings) -> EmbeddedDrafter:
     check_files(
         [*settings.index, *chain.from_iterable(indexes.values())],
         [*settings.phrases, *chain.from_iterable(lists.values())],
+        skip_missing=settings.missing_indexes == "skip",
     )
     encoder = ChatEncoder(settings.tokenizer)
     load = partial(
@@ -124,6 +125,8 @@ def _open(settings: Settings) -> EmbeddedDrafter:
         state=settings.state,
         durability=settings.durability,
         phrases=load(settings.phrases, vocabulary=encoder.vocabulary),
+        hold_indexes=settings.hold_indexes,
+        skip_missing=settings.missing_indexes == "skip",
         refresh_s=settings.refresh,
         bound=BoundPaths(indexes, {tenant: own for tenant, own in listed.items() if own}),
         replication=settings.replication,

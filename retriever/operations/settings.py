@@ -99,6 +99,13 @@ class EmbeddedSettings(DatabaseSettings):
             "(process), or a power failure too, at the cost of a disk write for each (disk)."
         ),
     ] = DEFAULT_DURABILITY
+    hold_indexes: Annotated[
+        bool,
+        Field(
+            description="Copy indexes to memory at the start, instead of mapping their files: "
+            "then they can be cut, overwritten or removed while they are drafted from."
+        ),
+    ] = False
     refresh: Annotated[
         float,
         Metavar("SECONDS"),
@@ -325,6 +332,13 @@ class Settings(ReportSettings, LimitSettings, NetworkSettings, EmbeddedSettings,
 
     model_config = ConfigDict(title="Tenants and other services")
 
+    missing_indexes: Annotated[
+        Literal["refuse", "skip"],
+        Field(
+            description="What an index that cannot be opened costs: the start (refuse), or its own "
+            "drafts alone (skip) until a refresh can open it."
+        ),
+    ] = "refuse"
     tenant_index: Annotated[
         list[str],
         Metavar("TENANT=DIR"),
