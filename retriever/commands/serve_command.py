@@ -42,7 +42,8 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     """
     settings = resolve(Settings, flags, os.environ, config).settings
     log_to_standard_error(settings.log_format, settings.log_level)
-    tracing = tracing_of(settings.trace_ratio, settings.trace_endpoint)
+    endpoint = settings.trace_endpoint
+    tracing = tracing_of(settings.trace_ratio, endpoint.shown() if endpoint else None)
     observer = ServiceObserver(reflection=settings.reflection, tracing=tracing)
     protection = _protection(settings)
     service = Service(None, observer, time.time())

@@ -6,6 +6,7 @@ A field `name` is the flag `--name`, the key `name` of a file and the environmen
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -33,6 +34,23 @@ class ServerUrl(SecretStr):
     def shown(self) -> str:
         """Return the URL without name and password."""
         return without_credentials(self.get_secret_value())
+
+
+_ENDPOINT: Final = re.compile(
+    r"(?P<scheme>(?:[a-z][a-z0-9+.-]*://)?)(?:[^/?#]*@)?(?P<host>[^/?#@]*)(?P<rest>.*)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+class EndpointUrl(ServerUrl):
+    """A URL, or HOST:PORT, of which name, password, query and fragment are never shown or used."""
+
+    def shown(self) -> str:
+        """Return it without name, password, query and fragment."""
+        found = _ENDPOINT.fullmatch(self.get_secret_value())
+        if found is None or "@" in found["rest"]:  # a password that is not percent-encoded
+            return "a URL that cannot be read"
+        return found["scheme"] + found["host"] + re.split("[?#]", found["rest"], maxsplit=1)[0]
 
 
 class TokenizerSettings(BaseModel):
@@ -318,10 +336,11 @@ class ReportSettings(BaseModel):
         float, Field(ge=0, le=1, description="Share of calls and steps that are traced; 0: none.")
     ] = 0.0
     trace_endpoint: Annotated[
-        str | None,
+        EndpointUrl | None,
         Metavar("URL"),
         Field(
-            description="Where traces go, by OTLP over gRPC. Default: as OpenTelemetry's own "
+            description="Where traces go, by OTLP over gRPC: http://HOST:PORT, or https:// for "
+            "TLS. Credentials go into OTEL_EXPORTER_OTLP_HEADERS. Default: as OpenTelemetry's own "
             "environment variables say."
         ),
     ] = None
