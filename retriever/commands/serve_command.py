@@ -21,7 +21,7 @@ from retriever.operations.tracing import tracing_of
 from retriever.operations.web import Web, WebAddress
 from retriever.replay.traces import ChatEncoder
 from retriever.security.protection import Protection, ProtectionFiles
-from retriever.service.serving import check_address
+from retriever.service.addresses import SocketAccess, check_address
 from retriever.service.serving import serve as serve_forever
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -46,6 +46,7 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     tracing = tracing_of(settings.trace_ratio, endpoint.shown() if endpoint else None)
     observer = ServiceObserver(reflection=settings.reflection, tracing=tracing)
     protection = _protection(settings)
+    socket_access = SocketAccess.of(settings.socket_mode, settings.socket_group)
     service = Service(None, observer, time.time())
     try:
         with _shown(settings, service):
@@ -56,6 +57,7 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
                     settings.address,
                     observer,
                     protection,
+                    socket_access=socket_access,
                     pad_replies=settings.pad_replies,
                     drain_s=settings.drain_s,
                 )

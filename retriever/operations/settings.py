@@ -206,6 +206,22 @@ class NetworkSettings(BaseModel):
         Metavar("ADDRESS"),
         Field(description="Where to listen: HOST:PORT (port 0: a free one) or unix:PATH."),
     ] = "127.0.0.1:50051"
+    socket_mode: Annotated[
+        str,
+        Metavar("OCTAL"),
+        Field(
+            pattern="^0?[0-7]{3}$",
+            description="Mode of the socket of a unix: address; who may write may connect.",
+        ),
+    ] = "0600"
+    socket_group: Annotated[
+        str | None,
+        Metavar("GROUP"),
+        Field(
+            description="Group of that socket, a name or a number; with --socket-mode 0660 its "
+            "members may connect. Default: the group of the process."
+        ),
+    ] = None
     certificate: Annotated[
         Path | None,
         Metavar("FILE"),
