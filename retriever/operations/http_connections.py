@@ -114,7 +114,9 @@ class Connections:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) >= _MAX_OPEN:
-            next(iter(self._open)).transport.abort()
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
         self._open[writer] = None
         try:
             async with asyncio.timeout(_TOTAL_S):

@@ -157,10 +157,11 @@ def _open_up(path: Path, access: SocketAccess) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            found = os.fstat(descriptor)
+            if not stat.S_ISSOCK(found.st_mode):
                 raise AddressInUseError(f"{path} was replaced while it was made: try again")
             itself = f"/proc/self/fd/{descriptor}"  # fchmod(2) takes no such descriptor
-            if access.group is not None:
+            if access.group not in (None, found.st_gid):  # a unit may forbid chown(2)
                 os.chown(itself, -1, access.group)
             Path(itself).chmod(access.mode)
         finally:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_a_request_that_comes_byte_by_byte_is_cut(web: Web) -> None:
 
 def test_who_does_not_read_the_answer_is_cut(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connections, "_TOTAL_S", 0.5)
-    large = http_connections.Answer(http_connections.HTTPStatus.OK, "text/plain", bytes(32 << 20))
+    large = http_connections.Answer(HTTPStatus.OK, "text/plain", bytes(32 << 20))
     rendered = web._connections._rendered
     monkeypatch.setattr(web._connections, "_rendered", lambda _: large)
     with connected(web, 4) as deaf:
