@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from logging import getLogger
 from pathlib import Path
@@ -65,20 +65,19 @@ def load_phrases(  # noqa: PLR0913  (the last three are options)
     Args:
         paths: files of listed phrases.
         encode: the target model's tokenizer, without special tokens.
-        vocabulary: of the token ids; None for that of the first index, if there is one.
+        vocabulary: of the token ids; None for that of the first index that can be opened.
         indexes: paths of the drafter's indexes.
         say: takes a line of the report; standard error by default.
         track: shows progress.
 
     Raises:
         PhrasesError: a file cannot be read.
-        IndexerError: the index cannot be opened.
+        IndexerError: no index can be opened.
     """
     if not paths:
         return None
     if vocabulary is None and indexes:
-        with closing(Index.open(indexes[0])) as opened:
-            vocabulary = opened.vocabulary
+        vocabulary = _first_vocabulary(indexes)
     size = None if vocabulary is None else vocabulary.size
     listed = ListedPhrases.load(paths, encode, size, track=track)
     for line in listed.summary():

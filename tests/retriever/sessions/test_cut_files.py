@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,10 @@ import pytest
 from indexer.build import build_from_tokens
 from indexer.errors import DamagedIndexError, IndexerError
 from indexer.reader import Index, Vocabulary
+from retriever import RemoteDrafter
 from retriever.sessions.embedded import EmbeddedDrafter
+from tests.patience import free_port
+from tests.retriever.conftest import start_service
 
 ROOT = Path(__file__).parents[3]
 VOCABULARY = Vocabulary(1000, "ab" * 32)
@@ -212,3 +217,39 @@ def test_a_file_that_is_cut_before_it_is_held_is_refused(tmp_path: Path) -> None
     cut(path)
     with pytest.raises(DamagedIndexError, match="has 4096 bytes"):
         Index.open(path, hold=True)
+
+
+def metric(port: str, name: str) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"foredraft_{name} "))
+
+
+def test_a_service_drafts_on_without_an_index_and_says_so(tmp_path: Path) -> None:
+    """One is away at the start, the other is cut while it serves; both come back."""
+    away, cut_later = tmp_path / "away", build(tmp_path / "cut", 2)
+    shutil.copytree(cut_later, tmp_path / "kept")
+    port = str(free_port())
+    process, address = start_service(
+        *("--address", "127.0.0.1:0", "--metrics-address", port, "--refresh", "0.2"),
+        *("--index", str(away), "--index", str(cut_later), "--missing-indexes", "skip"),
+    )
+    with RemoteDrafter(address, timeout_s=10) as remote:
+        assert metric(port, "indexes_missing") == 1
+        assert metric(port, "ready") == 1
+        for file in cut_later.glob("segments/*/*"):
+            os.truncate(file, 0)
+        deadline = time.monotonic() + 30
+        while metric(port, "indexes_missing") != 2:
+            remote.draft_context(document(2, 3)[:12], 16)
+            assert time.monotonic() < deadline
+        shutil.copytree(tmp_path / "kept", cut_later, dirs_exist_ok=True)
+        shutil.copytree(tmp_path / "kept", away)
+        while metric(port, "indexes_missing") != 0:
+            assert time.monotonic() < deadline
+        assert len(remote.list_indexes()) == 2
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert f"error drafts go without {away}" in errors
+    assert f"error a file of {cut_later} was cut while it was drafted from" in errors
