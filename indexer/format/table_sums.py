@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from tempfile import TemporaryFile
@@ -363,7 +364,8 @@ def _map(file: BinaryIO, layouts: Sequence[Layout]) -> list[PhraseTables]:
 
 
 def _main(terms: str, result: str, layouts: str) -> int:
-    os.nice(_PRIORITY)
+    with suppress(OSError):  # a unit may forbid it
+        os.nice(_PRIORITY)
     with os.fdopen(int(terms), "rb") as terms_file, os.fdopen(int(result), "wb") as result_file:
         try:
             added = merge_tables(_map(terms_file, json.loads(layouts)))

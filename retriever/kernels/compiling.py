@@ -4,6 +4,8 @@ Logarithms and powers of two are accurate enough for scores, and loops over them
 """
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -12,11 +14,14 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache, NullCache
 from numba.core.dispatcher import Dispatcher
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 _log = getLogger(__name__)
+_NumbaCache: Any = FunctionCache
+_NumbaNullCache: Any = NullCache
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -24,6 +29,8 @@ def kernel(
     *, allocates: bool = False, **options: Any
 ) -> "Callable[[_Function], Dispatcher[_Function]]":
     """Compile a function at its first call; the result is kept on disk and runs without the GIL.
+
+    Where nothing can be kept, functions are compiled again in each process.
 
     Unless a kernel `allocates`, reference counting is off: the arrays' owners outlive the call.
     Counting took a third of the time of short loops.
@@ -34,15 +41,71 @@ def kernel(
     """
     compiled: Any = njit  # its stubs lack this option
     decorate: Callable[[_Function], Dispatcher[_Function]] = compiled(
-        cache=True, nogil=True, _nrt=allocates, **options
+        nogil=True, _nrt=allocates, **options
     )
-    return decorate
+
+    def compile_later(function: _Function) -> "Dispatcher[_Function]":
+        decorated = decorate(function)
+        if isinstance(decorated, Dispatcher):  # NUMBA_DISABLE_JIT leaves functions as they are
+            cached: Any = decorated
+            cached._cache = _cache_of(function)  # noqa: SLF001  (`enable_caching` does it so)
+        return decorated
+
+    return compile_later
+
+
+def _cache_of(function: Callable[..., Any]) -> Any:
+    """Return numba's cache of a kernel; one that keeps nothing where no folder can be written."""
+    try:
+        return _Cache(function)
+    except (RuntimeError, OSError):  # as numba says that it found none; a limit on open files
+        return _NoCache()
+
+
+class _NoCache(_NumbaNullCache):  # type: ignore[misc]  # numba has no types
+    """Keeps nothing, and says once what that costs."""
+
+    def load_overload(self, *_: object) -> None:
+        """Find nothing; the kernel will be compiled."""
+        _tell_no_cache("no folder for them can be written")
+
+
+class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
+    """Numba's cache on disk; what cannot be read or kept is compiled, and is no error."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return a kept kernel; None if there is none."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # noqa: BLE001  (unpickling damaged files raises anything)
+            _log.debug("a kept kernel cannot be read: %s", type(error).__name__)
+            with suppress(OSError):
+                self.flush()  # or nothing could be kept in its place
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep a kernel."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _tell_no_cache(error.strerror or str(error))
+
+
+@cache
+def _tell_no_cache(reason: str) -> None:
+    """Log, once for each reason, that kernels cannot be kept."""
+    _log.warning(
+        "compiled kernels cannot be kept (%s): each start compiles them again, which takes some "
+        "15 s or more; set NUMBA_CACHE_DIR to a folder that this user can write",
+        reason,
+    )
 
 
 def tell_compiling(function: "Dispatcher[Any]") -> None:
     """Log that kernels will be compiled, if this one, which needs most of them, is not cached."""
     if not is_compiled(function):
-        _log.info("compiling kernels, once on this machine")
+        is_kept = isinstance(getattr(function, "_cache", None), _Cache)
+        _log.info("compiling kernels%s", ", once on this machine" if is_kept else "")
 
 
 def is_compiled(function: "Dispatcher[Any]") -> bool:
@@ -56,6 +119,8 @@ def is_compiled(function: "Dispatcher[Any]") -> bool:
     name = f"{source.__module__.rpartition('.')[2]}.{source.__qualname__}"
     kept = f"{name}-{source.__code__.co_firstlineno}.*.nbi"
     stats: Any = function.stats
+    if stats.cache_path is None:
+        return bool(function.signatures)
     return any(Path(stats.cache_path).glob(kept))
 
 

@@ -1,17 +1,17 @@
 """The indexes and listed phrases of each tenant: shared ones, and ones bound to it alone."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Final
 
-from indexer.reader import Index, Vocabulary
+from indexer.reader import Vocabulary
 from retriever.errors import InvalidRequestError
 from retriever.limits import check_tenant_name
 from retriever.predict.databases import Corpus
 from retriever.predict.phrases import ListedPhrases
-from retriever.sessions.refreshed_corpora import RefreshedCorpora
+from retriever.sessions.refreshed_corpora import IndexState, RefreshedCorpora
 from retriever.sessions.session_table import Sessions
 
 NO_PHRASES: Final = ListedPhrases(())
@@ -22,11 +22,11 @@ class Bound:
     """Indexes and phrases of one tenant, which replace the shared ones.
 
     Attributes:
-        indexes: open, shared ones included; opened for this tenant alone.
+        indexes: open or missing, shared ones included; opened for this tenant alone.
         phrases: shared ones included; None: the shared ones only.
     """
 
-    indexes: Sequence[Index] | None = None
+    indexes: Sequence[IndexState] | None = None
     phrases: ListedPhrases | None = None
 
 
@@ -45,15 +45,13 @@ class BoundPaths:
     def opened(
         self,
         shared: Iterable[Path | str],
-        vocabulary: Vocabulary | None,
-        opened: list[Index],
+        open_index: Callable[[Path | str], IndexState],
     ) -> dict[str, Bound]:
         """Open the bound indexes.
 
         Args:
             shared: paths of the shared indexes.
-            vocabulary: that all must have; None: that of the first.
-            opened: receives every index once it is open; the caller closes them on an error.
+            open_index: opens the index at a path; the caller closes all on an error.
 
         Raises:
             IndexerError: an index is missing, damaged or of another tokenizer.
@@ -65,11 +63,7 @@ class BoundPaths:
             check_tenant_name(tenant)
             indexes = None
             if tenant in self.indexes:
-                indexes = [
-                    Index.open(path, vocabulary=vocabulary)
-                    for path in (*paths, *self.indexes[tenant])
-                ]
-                opened.extend(indexes)
+                indexes = [open_index(path) for path in (*paths, *self.indexes[tenant])]
             bound[tenant] = Bound(indexes, self.phrases.get(tenant))
         return bound
 
@@ -78,7 +72,7 @@ class Bindings:
     """Corpora and listed phrases by tenant.
 
     Args:
-        indexes: open; shared by the tenants without bound ones.
+        indexes: open or missing; shared by the tenants without bound ones.
         phrases: the same.
         bound: bound indexes and phrases by tenant.
         sessions: sessions that draft from them.
@@ -87,7 +81,7 @@ class Bindings:
 
     def __init__(
         self,
-        indexes: Sequence[Index],
+        indexes: Sequence[IndexState],
         phrases: ListedPhrases,
         bound: Mapping[str, Bound],
         sessions: Sessions,
@@ -125,6 +119,11 @@ class Bindings:
         """Failed attempts to open a changed or missing index."""
         return sum(each.failures for each in self._all())
 
+    @property
+    def missing(self) -> list[Path]:
+        """Indexes that some tenant is to draft from and that cannot be opened."""
+        return sorted({path for each in self._all() for path in each.missing})
+
     def watch(self, refresh_s: float) -> None:
         """Refresh periodically from now on."""
         for each in self._all():
@@ -149,7 +148,9 @@ class Bindings:
         return [self._shared, *self._bound.values()]
 
 
-def shared_vocabulary(indexes: Sequence[Index], vocabulary: Vocabulary | None) -> Vocabulary | None:
+def shared_vocabulary(
+    indexes: Sequence[IndexState], vocabulary: Vocabulary | None
+) -> Vocabulary | None:
     """Return the common vocabulary of indexes and of the given one.
 
     Raises:
@@ -166,7 +167,7 @@ def shared_vocabulary(indexes: Sequence[Index], vocabulary: Vocabulary | None) -
 
 
 def common_vocabulary(
-    indexes: Sequence[Index],
+    indexes: Sequence[IndexState],
     phrases: ListedPhrases,
     bound: Mapping[str, Bound],
     vocabulary: Vocabulary | None,
@@ -174,7 +175,7 @@ def common_vocabulary(
     """Return the common vocabulary of all indexes and phrases; None if unknown.
 
     Args:
-        indexes: open, the shared ones.
+        indexes: open or missing, the shared ones.
         phrases: the same.
         bound: bound indexes and phrases by tenant.
         vocabulary: that all must have; None: that of the first index.

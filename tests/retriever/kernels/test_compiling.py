@@ -1,9 +1,19 @@
+import errno
 import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from numba.core.caching import IndexDataCacheFile
 
+from retriever.kernels import compiling
 from retriever.kernels.compiling import tell_compiling
+
+ROOT = Path(__file__).parents[3]
 
 SOURCE = """
 from retriever.kernels.compiling import kernel
@@ -27,3 +37,74 @@ def test_compiling_is_told_once(
     assert successor(1) == 2
     tell_compiling(successor)
     assert len(caplog.messages) == 1
+
+
+WITHOUT_A_CACHE = """
+import logging, sys
+logging.basicConfig(level="INFO", format="%(message)s")
+sys.path.insert(0, sys.argv[1])
+from successors import successor
+from retriever.kernels.compiling import tell_compiling
+tell_compiling(successor)
+print(successor(1), successor(2.0))
+tell_compiling(successor)
+"""
+
+READS_ALL_AND_WRITES_NOTHING = [
+    *("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"),
+    *("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search"),
+]
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None,
+    reason="only root can act as another user, by util-linux's setpriv",
+)
+@pytest.mark.parametrize("stated", [None, "nowhere"])
+def test_kernels_compile_where_nothing_can_be_kept(tmp_path: Path, stated: str | None) -> None:
+    """Before, importing one ended with a traceback of 45 lines."""
+    (tmp_path / "successors.py").write_text(SOURCE)
+    variables = {} if stated is None else {"NUMBA_CACHE_DIR": str(tmp_path / stated)}
+    done = subprocess.run(
+        [*READS_ALL_AND_WRITES_NOTHING, sys.executable, "-c", WITHOUT_A_CACHE, str(tmp_path)],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+    )
+    assert (done.returncode, done.stdout) == (0, "2 3.0\n"), done.stderr
+    (compiling, line) = done.stderr.splitlines()
+    assert compiling == "compiling kernels"
+    assert "set NUMBA_CACHE_DIR to a folder" in line
+
+
+def kept_kernel(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    made: Callable[..., int] = importlib.import_module(name).successor
+    return made
+
+
+def test_a_full_disk_costs_the_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    successor = kept_kernel(tmp_path, "on_a_full_disk", monkeypatch)
+    monkeypatch.setattr(IndexDataCacheFile, "save", full)
+    compiling._tell_no_cache.cache_clear()
+    assert successor(1) == 2
+    assert successor(1.5) == 2.5
+    (message,) = caplog.messages
+    assert "cannot be kept (No space left on device)" in message
+
+
+def test_a_damaged_cache_is_compiled_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kept_kernel(tmp_path, "damaged", monkeypatch)(1) == 2
+    for path in (tmp_path / "__pycache__").glob("damaged.*.nb?"):
+        path.write_bytes(b"\x80damaged")
+    del sys.modules["damaged"]
+    assert kept_kernel(tmp_path, "damaged", monkeypatch)(1) == 2
