@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.serving.soak_board import NUM_CELLS, Board, Counts
-from benchmarks.serving.soak_report import TOLERANCE, Soaked, verdicts_of
-from benchmarks.serving.soak_samples import level
+from benchmarks.serving.soak.board import NUM_CELLS, Board, Counts
+from benchmarks.serving.soak.report import TOLERANCE, Soaked, verdicts_of
+from benchmarks.serving.soak.samples import level
 
 NAMES = ("rss_mib", "anonymous_mib")
 

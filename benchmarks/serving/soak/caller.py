@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 from grpc import aio
 
-from benchmarks.serving.soak_board import Board
+from benchmarks.serving.soak.board import Board
 from retriever.client.credentials import Credentials
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub

@@ -27,11 +27,11 @@ from typing import Annotated, Any, Final
 import typer
 
 from benchmarks.comparison import circumstances
-from benchmarks.serving.soak_board import NUM_CELLS, Board, Counts
-from benchmarks.serving.soak_caller import Load, fill, texts
-from benchmarks.serving.soak_load import call
-from benchmarks.serving.soak_report import PERCENTS, Soaked, figures_of
-from benchmarks.serving.soak_samples import WARM_UP, Watched, draw
+from benchmarks.serving.soak.board import NUM_CELLS, Board, Counts
+from benchmarks.serving.soak.caller import Load, fill, texts
+from benchmarks.serving.soak.load import call
+from benchmarks.serving.soak.report import PERCENTS, Soaked, figures_of
+from benchmarks.serving.soak.samples import WARM_UP, Watched, draw
 from indexer.build import build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.security.access import SCOPES_BEFORE, add_token
@@ -104,7 +104,7 @@ def _keep_killing(load: Load) -> None:
     for token in cycle(load.rare.values()):
         if load.until.wait(_KILL_EVERY_S):
             return
-        command = [sys.executable, "-m", "benchmarks.serving.soak_load", load.address, token, "200"]
+        command = [sys.executable, "-m", "benchmarks.serving.soak.load", load.address, token, "200"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
             if holder.stdout is not None:
                 holder.stdout.readline()

@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 from grpc import aio
 
-from benchmarks.serving.soak_caller import BUDGET, TEXT_TOKENS, Caller, keep
+from benchmarks.serving.soak.caller import BUDGET, TEXT_TOKENS, Caller, keep
 from retriever.v1 import retriever_pb2 as pb
 
 WIDTHS: Final = (1, 1, 1, 1, 4, 16)

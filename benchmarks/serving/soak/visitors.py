@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from benchmarks.serving.soak_caller import BUDGET, FULL, Caller, expect, keep
+from benchmarks.serving.soak.caller import BUDGET, FULL, Caller, expect, keep
 from retriever.client.asynchronous import AsyncResilientDrafter
 from retriever.client.credentials import Credentials
 from retriever.drafter import DraftRequest

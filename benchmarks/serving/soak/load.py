@@ -6,10 +6,10 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.serving.soak_board import Board
-from benchmarks.serving.soak_caller import Caller, Load, texts
-from benchmarks.serving.soak_engines import run_engines
-from benchmarks.serving.soak_visitors import run_visitors
+from benchmarks.serving.soak.board import Board
+from benchmarks.serving.soak.caller import Caller, Load, texts
+from benchmarks.serving.soak.engines import run_engines
+from benchmarks.serving.soak.visitors import run_visitors
 from retriever.client.credentials import Credentials
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from benchmarks.serving.soak_board import Counts
-from benchmarks.serving.soak_samples import WARM_UP, level
+from benchmarks.serving.soak.board import Counts
+from benchmarks.serving.soak.samples import WARM_UP, level
 
 TOLERANCE: Final = 0.02
 """Memory may change by so much, as a share."""

@@ -1,0 +1,1 @@
+"""Ten minutes of a service at full load, judged."""
