@@ -26,6 +26,9 @@ from retriever.v1 import retriever_pb2 as pb
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].full_name
 """The service name in health checks; the empty name is the whole server."""
 
+MAX_WATCHERS: Final = 256
+"""Most that watch health at once: each holds a stream, and strangers may."""
+
 LIVENESS: Final = "liveness"
 CREDENTIALS: Final = "credentials"
 
@@ -37,7 +40,6 @@ HEALTH_METHODS: Final = frozenset(
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-_MAX_WATCHERS: Final = 256  # strangers may watch: each holds a stream
 _LOOK_S: Final = 0.05  # longest delay of a shutdown after the last session
 
 
@@ -79,10 +81,10 @@ class HealthStatuses(health_pb2_grpc.HealthServicer):
     async def Watch(  # noqa: D102, N802  (the protocol's)
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[Any]:
-        if self._num_watchers >= _MAX_WATCHERS:
+        if self._num_watchers >= MAX_WATCHERS:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{_MAX_WATCHERS} callers watch already: use Check",
+                f"{MAX_WATCHERS} callers watch already: use Check",
             )
         self._num_watchers += 1
         try:
