@@ -118,13 +118,16 @@ class Doorkeeper:
 
         Where a file could not be used for longer than the grace, it lists nobody.
         """
-        if time.monotonic() >= self._look_at_s and self._lock.acquire(blocking=False):
-            try:  # while another thread looks, this one goes on
-                for file in self._files:
-                    file.current()
-                self._note()
-            finally:
-                self._lock.release()
+        if time.monotonic() < self._look_at_s:
+            return self._current
+        if not self._lock.acquire(blocking=False):  # another thread looks; this one goes on
+            return _NOBODY if any(file.is_overdue for file in self._files) else self._current
+        try:
+            for file in self._files:
+                file.current()
+            self._note()
+        finally:
+            self._lock.release()
         return self._current
 
     def look(self) -> None:
