@@ -18,7 +18,7 @@ from grpc import aio
 from retriever.errors import AccessRefusedError, NotPermittedError
 from retriever.security.access import SCOPES_BEFORE, Access, Grant, Scope, read_access
 from retriever.security.certificates import Certified, certified, read_authorities
-from retriever.security.private_files import Reloaded
+from retriever.security.private_files import DEFAULT_GRACE_S, Reloaded
 
 _MAKERS: Final[Mapping[str, Callable[..., Any]]] = {
     "unary_unary": grpc.unary_unary_rpc_method_handler,
@@ -57,14 +57,6 @@ _SCOPES: Final[Mapping[str, Scope | None]] = {
 }
 _NOBODY: Final = Access()
 _LOGGER: Final = logging.getLogger(__name__)
-
-DEFAULT_GRACE_S: Final = 300.0
-"""How long callers are let in by what was read of a file that cannot be used any more, in seconds.
-
-An alert takes a minute or two to reach a person, who takes as long to restore the file: less would
-turn a slip into an outage. More would let in, for as long, those whom the broken change was to
-revoke.
-"""
 
 
 def scope_for(method: str) -> Scope | None:

@@ -19,6 +19,14 @@ other half is for reading it and for calls under way."""
 PATIENCE_S: Final = 2.0
 """How long a look may take before the files count as unreadable, in seconds: 16 MiB take one."""
 
+DEFAULT_GRACE_S: Final = 300.0
+"""How long callers are let in by what was read of a file that cannot be used any more, in seconds.
+
+An alert takes a minute or two to reach a person, who takes as long to restore the file: less would
+turn a slip into an outage. More would let in, for as long, those whom the broken change was to
+revoke.
+"""
+
 _SETTLED_NS: Final = 100_000_000  # file systems' clocks advance by 1 to 10 ms
 
 _OTHERS_MAY: Final = stat.S_IWGRP | stat.S_IRWXO

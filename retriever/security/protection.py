@@ -14,9 +14,9 @@ from typing import Any, Final, Self
 import grpc
 
 from retriever.errors import CredentialsError, InsecureAddressError
-from retriever.security.admission import DEFAULT_GRACE_S, Doorkeeper
+from retriever.security.admission import Doorkeeper
 from retriever.security.certificates import day_of, expiry_of, read_authorities, read_pair
-from retriever.security.private_files import LOOK_EVERY_S, Reloaded
+from retriever.security.private_files import DEFAULT_GRACE_S, LOOK_EVERY_S, Reloaded
 
 WARN_BEFORE: Final = timedelta(days=14)
 """How long before a certificate's expiry warnings begin: time to renew it."""
