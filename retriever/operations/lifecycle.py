@@ -27,6 +27,9 @@ from retriever.v1 import retriever_pb2 as pb
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].full_name
 """The service name in health checks; the empty name is the whole server."""
 
+MAX_WATCHERS: Final = 256
+"""Most that watch health at once: each holds a stream, and strangers may."""
+
 LIVENESS: Final = "liveness"
 CREDENTIALS: Final = "credentials"
 
@@ -41,7 +44,6 @@ _ALWAYS: Final = frozenset({"GetServerInfo"})
 _BEGINNING: Final = frozenset({"OpenSession", "DraftStream"})
 _DRAINING: Final = "the service is about to end: open the session on another one, or later"
 _UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-_MAX_WATCHERS: Final = 256  # strangers may watch: each holds a stream
 _LOOK_S: Final = 0.05  # longest delay of a shutdown after the last session
 
 
@@ -83,10 +85,10 @@ class HealthStatuses(health_pb2_grpc.HealthServicer):
     async def Watch(  # noqa: D102, N802  (the protocol's)
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[Any]:
-        if self._num_watchers >= _MAX_WATCHERS:
+        if self._num_watchers >= MAX_WATCHERS:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{_MAX_WATCHERS} callers watch already: use Check",
+                f"{MAX_WATCHERS} callers watch already: use Check",
             )
         self._num_watchers += 1
         try:

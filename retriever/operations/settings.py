@@ -21,6 +21,7 @@ from retriever.errors import InvalidRequestError
 from retriever.limits import Limits
 from retriever.log.options import DEFAULT_DURABILITY, Durability
 from retriever.replication.options import ReplicationOptions, without_credentials
+from retriever.security.private_files import DEFAULT_GRACE_S
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -257,7 +258,7 @@ class NetworkSettings(BaseModel):
             description="How long callers are let in by what was read of --access or --client-ca "
             "once the file cannot be read or is invalid, in seconds; then nobody is. 0: at once.",
         ),
-    ] = 300.0
+    ] = DEFAULT_GRACE_S
     insecure: Annotated[
         bool,
         Field(

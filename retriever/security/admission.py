@@ -18,7 +18,7 @@ from grpc import aio
 from retriever.errors import AccessRefusedError, NotPermittedError
 from retriever.security.access import SCOPES_BEFORE, Access, Grant, Scope, read_access
 from retriever.security.certificates import Certified, certified, read_authorities
-from retriever.security.private_files import Reloaded
+from retriever.security.private_files import DEFAULT_GRACE_S, Reloaded
 from retriever.wire.statuses import abort
 
 _MAKERS: Final[Mapping[str, Callable[..., Any]]] = {
@@ -58,14 +58,6 @@ _SCOPES: Final[Mapping[str, Scope | None]] = {
 }
 _NOBODY: Final = Access()
 _LOGGER: Final = logging.getLogger(__name__)
-
-DEFAULT_GRACE_S: Final = 300.0
-"""How long callers are let in by what was read of a file that cannot be used any more, in seconds.
-
-An alert takes a minute or two to reach a person, who takes as long to restore the file: less would
-turn a slip into an outage. More would let in, for as long, those whom the broken change was to
-revoke.
-"""
 
 
 def scope_for(method: str) -> Scope | None:
@@ -119,13 +111,16 @@ class Doorkeeper:
 
         Where a file could not be used for longer than the grace, it lists nobody.
         """
-        if time.monotonic() >= self._look_at_s and self._lock.acquire(blocking=False):
-            try:  # while another thread looks, this one goes on
-                for file in self._files:
-                    file.current()
-                self._note()
-            finally:
-                self._lock.release()
+        if time.monotonic() < self._look_at_s:
+            return self._current
+        if not self._lock.acquire(blocking=False):  # another thread looks; this one goes on
+            return _NOBODY if any(file.is_overdue for file in self._files) else self._current
+        try:
+            for file in self._files:
+                file.current()
+            self._note()
+        finally:
+            self._lock.release()
         return self._current
 
     def look(self) -> None:

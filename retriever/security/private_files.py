@@ -16,6 +16,17 @@ LOOK_EVERY_S: Final = 0.5
 """How often files are looked at, in seconds: a change takes effect within a second, of which the
 other half is for reading it and for calls under way."""
 
+PATIENCE_S: Final = 2.0
+"""How long a look may take before the files count as unreadable, in seconds: 16 MiB take one."""
+
+DEFAULT_GRACE_S: Final = 300.0
+"""How long callers are let in by what was read of a file that cannot be used any more, in seconds.
+
+An alert takes a minute or two to reach a person, who takes as long to restore the file: less would
+turn a slip into an outage. More would let in, for as long, those whom the broken change was to
+revoke.
+"""
+
 _SETTLED_NS: Final = 100_000_000  # file systems' clocks advance by 1 to 10 ms
 
 _OTHERS_MAY: Final = stat.S_IWGRP | stat.S_IRWXO
@@ -132,6 +143,7 @@ class Reloaded(Generic[_Value]):
         self._is_settled = _is_settled(self._stamp)
         self._value = read()
         self._failing_since_s: float | None = None
+        self._looking_since_s: float | None = None
         self._failure = ""
         self._is_told = False
         self._look_at_s = clock() + LOOK_EVERY_S
@@ -157,17 +169,30 @@ class Reloaded(Generic[_Value]):
 
     @property
     def failing_s(self) -> float | None:
-        """How long the files could not be used, in seconds; None while they can be."""
-        since_s = self._failing_since_s
-        return None if since_s is None else self._clock() - since_s
+        """How long the files could not be used, in seconds; None while they can be.
+
+        They cannot while a file system does not answer.
+        """
+        since_s, looking_since_s = self._failing_since_s, self._looking_since_s
+        if since_s is not None:
+            return self._clock() - since_s
+        for_s = 0.0 if looking_since_s is None else self._clock() - looking_since_s
+        return for_s if for_s > PATIENCE_S else None
 
     @property
     def is_overdue(self) -> bool:
         """Whether the files could not be used for so long that the last value must not count."""
-        since_s = self._failing_since_s
-        return since_s is not None and self._clock() - since_s >= self._grace_s
+        failing_s = self.failing_s
+        return failing_s is not None and failing_s >= self._grace_s
 
     def _look(self) -> None:
+        self._looking_since_s = self._clock()
+        try:
+            self._look_at_files()
+        finally:
+            self._looking_since_s = None
+
+    def _look_at_files(self) -> None:
         self._look_at_s = self._clock() + LOOK_EVERY_S
         stamp = self._stamp_now()
         has_changed = stamp != self._stamp

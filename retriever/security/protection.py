@@ -14,9 +14,9 @@ from typing import Any, Final, Self
 import grpc
 
 from retriever.errors import CredentialsError, InsecureAddressError
-from retriever.security.admission import DEFAULT_GRACE_S, Doorkeeper
+from retriever.security.admission import Doorkeeper
 from retriever.security.certificates import day_of, expiry_of, read_authorities, read_pair
-from retriever.security.private_files import LOOK_EVERY_S, Reloaded
+from retriever.security.private_files import DEFAULT_GRACE_S, LOOK_EVERY_S, Reloaded
 
 WARN_BEFORE: Final = timedelta(days=14)
 """How long before a certificate's expiry warnings begin: time to renew it."""
@@ -229,19 +229,25 @@ class Protection:
             )
         _LOGGER.warning("%s can be reached from other machines, and %s", address, missing)
 
-    def look(self) -> list[FileState]:
-        """Look at all files now; return how they are."""
+    @property
+    def files(self) -> list[FileState]:
+        """How the files were when they were looked at."""
         found: dict[str, Reloaded[Any]] = {}
         if self.tls is not None:
-            self.tls.file.look()
             found["certificate"] = self.tls.file
         if self.doorkeeper is not None:
-            self.doorkeeper.look()
             found |= self.doorkeeper.files
         return [
             FileState(name, file.failing_s, admits=not file.is_overdue)
             for name, file in found.items()
         ]
+
+    def look(self) -> None:
+        """Look at all files now."""
+        if self.tls is not None:
+            self.tls.file.look()
+        if self.doorkeeper is not None:
+            self.doorkeeper.look()
 
     async def watch(self, tell: Callable[[list[FileState]], None]) -> None:
         """Look at the files until cancelled, also without calls; warn of what expires soon.
@@ -254,7 +260,11 @@ class Protection:
         # A thread of its own: the shared ones can be busy for longer than a revocation may take.
         with ThreadPoolExecutor(1, "credentials") as thread:
             while True:
-                tell(await asyncio.get_running_loop().run_in_executor(thread, self.look))
+                looking = asyncio.get_running_loop().run_in_executor(thread, self.look)
+                while not looking.done():  # a file system may not answer: that is told as well
+                    await asyncio.wait([looking], timeout=LOOK_EVERY_S)
+                    tell(self.files)
+                looking.result()
                 if self.tls is not None:
                     self.tls.warn()
                 await asyncio.sleep(LOOK_EVERY_S * _AHEAD)

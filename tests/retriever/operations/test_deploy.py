@@ -168,7 +168,8 @@ def test_the_health_check_tells_who_takes_calls() -> None:
     assert health.SERVICE == SERVICE
     checks = ("retriever.operations.health",), ("foredraft", "health")
     process, address = start_service("--address", "127.0.0.1:0")
-    assert [run(*check, address).returncode for check in checks] == [0, 0]
+    live = ("foredraft", "health", "--live")
+    assert [run(*check, address).returncode for check in (*checks, live)] == [0, 0, 0]
     assert run(*checks[0], FOREDRAFT_ADDRESS=address).returncode == 0
     stop_service(process)
     for check in checks:

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from numpy.typing import ArrayLike
 
 from retriever import DrafterUnavailableError, DraftRequest, DraftTree, RemoteDrafter
-from retriever.operations.lifecycle import SERVICE
+from retriever.operations.lifecycle import LIVENESS, SERVICE
 from retriever.operations.logs import JsonLines
 from retriever.operations.observer import End, ServiceObserver
 from retriever.service.serving import start
@@ -60,6 +60,8 @@ async def _start_slowly(folder: Path) -> None:
         for name in ("", SERVICE):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
             assert answer.status == NOT_READY
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=LIVENESS))
+        assert answer.status == READY
         with pytest.raises(aio.AioRpcError, match="is starting") as raised:
             await stub.OpenSession(pb.OpenSessionRequest(session_id="s"))
         assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -77,9 +79,9 @@ async def _start_slowly(folder: Path) -> None:
     drafter.shut_down()
 
 
-def status_of(address: str) -> Any:
+def status_of(address: str, name: str = SERVICE) -> Any:
     with grpc.insecure_channel(address) as channel:
-        asked = health_pb2.HealthCheckRequest(service=SERVICE)
+        asked = health_pb2.HealthCheckRequest(service=name)
         health: Any = health_pb2_grpc.HealthStub(channel)
         return health.Check(asked, timeout=5).status
 
@@ -106,6 +108,7 @@ def test_a_drain_lets_sessions_end_and_takes_no_new_ones() -> None:
         process.terminate()
         while status_of(address) == READY:
             time.sleep(0.02)
+        assert status_of(address, LIVENESS) == READY
         with pytest.raises(DrafterUnavailableError, match="about to end"):
             remote.open("t", [1])
         remote.draft([DraftRequest("s", np.array([1], np.int32), 4, 4)])

@@ -25,6 +25,7 @@ from retriever import (
     NotPermittedError,
     RemoteDrafter,
 )
+from retriever.operations import lifecycle
 from retriever.operations.lifecycle import HealthStatuses
 from retriever.security.access import (
     SCOPES_BEFORE,
@@ -135,6 +136,32 @@ def test_a_listed_health_response_is_the_protocols() -> None:
         "liveness": SERVING,
         "credentials": NOT_SERVING,
     }
+
+
+def test_strangers_watch_in_limited_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "MAX_WATCHERS", 1)
+    drafter = EmbeddedDrafter()
+    with (
+        serving(drafter, f"unix:{tmp_path}/s") as address,
+        grpc.insecure_channel(address) as channel,
+    ):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        first = stub.Watch(health_pb2.HealthCheckRequest())
+        assert next(first).status == SERVING
+        with pytest.raises(grpc.RpcError, match="use Check"):
+            next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=5))
+        first.cancel()
+
+        def may_watch() -> bool:
+            try:
+                return bool(next(stub.Watch(health_pb2.HealthCheckRequest(), timeout=5)))
+            except grpc.RpcError:
+                return False
+
+        until(may_watch)
+    drafter.shut_down()
 
 
 def test_the_probe_of_an_image_needs_no_token_and_trusts_the_services_own_certificate(

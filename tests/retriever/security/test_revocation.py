@@ -1,5 +1,6 @@
 """What is revoked is gone, whoever writes the access file, however many at once, on any path."""
 
+import asyncio
 import fcntl
 import json
 import os
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 from typer.testing import CliRunner
@@ -30,6 +32,7 @@ from retriever.security.access import (
 )
 from retriever.security.admission import Caller, Doorkeeper, scope_for
 from retriever.security.private_files import Reloaded
+from retriever.security.protection import FileState, Protection, ProtectionFiles
 from retriever.security.rewriting import rewrite
 
 IS_ROOT = os.geteuid() == 0
@@ -325,6 +328,40 @@ def test_what_was_in_the_way_of_reading_can_go_by_itself(
         assert doorkeeper.files["access"].failing_s is not None
     assert Caller(doorkeeper, token, None).tenant == "b"
     assert doorkeeper.files["access"].failing_s is None
+
+
+def test_a_file_system_that_does_not_answer_is_as_a_file_that_cannot_be_read(
+    access: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private_files, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(private_files, "PATIENCE_S", 0.1)
+    token = add_token(access, "a")
+    protection = Protection.of(ProtectionFiles(access=access, grace_s=0.5))
+    assert protection.doorkeeper is not None
+    caller, answers = Caller(protection.doorkeeper, token, None), Event()
+    stamp = private_files._stamp_of
+
+    def hang(path: Path) -> tuple[int, ...]:
+        assert answers.wait(20)
+        return stamp(path)
+
+    told: list[FileState] = []
+
+    async def watched() -> None:
+        watching = asyncio.create_task(protection.watch(told.extend))
+        while not any(not each.admits for each in told):  # noqa: ASYNC110  (no event of it)
+            await asyncio.sleep(0.02)
+        with pytest.raises(AccessRefusedError):
+            caller.check()
+        answers.set()
+        while not told[-1].admits:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        caller.check()
+        watching.cancel()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(private_files, "_stamp_of", hang)
+        asyncio.run(asyncio.wait_for(watched(), 20))
 
 
 def test_a_change_within_the_clocks_tick_is_noticed(
