@@ -94,7 +94,8 @@ _ADVICE: Final = {
     "--certificate",
     "Socket closed": "the service closed the connection: it may want TLS (give `ca`), or a client "
     "certificate that its authority signed and that has not expired (give `certificate` and `key`)",
-    "Permission denied": "this user may not open the service's socket: run as the same user",
+    "Permission denied": "this user may not open the service's socket: run as the same user, or "
+    "in the socket's group",
 }
 _NEVER_CONNECTED: Final = "failed to connect"
 

@@ -67,3 +67,14 @@ def test_what_fails_otherwise_is_told_in_one_line(
     monkeypatch.setattr(sys, "executable", "/nowhere")
     with pytest.raises(IndexerError, match="No such file"):
         sum_tables(tables, small_bytes=0)
+
+
+def test_a_priority_that_cannot_be_lowered_is_left(
+    tables: list[PhraseTables], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under the unit's filter of system calls; before, nothing was added up there."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\ndef nice(_):\n    raise PermissionError(1, 'forbidden')\nos.nice = nice\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert sum_tables(tables, small_bytes=0).num_entries == sum_tables(tables).num_entries
