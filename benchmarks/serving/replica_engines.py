@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.synchronize import Event
+from multiprocessing.synchronize import Barrier, Event
 from queue import Empty, SimpleQueue
 from typing import Any, Final
 
@@ -20,6 +20,8 @@ from retriever.tree import ROOT
 LATE: Final = 1.2
 """Share of the deadline after which a step counts as late."""
 
+_RETURN_STEPS: Final = 100  # in which 400,000 tokens return
+_PATIENCE_S: Final = 60.0
 _VOCABULARY: Final = 32_000
 _PHRASES: Final = 40
 _PHRASE: Final = 24
@@ -37,16 +39,16 @@ class Load:
         deadline_s: longest wait of a step for its drafts, in seconds.
         pass_s: how long the scripted target takes for a pass, in seconds.
         width: sequences decoded at once by each engine.
-        until: set once no more sequences begin.
-        settled: set once no service changes any more, so that sessions go where they belong.
+        connected: each engine waits here until all have reached the services.
+        until: set once no service changes any more, and no more sequences begin.
     """
 
     addresses: tuple[str, ...]
     deadline_s: float
     pass_s: float
     width: int
+    connected: Barrier
     until: Event
-    settled: Event
 
 
 @dataclass(slots=True)
@@ -158,21 +160,22 @@ class _Sequence:
 
 
 def decode(number: int, load: Load) -> Counts:
-    """Decode sequence after sequence until the end; then step until the sessions have settled."""
+    """Decode sequence after sequence until the end, then until all are where they belong."""
     counts, rng = Counts(), np.random.default_rng(number)
     target = Target(seed=0)
     names = (f"{number}/{at}" for at in range(1 << 40))
     options: Any = {"deadline_s": load.deadline_s, "client": f"engine-{number}"}
     with ResilientDrafter(load.addresses, **options) as drafter:
-        drafter.wait(30)
+        drafter.wait(_PATIENCE_S)
+        load.connected.wait(_PATIENCE_S)
         under_way: list[_Sequence] = []
         while not load.until.is_set():
             _refill(drafter, under_way, names, target, rng, load.width)
             _step(drafter, under_way, counts, load)
         for each in under_way:  # so that they are open when all has settled
             each.end += 1 << 16
-        load.settled.wait()
-        for _ in range(100):
+        drafter.wait(_PATIENCE_S)
+        for _ in range(_RETURN_STEPS):
             _step(drafter, under_way, counts, load)
         for each in under_way:
             is_home = drafter.server_of(each.name) == ranked(each.name, load.addresses)[0]

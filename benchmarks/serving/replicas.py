@@ -33,7 +33,6 @@ from retriever import RemoteDrafter, RetrieverError
 
 _DRAIN_S: Final = 8.0  # sessions move within some steps, so it ends earlier
 _START_S: Final = 120.0  # compiling kernels, where there is no cache of them
-_SETTLE_S: Final = 6.0  # links come back within 5 s, the longest pause of their back-off
 
 
 class Served:
@@ -100,7 +99,6 @@ def measure(  # noqa: PLR0913  (what a run consists of)
     deadline_s: float,
     pass_s: float,
     width: int,
-    settle_s: float = _SETTLE_S,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Run engines against two services that end in turn; return what was seen.
@@ -112,7 +110,6 @@ def measure(  # noqa: PLR0913  (what a run consists of)
         deadline_s: of a step, in seconds.
         pass_s: of the scripted target, in seconds.
         width: sequences of each engine.
-        settle_s: time between the last change and the look at where sessions are, in seconds.
         say: is told of each end of a service.
     """
     context = get_context("spawn")
@@ -121,17 +118,17 @@ def measure(  # noqa: PLR0913  (what a run consists of)
         context.Manager() as shared,
         ProcessPoolExecutor(engines + 1, mp_context=context) as processes,
     ):
-        until, settled = shared.Event(), shared.Event()
+        until: Any = shared.Event()
         addresses = tuple(each.address for each in pair)
-        load = Load(addresses, deadline_s, pass_s, width, until, settled)  # type: ignore[arg-type]
+        connected: Any = shared.Barrier(engines + 1)
+        load = Load(addresses, deadline_s, pass_s, width, connected, until)
         control = processes.submit(waits, load)
         decoding = [processes.submit(decode, number, load) for number in range(engines)]
         try:
+            connected.wait(_START_S)
             ends = _end_in_turn(pair, seconds, every_s, say)
         finally:
             until.set()
-            time.sleep(settle_s)
-            settled.set()
         counts = Counts()
         for each in decoding:
             counts.add(each.result())

@@ -19,7 +19,7 @@ from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import tree_to_message
 from retriever.wire.statuses import session_status
-from tests.patience import can_be_kept, free_address
+from tests.patience import can_be_kept, free_address, must_hold
 from tests.retriever.client.test_clients import Awaited, Client, both
 from tests.retriever.log.states import ids
 from tests.retriever.security.in_process import on_loop
@@ -210,6 +210,38 @@ def test_a_single_server_is_kept_until_it_ends(client: Client) -> None:
         steps.take()
         assert decode(drafter, "newer", 60).tokens == plain(60)
         assert drafter.fail_opens.total() == before
+
+
+@both
+@can_be_kept
+def test_outputs_are_those_of_plain_decoding_while_servers_come_and_go(client: Client) -> None:
+    with (
+        replicas() as (home, other),
+        client([home.address, other.address], deadline_s=0.2) as drafter,
+    ):
+        assert drafter.wait(60)
+        events = {
+            15: home.drain,
+            30: home.end,
+            35: home.begin,
+            60: other.end,
+            66: other.begin,
+            90: home.end,
+            96: home.begin,
+            120: other.drain,
+        }
+
+        def on_step(number: int) -> None:
+            if number in events:
+                events[number]()
+
+        done = decode(drafter, "s", 2000, on_step=on_step, pause_s=0.004)
+        must_hold(done.tokens == plain(2000), "drafts never change the output")
+        assert len(done.waits_s) > 125
+        assert max(done.waits_s) < 1.2 * 0.2
+        missed = drafter.fail_opens.total()
+        assert missed < 20, drafter.fail_opens
+        assert wait_until(lambda: home.num_sessions + other.num_sessions == 0, 5)
 
 
 def test_strict_clients_see_the_drain_as_its_own_error() -> None:
