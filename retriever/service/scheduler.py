@@ -76,10 +76,12 @@ class Flushing:
             covered, self._waiting = self._waiting, []
             try:
                 await self._disk.run("", self._drafter.flush)
-            except RetrieverError as error:
+            except Exception as error:
                 for each in covered:
                     if not each.done():
                         each.set_exception(error)
+                if not covered:
+                    raise
             for each in covered:
                 if not each.done():
                     each.set_result(None)
