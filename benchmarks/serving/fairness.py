@@ -7,6 +7,7 @@ Phases are short and repeated, so that a noisy machine is the same for both.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -228,7 +229,7 @@ def _beside(
         go.set()
         _, cores = phases.run(pid, attacker)
         go.clear()
-        number = min(os.cpu_count() or 1, max(1, round(cores - idle_cores)))
+        number = min(os.cpu_count() or 1, max(1, math.ceil(cores - idle_cores)))
         with _controls(number, spinning):
             time.sleep(1)
             for repeat in range(repeats):

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 from weakref import WeakValueDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
 from retriever.drafter import DraftRequest
 from retriever.errors import (
     InvalidRequestError,
@@ -17,12 +20,13 @@ from retriever.errors import (
 from retriever.operations.lifecycle import Lifecycle
 from retriever.sequences import SessionKey, check_batch
 from retriever.service.allowances import work_of_steps, work_of_tokens
-from retriever.service.scheduler import Scheduler, client_of
+from retriever.service.scheduler import Lists, Scheduler, client_of, tokens_in
 from retriever.service.turns import Line
 from retriever.sessions.client_lives import Client
 from retriever.sessions.embedded import LongCommit
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
+from retriever.wire.long_messages import CLOSINGS, OPENINGS, STEPS
 from retriever.wire.messages import DEFAULT_BUDGET_NODES, converting_requests, tree_to_message
 from retriever.wire.statuses import late_status, session_status
 
@@ -78,6 +82,7 @@ class DraftStream:
         self._line = line
         self._lifecycle = lifecycle or Lifecycle()
         self._default_nodes = min(DEFAULT_BUDGET_NODES, self._drafter.limits.max_budget_nodes)
+        self._lists: Lists = {}
         self._lasting: deque[asyncio.Task[None]] = deque()
         self._number = 0
         self._last = pb.DraftStreamResponse()
@@ -85,8 +90,10 @@ class DraftStream:
         self._owned: WeakValueDictionary[SessionKey, Session] = WeakValueDictionary()
         self._client: Client | None = None
 
-    async def answer(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
-        """Return the response to a message.
+    async def answer(
+        self, message: pb.DraftStreamRequest, lists: Lists | None = None
+    ) -> pb.DraftStreamResponse:
+        """Return the response to a message, of which long lists of token ids are given as bytes.
 
         Raises:
             InvalidRequestError: the message has no number.
@@ -99,6 +106,7 @@ class DraftStream:
             self._drafter.admit_client(self._tenant, self._client)
         await self._line.take((1 + len(message.steps)) * _SEQUENCE_S)
         try:
+            self._lists = lists or {}
             return await self._answer(message, read_at_s)
         finally:
             self._line.leave()
@@ -134,34 +142,45 @@ class DraftStream:
         if message.fail_opens:
             self._drafter.draft_counts.failed_open(bounded_fail_opens(message.fail_opens))
         try:
-            requests = await self._line.work(converting_requests(message, self._default_nodes))
+            requests = await self._line.work(
+                converting_requests(message, self._default_nodes, await self._long_steps())
+            )
             check_batch(requests, self._drafter.limits)
             self._check_counts(message)
             self._take_allowance(message, requests)
         except RetrieverError as error:
             _refuse(response, "", error)
             return response
-        for opening in message.openings:
-            await self._open(opening, response)
+        for place, opening in enumerate(message.openings):
+            await self._open(opening, self._lists.get((OPENINGS, place)), response)
         began_s = time.perf_counter()
         steps = await self._commit(requests, response)
         deadline_s = read_at_s + message.timeout_us / 1e6 if message.timeout_us else None
         await self._draft(steps, response, deadline_s)
         if steps:
             self._drafter.count_step(len(steps), time.perf_counter() - began_s)
-        for closing in message.closings:
-            await self._close(closing, response)
+        for place, closing in enumerate(message.closings):
+            await self._close(closing, self._lists.get((CLOSINGS, place)), response)
         return response
+
+    async def _long_steps(self) -> dict[int, NDArray[np.uint32]] | None:
+        """Convert the long lists of steps; return them by the steps' places."""
+        of_steps = {path: each for path, each in self._lists.items() if path[0] == STEPS}
+        if not of_steps:
+            return None
+        numbers = await self._scheduler.converted(self._line, self._tenant, of_steps)
+        return {place: each for (_, place), each in numbers.items()}
 
     def _take_allowance(
         self, message: pb.DraftStreamRequest, requests: Sequence[DraftRequest]
     ) -> None:
         if not self._scheduler.allowances.is_limited:
             return
-        others = (
-            *(len(each.prompt) for each in message.openings),
-            *(len(each.new_token_ids) for each in message.closings),
-        )
+        lists = [
+            *(((OPENINGS, at), each.prompt) for at, each in enumerate(message.openings)),
+            *(((CLOSINGS, at), each.new_token_ids) for at, each in enumerate(message.closings)),
+        ]
+        others = [tokens_in(token_ids, self._lists.get(path)) for path, token_ids in lists]
         work = work_of_steps(requests) + sum(map(work_of_tokens, others))
         self._scheduler.take_allowance(self._tenant, work)
 
@@ -174,11 +193,16 @@ class DraftStream:
                 limit="max_batch",
             )
 
-    async def _open(self, opening: pb.OpenSessionRequest, response: pb.DraftStreamResponse) -> None:
+    async def _open(
+        self,
+        opening: pb.OpenSessionRequest,
+        long: memoryview | None,
+        response: pb.DraftStreamResponse,
+    ) -> None:
         try:
             self._lifecycle.check_opening()
             session = await self._scheduler.open_session(
-                self._line, opening, self._tenant, self._client
+                self._line, opening, self._tenant, long, client=self._client
             )
         except RetrieverError as error:
             _refuse(response, opening.session_id, error)
@@ -231,10 +255,13 @@ class DraftStream:
             await self._line.give_way()
 
     async def _close(
-        self, closing: pb.CloseSessionRequest, response: pb.DraftStreamResponse
+        self,
+        closing: pb.CloseSessionRequest,
+        long: memoryview | None,
+        response: pb.DraftStreamResponse,
     ) -> None:
         try:
-            lasting = await self._scheduler.end_session(self._line, closing, self._tenant)
+            lasting = await self._scheduler.end_session(self._line, closing, self._tenant, long)
         except RetrieverError as error:
             _refuse(response, closing.session_id, error)
             return

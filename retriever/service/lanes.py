@@ -89,6 +89,11 @@ class Lane:
         self._num_of: dict[str, int] = {}
         self._mean_s = 0.0
 
+    @property
+    def num_tenants(self) -> int:
+        """Tenants with work that is not done."""
+        return len(self._tenants)
+
     async def run(self, tenant: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run a function that cannot be cut, in the turn of a tenant.
 

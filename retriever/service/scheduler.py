@@ -7,10 +7,14 @@ work that does not need it (reading contexts, prompts and outputs) and waits for
 
 import asyncio
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from retriever.drafter import TokenIds
 from retriever.errors import LimitExceededError, RetrieverError
 from retriever.sequences import SessionKey
 from retriever.service.allowances import Allowances, work_of_draft
@@ -21,13 +25,20 @@ from retriever.sessions.draft_counts import TenantUse, TenantUses
 from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
+from retriever.wire.long_messages import converting_list, converting_long_tokens
 from retriever.wire.messages import converting_tokens, explanation_to_message, tree_to_message
+
+Lists = Mapping[tuple[int, ...], memoryview]
+"""Bytes of long lists of token ids, by their places in a message."""
 
 LONG_PROMPT: Final = 1 << 12
 """Longer contexts and prompts are read in a lane; this one takes a slice on the loop."""
 
 _RETRY_S: Final = 0.1
 """What a refusal for too many calls tells to wait: some hundred of them are done by then."""
+
+_BYTES_PER_TOKEN: Final = 3
+"""On the wire, of vocabularies from 16,384 to 2 million tokens."""
 
 _Result = TypeVar("_Result")
 
@@ -66,10 +77,12 @@ class Flushing:
             covered, self._waiting = self._waiting, []
             try:
                 await self._disk.run("", self._drafter.flush)
-            except RetrieverError as error:
+            except Exception as error:
                 for each in covered:
                     if not each.done():
                         each.set_exception(error)
+                if not covered:
+                    raise
             for each in covered:
                 if not each.done():
                     each.set_result(None)
@@ -137,17 +150,22 @@ class Scheduler:
             raise
 
     async def draft(
-        self, line: Line, tenant: str, request: pb.DraftRequest, budget_nodes: int
+        self,
+        line: Line,
+        tenant: str,
+        request: pb.DraftRequest,
+        long: memoryview | None,
+        budget_nodes: int,
     ) -> pb.DraftTree:
-        """Draft for a bare context.
+        """Draft for a bare context; a long one is given by its bytes.
 
         Raises:
             RetrieverError: it is refused.
         """
-        self.take_allowance(tenant, work_of_draft(budget_nodes, len(request.context)))
+        self.take_allowance(tenant, work_of_draft(budget_nodes, tokens_in(request.context, long)))
         await line.take()
         pool = await self._loaded(line, tenant)
-        tokens = await line.work(converting_tokens(request.context))
+        tokens = await self._tokens(line, tenant, request.context, long)
         reading = self.drafter.reading(tokens, tenant)
         databases = await self._read(line, tenant, len(tokens), reading)
         tree = self.drafter.draft_read(databases, budget_nodes, request.min_probability)
@@ -158,17 +176,22 @@ class Scheduler:
         return tree_to_message(tree)
 
     async def explain(
-        self, line: Line, tenant: str, request: pb.ExplainRequest, budget_nodes: int
+        self,
+        line: Line,
+        tenant: str,
+        request: pb.ExplainRequest,
+        long: memoryview | None,
+        budget_nodes: int,
     ) -> pb.ExplainResponse:
         """Draft for a bare context, and tell what spoke for each node.
 
         Raises:
             RetrieverError: it is refused.
         """
-        self.take_allowance(tenant, work_of_draft(budget_nodes, len(request.context)))
+        self.take_allowance(tenant, work_of_draft(budget_nodes, tokens_in(request.context, long)))
         await line.take()
         pool = await self._loaded(line, tenant)
-        tokens = await line.work(converting_tokens(request.context))
+        tokens = await self._tokens(line, tenant, request.context, long)
         line.leave()
         explaining = self.drafter.explaining(
             tokens,
@@ -187,16 +210,20 @@ class Scheduler:
         line: Line,
         opening: pb.OpenSessionRequest,
         tenant: str,
+        long: memoryview | None = None,
+        *,
         client: Client | None = None,
     ) -> Session:
         """Open a session of a tenant, and of a client if it has one, in a turn.
+
+        A long prompt is given by its bytes.
 
         Raises:
             RetrieverError: it is refused.
         """
         self.drafter.check_vocabulary(opening.vocabulary_fingerprint)
         pool = await self._loaded(line, tenant)
-        prompt = await line.work(converting_tokens(opening.prompt))
+        prompt = await self._tokens(line, tenant, opening.prompt, long)
         preparing = self.drafter.preparing(prompt, remember=not opening.forget, tenant=tenant)
         session = await self._read(line, tenant, len(prompt), preparing)
         session.client = client
@@ -207,9 +234,15 @@ class Scheduler:
         return session
 
     async def end_session(
-        self, line: Line, closing: pb.CloseSessionRequest, tenant: str
+        self,
+        line: Line,
+        closing: pb.CloseSessionRequest,
+        tenant: str,
+        long: memoryview | None = None,
     ) -> asyncio.Task[None] | None:
         """End a session of a tenant, in a turn; `Flushing` writes its output.
+
+        Many last tokens are given by their bytes.
 
         Returns:
             What remembers a long output, which goes on if the caller leaves; None for a short one.
@@ -217,7 +250,7 @@ class Scheduler:
         Raises:
             RetrieverError: it is refused.
         """
-        tokens = await line.work(converting_tokens(closing.new_token_ids))
+        tokens = await self._tokens(line, tenant, closing.new_token_ids, long)
         ending = self.drafter.ending(
             SessionKey(tenant, closing.session_id), tokens, remember=not closing.forget
         )
@@ -243,6 +276,18 @@ class Scheduler:
         finally:
             await line.take()
 
+    async def converted(
+        self, line: Line, tenant: str, lists: Lists
+    ) -> dict[tuple[int, ...], NDArray[np.uint32]]:
+        """Convert long lists of a message, in a turn that is over meanwhile."""
+        line.leave()
+        numbers = {
+            path: await self.lanes.reading.work(tenant, converting_list(content))
+            for path, content in lists.items()
+        }
+        await line.take()
+        return numbers
+
     def close(self) -> None:
         """End the lanes' threads once they have done what is begun."""
         self.lanes.close()
@@ -255,6 +300,17 @@ class Scheduler:
         pool = await self.lanes.loading.run(tenant, self.drafter.load, tenant)
         await line.take()
         return pool
+
+    async def _tokens(
+        self, line: Line, tenant: str, token_ids: Sequence[int], long: memoryview | None
+    ) -> TokenIds:
+        """Convert token ids of a message: few in turns, bytes of many in a lane."""
+        if long is None:
+            return await line.work(converting_tokens(token_ids))
+        line.leave()
+        tokens = await self.lanes.reading.work(tenant, converting_long_tokens(long))
+        await line.take()
+        return tokens
 
     async def _read(
         self,
@@ -301,6 +357,11 @@ def client_of(message: pb.OpenSessionRequest | pb.DraftStreamRequest) -> Client 
 
 
 _DONE: Final = object()
+
+
+def tokens_in(token_ids: Sequence[int], long: memoryview | None) -> int:
+    """Return how many ids a list has; of bytes, about how many."""
+    return len(token_ids) if long is None else len(long) // _BYTES_PER_TOKEN
 
 
 def _told(

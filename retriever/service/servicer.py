@@ -27,10 +27,11 @@ from retriever.sequences import SessionKey
 from retriever.service.allowances import work_of_tokens
 from retriever.service.draft_stream import DraftStream
 from retriever.service.open_streams import OpenStreams
-from retriever.service.scheduler import Scheduler, client_of
+from retriever.service.scheduler import Scheduler, client_of, tokens_in
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
+from retriever.wire.long_messages import opened
 from retriever.wire.messages import DEFAULT_BUDGET_NODES, budget_in, pad
 from retriever.wire.server_info import ServerInfo
 from retriever.wire.statuses import abort, status_of
@@ -168,12 +169,15 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         async with _statuses(context):
+            request, lists = opened(request)
             self._drafter.check_vocabulary(request.vocabulary_fingerprint)
             budget_nodes = budget_in(request, self._default_nodes)
             check_draft(budget_nodes, request.min_probability, self._drafter.limits)
             tenant = tenant_of(context)
             with self._scheduler.call(tenant) as line:
-                tree = await self._scheduler.draft(line, tenant, request, budget_nodes)
+                tree = await self._scheduler.draft(
+                    line, tenant, request, lists.get(()), budget_nodes
+                )
             response = pb.DraftResponse(tree=tree)
             if self._pad_replies:
                 pad(response, [budget_nodes])
@@ -181,24 +185,31 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
 
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         async with _statuses(context):
+            request, lists = opened(request)
             self._drafter.check_vocabulary(request.vocabulary_fingerprint)
             budget_nodes = budget_in(request, self._default_nodes)
             check_draft(budget_nodes, request.min_probability, self._drafter.limits)
             tenant = tenant_of(context)
             with self._scheduler.call(tenant) as line:
-                return await self._scheduler.explain(line, tenant, request, budget_nodes)
+                return await self._scheduler.explain(
+                    line, tenant, request, lists.get(()), budget_nodes
+                )
 
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context
     ) -> pb.OpenSessionResponse:
         async with _statuses(context):
+            request, lists = opened(request)
             tenant, client = tenant_of(context), client_of(request)
             if client is not None:
                 self._drafter.admit_client(tenant, client)
-            self._scheduler.take_allowance(tenant, work_of_tokens(len(request.prompt)))
+            num_tokens = tokens_in(request.prompt, lists.get(()))
+            self._scheduler.take_allowance(tenant, work_of_tokens(num_tokens))
             with self._scheduler.call(tenant) as line:
                 await line.take()
-                await self._scheduler.open_session(line, request, tenant, client)
+                await self._scheduler.open_session(
+                    line, request, tenant, lists.get(()), client=client
+                )
             return pb.OpenSessionResponse()
 
     async def DraftStream(
@@ -213,7 +224,8 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             ):
                 async for message in self.streams.until_end(request_iterator):
                     tenant_of(context)  # raises once credentials are revoked
-                    response = await stream.answer(message)
+                    message, lists = opened(message)  # noqa: PLW2901  (its parsed part)
+                    response = await stream.answer(message, lists)
                     if self._pad_replies and not response.padding:
                         nodes = self._default_nodes
                         pad(response, [budget_in(step, nodes) for step in message.steps])
@@ -224,9 +236,10 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     ) -> pb.CloseSessionResponse:
         async with _statuses(context):
             tenant = tenant_of(context)
+            request, lists = opened(request)
             with self._scheduler.call(tenant) as line:
                 await line.take()
-                lasting = await self._scheduler.end_session(line, request, tenant)
+                lasting = await self._scheduler.end_session(line, request, tenant, lists.get(()))
                 line.leave()
                 if lasting is not None:
                     await asyncio.shield(lasting)

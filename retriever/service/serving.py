@@ -32,6 +32,7 @@ from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 from retriever.wire.channels import server_options
+from retriever.wire.long_messages import name_of, parsed
 from retriever.wire.statuses import abort
 
 _LIBRARY: Final[Any] = ctypes.CDLL(None) if os.name == "posix" else None
@@ -116,9 +117,12 @@ class Reading(aio.ServerInterceptor):
 
 
 def _parsing(handler: Any) -> _Parse:
+    deserialize = handler.request_deserializer
+    name = name_of(getattr(deserialize, "__self__", None))  # of the message, if it is one's method
+
     def parse(content: bytes) -> Any:
         try:
-            return handler.request_deserializer(content)
+            return parsed(content, deserialize, name)
         except DecodeError as error:
             raise InvalidRequestError(_NO_MESSAGE) from error
 

@@ -1,10 +1,11 @@
 """Turns on the event loop: work is given out in slices, by tenant and then by stream.
 
 This is deficit round robin (Shreedhar and Varghese, 1995) with an iteration of the event loop as a
-round. In each, a tenant may work for one slice (its quantum, times its weight). What a piece of
-work takes beyond that is a debt, for which the tenant sits out later rounds. So a tenant waits in
-an iteration for at most one slice of every other tenant, and one piece that cannot be cut. Within a
-tenant, its streams take turns, and all its calls outside of streams count as one stream.
+round. In each, a tenant may work for one slice, times its weight (its quantum). What a piece of
+work takes beyond that is a debt, for which the tenant sits out later rounds. So a tenant that waits
+has its turn in the next round, and waits for at most one slice of every other tenant in it, what is
+left of theirs in the round before, and one piece that cannot be cut. Within a tenant, its streams
+take turns, and all its calls outside of streams count as one stream.
 
 A tenant that works alone is not held back: only a stream whose slice is over waits for the next
 iteration, so that messages of others are read in between.
@@ -100,6 +101,19 @@ class Turns:
         self._tenants: dict[str, _Tenant] = {}
         self._owing: dict[str, _Tenant] = {}  # those whose slice is not whole, or who wait
         self._is_due = False
+        self._num_granted = 0  # turns that were given and have not begun
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants with streams, calls or debts."""
+        return len(self._tenants)
+
+    @property
+    def num_waiting(self) -> int:
+        """Waits for turns, of all tenants."""
+        return sum(
+            len(waits) for tenant in self._tenants.values() for waits in tenant.waiting.values()
+        )
 
     @contextmanager
     def stream(self, tenant: str) -> Iterator["Line"]:
@@ -146,6 +160,8 @@ class Turns:
             else:
                 tenant.left_s += expected_s
             raise
+        finally:
+            self._num_granted -= not waiting.granted.cancelled()
 
     def worked(self, name: str, tenant: _Tenant, seconds: float, expected_s: float) -> None:
         """Count the work of a turn, of which some was taken off in advance."""
@@ -168,6 +184,9 @@ class Turns:
     def _round(self) -> None:
         """Give each tenant its slice, and turns to those who wait."""
         self._is_due = False
+        if self._num_granted:  # some of the last round's turns have not begun
+            self._come_round()
+            return
         is_alone = len(self._tenants) == 1
         for name, tenant in list(self._owing.items()):
             whole_s = tenant.quantum_s
@@ -176,6 +195,7 @@ class Turns:
                 waiting = tenant.next()
                 if not waiting.granted.done():  # else it was cancelled in this iteration
                     tenant.left_s -= waiting.expected_s
+                    self._num_granted += 1
                     waiting.granted.set_result(None)
             if tenant.waiting or tenant.left_s < 0:
                 self._come_round()
@@ -216,15 +236,16 @@ class Line:
             expected_s: of the work, in seconds; what goes beyond a slice is cut by `give_way`.
         """
         if not self._turns.may_go(self._tenant):
-            await self._wait(min(expected_s, SLICE_S))
+            await self._wait(min(expected_s, self._tenant.quantum_s))
         self._began_s = self._turns.clock()
 
     async def give_way(self) -> None:
         """Wait for the next turn if this one's slice is over."""
-        if self._began_s is None or self._turns.clock() - self._began_s < SLICE_S:
+        whole_s = self._tenant.quantum_s
+        if self._began_s is None or self._turns.clock() - self._began_s < whole_s:
             return
         self.leave()
-        await self._wait(SLICE_S)
+        await self._wait(whole_s)
         self._began_s = self._turns.clock()
 
     def leave(self) -> None:

@@ -4,7 +4,7 @@ All other modules use `DraftRequest` and `DraftTree`.
 """
 
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from operator import ge, lt
@@ -197,13 +197,23 @@ _REQUESTS_AT_ONCE: Final = 128
 
 
 def converting_requests(
-    message: pb.DraftStreamRequest, default_nodes: int
+    message: pb.DraftStreamRequest,
+    default_nodes: int,
+    long: Mapping[int, NDArray[np.uint32]] | None = None,
 ) -> Generator[None, None, list[DraftRequest]]:
-    """Return the requests as `requests_from_message` does; yield after each piece of work."""
+    """Return the requests as `requests_from_message` does; yield after each piece of work.
+
+    Args:
+        message: of a step.
+        default_nodes: budget of a sequence for which none is stated.
+        long: uint32[n], lists of tokens that are not in the message, by their steps' places.
+    """
     requests: list[DraftRequest] = []
     for step in message.steps:
         new_token_ids = step.new_token_ids
-        if len(new_token_ids) > CONVERTED_AT_ONCE:
+        if long and len(requests) in long:
+            tokens = long[len(requests)]
+        elif len(new_token_ids) > CONVERTED_AT_ONCE:
             tokens = yield from _converting(new_token_ids)
         else:
             tokens = np.array(new_token_ids, np.uint32)

@@ -1,0 +1,277 @@
+"""Turns by tenant and then by stream, on a clock that moves by the work alone."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Generator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retriever.service.turns import SLICE_S, Turns
+
+PIECE_S = SLICE_S / 5 * 1.001  # above roundings: five of them are a slice
+WHOLE_S = SLICE_S * 1.001
+ROUNDS = 40
+
+
+class Clock:
+    """Moves as tenants work, and notes who did."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.worked_s: Counter[str] = Counter()
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def work(self, tenant: str, seconds: float) -> None:
+        self.now_s += seconds
+        self.worked_s[tenant] += seconds
+
+
+async def stream(
+    turns: Turns, clock: Clock, tenant: str, steps: list[int], waits: list[tuple[str, Counter[str]]]
+) -> None:
+    """Ask for turns without a pause, each for some pieces; note what others did meanwhile."""
+    with turns.stream(tenant) as line:
+        for pieces in steps:
+            before = clock.worked_s.copy()
+            await line.take()
+            waits.append((tenant, clock.worked_s - before))
+            for _ in range(pieces):
+                clock.work(tenant, PIECE_S)
+                before = clock.worked_s.copy()
+                await line.give_way()
+                waits.append((tenant, clock.worked_s - before))
+            line.leave()
+            await asyncio.sleep(0)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3),
+            st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=8), min_size=1, max_size=5),
+        ),
+        min_size=2,
+        max_size=5,
+    )
+)
+@settings(deadline=None)
+def test_a_tenant_waits_for_a_slice_of_each_other_in_a_round(
+    work: list[tuple[int, list[list[int]]]],
+) -> None:
+    weights = {f"t{at}": weight for at, (weight, _) in enumerate(work)}
+    clock, waits = Clock(), list[tuple[str, Counter[str]]]()
+    turns = Turns(weight_of=lambda name: float(weights[name]), clock=clock)
+
+    async def run() -> None:
+        # One stream of each tenant, so that none of its own come before it.
+        await asyncio.gather(
+            *(
+                stream(turns, clock, f"t{at}", steps, waits)
+                for at, (_, streams) in enumerate(work)
+                for steps in streams[:1]
+            )
+        )
+
+    asyncio.run(run())
+    for tenant, others in waits:
+        for other, seconds in others.items():
+            if other != tenant:
+                # The rest of the round that the wait begins in, the next one, and a piece beyond.
+                assert seconds <= 2 * SLICE_S * weights[other] + 1.01 * PIECE_S
+    for at, (_, streams) in enumerate(work):
+        assert clock.worked_s[f"t{at}"] == pytest.approx(PIECE_S * sum(streams[0]))
+
+
+@pytest.mark.parametrize("num_streams", [1, 16])
+def test_shares_follow_weights_and_not_the_number_of_streams(num_streams: int) -> None:
+    weights = {"light": 1.0, "heavy": 3.0}
+    clock = Clock()
+    turns = Turns(weight_of=weights.__getitem__, clock=clock)
+    shares: list[float] = []
+
+    async def endless(tenant: str) -> None:
+        with turns.stream(tenant) as line:
+            await asyncio.sleep(0)  # until all are there: one alone is not held back
+            await line.take()
+            while True:
+                clock.work(tenant, PIECE_S)
+                await line.give_way()
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(endless("light")) for _ in range(num_streams)]
+        tasks.append(asyncio.create_task(endless("heavy")))
+        while clock.now_s < 200 * SLICE_S:  # noqa: ASYNC110  (others run until then)
+            await asyncio.sleep(0)
+        shares.append(clock.worked_s["heavy"] / clock.worked_s["light"])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    assert shares[0] == pytest.approx(3.0, rel=0.1)
+
+
+def test_streams_of_a_tenant_take_turns_and_its_calls_count_as_one() -> None:
+    clock = Clock()
+    turns = Turns(clock=clock)
+    order: list[str] = []
+
+    async def endless(name: str, *, is_call: bool) -> None:
+        with turns.call("a") if is_call else turns.stream("a") as line:
+            await line.take()
+            while True:
+                order.append(name)
+                clock.work("a", WHOLE_S)
+                await line.give_way()
+
+    async def run() -> None:
+        kinds = {"s1": False, "s2": False, "c1": True, "c2": True, "c3": True}
+        tasks = [
+            asyncio.create_task(endless(name, is_call=is_call)) for name, is_call in kinds.items()
+        ]
+        while len(order) < 5 + 60:  # noqa: ASYNC110  (others run until then)
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    counts = Counter(name[0] for name in order[5:65])
+    assert counts == {"s": 40, "c": 20}
+    assert Counter(order[5:65])["s1"] == 20
+
+
+def test_a_tenant_alone_waits_for_nothing() -> None:
+    clock = Clock()
+    turns = Turns(clock=clock)
+
+    async def run() -> int:
+        others = 0
+
+        def count() -> None:
+            nonlocal others
+            others += 1
+            asyncio.get_running_loop().call_soon(count)
+
+        count()
+        with turns.stream("a") as line:
+            for _ in range(ROUNDS):
+                await line.take()
+                clock.work("a", WHOLE_S)
+                line.leave()
+        return others
+
+    assert asyncio.run(run()) == 1  # no iteration of the loop went by
+
+
+def test_debt_of_a_piece_that_could_not_be_cut_is_sat_out() -> None:
+    clock = Clock()
+    turns = Turns(clock=clock)
+    times: list[float] = []
+
+    async def long() -> None:
+        with turns.stream("long") as line:
+            await asyncio.sleep(0)
+            for _ in range(2):
+                await line.take()
+                clock.work("long", 10 * WHOLE_S)
+                line.leave()
+            times.append(clock.now_s)
+
+    async def short() -> None:
+        with turns.stream("short") as line:
+            for _ in range(30):
+                await line.take()
+                clock.work("short", WHOLE_S)
+                line.leave()
+                await asyncio.sleep(0)
+                if not times:
+                    early.append(1)
+
+    early: list[int] = []
+
+    async def run() -> None:
+        await asyncio.gather(long(), short())
+
+    asyncio.run(run())
+    assert 7 <= len(early) <= 12
+
+
+def test_cancelled_waiters_leave_and_cost_nobody_a_turn() -> None:
+    clock = Clock()
+    turns = Turns(clock=clock)
+    order: list[int] = []
+
+    async def wait(number: int) -> None:
+        with turns.stream("a") as line:
+            await line.take()
+            order.append(number)
+            clock.work("a", WHOLE_S)
+            line.leave()
+
+    async def run() -> None:
+        with turns.stream("b"), turns.stream("a") as line:  # two tenants: they hold each other back
+            await line.take()
+            clock.work("a", WHOLE_S)
+            line.leave()
+            tasks = [asyncio.create_task(wait(number)) for number in range(20)]
+            await asyncio.sleep(0)
+            for number, task in enumerate(tasks):
+                if number % 2:
+                    task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert turns.num_waiting == 0
+
+    asyncio.run(run())
+    assert order == list(range(0, 20, 2))
+
+
+def test_nothing_is_kept_of_tenants_that_left() -> None:
+    clock = Clock()
+    turns = Turns(clock=clock)
+
+    async def run() -> None:
+        with turns.stream("stays"):
+            for at in range(100):
+                with turns.call(f"t{at}") as line:
+                    await line.take()
+                    clock.work(f"t{at}", SLICE_S * (at % 3))
+                    line.leave()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert turns.num_tenants == 1
+
+    asyncio.run(run())
+
+
+def test_work_in_pieces_gives_way_and_returns_its_result() -> None:
+    clock = Clock()
+    turns = Turns(clock=clock)
+
+    def pieces(tenant: str, order: list[str]) -> Generator[None, None, str]:
+        for _ in range(10):
+            clock.work(tenant, WHOLE_S)
+            order.append(tenant)
+            yield
+        return tenant
+
+    async def run() -> tuple[list[str], list[str]]:
+        order: list[str] = []
+
+        async def one(tenant: str) -> str:
+            with turns.stream(tenant) as line:
+                await asyncio.sleep(0)
+                return await line.work(pieces(tenant, order))
+
+        return await asyncio.gather(one("a"), one("b")), order
+
+    results, order = asyncio.run(run())
+    assert results == ["a", "b"]
+    assert "".join(order) == "ab" * 10
+    assert turns.uses.of("a").seconds == pytest.approx(10 * WHOLE_S)

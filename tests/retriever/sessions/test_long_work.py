@@ -1,0 +1,205 @@
+"""Long commits, closings and outputs in pieces: the same as in one, and right if ended midway."""
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from retriever.drafter import DraftRequest, TokenIds
+from retriever.errors import OutOfSequenceError, UnknownSessionError
+from retriever.limits import Limits
+from retriever.predict.generations import Generations, Output
+from retriever.sequences import SessionKey
+from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
+
+KEY = SessionKey("", "s")
+LONG = 60_000
+
+
+def tokens(num: int, seed: int = 0) -> TokenIds:
+    """Return phrases that recur, so that there is something to draft."""
+    rng = np.random.default_rng(seed)
+    phrases = rng.integers(0, 5000, (200, 11))
+    return phrases[rng.integers(0, 200, num // 11 + 1)].ravel()[:num].astype(np.int32)
+
+
+def whole(pieces: Generator[None, None, Any]) -> tuple[Any, int]:
+    """Do all pieces; return the result, and how many there were."""
+    number = 1
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as done:
+            return done.value, number
+        number += 1
+
+
+def drafter_with(prompt: TokenIds) -> EmbeddedDrafter:
+    drafter = EmbeddedDrafter()
+    drafter.begin(KEY, drafter.prepare(prompt))
+    return drafter
+
+
+def begun_commit(drafter: EmbeddedDrafter, known: int, new: TokenIds) -> LongCommit:
+    (commit,) = drafter.commit_each([DraftRequest("s", new, known + len(new), 32)], "")
+    assert isinstance(commit, LongCommit)
+    return commit
+
+
+@pytest.mark.parametrize("num_prompt", [0, 3000, LONG])
+def test_drafts_after_a_long_commit_are_those_of_a_commit_at_once(num_prompt: int) -> None:
+    text = tokens(num_prompt + LONG)
+    ours, theirs = drafter_with(text[:num_prompt]), EmbeddedDrafter()
+    theirs.open("s", text[:num_prompt])
+    request = DraftRequest("s", text[num_prompt:], len(text), 32)
+    step, num_pieces = whole(ours.committing(begun_commit(ours, num_prompt, text[num_prompt:])))
+    assert num_pieces > 3
+    (one,), (other,) = ours.draft_each([step]), theirs.draft([request])
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert one.probabilities.tolist() == other.probabilities.tolist()
+    assert len(one) == 32
+    assert ours.census() == theirs.census()
+
+
+def test_growth_of_a_long_sequence_is_cut_too() -> None:
+    prompt = tokens(LONG)
+    drafter = drafter_with(prompt)
+    known, num_long = LONG, 0
+    for new in np.array_split(tokens(LONG * 2, 1), 200):
+        (step,) = drafter.commit_each([DraftRequest("s", new, known + len(new), 4)], "")
+        known += len(new)
+        if isinstance(step, LongCommit):
+            num_long += 1
+            assert whole(drafter.committing(step))[1] > 3
+    assert num_long == 1
+    assert drafter.census().session_tokens == known
+
+
+def test_other_requests_wait_for_a_long_commit() -> None:
+    drafter = drafter_with(tokens(100))
+    commit = begun_commit(drafter, 100, tokens(LONG))
+    pieces = drafter.committing(commit)
+    next(pieces)
+    (refused,) = drafter.commit_each([DraftRequest("s", tokens(1), 100 + LONG + 1, 4)], "")
+    assert isinstance(refused, OutOfSequenceError)
+    assert "one step of a session after the other" in str(refused)
+    with pytest.raises(OutOfSequenceError):
+        drafter.end(KEY)
+    whole(pieces)
+    (step,) = drafter.commit_each([DraftRequest("s", tokens(1), 100 + LONG + 1, 4)], "")
+    assert not isinstance(step, OutOfSequenceError)
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1, 2])
+def test_a_session_that_ends_within_a_long_commit_gives_all_its_tokens_back(
+    num_pieces: int,
+) -> None:
+    drafter = EmbeddedDrafter(limits=Limits(max_total_tokens=LONG + 100))
+    session = drafter.prepare(tokens(100))
+    drafter.begin(KEY, session)
+    pieces = drafter.committing(begun_commit(drafter, 100, tokens(LONG)))
+    for _ in range(num_pieces):
+        next(pieces)
+    assert drafter.discard([(KEY, session)]) == 1
+    with pytest.raises(UnknownSessionError, match="has ended"):
+        whole(pieces)
+    assert not session.databases.context.last(LONG).any()
+    drafter.open("next", tokens(LONG + 100))  # all of the room is there again
+    drafter.close("next")
+    assert drafter.census().session_tokens == 0
+
+
+def test_a_commit_that_is_not_begun_can_be_given_up() -> None:
+    drafter = EmbeddedDrafter(limits=Limits(max_total_tokens=LONG + 100))
+    drafter.begin(KEY, drafter.prepare(tokens(100)))
+    drafter.withdraw(begun_commit(drafter, 100, tokens(LONG)))
+    step, _ = whole(drafter.committing(begun_commit(drafter, 100, tokens(LONG))))
+    assert len(drafter.draft_each([step])[0])
+
+
+def test_a_long_output_is_remembered_in_pieces_as_at_once() -> None:
+    text, output = tokens(500), tokens(LONG, 3)
+    ours, theirs = drafter_with(text), drafter_with(text)
+    theirs.end(KEY, output)
+    _, num_pieces = whole(ours.ending(KEY, output))
+    assert num_pieces > 5
+    for at in (10, LONG // 2, LONG - 40):
+        one, other = (
+            drafter.draft_context(output[at : at + 9], 24).token_ids.tolist()
+            for drafter in (ours, theirs)
+        )
+        assert one == other
+        assert one
+
+
+def outputs_of(generations: Generations) -> list[list[int]]:
+    return [output.tokens.tolist() for output in generations.outputs()]
+
+
+def test_outputs_that_come_within_a_long_one_follow_it() -> None:
+    generations = Generations(1 << 18, clock=lambda: 0.0)
+    long = tokens(LONG)
+    pieces = generations.adding(Output(long, 0.0, b"long"))
+    next(pieces)
+    generations.extend([Output(tokens(5, 1), 0.0, b"a")])
+    assert list(generations.adding(Output(tokens(7, 2), 0.0, b"b"))) == []
+    assert outputs_of(generations) == []
+    for _ in pieces:
+        pass
+    assert outputs_of(generations) == [long.tolist(), tokens(5, 1).tolist(), tokens(7, 2).tolist()]
+
+
+@pytest.mark.parametrize("origin", [b"long", b"a", b"none"])
+def test_deletion_within_a_long_output_deletes_what_is_covered_and_no_more(origin: bytes) -> None:
+    generations = Generations(1 << 18, clock=lambda: 0.0)
+    generations.extend([Output(tokens(3, 9), 0.0, b"old")])
+    long = tokens(LONG)
+    pieces = generations.adding(Output(long, 0.0, b"long"))
+    next(pieces)
+    next(pieces)
+    generations.extend([Output(tokens(5, 1), 0.0, b"a")])
+    for _ in generations.removing(origin):
+        next(pieces, None)
+    for _ in pieces:
+        pass
+    expected = {b"old": tokens(3, 9), b"long": long, b"a": tokens(5, 1)}
+    expected.pop(origin, None)
+    assert outputs_of(generations) == [each.tolist() for each in expected.values()]
+
+
+def test_deletion_of_all_within_a_long_output_leaves_nothing() -> None:
+    generations = Generations(1 << 18, clock=lambda: 0.0)
+    pieces = generations.adding(Output(tokens(LONG), 0.0, b"long"))
+    next(pieces)
+    next(pieces)
+    generations.clear()
+    for _ in pieces:
+        pass
+    assert generations.num_tokens == 0
+    generations.extend([Output(tokens(5), 0.0)])
+    assert outputs_of(generations) == [tokens(5).tolist()]
+
+
+@pytest.mark.parametrize("held", [20_000, 65_000])
+def test_a_ring_that_grows_or_wraps_in_pieces_holds_the_same(held: int) -> None:
+    one, other = Generations(1 << 16, clock=lambda: 0.0), Generations(1 << 16, clock=lambda: 0.0)
+    for generations in (one, other):
+        for seed in range(held // 1000):
+            generations.extend([Output(tokens(999, seed), 0.0)])
+    other.extend([Output(tokens(30_000, 77), 0.0)])
+    assert len(list(one.adding(Output(tokens(30_000, 77), 0.0)))) > 3
+    assert outputs_of(one) == outputs_of(other)
+    assert one.num_tokens == other.num_tokens
+
+
+def test_a_long_context_is_read_and_explained_in_pieces_as_at_once() -> None:
+    drafter = EmbeddedDrafter()
+    context = tokens(LONG)
+    databases, num_pieces = whole(drafter.reading(context, ""))
+    assert num_pieces > 3
+    one, other = drafter.draft_read(databases, 24), drafter.draft_context(context, 24)
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    explanation, num_pieces = whole(drafter.explaining(context, 24))
+    assert num_pieces > 24
+    assert explanation.tree.token_ids.tolist() == one.token_ids.tolist()
