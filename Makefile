@@ -132,7 +132,7 @@ types: install
 stubs:
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(STUBS_OUT) \
 	  --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) --mypy_grpc_out=quiet:$(STUBS_OUT) \
-	  proto/retriever/v1/retriever.proto
+	  proto/retriever/v1/retriever.proto proto/retriever/v1/admin.proto
 
 clean:
 	rm -rf $(VENV) $(VENV)-* .cache build *.egg-info

@@ -1,13 +1,15 @@
 """The indexes and listed phrases of each tenant: shared ones, and ones bound to it alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Final
 
+from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
-from retriever.errors import InvalidRequestError
+from retriever.errors import InvalidRequestError, NotPossibleError, UnknownIndexError
 from retriever.limits import check_tenant_name
 from retriever.predict.databases import Corpus
 from retriever.predict.phrases import ListedPhrases
@@ -74,6 +76,19 @@ class BoundPaths:
         return bound
 
 
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """An index that is drafted from.
+
+    Attributes:
+        index: in its current snapshot.
+        tenant: that alone drafts from it; None: all do.
+    """
+
+    index: Index
+    tenant: str | None = None
+
+
 class Bindings:
     """Corpora and listed phrases by tenant.
 
@@ -93,6 +108,10 @@ class Bindings:
         sessions: Sessions,
         lock: Lock,
     ) -> None:
+        self._sessions = sessions
+        self._lock = lock
+        self._changing = Lock()  # taken before any lock of a refresh
+        self._refresh_s = 0.0
         self._shared = RefreshedCorpora(indexes, sessions, lock)
         self._phrases = phrases
         self._bound = {
@@ -126,14 +145,108 @@ class Bindings:
         return sum(each.failures for each in self._all())
 
     def watch(self, refresh_s: float) -> None:
-        """Refresh periodically from now on."""
-        for each in self._all():
-            each.watch(refresh_s)
+        """Refresh periodically from now on; 0: no longer."""
+        with self._changing:
+            self._refresh_s = refresh_s
+            for each in self._all():
+                each.watch(refresh_s)
 
     def refresh(self) -> bool:
         """Switch to the latest snapshots; return whether any index has changed."""
         changed = [each.refresh() for each in self._all()]
         return any(changed)
+
+    def attached(self) -> list[Attached]:
+        """Return all indexes: shared ones first, then those of tenants."""
+        shared = self._shared.current.indexes
+        own = [
+            Attached(index, tenant)
+            for tenant, corpora in sorted(self._bound.items())
+            for index in _own(corpora.current.indexes, shared)
+        ]
+        return [*map(Attached, shared), *own]
+
+    def attach(self, path: Path, tenant: str | None, vocabulary: Vocabulary) -> Attached:
+        """Draft from one more index; sessions do so with their next draft.
+
+        Blocks until it is open and warm, which takes as long as adding up phrase tables.
+
+        Args:
+            path: of the index.
+            tenant: that alone drafts from it; None: all do.
+            vocabulary: that the index must have.
+
+        Raises:
+            NotPossibleError: it is attached already.
+            indexer.errors.IndexerError: it cannot be opened, or is of another tokenizer.
+        """
+        with self._changing:
+            for other in self.attached():
+                if tenant in {other.tenant, None} or other.tenant is None:
+                    _check_differs(other, path)
+            if tenant is None:
+                self._attach_to_all(path, vocabulary)
+            elif tenant in self._bound:
+                self._bound[tenant].change(lambda now: [*now, _opened(path, vocabulary)])
+            else:
+                self._bind(tenant, path, vocabulary)
+            return self._find(path, tenant)
+
+    def detach(self, path: Path, tenant: str | None) -> Attached:
+        """Draft from an index no longer; sessions draft without it from their next draft on.
+
+        Raises:
+            UnknownIndexError: no such index is attached to this tenant, or to all.
+            indexer.errors.IndexerError: phrase tables of the others cannot be added up.
+        """
+        with self._changing:
+            found = self._find(path, tenant)
+            if tenant is None:
+                for each in self._all():
+                    each.change(lambda now: _without(now, path))
+            else:
+                corpora = self._bound[tenant]
+                if len(_own(corpora.current.indexes, self._shared.current.indexes)) > 1:
+                    corpora.change(lambda now: _without(now, path))
+                else:
+                    self._bound = {
+                        name: each for name, each in self._bound.items() if name != tenant
+                    }
+                    corpora.retire(self._shared.current)
+            return found
+
+    def _attach_to_all(self, path: Path, vocabulary: Vocabulary) -> None:
+        """Attach an index to all corpora, or to none if one fails."""
+        done: list[RefreshedCorpora] = []
+        try:
+            for each in self._all():
+                num_shared = len(self._shared.current.indexes) - (self._shared in done)
+                each.change(
+                    lambda now, at=num_shared: [*now[:at], _opened(path, vocabulary), *now[at:]]
+                )
+                done.append(each)
+        except BaseException:
+            for each in done:
+                with suppress(IndexerError):
+                    each.change(lambda now: _without(now, path))
+            raise
+
+    def _bind(self, tenant: str, path: Path, vocabulary: Vocabulary) -> None:
+        """Give a tenant that drafts from the shared indexes alone one of its own."""
+        shared = self._shared.current.indexes
+        bound = RefreshedCorpora([], self._sessions, self._lock)
+        bound.change(
+            lambda _: _all_opened([*(each.path for each in shared), path], vocabulary),
+        )
+        self._bound = {**self._bound, tenant: bound}  # a new one: others iterate over the old
+        bound.watch(self._refresh_s)
+
+    def _find(self, path: Path, tenant: str | None) -> Attached:
+        for each in self.attached():
+            if each.tenant == tenant and _is_same(each.index.path, path):
+                return each
+        whose = "all tenants" if tenant is None else f"the tenant {tenant!r} alone"
+        raise UnknownIndexError(f"no index {path} is attached to {whose}: list what is attached")
 
     def warm(self) -> None:
         """Load everything that the first draft needs."""
@@ -147,6 +260,57 @@ class Bindings:
 
     def _all(self) -> list[RefreshedCorpora]:
         return [self._shared, *self._bound.values()]
+
+
+def _opened(path: Path, vocabulary: Vocabulary) -> Index:
+    return Index.open(path, vocabulary=vocabulary)
+
+
+def _all_opened(paths: Iterable[Path], vocabulary: Vocabulary) -> list[Index]:
+    opened: list[Index] = []
+    try:
+        for path in paths:
+            opened.append(_opened(path, vocabulary))  # noqa: PERF401  (the rest closes on an error)
+    except BaseException:
+        for index in opened:
+            index.close()
+        raise
+    return opened
+
+
+def _own(indexes: Iterable[Index], shared: Iterable[Index]) -> list[Index]:
+    """Return those of a tenant's indexes that are not shared."""
+    left = [index.path for index in shared]
+    own = []
+    for index in indexes:
+        if index.path in left:
+            left.remove(index.path)
+        else:
+            own.append(index)
+    return own
+
+
+def _without(indexes: Iterable[Index], path: Path) -> list[Index]:
+    """Return indexes without the first one at a path."""
+    rest = list(indexes)
+    at = next((at for at, index in enumerate(rest) if _is_same(index.path, path)), None)
+    if at is not None:
+        del rest[at]
+    return rest
+
+
+def _check_differs(attached: Attached, path: Path) -> None:
+    if not _is_same(attached.index.path, path):
+        return
+    if attached.tenant is None:
+        raise NotPossibleError(f"all tenants draft from {path} already")
+    raise NotPossibleError(
+        f"the tenant {attached.tenant!r} drafts from {path} already: detach it there first"
+    )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one == other or one.resolve() == other.resolve()
 
 
 def shared_vocabulary(indexes: Sequence[Index], vocabulary: Vocabulary | None) -> Vocabulary | None:
