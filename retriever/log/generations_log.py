@@ -79,15 +79,21 @@ class GenerationsLog:
         atexit.register(self.close)
 
     def load(self, tenant: str) -> Remembered:
-        """Return a tenant's records; empty if they cannot be read."""
+        """Return a tenant's records; those that cannot be read are missing.
+
+        Outputs that are committed meanwhile may be missing, too: the caller holds them off.
+        """
         self.commit()
         found = Remembered()
+        following: int | None = 0
 
         def read() -> None:
-            nonlocal found
-            found = self._store.read(tenant, self._clock())
+            nonlocal following
+            first, following = following or 0, None  # an error ends the reading
+            following = self._store.read(tenant, self._clock(), found, first)
 
-        self._attempt(read)
+        while following is not None:
+            self._attempt(read)  # others commit in between
         if found.num_damaged:
             _LOGGER.warning(
                 "%d records of the log of generations in %s are damaged and were left out",

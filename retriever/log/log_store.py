@@ -141,6 +141,7 @@ def _named(tenant: str) -> bytes:
 
 
 _INITIAL_MAP_BYTES: Final = 1 << 24  # 16 MiB of address space; the map doubles when full
+_READ_AT_ONCE: Final = 1 << 20  # bytes read in one go, about 2 ms: commits wait for it
 _MAX_EXTENTS: Final = 1 << 12
 _MODE: Final = 0o600  # prompts and outputs are private
 _AFTER_NUMBERS: Final = b"\xff" * 9
@@ -218,12 +219,24 @@ class LogStore:
         with self._environment.begin() as transaction, transaction.cursor() as cursor:
             return next(_keys(cursor, OUTPUTS), None) is not None
 
-    def read(self, tenant: str, now_s: float) -> Remembered:
-        """Return a tenant's records."""
-        found = Remembered()
-        prefix = output_prefix(tenant)
+    def read(self, tenant: str, now_s: float, found: Remembered, first: int = 0) -> int | None:
+        """Read a tenant's records in parts of about `_READ_AT_ONCE` bytes.
+
+        Args:
+            tenant: whose records.
+            now_s: seconds since 1970.
+            found: gets the outputs of this part, and the statistics with the last part.
+            first: number of the output to go on with.
+
+        Returns:
+            Number of the next part's first output; None after the last part.
+        """
+        prefix, num_bytes = output_prefix(tenant), 0
         with self._environment.begin() as transaction, transaction.cursor() as cursor:
-            for key in _keys(cursor, prefix):
+            for key in _keys(cursor, prefix, first):
+                if num_bytes >= _READ_AT_ONCE:
+                    return number_of(key)
+                num_bytes += len(cursor.value())
                 content = unseal(key, cursor.value())
                 output = None if content is None else decode_output(content)
                 if output is None:
@@ -232,7 +245,7 @@ class LogStore:
                     found.outputs.append(self._aging(output, now_s))
             self._extents[tenant] = _extent(cursor, prefix)
             found.statistics = _content(transaction, statistics_key(tenant))
-        return found
+        return None
 
     def append(self, entries: Sequence[Entry], now_s: float) -> None:
         """Write entries, and remove outputs beyond the capacity, in one transaction."""
@@ -376,9 +389,9 @@ class LogStore:
                 return
 
 
-def _keys(cursor: Any, prefix: bytes, *, delete: bool = False) -> Iterator[bytes]:
-    """Iterate over the keys with a prefix, optionally removing them."""
-    found = cursor.set_range(prefix)
+def _keys(cursor: Any, prefix: bytes, first: int = 0, *, delete: bool = False) -> Iterator[bytes]:
+    """Iterate over the keys with a prefix from a number on, optionally removing them."""
+    found = cursor.set_range(output_key(prefix, first) if first else prefix)
     while found and cursor.key().startswith(prefix):
         yield cursor.key()
         found = (cursor.delete() and bool(cursor.key())) if delete else cursor.next()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Condition, Lock
 from typing import Self
 from weakref import WeakValueDictionary
 
@@ -24,6 +24,9 @@ from retriever.predict.weights import from_bytes, to_bytes
 
 class Pools:
     """Pools of the most recently used tenants, created or loaded from the log at first use.
+
+    While a tenant's outputs are read from the disk, or its weights written, other tenants' calls do
+    not wait; calls of the same tenant do.
 
     Beyond `max_tenants` the longest idle one is evicted. It is loaded from the log again; without a
     log its outputs are lost. A pool in use by a session is never duplicated.
@@ -51,6 +54,8 @@ class Pools:
         self._in_use: WeakValueDictionary[str, Pool] = WeakValueDictionary()
         self._lock = Lock()
         self._deleting: set[str] = set()
+        self._busy: set[str] = set()  # tenants with disk work under way
+        self._idle = Condition(self._lock)  # notified when one of these is done
 
     @classmethod
     def open(
@@ -101,18 +106,68 @@ class Pools:
         Raises:
             LimitExceededError: the tenant's data is being deleted.
         """
+        evicted: Pool | None = None
         with self._lock:
-            if tenant in self._deleting:
-                raise LimitExceededError(
-                    "the tenant's data is being deleted: try again soon", retry_after_s=1.0
-                )
-            pool = self._in_use.get(tenant) or self._load(tenant)
-            self._in_use[tenant] = pool
-            self._recent[tenant] = pool
-            self._recent.move_to_end(tenant)
-            if len(self._recent) > self._limits.max_tenants:
-                self._evict(*self._recent.popitem(last=False))
-            return pool
+            pool = self._found(tenant)
+            if pool is None:
+                self._busy.add(tenant)
+            else:
+                evicted = self._used(pool)
+        if pool is None:
+            try:
+                pool = self._load(tenant)
+                with self._lock:
+                    evicted = self._used(pool)
+            finally:
+                self._done_with(tenant)
+        if evicted is not None:
+            try:
+                self._write_back(evicted)
+            finally:
+                self._done_with(evicted.tenant)
+        return pool
+
+    def _found(self, tenant: str) -> Pool | None:
+        """Return a pool if it is in memory, after waiting for disk work on it under way.
+
+        Called with the lock held.
+
+        Raises:
+            LimitExceededError: the tenant's data is being deleted.
+        """
+        while True:
+            self._check_kept(tenant)
+            pool = self._in_use.get(tenant)
+            if pool is not None or tenant not in self._busy:
+                return pool
+            self._idle.wait()
+
+    def _used(self, pool: Pool) -> Pool | None:
+        """Mark a pool as used last, with the lock held; return one that is to leave memory.
+
+        Its tenant is busy until `_done_with` is called.
+        """
+        self._in_use[pool.tenant] = self._recent[pool.tenant] = pool
+        self._recent.move_to_end(pool.tenant)
+        if len(self._recent) <= self._limits.max_tenants:
+            return None
+        passed_over = self._busy | self._deleting
+        tenant = next((each for each in self._recent if each not in passed_over), None)
+        if tenant is None:
+            return None
+        self._busy.add(tenant)
+        return self._recent.pop(tenant)
+
+    def _done_with(self, tenant: str) -> None:
+        with self._lock:
+            self._busy.discard(tenant)
+            self._idle.notify_all()
+
+    def _check_kept(self, tenant: str) -> None:
+        if tenant in self._deleting:
+            raise LimitExceededError(
+                "the tenant's data is being deleted: try again soon", retry_after_s=1.0
+            )
 
     def remember(self, pool: Pool, output: NDArray[np.int32], name: str = "") -> Entry | None:
         """Add int32[n], an output, to a pool; `commit` writes it to the log.
@@ -154,7 +209,7 @@ class Pools:
             The entries that were added.
         """
         added: list[tuple[str, Output]] = []
-        with self._lock, lock:
+        with self._all_loaded({tenant for tenant, _ in learned}), lock:
             for tenant, output in learned:
                 if is_deleted(Scope(tenant, output.origin), output.time_s):
                     continue
@@ -181,10 +236,18 @@ class Pools:
             num_tokens: tokens, with one more for each output.
             lock: held during drafts.
         """
-        with self._lock, lock:
+        with self._all_loaded({tenant}), lock:
             pool = self._in_use.get(tenant) or self._new_pool(tenant)
             if pool is not None:
                 pool.generations.reserve(num_tokens)
+
+    @contextmanager
+    def _all_loaded(self, tenants: set[str]) -> Iterator[None]:
+        """Hold the lock, once none of these tenants is being loaded or written."""
+        with self._lock:
+            while not self._busy.isdisjoint(tenants):
+                self._idle.wait()
+            yield
 
     def put_note(self, note: bytes) -> None:
         """Store a note without outputs."""
@@ -213,11 +276,10 @@ class Pools:
             LimitExceededError: the tenant's data is being deleted already.
         """
         with self._lock:
-            if tenant in self._deleting:
-                raise LimitExceededError(
-                    "the tenant's data is being deleted: try again soon", retry_after_s=1.0
-                )
-            self._deleting.add(tenant)
+            self._check_kept(tenant)
+            self._deleting.add(tenant)  # before the wait: no further load begins
+            while tenant in self._busy:
+                self._idle.wait()
             pool = self._in_use.get(tenant)
         try:
             yield pool
@@ -251,8 +313,10 @@ class Pools:
     def close(self) -> None:
         """Write changed statistics to the log, and close it."""
         with self._lock:
-            for tenant, pool in self._recent.items():
-                self._evict(tenant, pool)
+            while self._busy:
+                self._idle.wait()
+            for pool in self._recent.values():
+                self._write_back(pool)
         if self._log is not None:
             self._log.close()
 
@@ -264,13 +328,14 @@ class Pools:
         self._in_use[tenant] = self._recent[tenant] = pool
         return pool
 
-    def _evict(self, tenant: str, pool: Pool) -> None:
+    def _write_back(self, pool: Pool) -> None:
         if self._log is None:
             return
-        if pool.learned != pool.logged:
-            self._log.put_statistics(tenant, to_bytes(pool.weights))
-            pool.logged = pool.learned
-        self._log.evict(tenant)
+        learned = pool.learned  # by an open session it may rise meanwhile
+        if learned != pool.logged:
+            self._log.put_statistics(pool.tenant, to_bytes(pool.weights))
+            pool.logged = learned
+        self._log.evict(pool.tenant)
 
     def _load(self, tenant: str) -> Pool:
         limits = self._limits
