@@ -4,14 +4,17 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from indexer.flags import Given, with_flags
 from retriever.commands.config_command import ConfigFile
 from retriever.commands.options import clear_errors, progress
+from retriever.operations.audit import AuditLog
+from retriever.operations.live_settings import LiveSettings
 from retriever.operations.logs import log_event, log_to_standard_error
 from retriever.operations.observer import ServiceObserver
 from retriever.operations.resolving import resolve
@@ -21,6 +24,8 @@ from retriever.operations.tracing import tracing_of
 from retriever.operations.web import Web, WebAddress
 from retriever.replay.traces import ChatEncoder
 from retriever.security.protection import Protection, ProtectionFiles
+from retriever.service.admin_servicer import Administered
+from retriever.service.admin_serving import AdminPlane
 from retriever.service.serving import check_address
 from retriever.service.serving import serve as serve_forever
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
@@ -40,29 +45,57 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     --config, too, and in the environment (FOREDRAFT_ADDRESS for --address); `config` shows what is
     in force.
     """
-    settings = resolve(Settings, flags, os.environ, config).settings
+    resolve_again = partial(resolve, Settings, flags, os.environ, config)
+    live = LiveSettings(resolve_again(), resolve_again)
+    settings = live.settings
     log_to_standard_error(settings.log_format, settings.log_level)
     tracing = tracing_of(settings.trace_ratio, settings.trace_endpoint)
     observer = ServiceObserver(reflection=settings.reflection, tracing=tracing)
     protection = _protection(settings)
     service = Service(None, observer, time.time())
+    plane = _admin_plane(live, service, protection)
     try:
         with _shown(settings, service):
             asyncio.run(
-                serve_forever(
-                    partial(_open_for, service, settings),
-                    settings.max_message_bytes,
-                    settings.address,
-                    observer,
-                    protection,
-                    pad_replies=settings.pad_replies,
-                    drain_s=settings.drain_s,
+                _administered(
+                    plane,
+                    partial(
+                        serve_forever,
+                        partial(_open_for, service, settings),
+                        settings.max_message_bytes,
+                        settings.address,
+                        observer,
+                        protection,
+                        pad_replies=settings.pad_replies,
+                        drain_s=settings.drain_s,
+                    ),
                 )
             )
     finally:
         if service.drafter is not None:
             service.drafter.shut_down()
         observer.shut_down()
+
+
+def _admin_plane(live: LiveSettings, service: Service, protection: Protection) -> AdminPlane | None:
+    """Return where operators call, having checked that it may listen there; None for nowhere."""
+    settings = live.settings
+    if settings.admin_address is None:
+        return None
+    administered = Administered(service, live, AuditLog(settings.audit_log), settings.snapshots)
+    plane = AdminPlane(
+        settings.admin_address, administered, protection, has_access=settings.access is not None
+    )
+    plane.check(settings.address)
+    return plane
+
+
+async def _administered(
+    plane: AdminPlane | None, serve_drafts: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Answer operators as long as drafts are served."""
+    async with plane.serving() if plane is not None else nullcontext():
+        await serve_drafts()
 
 
 @contextmanager

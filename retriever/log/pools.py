@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.errors import LimitExceededError
+from retriever.errors import LimitExceededError, NotPossibleError
 from retriever.limits import Limits
 from retriever.log.generations_log import GenerationsLog
 from retriever.log.options import Durability, LogOptions
@@ -291,6 +291,57 @@ class Pools:
         """Evict a tenant's pool once no session uses it."""
         with self._lock:
             self._recent.pop(tenant, None)
+
+    def release(self, tenant: str) -> bool:
+        """Let a tenant's pool leave memory once no session uses it; return whether it was there.
+
+        Its weights are written to the log first.
+
+        Raises:
+            LimitExceededError: the tenant's data is being deleted.
+        """
+        with self._lock:
+            self._found(tenant)
+            pool = self._recent.pop(tenant, None)
+            if pool is None:
+                return tenant in self._in_use
+            self._busy.add(tenant)
+        try:
+            self._write_back(pool)
+        finally:
+            self._done_with(tenant)
+        return True
+
+    def take_limits(self, limits: Limits) -> None:
+        """Put another number of tenants in force; pools leave memory as others come."""
+        with self._lock:
+            self._limits = limits
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether outputs are kept on disk too."""
+        return self._log is not None
+
+    def snapshot(self, directory: Path, lock: Lock) -> int:
+        """Copy the log, with the weights of now, to a new state directory; return its bytes.
+
+        Args:
+            directory: where nothing is yet.
+            lock: held during drafts.
+
+        Raises:
+            NotPossibleError: there is no log.
+            StateError: the disk refuses.
+        """
+        if self._log is None:
+            raise NotPossibleError("this service keeps no state: start it with --state")
+        for pool in self.all():
+            with lock:
+                is_new, weights = pool.learned != pool.logged, to_bytes(pool.weights)
+                pool.logged = pool.learned
+            if is_new:
+                self._log.put_statistics(pool.tenant, weights)
+        return self._log.snapshot(directory)
 
     def delete_logged(self, scope: Scope) -> None:
         """Remove the log's records of a tenant, or of one origin.

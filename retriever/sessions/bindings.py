@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -220,10 +221,8 @@ class Bindings:
         done: list[RefreshedCorpora] = []
         try:
             for each in self._all():
-                num_shared = len(self._shared.current.indexes) - (self._shared in done)
-                each.change(
-                    lambda now, at=num_shared: [*now[:at], _opened(path, vocabulary), *now[at:]]
-                )
+                num_shared = len(self._shared.current.indexes) - bool(done)  # it is the first
+                each.change(partial(_with, path, vocabulary, num_shared))
                 done.append(each)
         except BaseException:
             for each in done:
@@ -288,6 +287,11 @@ def _own(indexes: Iterable[Index], shared: Iterable[Index]) -> list[Index]:
         else:
             own.append(index)
     return own
+
+
+def _with(path: Path, vocabulary: Vocabulary, place: int, indexes: Sequence[Index]) -> list[Index]:
+    """Return indexes with one more, opened, at a place."""
+    return [*indexes[:place], _opened(path, vocabulary), *indexes[place:]]
 
 
 def _without(indexes: Iterable[Index], path: Path) -> list[Index]:

@@ -17,9 +17,15 @@ from numpy.typing import ArrayLike
 
 from indexer.reader import Index
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.errors import RetrieverError, UnknownSessionError, VocabularyMismatchError
+from retriever.errors import (
+    NotPossibleError,
+    RetrieverError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
+    Limits,
     check_documents,
     check_draft,
     check_fingerprint,
@@ -38,6 +44,7 @@ from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
 from retriever.sequences import SessionKey, check_batch, check_step
+from retriever.sessions.administration import Administration, Owned
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
 from retriever.sessions.deletion import forget
 from retriever.sessions.draft_counts import Census, DraftCounts, census_of
@@ -69,6 +76,7 @@ class EmbeddedDrafter:
         limits: as given.
         vocabulary: of the indexes, or as given.
         draft_counts: counts of drafts and their outcomes.
+        administration: what an operator does with it while it runs.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
@@ -82,6 +90,7 @@ class EmbeddedDrafter:
         phrases, bound = options.get("phrases") or NO_PHRASES, options.get("bound") or {}
         self.limits = options.get("limits", DEFAULT_LIMITS)
         self.vocabulary = common_vocabulary(indexes, phrases, bound, options.get("vocabulary"))
+        self._room_nodes = self.limits.max_budget_nodes
         self.draft_counts = DraftCounts()
         self._lock = Lock()
         self._predictor = options.get("predictor") or Predictor(self.limits.max_budget_nodes)
@@ -102,6 +111,18 @@ class EmbeddedDrafter:
         self._fingerprint = self._fingerprint or self._pools.fingerprint
         if self._fingerprint:
             self._replication.start(self._fingerprint, self.vocabulary)
+        self.administration = Administration(
+            Owned(
+                self._sessions,
+                self._pools,
+                self._bindings,
+                self._lock,
+                remember=self._remember,
+                flush=self.flush,
+                vocabulary=lambda: self.vocabulary,
+                take_limits=self._take_limits,
+            )
+        )
         self._pools.get("")  # callers without a tenant do not wait for the log
         if (refresh_s := options.get("refresh_s", 0.0)) > 0:
             self._bindings.watch(refresh_s)
@@ -455,6 +476,15 @@ class EmbeddedDrafter:
     def _grow(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         databases.turn_to(self._bindings.corpus(databases.pool.tenant))
         return self._predictor.draft(databases, budget, min_probability)
+
+    def _take_limits(self, limits: Limits) -> None:
+        if limits.max_budget_nodes > self._room_nodes:
+            raise NotPossibleError(
+                f"max_budget_nodes can be lowered, and raised again to {self._room_nodes}, for "
+                "which there is room: restart for more"
+            )
+        self.limits = self._sessions.limits = limits
+        self._pools.take_limits(limits)
 
     def _remember(self, key: SessionKey, session: Session) -> None:
         """Add a session's output to the generations, if it is to be remembered."""

@@ -103,6 +103,19 @@ class Sessions:
         session.last_used_s = self._clock()
         return session
 
+    @property
+    def limits(self) -> Limits:
+        """The limits in force."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+
+    def idle_s(self, session: Session) -> float:
+        """Return the time since a session's last request, in seconds."""
+        return self._clock() - session.last_used_s
+
     def charge(self, session: Session, num_tokens: int) -> None:
         """Count tokens before they are added to a sequence.
 
