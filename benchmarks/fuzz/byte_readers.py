@@ -99,7 +99,7 @@ def read_credentials(data: bytes, folder: Path) -> None:
         if not str(error).isprintable():
             raise CrashError(f"this cannot be shown: {error!s}") from error
         return
-    if access.tenant_of_token(data.decode(errors="replace")) is not None:
+    if access.grant_of_token(data.decode(errors="replace")) is not None:
         raise LeakError("a file is a token")
 
 

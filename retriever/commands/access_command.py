@@ -7,7 +7,15 @@ from typing import Annotated
 import typer
 
 from retriever.commands.options import clear_errors
-from retriever.security.access import add_certificate, add_token, read_access, remove
+from retriever.security.access import (
+    Grant,
+    Scope,
+    add_certificate,
+    add_token,
+    read_access,
+    remove,
+    set_scopes,
+)
 from retriever.security.certificates import certified, read_certificates
 
 app = typer.Typer(
@@ -22,13 +30,45 @@ File = Annotated[
     ),
 ]
 Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="For whom it acts.")]
+MaybeTenant = Annotated[
+    str,
+    typer.Argument(
+        metavar="[TENANT]", help="For whom it acts; left out where the scope is admin alone."
+    ),
+]
+Scopes = Annotated[
+    list[Scope],
+    typer.Option(
+        "--scope",
+        metavar="SCOPE",
+        help="What it is for: draft; delete (removing the tenant's data); admin (administering "
+        "the service, all tenants' data included). Repeatable.",
+    ),
+]
+Name = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="What logs call it. Default: its digits, or its identity."),
+]
+Which = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="A token's name, its 16 digits; a certificate's identity; or what it was called by "
+        "--name.",
+    ),
+]
 
 
 @app.command("token")
 @clear_errors()
-def make_token(tenant: Tenant, access: File) -> None:
+def make_token(
+    access: File,
+    tenant: MaybeTenant = "",
+    scope: Scopes = [Scope.DRAFT],  # noqa: B006  (typer reads it)
+    name: Name = None,
+) -> None:
     """Make a token and print it, once: the file keeps a hash of it alone."""
-    print(add_token(access, tenant))
+    print(add_token(access, tenant, scope, name))
 
 
 @app.command("certificate")
@@ -44,36 +84,49 @@ def let_in(
         ),
     ],
     access: File,
+    scope: Scopes = [Scope.DRAFT],  # noqa: B006  (typer reads it)
+    name: Name = None,
 ) -> None:
     """Let a certificate's holder act for a tenant."""
     if Path(identity).is_file():
         now = datetime.now(UTC)
         identity = certified(read_certificates(Path(identity), now)).identities[0]
-    add_certificate(access, tenant, identity)
+    add_certificate(access, tenant, identity, scope, name)
     print(f"{identity} acts for {tenant}")
 
 
 @app.command("list")
 @clear_errors()
 def list_credentials(access: File) -> None:
-    """Show whose credentials are in the file; no secret is in it."""
-    found = read_access(access)
-    for name, (_, tenant) in found.tokens.items():
-        print(f"token {name}\t{tenant}")
-    for identity, tenant in found.certificates.items():
-        print(f"certificate {identity}\t{tenant}")
+    """Show whose credentials are in the file, and what they are for; no secret is in it."""
+    found = read_access(access, by_operator=True)
+    for name, (_, grant) in found.tokens.items():
+        print(f"token {name}\t{_shown(grant, name)}")
+    for identity, grant in found.certificates.items():
+        print(f"certificate {identity}\t{_shown(grant, identity)}")
+
+
+def _shown(grant: Grant, own: str) -> str:
+    scopes = ",".join(scope for scope in Scope if scope in grant.scopes)
+    name = f"\t{grant.name}" if grant.name != own else ""
+    return f"{grant.tenant}\t{scopes}{name}"
+
+
+@app.command("scopes")
+@clear_errors()
+def change_scopes(name: Which, access: File, scope: Scopes) -> None:
+    """Set what a credential is for; a running service notices within a second."""
+    before = set_scopes(access, name, scope)
+    now = ",".join(each for each in Scope if each in scope)
+    print(f"{name} of {_holder(before)} is for {now}")
 
 
 @app.command("revoke")
 @clear_errors()
-def revoke(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="A token's name, its 16 digits, or a certificate's identity."
-        ),
-    ],
-    access: File,
-) -> None:
+def revoke(name: Which, access: File) -> None:
     """Revoke a credential; a running service notices within a second."""
-    print(f"{name} acts for {remove(access, name)} no longer")
+    print(f"{name} acts for {_holder(remove(access, name))} no longer")
+
+
+def _holder(grant: Grant) -> str:
+    return grant.tenant or "its operator"

@@ -7,18 +7,18 @@ with a salt, so that a leaked file admits no caller.
 
 A line is a JSON object: `{"tenant": NAME, "token": HASH}` or `{"tenant": NAME, "certificate":
 IDENTITY}`. An identity is `URI:…`, `DNS:…`, `EMAIL:…` or `IP:…` for a subject's alternative name,
-or `CN:…` for its common name. Empty lines and those that begin with `#` are ignored.
+or `CN:…` for its common name. `"scopes": [SCOPE, …]` says what it may do; a line without has the
+scopes `draft` and `delete`. `"name": NAME` is what logs call it. A line whose only scope is `admin`
+may leave the tenant out. Empty lines and those that begin with `#` are ignored.
 """
 
 import hmac
 import json
-import os
 import re
 import secrets
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Self
@@ -26,6 +26,7 @@ from typing import Any, Final, Self
 from retriever.errors import CredentialsError, InvalidRequestError
 from retriever.limits import check_tenant_name
 from retriever.security.private_files import read_private_file
+from retriever.security.rewriting import rewrite
 
 _TOKEN: Final = re.compile(r"fdt_([0-9a-f]{16})_[A-Za-z0-9_-]{43}")
 _HASH: Final = re.compile(r"([0-9a-f]{16}):([0-9a-f]{32}):([0-9a-f]{64})")
@@ -99,178 +100,320 @@ def _digest(salt: bytes, token: str) -> bytes:
     return hmac.digest(salt, token[:_LONGEST].encode("utf-8", "replace"), sha256)
 
 
+class Scope(StrEnum):
+    """What a credential is for."""
+
+    DRAFT = "draft"
+    DELETE = "delete"
+    ADMIN = "admin"
+
+
+SCOPES_BEFORE: Final = frozenset({Scope.DRAFT, Scope.DELETE})
+"""Scopes of a line without any: it may be from before there were scopes, when all could delete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a credential's holder may do.
+
+    Attributes:
+        name: of the credential, for logs: its own, else the token's name or the identity.
+        tenant: that it acts for; "" for one that administers and has none.
+        scopes: what for.
+    """
+
+    name: str
+    tenant: str
+    scopes: frozenset[Scope] = SCOPES_BEFORE
+
+
 _IDENTITY: Final = re.compile(r"(URI|DNS|EMAIL|IP|CN):.+", re.DOTALL)
-_KINDS: Final = ({"tenant", "token"}, {"tenant", "certificate"})
+_NAME: Final = re.compile(r"(?![0-9a-f]{16}$)[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_KEYS: Final = frozenset({"tenant", "token", "certificate", "scopes", "name"})
+_NO_IDENTITY: Final = "is no identity: write DNS:…, URI:…, EMAIL:…, IP:… or CN:…"
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Credentials and their tenants.
+    """Credentials, and what they are for.
 
     Attributes:
-        tokens: hash and tenant of each, by the token's name.
-        certificates: tenants by identity.
+        tokens: hash and grant of each, by the token's name.
+        certificates: grants by identity.
     """
 
-    tokens: Mapping[str, tuple[TokenHash, str]] = field(default_factory=dict)
-    certificates: Mapping[str, str] = field(default_factory=dict)
-    _unknown_hash: TokenHash = field(default_factory=unknown_hash)
+    tokens: Mapping[str, tuple[TokenHash, Grant]] = field(default_factory=dict)
+    certificates: Mapping[str, Grant] = field(default_factory=dict)
+    _unknown: tuple[TokenHash, Grant] = field(
+        default_factory=lambda: (unknown_hash(), Grant("", "", frozenset()))
+    )
 
-    def tenant_of_token(self, token: str) -> str | None:
-        """Return a token's tenant, None for a wrong one; one hash and one comparison for any."""
-        expected, tenant = self.tokens.get(name_of(token) or "", (self._unknown_hash, ""))
-        return tenant if expected.fits(token) else None
+    def grant_of_token(self, token: str) -> Grant | None:
+        """Return a token's grant, None for a wrong one; one hash and one comparison for any."""
+        expected, grant = self.tokens.get(name_of(token) or "", self._unknown)
+        return grant if expected.fits(token) else None
 
-    def tenant_of_certificate(self, identities: Iterable[str]) -> str | None:
-        """Return the tenant of the first identity that has one, None where none has."""
+    def grant_of_certificate(self, identities: Iterable[str]) -> Grant | None:
+        """Return the grant of the first identity that has one, None where none has."""
         found = (self.certificates.get(identity) for identity in identities)
-        return next((tenant for tenant in found if tenant is not None), None)
+        return next((grant for grant in found if grant is not None), None)
+
+    def named(self, name: str) -> Grant | None:
+        """Return the grant of a token's name, an identity, or a credential's own name."""
+        if name in self.tokens:
+            return self.tokens[name][1]
+        if name in self.certificates:
+            return self.certificates[name]
+        grants = (*(grant for _, grant in self.tokens.values()), *self.certificates.values())
+        return next((grant for grant in grants if grant.name == name), None)
 
 
-def read_access(path: Path) -> Access:
+def read_access(path: Path, *, by_operator: bool = False) -> Access:
     """Read an access file.
+
+    Args:
+        path: of the file.
+        by_operator: root may read a file of any user.
 
     Raises:
         CredentialsError: it cannot be read, others may read or change it, or a line is wrong.
     """
-    tokens: dict[str, tuple[TokenHash, str]] = {}
-    certificates: dict[str, str] = {}
-    for number, line in _lines(path):
-        try:
-            _take(_record(line), tokens, certificates)
-        except (ValueError, InvalidRequestError) as error:
-            raise CredentialsError(f"{path}, line {number}: {error}") from error
-    return Access(tokens, certificates)
+    return _parsed(read_private_file(path, by_operator=by_operator), path)
 
 
-def add_token(path: Path, tenant: str) -> str:
-    """Make a token for a tenant, append its hash to an access file, and return it.
+def add_token(
+    path: Path,
+    tenant: str,
+    scopes: Collection[Scope] = (Scope.DRAFT,),
+    name: str | None = None,
+) -> str:
+    """Make a token, append its hash to an access file, and return it.
+
+    Args:
+        path: of the file; made with the mode 0600 if it is not there.
+        tenant: that it acts for; "" for none, where it only administers.
+        scopes: what for.
+        name: what logs call it; None: its 16 digits.
 
     Raises:
-        CredentialsError: the file cannot be used.
+        CredentialsError: the file cannot be used, or the name is none or taken.
         InvalidRequestError: the name cannot be a tenant's.
     """
-    check_tenant_name(tenant)
     token = new_token()
-    _append(path, {"tenant": tenant, "token": str(TokenHash.of(token))})
+    _add(path, {"token": str(TokenHash.of(token))}, Grant(name or "", tenant, frozenset(scopes)))
     return token
 
 
-def add_certificate(path: Path, tenant: str, identity: str) -> None:
-    """Add a certificate's identity for a tenant.
+def add_certificate(
+    path: Path,
+    tenant: str,
+    identity: str,
+    scopes: Collection[Scope] = (Scope.DRAFT,),
+    name: str | None = None,
+) -> None:
+    """Add a certificate's identity, as `add_token` adds a token.
 
     Raises:
         CredentialsError: the file cannot be used, or this is no identity or one that is taken.
         InvalidRequestError: the name cannot be a tenant's.
     """
-    check_tenant_name(tenant)
     if _IDENTITY.fullmatch(identity) is None:
-        raise CredentialsError(
-            f"{identity!r} is no identity: write DNS:…, URI:…, EMAIL:…, IP:… or CN:…"
-        )
-    if path.exists() and identity in read_access(path).certificates:
-        raise CredentialsError(f"{identity} has a tenant in {path}: remove it first")
-    _append(path, {"tenant": tenant, "certificate": identity})
+        raise CredentialsError(f"{identity!r} {_NO_IDENTITY}")
+    _add(path, {"certificate": identity}, Grant(name or "", tenant, frozenset(scopes)))
 
 
-def remove(path: Path, name: str) -> str:
-    """Remove the token of a name, or a certificate's identity; return whose it was.
+def remove(path: Path, name: str) -> Grant:
+    """Remove a token by its name, a certificate by its identity, or either by its own name.
+
+    Returns:
+        What it was.
 
     Raises:
         CredentialsError: the file cannot be used, or has no such credential.
     """
-    access = read_access(path)
-    found = access.tokens.get(name, (None, access.certificates.get(name)))[1]
-    if found is None:
-        raise CredentialsError(f"{path} has no token or certificate {name!r}")
-    kept = [line for _, line in _all_lines(path) if not _names(line, name)]
-    _replace(path, "".join(f"{line}\n" for line in kept))
-    return found
+    return _change(path, name, lambda _: "", lambda left: left is None)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield numbers and texts of the lines with records."""
-    for number, line in _all_lines(path):
-        if line.strip() and not line.startswith("#"):
-            yield number, line
+def set_scopes(path: Path, name: str, scopes: Collection[Scope]) -> Grant:
+    """Set the scopes of a credential; `name` as for `remove`.
+
+    Returns:
+        What it was.
+
+    Raises:
+        CredentialsError: the file cannot be used, has no such credential, or it cannot have these.
+    """
+    wanted = frozenset(scopes)
+
+    def line_of(record: dict[str, Any]) -> str:
+        return _line_of({**record, "scopes": sorted(wanted)})
+
+    return _change(path, name, line_of, lambda left: left is not None and left.scopes == wanted)
 
 
-def _all_lines(path: Path) -> Iterator[tuple[int, str]]:
+def _add(path: Path, record: dict[str, Any], grant: Grant) -> None:
+    """Append a line, and see that it counts."""
+    check_tenant_name(grant.tenant)
+    record |= {"tenant": grant.tenant} if grant.tenant else {}
+    record |= {"name": grant.name} if grant.name else {}
+    record["scopes"] = sorted(grant.scopes)
+    line = _line_of(record)
+    name = record.get("certificate") or record["token"].partition(":")[0]
     try:
-        text = read_private_file(path).decode()
+        _grant_of(_record(line))
+    except ValueError as error:
+        raise CredentialsError(str(error)) from error
+
+    def added(content: bytes) -> bytes:
+        if name in (found := _parsed(content, path)).certificates:
+            raise CredentialsError(f"{name} has a tenant in {path}: remove it first")
+        if grant.name and found.named(grant.name) is not None:
+            raise CredentialsError(f"{path} has a credential {grant.name}: choose another name")
+        return content + b"\n" * (content[-1:] not in {b"", b"\n"}) + line.encode()
+
+    _check(rewrite(path, added, make=True), path, name, lambda left: left is not None)
+
+
+def _change(
+    path: Path,
+    name: str,
+    line_of: Callable[[dict[str, Any]], str],
+    is_right: Callable[[Grant | None], bool],
+) -> Grant:
+    """Put another line in the place of a credential's, or none; return what it was."""
+    found: list[Grant] = []
+
+    def changed(content: bytes) -> bytes:
+        grant = _parsed(content, path).named(name)
+        if grant is None:
+            raise CredentialsError(f"{path} has no token or certificate {name!r}")
+        found[:] = [grant]
+        text = "".join(_changed_lines(content.decode(), grant, line_of))
+        _parsed(text.encode(), path)  # a change that would make it invalid is refused
+        return text.encode()
+
+    _check(rewrite(path, changed), path, name, is_right)
+    return found[0]
+
+
+def _changed_lines(
+    text: str, grant: Grant, line_of: Callable[[dict[str, Any]], str]
+) -> Iterator[str]:
+    lines = text.split("\n")
+    for line in lines if lines[-1] else lines[:-1]:
+        if not _has_record(line):
+            yield f"{line}\n"
+        elif _grant_of(record := _record(line)) == grant:
+            yield line_of(record)
+        else:
+            yield f"{line}\n"
+
+
+def _check(content: bytes, path: Path, name: str, is_right: Callable[[Grant | None], bool]) -> None:
+    """Check what a file holds after a change.
+
+    Raises:
+        CredentialsError: the change is not in it.
+    """
+    if not is_right(_parsed(content, path).named(name)):
+        raise CredentialsError(f"{path} was changed meanwhile: the change of {name} is not in it")
+
+
+def _parsed(content: bytes, path: Path) -> Access:
+    tokens: dict[str, tuple[TokenHash, Grant]] = {}
+    certificates: dict[str, Grant] = {}
+    lines_of: dict[str, int] = {}
+    try:
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise CredentialsError(f"{path} is not UTF-8: it is no access file") from error
-    yield from enumerate(text.splitlines(), 1)
+    for number, line in enumerate(text.split("\n"), 1):
+        if not _has_record(line):
+            continue
+        try:
+            record = _record(line)
+            grant = _grant_of(record)
+            _take(record, grant, tokens, certificates)
+        except (ValueError, InvalidRequestError) as error:
+            raise CredentialsError(f"{path}, line {number}: {error}") from error
+        if lines_of.setdefault(grant.name, number) != number:
+            raise CredentialsError(
+                f"{path}, line {number}: {grant.name} stands in line {lines_of[grant.name]} as "
+                "well: one name, one credential; remove one of the lines"
+            )
+    return Access(tokens, certificates)
 
 
-def _record(line: str) -> dict[str, str]:
+def _has_record(line: str) -> bool:
+    return bool(line.strip()) and not line.startswith("#")
+
+
+def _record(line: str) -> dict[str, Any]:
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError('it is no {"tenant": …, "token": …} in JSON') from error
-    if not isinstance(record, dict) or set(record) not in _KINDS:
-        raise ValueError('it must have the keys "tenant" and either "token" or "certificate"')
-    if not all(isinstance(value, str) for value in record.values()):
+        raise ValueError(
+            'it is no {"tenant": …, "token": …} in JSON, or only a part of one: correct or remove '
+            "the line"
+        ) from error
+    if not isinstance(record, dict) or not set(record) <= _KEYS:
+        raise ValueError(f"it must be an object with no other keys than {', '.join(sorted(_KEYS))}")
+    if ("token" in record) == ("certificate" in record):
+        raise ValueError('it must have the key "tenant" and either "token" or "certificate"')
+    if not all(isinstance(value, str) for key, value in record.items() if key != "scopes"):
         raise ValueError("its values must be texts")
     return record
 
 
+def _grant_of(record: dict[str, Any]) -> Grant:
+    """Return what a line grants.
+
+    Raises:
+        ValueError: name, tenant or scopes are wrong.
+        InvalidRequestError: the tenant's name is.
+    """
+    scopes = _scopes_of(record)
+    if "tenant" not in record and scopes != {Scope.ADMIN}:
+        raise ValueError('it must have the key "tenant": only the scope admin alone needs none')
+    check_tenant_name(record.get("tenant", ""))
+    name = record.get("name")
+    if name is not None and _NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"{name[:64]!r} is no name: it has 1 to 64 letters, digits and . _ @ -, and is not "
+            "like a token's"
+        )
+    name = name or record.get("certificate") or record.get("token", "").partition(":")[0]
+    return Grant(name, record.get("tenant", ""), scopes)
+
+
+def _scopes_of(record: dict[str, Any]) -> frozenset[Scope]:
+    if "scopes" not in record:
+        return SCOPES_BEFORE
+    named = record["scopes"]
+    if not isinstance(named, list) or not named or any(each not in list(Scope) for each in named):
+        raise ValueError(f'"scopes" must be a list of one or more of {", ".join(Scope)}')
+    return frozenset(map(Scope, named))
+
+
 def _take(
-    record: dict[str, str],
-    tokens: dict[str, tuple[TokenHash, str]],
-    certificates: dict[str, str],
+    record: dict[str, Any],
+    grant: Grant,
+    tokens: dict[str, tuple[TokenHash, Grant]],
+    certificates: dict[str, Grant],
 ) -> None:
-    tenant = record["tenant"]
-    check_tenant_name(tenant)
     if "token" in record:
         token = TokenHash.parsed(record["token"])
         if token.name in tokens:
-            raise ValueError(f"the token {token.name} stands there twice")
-        tokens[token.name] = token, tenant
+            raise ValueError(f"the token {token.name} stands there twice: remove one of the lines")
+        tokens[token.name] = token, grant
         return
     identity = record["certificate"]
     if _IDENTITY.fullmatch(identity) is None:
-        raise ValueError(f"{identity!r} is no identity: write DNS:…, URI:…, EMAIL:…, IP:… or CN:…")
+        raise ValueError(f"{identity!r} {_NO_IDENTITY}")
     if identity in certificates:
-        raise ValueError(f"the certificate {identity} stands there twice")
-    certificates[identity] = tenant
+        raise ValueError(f"the certificate {identity} stands there twice: remove one of the lines")
+    certificates[identity] = grant
 
 
-def _names(line: str, name: str) -> bool:
-    try:
-        record = _record(line)
-    except ValueError:
-        return False
-    return record.get("certificate") == name or record.get("token", "").startswith(f"{name}:")
-
-
-def _append(path: Path, record: dict[str, str]) -> None:
-    """Append a line; the file is made with the mode 0600 if it is not there."""
-    if path.exists():
-        read_access(path)  # an invalid file is not extended
-    line = json.dumps(record, ensure_ascii=False) + "\n"
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(line.encode())
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise CredentialsError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replace a file's text atomically."""
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(text.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(path)
-        finally:
-            with suppress(FileNotFoundError):
-                Path(name).unlink()
-    except OSError as error:
-        raise CredentialsError(f"{path} cannot be written: {error.strerror or error}") from error
+def _line_of(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"

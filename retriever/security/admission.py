@@ -13,7 +13,7 @@ import grpc
 from grpc import aio
 
 from retriever.errors import AccessRefusedError, NotPermittedError
-from retriever.security.access import Access, read_access
+from retriever.security.access import SCOPES_BEFORE, Access, Grant, Scope, read_access
 from retriever.security.certificates import Certified, certified
 from retriever.security.private_files import Reloaded
 
@@ -41,12 +41,33 @@ def rebuilt(
 
 _REFUSAL: Final = "credentials are missing or not valid: see --token-file, --certificate and --key"
 _NO_TENANT: Final = "these credentials have no tenant here: have them added to the access file"
+_MOVED: Final = "these credentials act for another tenant now: call again"
 _BEARER: Final = "bearer "
+_SERVICE: Final = "/retriever.v1.RetrieverService/"
+_SCOPES: Final[Mapping[str, Scope | None]] = {
+    f"{_SERVICE}DeleteSessionData": Scope.DELETE,
+    f"{_SERVICE}DeleteTenantData": Scope.DELETE,
+    _SERVICE: Scope.DRAFT,
+    "/retriever.v1.AdminService/": Scope.ADMIN,
+    "/grpc.reflection.v1alpha.ServerReflection/": None,
+    "/grpc.reflection.v1.ServerReflection/": None,
+}
 _LOGGER: Final = logging.getLogger(__name__)
 
 
+def scope_for(method: str) -> Scope | None:
+    """Return the scope that a call takes, by its full name; None where any credential will do.
+
+    What is not listed takes the scope admin: a new service is closed until it is listed.
+    """
+    for name in (method, f"{method.rpartition('/')[0]}/"):
+        if name in _SCOPES:
+            return _SCOPES[name]
+    return Scope.ADMIN
+
+
 class Doorkeeper:
-    """Finds a caller's tenant: by its token if it sends one, else by its certificate.
+    """Finds what a caller may do: by its token if it sends one, else by its certificate.
 
     Args:
         access: the access file; None: certificates act for the tenant of their own name.
@@ -66,10 +87,10 @@ class Doorkeeper:
         """Return the current access file; the same object while it is unchanged."""
         return None if self._access is None else self._access.current()
 
-    def tenant(
+    def grant(
         self, access: Access | None, token: str | None, certificate: Certified | None
-    ) -> str:
-        """Return the tenant of a caller's credentials.
+    ) -> Grant:
+        """Return what a caller's credentials grant.
 
         Raises:
             AccessRefusedError: it has no valid credentials.
@@ -88,41 +109,81 @@ class Caller:
     """The caller of a call; its credentials are checked as long as the call lasts.
 
     Args:
-        doorkeeper: finds tenants.
+        doorkeeper: finds what it may do.
         token: of the call, or None.
         certificate: of the connection, or None.
+        scope: that the call takes; None where any credential will do.
 
     Raises:
         AccessRefusedError: these are not valid.
+        NotPermittedError: it is known and may not do this.
     """
 
-    __slots__ = ("_access", "_certificate", "_doorkeeper", "_tenant", "_token")
+    __slots__ = ("_access", "_certificate", "_doorkeeper", "_grant", "_scope", "_token")
 
     def __init__(
-        self, doorkeeper: Doorkeeper, token: str | None, certificate: Certified | None
+        self,
+        doorkeeper: Doorkeeper,
+        token: str | None,
+        certificate: Certified | None,
+        scope: Scope | None = Scope.DRAFT,
     ) -> None:
         self._doorkeeper = doorkeeper
         self._token = token
         self._certificate = certificate
+        self._scope = scope
         self._access = doorkeeper.current()
-        self._tenant = doorkeeper.tenant(self._access, token, certificate)
+        self._grant = self._granted(self._access)
 
     @property
     def tenant(self) -> str:
-        """The tenant that it acts for.
+        """The tenant that it acts for; "" for a caller that administers and has none.
 
         Raises:
             AccessRefusedError: its credentials have expired, were revoked, or moved to another
-            tenant.
+            tenant; NotPermittedError: they have lost the scope of the call.
+        """
+        self.check()
+        return self._grant.tenant
+
+    @property
+    def name(self) -> str:
+        """The name of its credentials for logs: a token's name or an identity; no secret."""
+        return self._grant.name
+
+    @property
+    def scopes(self) -> frozenset[Scope]:
+        """What its credentials are for."""
+        return self._grant.scopes
+
+    def check(self) -> None:
+        """Check that the credentials still allow the call; takes less than a microsecond.
+
+        Raises:
+            AccessRefusedError: as for `tenant`.
         """
         access = self._doorkeeper.current()
         by_certificate = self._token is None
         if access is not self._access or by_certificate:
-            tenant = self._doorkeeper.tenant(access, self._token, self._certificate)
-            if tenant != self._tenant:
-                raise AccessRefusedError("these credentials act for another tenant now: call again")
-            self._access = access
-        return self._tenant
+            grant = self._granted(access)
+            if grant.tenant != self._grant.tenant:
+                raise AccessRefusedError(_MOVED)
+            self._access, self._grant = access, grant
+
+    def _granted(self, access: Access | None) -> Grant:
+        grant = self._doorkeeper.grant(access, self._token, self._certificate)
+        if self._scope is not None and self._scope not in grant.scopes:
+            raise NotPermittedError(
+                f"this call takes credentials of the scope {self._scope}, and these have "
+                f"{', '.join(sorted(grant.scopes))} alone: ask the service's operator"
+            )
+        return grant
+
+
+def caller_of(context: Any) -> Caller | None:
+    """Return the caller of a call; None where callers are not asked who they are."""
+    caller: Caller | None = getattr(context, "caller", None)
+    return caller
 
 
 class AdmittedContext:
@@ -161,36 +222,60 @@ class Admission(aio.ServerInterceptor):
     ) -> Any:
         """Return a handler that checks the caller; see `aio.ServerInterceptor`."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method in self._open_methods:
+        method = str(handler_call_details.method)
+        if handler is None or method in self._open_methods:
             return handler
-        guarded = self._guarded(getattr(handler, kind_of(handler)))
+        guarded = self._guarded(getattr(handler, kind_of(handler)), scope_for(method))
         return rebuilt(handler, guarded, handler.request_deserializer)
 
-    def _guarded(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(self, behaviour: Callable[..., Any], scope: Scope | None) -> Callable[..., Any]:
+        """Return a behaviour that begins with credentials, and answers nothing once they are gone.
+
+        What was asked for with a token may be answered long after it was revoked: a message can
+        wait for its turn.
+        """
         if not isasyncgenfunction(behaviour):
 
             async def answer(request: Any, context: Any) -> Any:
-                return await behaviour(request, await self._admit(context))
+                admitted = await self._admit(context, scope)
+                response = await behaviour(request, admitted)
+                await _check_again(admitted)
+                return response
 
             return answer
 
         async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            async with aclosing(behaviour(request, await self._admit(context))) as responses:
+            admitted = await self._admit(context, scope)
+            async with aclosing(behaviour(request, admitted)) as responses:
                 async for response in responses:
+                    await _check_again(admitted)
                     yield response
 
         return stream
 
-    async def _admit(self, context: Any) -> AdmittedContext:
+    async def _admit(self, context: Any, scope: Scope | None) -> AdmittedContext:
         try:
             token = token_in(context.invocation_metadata() or ())
-            caller = Caller(self._doorkeeper, token, certificate_of(context.auth_context()))
-        except NotPermittedError as error:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+            certificate = certificate_of(context.auth_context())
+            return AdmittedContext(context, Caller(self._doorkeeper, token, certificate, scope))
         except AccessRefusedError as error:
             _LOGGER.debug("not let in: %s", context.peer())
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        return AdmittedContext(context, caller)
+            await _refuse(context, error)
+            raise
+
+
+async def _check_again(admitted: AdmittedContext) -> None:
+    try:
+        admitted.caller.check()
+    except AccessRefusedError as error:
+        await _refuse(admitted, error)
+
+
+async def _refuse(context: Any, error: AccessRefusedError) -> None:
+    """End a call whose credentials do not allow it."""
+    is_known = isinstance(error, NotPermittedError)
+    status = grpc.StatusCode.PERMISSION_DENIED if is_known else grpc.StatusCode.UNAUTHENTICATED
+    await context.abort(status, str(error))
 
 
 def token_in(metadata: Iterable[tuple[str, Any]]) -> str | None:
@@ -211,20 +296,27 @@ def certificate_of(auth_context: Mapping[str, Iterable[bytes]]) -> Certified | N
 _certified = lru_cache(maxsize=4096)(certified)
 
 
-def _of_token(access: Access | None, token: str) -> str:
-    tenant = None if access is None else access.tenant_of_token(token)
-    if tenant is None:
+def _of_token(access: Access | None, token: str) -> Grant:
+    grant = None if access is None else access.grant_of_token(token)
+    if grant is None:
         raise AccessRefusedError(_REFUSAL)
-    return tenant
+    return grant
 
 
-def _of_certificate(access: Access | None, certificate: Certified | None) -> str:
+def _of_certificate(access: Access | None, certificate: Certified | None) -> Grant:
     if certificate is None or certificate.expires_at_s < time.time():
         raise AccessRefusedError(_REFUSAL)
     if access is not None:
-        tenant = access.tenant_of_certificate(certificate.identities)
-    else:
-        tenant = next(iter(certificate.identities), None)
-    if tenant is None:
+        grant = access.grant_of_certificate(certificate.identities)
+    else:  # a certificate that is not listed never administers
+        name = next(iter(certificate.identities), None)
+        grant = None if name is None else _grant_itself(name)
+    if grant is None:
         raise NotPermittedError(_NO_TENANT)
-    return tenant
+    return grant
+
+
+@lru_cache(maxsize=4096)
+def _grant_itself(name: str) -> Grant:
+    """Return what a certificate grants without an access file: to act for its own name."""
+    return Grant(name, name, SCOPES_BEFORE)

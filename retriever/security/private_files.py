@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Final, Generic, TypeVar
+from typing import BinaryIO, Final, Generic, TypeVar
 
 from retriever.errors import CredentialsError
 
@@ -31,36 +31,62 @@ def read_file(path: Path) -> bytes:
     return _read(path)[0]
 
 
-def read_private_file(path: Path) -> bytes:
+def read_private_file(path: Path, *, by_operator: bool = False) -> bytes:
     """Return the content of a file that only its owner can write and only its group can read.
+
+    Args:
+        path: of the file.
+        by_operator: root may read a file of any user: it acts for the service's, and is no service.
 
     Raises:
         CredentialsError: it cannot be read, others may do so, or it is another user's.
     """
     content, found = _read(path)
+    check_private(path, found, by_operator=by_operator)
+    return content
+
+
+def check_private(path: Path, found: os.stat_result, *, by_operator: bool) -> None:
+    """Check mode and owner of a file, as `read_private_file` does.
+
+    Raises:
+        CredentialsError: others may read or write it, or it is another user's.
+    """
     if found.st_mode & _OTHERS_MAY:
         raise CredentialsError(
             f"{path} may be read or changed by others (mode {stat.S_IMODE(found.st_mode):04o}): "
             f"run `chmod 600 {path}`"
         )
-    if found.st_uid not in {0, os.geteuid()}:
+    if found.st_uid not in {0, os.geteuid()} and not (by_operator and os.geteuid() == 0):
         raise CredentialsError(
             f"{path} belongs to another user (number {found.st_uid}): give it to the user that "
             "runs this"
         )
-    return content
 
 
 def _read(path: Path) -> tuple[bytes, os.stat_result]:
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             found = os.fstat(file.fileno())
-            content = file.read(_MAX_BYTES + 1) if stat.S_ISREG(found.st_mode) else None
+            content = read_open_file(file, path)
     except OSError as error:
         raise CredentialsError(f"{path} cannot be read: {error.strerror or error}") from error
-    if content is None or len(content) > _MAX_BYTES:
-        raise CredentialsError(f"{path} is no file of at most {_MAX_BYTES} bytes")
     return content, found
+
+
+def read_open_file(file: BinaryIO, path: Path) -> bytes:
+    """Return what an open file holds, from where it stands.
+
+    Raises:
+        CredentialsError: it is no file, or far too long.
+        OSError: it cannot be read.
+    """
+    found = os.fstat(file.fileno())
+    is_file = stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_BYTES
+    content = file.read(_MAX_BYTES + 1) if is_file else b""
+    if not is_file or len(content) > _MAX_BYTES:
+        raise CredentialsError(f"{path} is no file of at most {_MAX_BYTES} bytes")
+    return content
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -24,7 +24,10 @@ def access(tmp_path: Path) -> Path:
 def test_a_token_is_its_tenants_and_the_file_does_not_hold_it(access: Path) -> None:
     ours, theirs = add_token(access, "we\u00e4"), add_token(access, "they")
     found = read_access(access)
-    assert (found.tenant_of_token(ours), found.tenant_of_token(theirs)) == ("we\u00e4", "they")
+    assert [getattr(found.grant_of_token(each), "tenant", None) for each in (ours, theirs)] == [
+        "we\u00e4",
+        "they",
+    ]
     assert stat.S_IMODE(access.stat().st_mode) == 0o600
     content = access.read_text()
     for token in (ours, theirs):
@@ -38,7 +41,7 @@ def test_no_other_token_is_anybodys(access: Path) -> None:
     name = tokens.name_of(token)
     wrong = [token[:-1] + ("A" if token[-1] != "A" else "B"), f"fdt_{name}_{'A' * 43}"]
     for other in (*wrong, "", token + "A", f" {token}", token.upper(), "x" * 9999, "\ud800"):
-        assert found.tenant_of_token(other) is None, other
+        assert found.grant_of_token(other) is None, other
 
 
 def test_unknown_and_wrong_tokens_take_the_same_work(
@@ -55,7 +58,7 @@ def test_unknown_and_wrong_tokens_take_the_same_work(
 
     monkeypatch.setattr(hmac, "compare_digest", counted)
     for other in (token, f"{token[:-4]}AAAA", tokens.new_token(), "nonsense"):
-        found.tenant_of_token(other)
+        found.grant_of_token(other)
     assert work == [32] * 4
 
 
@@ -115,7 +118,7 @@ def test_changes_count_within_a_second_and_mistakes_do_not(
     access.write_text(access.read_text() + "nonsense\n")
     assert caller.tenant == "a"
     access.write_text(access.read_text().replace("nonsense\n", ""))
-    assert remove(access, tokens.name_of(first) or "") == "a"
+    assert remove(access, tokens.name_of(first) or "").tenant == "a"
     with pytest.raises(AccessRefusedError):
         assert caller.tenant
     with pytest.raises(AccessRefusedError):
@@ -138,12 +141,14 @@ def test_the_command_line_makes_lists_and_revokes(access: Path) -> None:
         return done.output.strip()
 
     token = run("token", "acme")
-    assert read_access(access).tenant_of_token(token) == "acme"
+    grant = read_access(access).grant_of_token(token)
+    assert grant is not None
+    assert grant.tenant == "acme"
     assert run("certificate", "acme", "URI:spiffe://acme/engine").endswith("acts for acme")
     name = tokens.name_of(token) or ""
     assert run("list").splitlines() == [
-        f"token {name}\tacme",
-        "certificate URI:spiffe://acme/engine\tacme",
+        f"token {name}\tacme\tdraft",
+        "certificate URI:spiffe://acme/engine\tacme\tdraft",
     ]
     for gone in (name, "URI:spiffe://acme/engine"):
         assert run("revoke", gone) == f"{gone} acts for acme no longer"

@@ -15,7 +15,7 @@ from retriever import Credentials, DraftRequest, RemoteDrafter, TokenIds, Unknow
 from retriever.limits import Limits
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Generations, Output
-from retriever.security.access import add_token
+from retriever.security.access import SCOPES_BEFORE, add_token
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
@@ -29,7 +29,9 @@ Clients = dict[str, RemoteDrafter]
 def tenants(drafter: EmbeddedDrafter, folder: Path) -> Iterator[Clients]:
     """Serve two tenants during the block; give a client of each."""
     access = folder / "access"
-    shown = {tenant: Credentials(token=add_token(access, tenant)) for tenant in ("a", "b")}
+    shown = {
+        tenant: Credentials(token=add_token(access, tenant, SCOPES_BEFORE)) for tenant in ("a", "b")
+    }
     protection = Protection.of(ProtectionFiles(access=access))
     with (
         serving(drafter, f"unix:{folder}/s", protection) as address,
