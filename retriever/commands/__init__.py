@@ -13,6 +13,7 @@ app = command_line(
         "health": "retriever.commands.health_command:health",
         "export": "retriever.commands.export_command:export",
         "access": "retriever.commands.access_command:app",
+        "admin": "retriever.commands.admin_command:app",
     },
 )
 

@@ -82,7 +82,8 @@ def _admin_plane(live: LiveSettings, service: Service, protection: Protection) -
     settings = live.settings
     if settings.admin_address is None:
         return None
-    administered = Administered(service, live, AuditLog(settings.audit_log), settings.snapshots)
+    snapshots = None if settings.snapshots is None else settings.snapshots.absolute()
+    administered = Administered(service, live, AuditLog(settings.audit_log), snapshots)
     plane = AdminPlane(
         settings.admin_address, administered, protection, has_access=settings.access is not None
     )

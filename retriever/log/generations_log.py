@@ -209,6 +209,7 @@ class GenerationsLog:
                 self._check_usable()
                 self._store.copy_unsynced(data)
             write_seal(data, directory / SEAL_NAME)
+            (directory / SEAL_NAME).chmod(0o600)
             for path in (data, directory / SEAL_NAME, directory):
                 sync_path(path)
             return data.stat().st_size

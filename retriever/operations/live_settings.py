@@ -85,13 +85,13 @@ class LiveSettings:
             newer = self._resolve_again()
             changes = _differences(self._resolved, newer)
             _refuse_fixed(changes, newer.settings, administration)
-            if check_only:
-                return changes
             try:
-                _apply({each.name for each in changes}, newer.settings, administration)
+                administration.check_limits(newer.settings.limits)
             except NotPossibleError as error:
                 raise NotPossibleError(f"nothing was changed: {error}") from error
-            self._resolved = newer
+            if not check_only:
+                _apply({each.name for each in changes}, newer.settings, administration)
+                self._resolved = newer
             return changes
 
 
@@ -131,7 +131,7 @@ def _refuse_fixed(
 
 
 def _apply(names: set[str], newer: Settings, administration: Administration) -> None:
-    """Put changed settings in force; the first step is the only one that can be refused."""
+    """Put changed settings in force, which were checked."""
     if names & _LIMITS:
         administration.take_limits(newer.limits)
     if "refresh" in names:

@@ -73,7 +73,7 @@ class Administered:
         service: whose drafter there may not be yet.
         settings: in force.
         audit: records changes.
-        snapshots: the folder of copies of the state; None: none are made.
+        snapshots: the folder of copies of the state, absolute; None: none are made.
     """
 
     service: Service
@@ -137,6 +137,13 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
                 lambda found: {"was_in_memory": found[0], "num_sessions": found[1]},
             )
             return pb.EvictTenantResponse(was_in_memory=was_in_memory, num_sessions=num_sessions)
+
+    async def GetUse(
+        self, request: pb.GetUseRequest, context: _Context
+    ) -> AsyncIterator[pb.GetUseResponse]:
+        async with _statuses(context):
+            raise NotPossibleError("use is not counted yet")
+            yield
 
     async def ListAttachedIndexes(
         self, request: pb.ListAttachedIndexesRequest, context: _Context

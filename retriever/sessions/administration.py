@@ -10,7 +10,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
@@ -143,7 +143,8 @@ class Owned:
         remember: adds a session's output to the generations, with the lock held.
         flush: writes remembered outputs to the log.
         vocabulary: returns the vocabulary of the tokens; None if it is unknown.
-        take_limits: puts checked limits in force.
+        take_limits: puts checked limits in force, with the lock held.
+        most_nodes: for which there is room in a tree.
     """
 
     sessions: Sessions
@@ -153,7 +154,8 @@ class Owned:
     remember: Callable[[SessionKey, Session], None]
     flush: Callable[[], None]
     vocabulary: Callable[[], Vocabulary | None]
-    take_limits: Callable[[Limits], None] = field(repr=False)
+    take_limits: Callable[[Limits], None]
+    most_nodes: int
 
 
 class Administration:
@@ -285,18 +287,30 @@ class Administration:
         """
         return self._owned.bindings.detach(_checked_path(path, tenant), tenant)
 
+    def check_limits(self, limits: Limits) -> None:
+        """Refuse limits that cannot be put in force while this runs.
+
+        Raises:
+            NotPossibleError: the message names one, and says what to do.
+        """
+        before = self._owned.sessions.limits
+        for name in sorted(FIXED_LIMITS):
+            if getattr(limits, name) != getattr(before, name):
+                raise NotPossibleError(f"{name} cannot change while this runs: restart")
+        if limits.max_budget_nodes > self._owned.most_nodes:
+            raise NotPossibleError(
+                f"max_budget_nodes can be lowered, and raised again to {self._owned.most_nodes}, "
+                "for which there is room: restart for more"
+            )
+
     def take_limits(self, limits: Limits) -> None:
         """Put other limits in force; what is open stays, even beyond them.
 
         Raises:
-            NotPossibleError: a limit differs that cannot change while this runs.
+            NotPossibleError: as `check_limits`.
         """
         with self._owned.lock:
-            before = self._owned.sessions.limits
-            for limit in fields(Limits):
-                is_same = getattr(limits, limit.name) == getattr(before, limit.name)
-                if limit.name in FIXED_LIMITS and not is_same:
-                    raise NotPossibleError(f"{limit.name} cannot change while this runs: restart")
+            self.check_limits(limits)
             self._owned.take_limits(limits)
 
     def refresh_every(self, refresh_s: float) -> None:

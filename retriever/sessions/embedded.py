@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike
 from indexer.reader import Index
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import (
-    NotPossibleError,
     RetrieverError,
     UnknownSessionError,
     VocabularyMismatchError,
@@ -90,7 +89,6 @@ class EmbeddedDrafter:
         phrases, bound = options.get("phrases") or NO_PHRASES, options.get("bound") or {}
         self.limits = options.get("limits", DEFAULT_LIMITS)
         self.vocabulary = common_vocabulary(indexes, phrases, bound, options.get("vocabulary"))
-        self._room_nodes = self.limits.max_budget_nodes
         self.draft_counts = DraftCounts()
         self._lock = Lock()
         self._predictor = options.get("predictor") or Predictor(self.limits.max_budget_nodes)
@@ -121,6 +119,7 @@ class EmbeddedDrafter:
                 flush=self.flush,
                 vocabulary=lambda: self.vocabulary,
                 take_limits=self._take_limits,
+                most_nodes=self.limits.max_budget_nodes,
             )
         )
         self._pools.get("")  # callers without a tenant do not wait for the log
@@ -478,11 +477,6 @@ class EmbeddedDrafter:
         return self._predictor.draft(databases, budget, min_probability)
 
     def _take_limits(self, limits: Limits) -> None:
-        if limits.max_budget_nodes > self._room_nodes:
-            raise NotPossibleError(
-                f"max_budget_nodes can be lowered, and raised again to {self._room_nodes}, for "
-                "which there is room: restart for more"
-            )
         self.limits = self._sessions.limits = limits
         self._pools.take_limits(limits)
 

@@ -123,26 +123,32 @@ class GetUseRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ...) -> None: ...
 
 class GetUseResponse(_message.Message):
-    __slots__ = ("tenants", "since_s")
+    __slots__ = ("tenants", "since_s", "others")
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     tenants: _containers.RepeatedCompositeFieldContainer[UseInfo]
     since_s: float
-    def __init__(self, tenants: _Optional[_Iterable[_Union[UseInfo, _Mapping]]] = ..., since_s: _Optional[float] = ...) -> None: ...
+    others: UseInfo
+    def __init__(self, tenants: _Optional[_Iterable[_Union[UseInfo, _Mapping]]] = ..., since_s: _Optional[float] = ..., others: _Optional[_Union[UseInfo, _Mapping]] = ...) -> None: ...
 
 class UseInfo(_message.Message):
-    __slots__ = ("tenant", "num_drafts", "num_tokens", "num_bytes", "work_s")
+    __slots__ = ("tenant", "num_drafts", "num_nodes", "num_tokens", "work_s", "num_refused", "num_bytes")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     WORK_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     num_drafts: int
+    num_nodes: int
     num_tokens: int
-    num_bytes: int
     work_s: float
-    def __init__(self, tenant: _Optional[str] = ..., num_drafts: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., work_s: _Optional[float] = ...) -> None: ...
+    num_refused: int
+    num_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., num_drafts: _Optional[int] = ..., num_nodes: _Optional[int] = ..., num_tokens: _Optional[int] = ..., work_s: _Optional[float] = ..., num_refused: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class ListAttachedIndexesRequest(_message.Message):
     __slots__ = ("tenant",)
