@@ -22,9 +22,13 @@ def health(
     timeout_s: Annotated[
         float, typer.Option(min=0.001, metavar="SECONDS", help="How long it may take to answer.")
     ] = TIMEOUT_S,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Whether it answers at all, also while it starts or drains."),
+    ] = False,
 ) -> None:
     """End with 0 if the service takes calls, and with 1 and the reason if it does not."""
-    reason = why_not_serving(address, timeout_s, client.shown_credentials())
+    reason = why_not_serving(address, timeout_s, client.shown_credentials(), live=live)
     if reason:
         print(reason, file=sys.stderr)
         raise typer.Exit(1)

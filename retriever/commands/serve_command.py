@@ -123,6 +123,7 @@ def _protection(settings: Settings) -> Protection:
             settings.client_ca,
             settings.access,
             settings.insecure,
+            settings.credentials_grace_s,
         )
     )
     check_address(settings.address)

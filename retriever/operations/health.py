@@ -1,12 +1,18 @@
-"""`python -m retriever.operations.health [ADDRESS]`: ends with 0 if a service there takes calls.
+"""`python -m retriever.operations.health [--live] [ADDRESS]`: ends with 0 if a service is healthy.
 
-For health checks of containers: it loads only gRPC and starts in a fraction of a second.
+That is: if it takes calls; with `--live` if it answers at all, also while it starts or drains. For
+health checks of containers: it loads only gRPC and starts in a fraction of a second.
+
 The default address is FOREDRAFT_ADDRESS, as for the service. TLS credentials come from the
-environment, as for every client. `foredraft health` does the same, with flags.
+environment, as for every client; where it says nothing and the service's own FOREDRAFT_CERTIFICATE
+is there, that certificate is trusted, by a name in it. No token is needed. `foredraft health` does
+the same, with flags.
 """
 
 import os
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -14,15 +20,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from retriever.client.credentials import Credentials, open_channel
 from retriever.errors import CredentialsError
+from retriever.security.private_files import read_file
 from retriever.wire.statuses import advice
 
 SERVICE: Final = "retriever.v1.RetrieverService"
+LIVENESS: Final = "liveness"
 TIMEOUT_S: Final = 4.0  # below the usual 5 s of a container's health check
 _VARIABLE: Final = "FOREDRAFT_ADDRESS"
+_CERTIFICATE: Final = "FOREDRAFT_CERTIFICATE"
+_LIVE: Final = "--live"
 
 
 def why_not_serving(
-    address: str, timeout_s: float = TIMEOUT_S, credentials: Credentials | None = None
+    address: str,
+    timeout_s: float = TIMEOUT_S,
+    credentials: Credentials | None = None,
+    *,
+    live: bool = False,
 ) -> str:
     """Return in one line why a service takes no calls; empty if it takes calls.
 
@@ -30,6 +44,7 @@ def why_not_serving(
         address: HOST:PORT or unix:PATH.
         timeout_s: how long it may take to answer, in seconds.
         credentials: for TLS; None for an unencrypted connection.
+        live: whether it is enough that it answers, also while it starts or drains.
 
     Raises:
         CredentialsError: a file of the credentials cannot be used.
@@ -37,12 +52,16 @@ def why_not_serving(
     with open_channel(address, credentials, ()) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=timeout_s)
+            asked = health_pb2.HealthCheckRequest(service=LIVENESS if live else SERVICE)
+            answer = stub.Check(asked, timeout=timeout_s)
         except grpc.RpcError as error:
             return f"no answer from {address}: {_reason_of(error)}"
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return ""
-    return f"the service at {address} takes no calls now: it starts, or is about to end"
+    return (
+        f"the service at {address} takes no calls now: it starts, is about to end, or cannot read "
+        "its credential files"
+    )
 
 
 def _reason_of(error: Any) -> str:
@@ -50,12 +69,34 @@ def _reason_of(error: Any) -> str:
     return advice(details) or f"{error.code().name}, {' '.join(details.split())}"
 
 
+def own_credentials(environment: Mapping[str, str] = os.environ) -> Credentials | None:
+    """Return credentials of the environment, else for the service that it sets up, if any.
+
+    Raises:
+        CredentialsError: a file cannot be used.
+    """
+    given = Credentials.from_environment(environment)
+    path = Path(environment.get(_CERTIFICATE, ""))
+    if given is not None or path == Path():
+        return given
+    # gRPC trusts a certificate that is given as an authority by itself, whoever signed it.
+    from retriever.security import certificates  # noqa: PLC0415  (an extra)
+
+    identities = certificates.certified(read_file(path)).identities
+    name = next((each for each in identities if each.startswith(("DNS:", "IP:", "CN:"))), "")
+    return Credentials(ca=path, server_name=name.partition(":")[2].replace("*", "any"))
+
+
 def _main(arguments: list[str]) -> str:
-    address = (arguments or [os.environ.get(_VARIABLE, "")])[0]
-    if not address or len(arguments) > 1:
-        return f"usage: python -m retriever.operations.health ADDRESS (default: ${_VARIABLE})"
+    addresses = [each for each in arguments if each != _LIVE]
+    address = (addresses or [os.environ.get(_VARIABLE, "")])[0]
+    if not address or len(addresses) > 1 or address.startswith("-"):
+        return (
+            f"usage: python -m retriever.operations.health [{_LIVE}] ADDRESS (default: "
+            f"${_VARIABLE})"
+        )
     try:
-        return why_not_serving(address, credentials=Credentials.from_environment())
+        return why_not_serving(address, credentials=own_credentials(), live=_LIVE in arguments)
     except CredentialsError as error:
         return f"error: {error}"
 

@@ -1,21 +1,115 @@
-"""The lifecycle of a service: starting, ready, draining; and its health checks."""
+"""The lifecycle of a service: starting, ready, draining; and its health checks.
+
+Health is told without credentials, by four names: of the whole server (the empty one) and of
+`retriever.v1.RetrieverService`, whether calls are taken (readiness); `liveness`, whether the event
+loop answers, also while it starts or drains; `credentials`, whether all credential files can be
+used.
+
+A credential file that cannot be used shows in `credentials` at once, and in readiness once the
+grace is over. Until then everybody is let in as before, and services that share the file would
+otherwise leave their load balancer all at the same time; afterwards every call would be refused
+here, so that callers are better sent elsewhere.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
+import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from retriever.security.protection import FileState
 from retriever.v1 import retriever_pb2 as pb
 
 SERVICE: Final = pb.DESCRIPTOR.services_by_name["RetrieverService"].full_name
 """The service name in health checks; the empty name is the whole server."""
 
+LIVENESS: Final = "liveness"
+CREDENTIALS: Final = "credentials"
+
+HEALTH_METHODS: Final = frozenset(
+    f"/{health.SERVICE_NAME}/{method}" for method in ("Check", "Watch", "List")
+)
+"""Full names of the calls that take no credentials."""
+
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+_MAX_WATCHERS: Final = 256  # strangers may watch: each holds a stream
 _LOOK_S: Final = 0.05  # longest delay of a shutdown after the last session
+
+
+class HealthStatuses(health_pb2_grpc.HealthServicer):
+    """Answers health checks.
+
+    The servicer of grpc_health forgets all watchers of a name when one of them leaves, and sets
+    every name to NOT_SERVING when a server drains.
+
+    Attributes:
+        statuses: by name.
+    """
+
+    def __init__(self) -> None:
+        self.statuses: dict[str, Any] = {}
+        self._changed = asyncio.Event()
+        self._num_watchers = 0
+
+    def show(self, serves: Mapping[str, bool]) -> None:
+        """Set which names serve, and tell those who watch."""
+        statuses = {name: _SERVING if each else _NOT_SERVING for name, each in serves.items()}
+        if statuses != self.statuses:
+            self.statuses = statuses
+            changed, self._changed = self._changed, asyncio.Event()
+            changed.set()
+
+    async def Check(  # noqa: D102, N802  (the protocol's)
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> Any:
+        status = self.statuses.get(request.service)
+        if status is None:
+            known = ", ".join(filter(None, self.statuses))
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"health is known by these names: the empty one, {known}",
+            )
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(  # noqa: D102, N802  (the protocol's)
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> AsyncIterator[Any]:
+        if self._num_watchers >= _MAX_WATCHERS:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{_MAX_WATCHERS} callers watch already: use Check",
+            )
+        self._num_watchers += 1
+        try:
+            last = None
+            while True:
+                changed, status = self._changed, self.statuses.get(request.service, _UNKNOWN)
+                if status != last:
+                    yield health_pb2.HealthCheckResponse(status=status)
+                last = status
+                await changed.wait()
+        finally:
+            self._num_watchers -= 1
+
+    async def list_all(self, request: bytes, context: Any) -> bytes:
+        """Return a HealthListResponse, whose one field maps names to HealthCheckResponse.
+
+        The call is in the protocol, and not in grpc_health yet.
+        """
+        del request, context
+        return b"".join(map(_entry, self.statuses.items()))
+
+
+def _entry(status: tuple[str, Any]) -> bytes:
+    """Return an entry of the map, field 1: key and value are its own fields 1 and 2."""
+    name, value = status[0].encode(), health_pb2.HealthCheckResponse(status=status[1])
+    content = b"\x0a%c%b" % (len(name), name) + b"\x12\x02" + value.SerializeToString()
+    return b"\x0a%c%b" % (len(content), content)
 
 
 class Phase(Enum):
@@ -31,23 +125,36 @@ class Lifecycle:
 
     Attributes:
         phase: the current one.
+        credentials: how the credential files are; empty where there are none.
     """
 
     def __init__(self) -> None:
         self.phase = Phase.STARTING
-        self._health = health.aio.HealthServicer()
+        self.credentials: Sequence[FileState] = ()
+        self._health = HealthStatuses()
+        self._show()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether calls are taken: no credential file keeps everybody out."""
+        return self.phase is Phase.READY and all(each.admits for each in self.credentials)
 
     async def attach(self, server: aio.Server) -> None:
         """Answer health checks on a server that has not started: not serving yet."""
-        await self._health.set("", _NOT_SERVING)
-        await self._health.set(SERVICE, _NOT_SERVING)
+        listing = {"List": grpc.unary_unary_rpc_method_handler(self._health.list_all)}
+        handler = grpc.method_handlers_generic_handler(health.SERVICE_NAME, listing)
+        server.add_generic_rpc_handlers((handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
 
     async def become_ready(self) -> None:
         """Take calls from now on."""
         self.phase = Phase.READY
-        await self._health.set("", _SERVING)
-        await self._health.set(SERVICE, _SERVING)
+        self._show()
+
+    def note_credentials(self, files: Sequence[FileState]) -> None:
+        """Show how the credential files are."""
+        self.credentials = tuple(files)
+        self._show()
 
     async def drain(self, is_idle: Callable[[], bool], drain_s: float) -> bool:
         """Refuse new sessions; wait up to `drain_s` until no work is under way.
@@ -56,7 +163,7 @@ class Lifecycle:
             Whether all work has ended.
         """
         self.phase = Phase.DRAINING
-        await self._health.enter_graceful_shutdown()
+        self._show()
         deadline = asyncio.get_running_loop().time() + drain_s
         # Polled: there is a count of work under way, but no event for its end.
         while not is_idle() and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
@@ -70,3 +177,13 @@ class Lifecycle:
         if self.phase is Phase.DRAINING and method == "OpenSession":
             return "the service is about to end: open the session on another one, or later"
         return None
+
+    def _show(self) -> None:
+        self._health.show(
+            {
+                "": self.is_ready,
+                SERVICE: self.is_ready,
+                LIVENESS: True,
+                CREDENTIALS: all(each.failing_s is None for each in self.credentials),
+            }
+        )

@@ -13,7 +13,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from retriever.operations.lifecycle import Phase
 from retriever.operations.service_report import Service, installed_version
 from retriever.replication.replication_state import SKIPPED
 from retriever.sessions.draft_counts import BOUNDS_S, Latencies
@@ -53,12 +52,37 @@ class ServiceCollector(Collector):
         yield from self._of_replication()
 
     def _of_life(self) -> Iterator[Metric]:
-        ready = self._service.observer.lifecycle.phase is Phase.READY
+        ready = self._service.observer.lifecycle.is_ready
         yield _gauge("ready", "Whether the service takes calls: 1 or 0.", float(ready))
+        yield from self._of_credentials()
         yield _labelled(
             GaugeMetricFamily("foredraft_info", "The version, as a label.", labels=["version"]),
             [((installed_version(),), 1)],
         )
+
+    def _of_credentials(self) -> Iterator[Metric]:
+        files = self._service.observer.lifecycle.credentials
+        for name, text, values in (
+            (
+                "unreadable",
+                "Whether a credential file cannot be used: 1 or 0.",
+                [float(each.failing_s is not None) for each in files],
+            ),
+            (
+                "unreadable_seconds",
+                "How long a credential file could not be used; 0 while it can be.",
+                [each.failing_s or 0.0 for each in files],
+            ),
+            (
+                "admitting",
+                "Whether callers are let in by what was read of a file: 0 after the grace.",
+                [float(each.admits) for each in files],
+            ),
+        ):
+            yield _labelled(
+                GaugeMetricFamily(f"foredraft_credentials_{name}", text, labels=["file"]),
+                [((each.name,), value) for each, value in zip(files, values, strict=True)],
+            )
 
     def _of_drafts(self) -> Iterator[Metric]:
         draft_counts = self._service.draft_counts

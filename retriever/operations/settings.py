@@ -208,6 +208,15 @@ class NetworkSettings(BaseModel):
             "Other callers are refused."
         ),
     ] = None
+    credentials_grace_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            allow_inf_nan=False,
+            description="How long callers are let in by what was read of --access or --client-ca "
+            "once the file cannot be read or is invalid, in seconds; then nobody is. 0: at once.",
+        ),
+    ] = 300.0
     insecure: Annotated[
         bool,
         Field(

@@ -12,7 +12,6 @@ from typing import Any, Final, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from retriever.errors import AddressInUseError, SettingsError
-from retriever.operations.lifecycle import Phase
 from retriever.operations.service_report import Service
 from retriever.operations.status_page import HEADERS, History, page
 
@@ -201,9 +200,9 @@ class Web:
         return "404 Not Found", _PLAIN, b"nothing is here\n", ()
 
     def _readiness(self) -> _Answer:
-        phase = self._service.observer.lifecycle.phase
-        status = "200 OK" if phase is Phase.READY else "503 Service Unavailable"
-        return status, _PLAIN, f"{phase.value}\n".encode(), ()
+        lifecycle = self._service.observer.lifecycle
+        status = "200 OK" if lifecycle.is_ready else "503 Service Unavailable"
+        return status, _PLAIN, f"{lifecycle.phase.value}\n".encode(), ()
 
 
 def _exposition(service: Service) -> Callable[[str], tuple[bytes, str]]:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
+from datetime import UTC, datetime
 from functools import lru_cache
 from inspect import isasyncgenfunction
 from pathlib import Path
@@ -14,7 +15,7 @@ from grpc import aio
 
 from retriever.errors import AccessRefusedError, NotPermittedError
 from retriever.security.access import SCOPES_BEFORE, Access, Grant, Scope, read_access
-from retriever.security.certificates import Certified, certified
+from retriever.security.certificates import Certified, certified, read_authorities
 from retriever.security.private_files import Reloaded
 
 _MAKERS: Final[Mapping[str, Callable[..., Any]]] = {
@@ -52,7 +53,16 @@ _SCOPES: Final[Mapping[str, Scope | None]] = {
     "/grpc.reflection.v1alpha.ServerReflection/": None,
     "/grpc.reflection.v1.ServerReflection/": None,
 }
+_NOBODY: Final = Access()
 _LOGGER: Final = logging.getLogger(__name__)
+
+DEFAULT_GRACE_S: Final = 300.0
+"""How long callers are let in by what was read of a file that cannot be used any more, in seconds.
+
+An alert takes a minute or two to reach a person, who takes as long to restore the file: less would
+turn a slip into an outage. More would let in, for as long, those whom the broken change was to
+revoke.
+"""
 
 
 def scope_for(method: str) -> Scope | None:
@@ -71,20 +81,42 @@ class Doorkeeper:
 
     Args:
         access: the access file; None: certificates act for the tenant of their own name.
+        client_ca: authorities of certificates; None: there are none, or others look at the file.
+        grace_s: how long callers are let in by what was read once a file cannot be used, in
+            seconds.
 
     Attributes:
         refused: refused calls and steps.
+        files: those that let callers in, by the setting that names each.
 
     Raises:
-        CredentialsError: the access file cannot be used.
+        CredentialsError: a file cannot be used.
     """
 
-    def __init__(self, access: Path | None) -> None:
+    def __init__(
+        self, access: Path | None, client_ca: Path | None = None, grace_s: float = DEFAULT_GRACE_S
+    ) -> None:
         self.refused = 0
-        self._access = None if access is None else Reloaded([access], lambda: read_access(access))
+        self.files: dict[str, Reloaded[Any]] = {}
+        self._access: Reloaded[Access] | None = None
+        if access is not None:
+            self._access = Reloaded([access], lambda: read_access(access), grace_s=grace_s)
+            self.files["access"] = self._access
+        if client_ca is not None:
+            self.files["client_ca"] = Reloaded(
+                [client_ca], lambda: _authorities(client_ca), grace_s=grace_s
+            )
+        self._files = tuple(self.files.values())
 
     def current(self) -> Access | None:
-        """Return the current access file; the same object while it is unchanged."""
+        """Return the current access file; the same object while it is unchanged.
+
+        Where a file could not be used for longer than the grace, it lists nobody.
+        """
+        for file in self._files:
+            file.current()
+            if file.is_overdue:
+                return _NOBODY
         return None if self._access is None else self._access.current()
 
     def grant(
@@ -304,7 +336,7 @@ def _of_token(access: Access | None, token: str) -> Grant:
 
 
 def _of_certificate(access: Access | None, certificate: Certified | None) -> Grant:
-    if certificate is None or certificate.expires_at_s < time.time():
+    if access is _NOBODY or certificate is None or certificate.expires_at_s < time.time():
         raise AccessRefusedError(_REFUSAL)
     if access is not None:
         grant = access.grant_of_certificate(certificate.identities)
@@ -314,6 +346,10 @@ def _of_certificate(access: Access | None, certificate: Certified | None) -> Gra
     if grant is None:
         raise NotPermittedError(_NO_TENANT)
     return grant
+
+
+def _authorities(path: Path) -> bytes:
+    return read_authorities(path, datetime.now(UTC))
 
 
 @lru_cache(maxsize=4096)

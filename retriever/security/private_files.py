@@ -1,6 +1,7 @@
 """Private files: checks of mode and owner, and reloading when they change."""
 
 import logging
+import math
 import os
 import stat
 import time
@@ -11,8 +12,11 @@ from typing import BinaryIO, Final, Generic, TypeVar
 
 from retriever.errors import CredentialsError
 
-LOOK_EVERY_S: Final = 1.0
-"""A change of a file takes effect within this time, in seconds."""
+LOOK_EVERY_S: Final = 0.5
+"""How often files are looked at, in seconds: a change takes effect within a second, of which the
+other half is for reading it and for calls under way."""
+
+_SETTLED_NS: Final = 100_000_000  # file systems' clocks advance by 1 to 10 ms
 
 _OTHERS_MAY: Final = stat.S_IWGRP | stat.S_IRWXO
 _MAX_BYTES: Final = 16 << 20
@@ -97,14 +101,15 @@ def _open_at_once(path: str, flags: int) -> int:
 class Reloaded(Generic[_Value]):
     """A value read from files, reloaded when they change.
 
-    Where new content is invalid the last value stays, and the reason is logged once for each
-    change. Thread-safe; a call takes a fraction of a microsecond, and a stat of each file once a
-    second.
+    Where new content is invalid, or cannot be read, the last value stays; `is_overdue` says when it
+    must no longer count. The reason is logged once for each change. Thread-safe; a call takes a
+    fraction of a microsecond, and a stat of each file twice a second.
 
     Args:
         paths: of the files.
         read: parses them.
         clock: seconds, monotonic.
+        grace_s: how long the last value counts once they cannot be used, in seconds.
 
     Raises:
         CredentialsError: they cannot be used.
@@ -115,35 +120,81 @@ class Reloaded(Generic[_Value]):
         paths: Sequence[Path],
         read: Callable[[], _Value],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        grace_s: float = math.inf,
     ) -> None:
         self._paths = paths
         self._read = read
         self._clock = clock
+        self._grace_s = grace_s
         self._lock = Lock()
         self._stamp = self._stamp_now()  # before reading: later changes are noticed
+        self._is_settled = _is_settled(self._stamp)
         self._value = read()
+        self._failing_since_s: float | None = None
+        self._failure = ""
+        self._is_told = False
         self._look_at_s = clock() + LOOK_EVERY_S
 
     def current(self) -> _Value:
         """Return the value of the files, at most a second old."""
-        if self._clock() < self._look_at_s:
-            return self._value
-        with self._lock:
-            self._look_at_s = self._clock() + LOOK_EVERY_S
-            stamp = self._stamp_now()
-            if stamp != self._stamp:
-                self._stamp = stamp
-                self._read_again()
-            return self._value
+        if self._clock() >= self._look_at_s and self._lock.acquire(blocking=False):
+            try:  # while another thread looks, this one goes on
+                self._look()
+            finally:
+                self._lock.release()
+        return self._value
 
-    def _read_again(self) -> None:
-        names = ", ".join(map(str, self._paths))
+    def look(self) -> None:
+        """Look at the files now."""
+        with self._lock:
+            self._look()
+
+    @property
+    def failing_s(self) -> float | None:
+        """How long the files could not be used, in seconds; None while they can be."""
+        since_s = self._failing_since_s
+        return None if since_s is None else self._clock() - since_s
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the files could not be used for so long that the last value must not count."""
+        since_s = self._failing_since_s
+        return since_s is not None and self._clock() - since_s >= self._grace_s
+
+    def _look(self) -> None:
+        self._look_at_s = self._clock() + LOOK_EVERY_S
+        stamp = self._stamp_now()
+        has_changed = stamp != self._stamp
+        if has_changed or not self._is_settled:
+            self._stamp, self._is_settled = stamp, _is_settled(stamp)
+            self._read_again(has_changed=has_changed)
+        if self.is_overdue and not self._is_told:
+            self._is_told = True
+            _LOGGER.error("%s: nobody is let in by it any more", self._failure)
+
+    def _read_again(self, *, has_changed: bool) -> None:
         try:
             self._value = self._read()
         except CredentialsError as error:
-            _LOGGER.warning("%s; what was read from it before still counts", error)
+            if self._failing_since_s is None:
+                self._failing_since_s = self._clock()
+            if isinstance(error.__cause__, OSError):
+                self._is_settled = False  # what was in the way can go without a change of the file
+            if str(error) != self._failure:
+                self._failure = str(error)
+                _LOGGER.warning("%s; what was read from it before %s", error, self._for_how_long())
         else:
-            _LOGGER.info("read again: %s", names)
+            has_failed = self._failing_since_s is not None
+            self._failing_since_s, self._failure, self._is_told = None, "", False
+            if has_changed or has_failed:
+                _LOGGER.info("read again: %s", ", ".join(map(str, self._paths)))
+
+    def _for_how_long(self) -> str:
+        if math.isinf(self._grace_s):
+            return "still counts"
+        left_s = max(0.0, self._grace_s - (self.failing_s or 0.0))
+        return f"counts for {left_s:.0f} s more: restore the file"
 
     def _stamp_now(self) -> _Stamp:
         return tuple(map(_stamp_of, self._paths))
@@ -155,3 +206,9 @@ def _stamp_of(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _is_settled(stamp: _Stamp) -> bool:
+    """Return whether a later change gives another stamp: clocks of files advance by some ms."""
+    now_ns = time.time_ns()
+    return all(abs(now_ns - changed_ns) > _SETTLED_NS for *_, changed_ns in filter(None, stamp))

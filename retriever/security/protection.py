@@ -4,6 +4,8 @@ import asyncio
 import ipaddress
 import logging
 import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,9 +14,9 @@ from typing import Any, Final, Self
 import grpc
 
 from retriever.errors import CredentialsError, InsecureAddressError
-from retriever.security.admission import Doorkeeper
+from retriever.security.admission import DEFAULT_GRACE_S, Doorkeeper
 from retriever.security.certificates import day_of, expiry_of, read_authorities, read_pair
-from retriever.security.private_files import Reloaded
+from retriever.security.private_files import LOOK_EVERY_S, Reloaded
 
 WARN_BEFORE: Final = timedelta(days=14)
 """How long before a certificate's expiry warnings begin: time to renew it."""
@@ -96,6 +98,11 @@ class ServerTls:
             self._configuration(), self._configuration, require_client_authentication=self.is_mutual
         )
 
+    @property
+    def file(self) -> Reloaded[TlsMaterial]:
+        """The files, as they are read again."""
+        return self._reloaded
+
     def warn(self, now: datetime | None = None) -> bool:
         """Log a warning where a certificate expires soon, once a day; return whether it did."""
         now = now or datetime.now(UTC)
@@ -134,7 +141,19 @@ def read_tls(files: TlsFiles, now: datetime | None = None) -> TlsMaterial:
     return TlsMaterial(certificate, key, client_ca, *min(expiring))
 
 
-_LOOK_EVERY_S: Final = 60.0
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """Whether a credential file can be used.
+
+    Attributes:
+        name: of the setting that names the file.
+        failing_s: how long it could not be used, in seconds; None while it can be.
+        admits: whether callers are let in by what was read of it: until the grace has passed.
+    """
+
+    name: str
+    failing_s: float | None = None
+    admits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +166,7 @@ class ProtectionFiles:
         client_ca: authorities whose clients alone may connect.
         access: maps tokens and certificates to tenants.
         insecure: listen even on reachable addresses without protection.
+        grace_s: how long callers are let in by a file that cannot be used any more, in seconds.
     """
 
     certificate: Path | None = None
@@ -154,6 +174,7 @@ class ProtectionFiles:
     client_ca: Path | None = None
     access: Path | None = None
     insecure: bool = False
+    grace_s: float = DEFAULT_GRACE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +207,9 @@ class Protection:
         tls = None
         if files.certificate is not None and files.key is not None:
             tls = ServerTls(TlsFiles(files.certificate, files.key, files.client_ca))
-        asks = files.access is not None or files.client_ca is not None
-        return cls(tls, Doorkeeper(files.access) if asks else None, files.insecure)
+        if files.access is None and files.client_ca is None:
+            return cls(tls, None, files.insecure)
+        return cls(tls, Doorkeeper(files.access, files.client_ca, files.grace_s), files.insecure)
 
     def check(self, address: str) -> None:
         """Refuse an address that other machines reach without authentication or encryption.
@@ -207,17 +229,43 @@ class Protection:
             )
         _LOGGER.warning("%s can be reached from other machines, and %s", address, missing)
 
-    async def watch(self) -> None:
-        """Warn of certificates that expire soon, until cancelled."""
-        while self.tls is not None:
-            self.tls.warn()
-            await asyncio.sleep(_LOOK_EVERY_S)
+    def look(self) -> list[FileState]:
+        """Look at all files now; return how they are."""
+        found: dict[str, Reloaded[Any]] = {}
+        if self.tls is not None:
+            found["certificate"] = self.tls.file
+        if self.doorkeeper is not None:
+            found |= self.doorkeeper.files
+        for file in found.values():
+            file.look()
+        return [
+            FileState(name, file.failing_s, admits=not file.is_overdue)
+            for name, file in found.items()
+        ]
+
+    async def watch(self, tell: Callable[[list[FileState]], None]) -> None:
+        """Look at the files until cancelled, also without calls; warn of what expires soon.
+
+        Args:
+            tell: is told how they are each time, twice a second.
+        """
+        if self.tls is None and self.doorkeeper is None:
+            return
+        # A thread of its own: the shared ones can be busy for longer than a revocation may take.
+        with ThreadPoolExecutor(1, "credentials") as thread:
+            while True:
+                tell(await asyncio.get_running_loop().run_in_executor(thread, self.look))
+                if self.tls is not None:
+                    self.tls.warn()
+                await asyncio.sleep(LOOK_EVERY_S * _AHEAD)
 
     def _missing(self) -> str:
         if self.tls is None:
             return "connections are not encrypted"
         return "callers are not asked who they are" if self.doorkeeper is None else ""
 
+
+_AHEAD: Final = 0.9  # of the event loop, which looks by itself where this is late
 
 NO_PROTECTION: Final = Protection()
 """For loopback and unix sockets."""

@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from retriever.errors import AddressInUseError, InvalidRequestError
+from retriever.operations.lifecycle import HEALTH_METHODS
 from retriever.operations.logs import log_event
 from retriever.operations.observer import ServiceObserver
 from retriever.security.admission import Admission, kind_of, rebuilt
@@ -251,9 +252,9 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     listening = await _listen(
         max_message_bytes, address, observer, protection, pad_replies=pad_replies
     )
+    watching = asyncio.create_task(protection.watch(observer.lifecycle.note_credentials))
     drafter = await listening.open(open_drafter)
     settle()
-    watching = asyncio.create_task(protection.watch())
     if not stopped.is_set():
         print(f"serving on {listening.address}", flush=True)  # noqa: T201  (says when it is ready)
         log_event(_logger, logging.INFO, "serving", "ready", address=listening.address)
@@ -280,7 +281,7 @@ async def _listen(
     protection.check(address)
     interceptors = [*observer.interceptors, Reading()]
     if protection.doorkeeper is not None:
-        interceptors.insert(1, Admission(protection.doorkeeper))
+        interceptors.insert(1, Admission(protection.doorkeeper, HEALTH_METHODS))
     server = aio.server(interceptors=interceptors, options=server_options(max_message_bytes))
     servicer = RetrieverServicer(pad_replies=pad_replies)
     pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
