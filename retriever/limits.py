@@ -42,6 +42,9 @@ class Limits:
         max_sessions: sessions open at once.
         max_tenant_sessions: those of one tenant, so that none uses up the total.
         idle_session_s: time without a request after which a session is ended, in seconds.
+        idle_eviction_s: time without a request after which a session makes room for others where
+            there is none, in seconds. A step takes seconds at most, and an engine that has
+            suspended a sequence for longer opens it again.
         max_sequence_tokens: tokens in one sequence, prompt included.
         max_total_tokens: tokens in the sequences of all open sessions, of 10 to 20 bytes each.
         max_tenant_tokens: those of one tenant.
@@ -58,6 +61,7 @@ class Limits:
     max_sessions: int = 4096
     max_tenant_sessions: int = 2048
     idle_session_s: float = 600.0
+    idle_eviction_s: float = 60.0
     max_sequence_tokens: int = 1 << 20
     max_total_tokens: int = 1 << 26
     max_tenant_tokens: int = 1 << 25

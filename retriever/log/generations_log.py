@@ -26,9 +26,9 @@ from retriever.log.log_files import (
     sync_path,
     write_seal,
 )
-from retriever.log.log_store import FINGERPRINT_KEY, NOTE_KEY, LogStore, Remembered, statistics_key
+from retriever.log.log_store import FINGERPRINT_KEY, NOTE_KEY, LogStore, Remembered
 from retriever.log.options import LogOptions
-from retriever.predict.generations import steady_time
+from retriever.predict.generations import NO_OUTPUT, steady_time
 from retriever.predict.pool import Entry
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -93,15 +93,15 @@ class GenerationsLog:
         """
         self.commit()
         found = Remembered()
-        following: int | None = 0
+        first: int | None = 0
 
         def read() -> None:
-            nonlocal following
-            first, following = following or 0, None  # an error ends the reading
-            following = self._store.read(tenant, self._clock(), found, first)
+            nonlocal first
+            first = self._store.read(tenant, self._clock(), found, number)
 
-        while following is not None:
-            self._attempt(read)  # others commit in between
+        while first is not None:  # others commit in between
+            number, first = first, None  # an error ends the reading
+            self._attempt(read)
         if found.num_damaged:
             _LOGGER.warning(
                 "%d records of the log of generations in %s are damaged and were left out",
@@ -123,13 +123,14 @@ class GenerationsLog:
         with self._lock:
             entries = [self._pending.popleft() for _ in range(len(self._pending))]
             if entries:
+                num_outputs = sum(len(entry.output.tokens) > 0 for entry in entries)
                 self._attempt_locked(
-                    lambda: self._store.append(entries, self._clock()), len(entries)
+                    lambda: self._store.append(entries, self._clock()), num_outputs
                 )
 
     def put_statistics(self, tenant: str, statistics: bytes) -> None:
-        """Store opaque bytes of a tenant, replacing the previous ones."""
-        self._attempt(lambda: self._store.put({statistics_key(tenant): statistics}))
+        """Queue opaque bytes of a tenant, which replace the previous ones."""
+        self.append(Entry(tenant, NO_OUTPUT, statistics))
 
     def statistics(self, tenant: str) -> bytes | None:
         """Return a tenant's last stored bytes, put with an output or alone."""
@@ -218,11 +219,6 @@ class GenerationsLog:
                 f"{self._directory} cannot be copied to {directory}: {error}; free space and "
                 "permissions, and ask again"
             ) from error
-
-    def evict(self, tenant: str) -> None:
-        """Evict a tenant from memory until it is loaded again."""
-        with self._lock:
-            self._store.evict(tenant)
 
     def name_vocabulary(self, fingerprint: str) -> None:
         """Store the tokenizer's fingerprint, if unknown so far."""

@@ -341,17 +341,22 @@ class LogStore:
         prefix = output_prefix(entry.tenant)
         with transaction.cursor() as cursor:
             extent = known or _extent(cursor, prefix)
-            key = output_key(prefix, extent.next_number)
-            output = replace(entry.output, tokens=entry.output.tokens[1 - self._capacity :])
-            cursor.put(key, seal(key, encode_output(output)))
-            held = extent.num_tokens + len(output.tokens) + 1
-            held = self._trim(cursor, prefix, held, now_s)
+            if len(entry.output.tokens):
+                extent = self._append_output(cursor, entry, extent, now_s)
         if entry.statistics is not None:
             key = statistics_key(entry.tenant)
             transaction.put(key, seal(key, entry.statistics))
         if entry.note is not None:
             transaction.put(NOTE_KEY, seal(NOTE_KEY, entry.note))
-        return _Extent(held, extent.next_number + 1)
+        return extent
+
+    def _append_output(self, cursor: Any, entry: Entry, extent: _Extent, now_s: float) -> _Extent:
+        prefix = output_prefix(entry.tenant)
+        key = output_key(prefix, extent.next_number)
+        output = replace(entry.output, tokens=entry.output.tokens[1 - self._capacity :])
+        cursor.put(key, seal(key, encode_output(output)))
+        held = extent.num_tokens + len(output.tokens) + 1
+        return _Extent(self._trim(cursor, prefix, held, now_s), extent.next_number + 1)
 
     def _aging(self, output: Output, now_s: float) -> Output:
         """Return an output dated now at the latest: its clock may have been ahead."""

@@ -19,14 +19,14 @@ from retriever.log.options import Durability, LogOptions
 from retriever.predict.generations import Generations, Output, Scope, session_origin, steady_time
 from retriever.predict.pool import Entry, Pool
 from retriever.predict.stores import GENERATIONS_ALONE, GENERATIONS_LIMITS
-from retriever.predict.weights import from_bytes, to_bytes
+from retriever.predict.weights import from_bytes
 
 
 class Pools:
     """Pools of the most recently used tenants, created or loaded from the log at first use.
 
-    While a tenant's outputs are read from the disk, or its weights written, other tenants' calls do
-    not wait; calls of the same tenant do.
+    While a tenant's outputs are read from the disk, other tenants' calls do not wait; calls of the
+    same tenant do.
 
     Beyond `max_tenants` the longest idle one is evicted. It is loaded from the log again; without a
     log its outputs are lost. A pool in use by a session is never duplicated.
@@ -54,7 +54,7 @@ class Pools:
         self._in_use: WeakValueDictionary[str, Pool] = WeakValueDictionary()
         self._lock = Lock()
         self._deleting: set[str] = set()
-        self._busy: set[str] = set()  # tenants with disk work under way
+        self._busy: set[str] = set()  # tenants whose outputs are being loaded
         self._idle = Condition(self._lock)  # notified when one of these is done
 
     @classmethod
@@ -106,29 +106,24 @@ class Pools:
         Raises:
             LimitExceededError: the tenant's data is being deleted.
         """
-        evicted: Pool | None = None
         with self._lock:
             pool = self._found(tenant)
-            if pool is None:
-                self._busy.add(tenant)
-            else:
-                evicted = self._used(pool)
-        if pool is None:
-            try:
-                pool = self._load(tenant)
-                with self._lock:
-                    evicted = self._used(pool)
-            finally:
-                self._done_with(tenant)
-        if evicted is not None:
-            try:
-                self._write_back(evicted)
-            finally:
-                self._done_with(evicted.tenant)
+            if pool is not None:
+                self._use(pool)
+                return pool
+            self._busy.add(tenant)
+        try:
+            pool = self._load(tenant)
+            with self._lock:
+                self._use(pool)
+        finally:
+            with self._lock:
+                self._busy.discard(tenant)
+                self._idle.notify_all()
         return pool
 
     def _found(self, tenant: str) -> Pool | None:
-        """Return a pool if it is in memory, after waiting for disk work on it under way.
+        """Return a pool if it is in memory, once a load of it under way is done.
 
         Called with the lock held.
 
@@ -142,26 +137,18 @@ class Pools:
                 return pool
             self._idle.wait()
 
-    def _used(self, pool: Pool) -> Pool | None:
-        """Mark a pool as used last, with the lock held; return one that is to leave memory.
-
-        Its tenant is busy until `_done_with` is called.
-        """
+    def _use(self, pool: Pool) -> None:
+        """Mark a pool as used last; evict the longest idle one if there are too many."""
         self._in_use[pool.tenant] = self._recent[pool.tenant] = pool
         self._recent.move_to_end(pool.tenant)
-        if len(self._recent) <= self._limits.max_tenants:
-            return None
-        passed_over = self._busy | self._deleting
-        tenant = next((each for each in self._recent if each not in passed_over), None)
-        if tenant is None:
-            return None
-        self._busy.add(tenant)
-        return self._recent.pop(tenant)
+        if len(self._recent) > self._limits.max_tenants:
+            self._evict(next(iter(self._recent)))
 
-    def _done_with(self, tenant: str) -> None:
-        with self._lock:
-            self._busy.discard(tenant)
-            self._idle.notify_all()
+    def _evict(self, tenant: str) -> None:
+        """Let a pool go once no session uses it; its weights are written by the next commit."""
+        pool = self._recent.pop(tenant)
+        if self._log is not None and (statistics := pool.unlogged()) is not None:
+            self._log.put_statistics(tenant, statistics)
 
     def _check_kept(self, tenant: str) -> None:
         if tenant in self._deleting:
@@ -243,7 +230,7 @@ class Pools:
 
     @contextmanager
     def _all_loaded(self, tenants: set[str]) -> Iterator[None]:
-        """Hold the lock, once none of these tenants is being loaded or written."""
+        """Hold the lock, once none of these tenants is being loaded."""
         with self._lock:
             while not self._busy.isdisjoint(tenants):
                 self._idle.wait()
@@ -287,30 +274,13 @@ class Pools:
             with self._lock:
                 self._deleting.discard(tenant)
 
-    def evict(self, tenant: str) -> None:
-        """Evict a tenant's pool once no session uses it."""
+    def evict(self, tenant: str) -> bool:
+        """Evict a tenant's pool once no session uses it; return whether it was in memory."""
         with self._lock:
-            self._recent.pop(tenant, None)
-
-    def release(self, tenant: str) -> bool:
-        """Let a tenant's pool leave memory once no session uses it; return whether it was there.
-
-        Its weights are written to the log first.
-
-        Raises:
-            LimitExceededError: the tenant's data is being deleted.
-        """
-        with self._lock:
-            self._found(tenant)
-            pool = self._recent.pop(tenant, None)
-            if pool is None:
-                return tenant in self._in_use
-            self._busy.add(tenant)
-        try:
-            self._write_back(pool)
-        finally:
-            self._done_with(tenant)
-        return True
+            is_loaded = tenant in self._recent
+            if is_loaded:
+                self._evict(tenant)
+            return is_loaded
 
     def take_limits(self, limits: Limits) -> None:
         """Put another number of tenants in force; pools leave memory as others come."""
@@ -337,10 +307,9 @@ class Pools:
             raise NotPossibleError("this service keeps no state: start it with --state")
         for pool in self.all():
             with lock:
-                is_new, weights = pool.learned != pool.logged, to_bytes(pool.weights)
-                pool.logged = pool.learned
-            if is_new:
-                self._log.put_statistics(pool.tenant, weights)
+                statistics = pool.unlogged()
+            if statistics is not None:
+                self._log.put_statistics(pool.tenant, statistics)
         return self._log.snapshot(directory)
 
     def delete_logged(self, scope: Scope) -> None:
@@ -366,8 +335,8 @@ class Pools:
         with self._lock:
             while self._busy:
                 self._idle.wait()
-            for pool in self._recent.values():
-                self._write_back(pool)
+            for tenant in list(self._recent):
+                self._evict(tenant)
         if self._log is not None:
             self._log.close()
 
@@ -378,15 +347,6 @@ class Pools:
         pool = self._load(tenant)
         self._in_use[tenant] = self._recent[tenant] = pool
         return pool
-
-    def _write_back(self, pool: Pool) -> None:
-        if self._log is None:
-            return
-        learned = pool.learned  # by an open session it may rise meanwhile
-        if learned != pool.logged:
-            self._log.put_statistics(pool.tenant, to_bytes(pool.weights))
-            pool.logged = learned
-        self._log.evict(pool.tenant)
 
     def _load(self, tenant: str) -> Pool:
         limits = self._limits

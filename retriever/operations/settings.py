@@ -263,6 +263,14 @@ class LimitSettings(BaseModel):
     idle_session_s: Annotated[
         float, Field(ge=0, description="A session idle for longer than this ends, in seconds.")
     ] = _DEFAULTS.idle_session_s
+    idle_eviction_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="A session idle for longer than this ends where there is no room for "
+            "another one, in seconds.",
+        ),
+    ] = _DEFAULTS.idle_eviction_s
     max_sequence_tokens: Annotated[
         int, Field(ge=1, description="Most tokens in one sequence, prompt included.")
     ] = _DEFAULTS.max_sequence_tokens

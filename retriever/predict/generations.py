@@ -76,6 +76,9 @@ class Output:
     origin: bytes = b""
 
 
+NO_OUTPUT: Final = Output(np.empty(0, np.int32), 0.0)
+
+
 class _End(NamedTuple):
     """The end of an output in the ring, its separator included, and its time and origin."""
 

@@ -13,7 +13,7 @@ class Entry:
 
     Attributes:
         tenant: whose it is.
-        output: the generation.
+        output: the generation; without tokens, only the rest is written.
         statistics: the tenant's weights as bytes, if changed since they were last logged.
         note: opaque, replaces the previous note; see `retriever.replication`.
     """
@@ -45,9 +45,15 @@ class Pool:
     def add(self, output: Output) -> Entry:
         """Add an output, and return its entry for the log."""
         self.generations.extend([output])
-        statistics = to_bytes(self.weights) if self.learned != self.logged else None
-        self.logged = self.learned
-        return Entry(self.tenant, output, statistics)
+        return Entry(self.tenant, output, self.unlogged())
+
+    def unlogged(self) -> bytes | None:
+        """Return the weights for the log, None if it has them; they count as logged then."""
+        learned = self.learned  # by an open session it may rise meanwhile
+        if learned == self.logged:
+            return None
+        self.logged = learned
+        return to_bytes(self.weights)
 
     def forgetting(self, origin: bytes) -> Iterator[None]:
         """Delete the outputs of an origin in steps; see `Generations.removing`."""

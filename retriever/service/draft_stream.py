@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
+from weakref import WeakValueDictionary
 
 import grpc
 
 from retriever.drafter import DraftRequest
 from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
 from retriever.sequences import SessionKey, check_batch
+from retriever.sessions.client_lives import Client
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
@@ -127,15 +129,22 @@ class DraftStream:
         self._flushing = flushing
         self._number = 0
         self._last = pb.DraftStreamResponse()
-        self._owned: dict[SessionKey, Session] = {}
+        # Weak: a session that ends otherwise leaves memory at once.
+        self._owned: WeakValueDictionary[SessionKey, Session] = WeakValueDictionary()
+        self._client: Client | None = None
 
     async def answer(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
         """Return the response to a message.
 
         Raises:
             InvalidRequestError: the message has no number.
+            StaleClientError: a later incarnation of the stream's client has called.
         """
         read_at_s = time.monotonic()
+        if not self._number:
+            self._client = client_of(message)
+        if self._client is not None:
+            self._drafter.admit_client(self._tenant, self._client)
         await self._turns.begin()
         number = message.sequence_number
         if not number:
@@ -192,7 +201,7 @@ class DraftStream:
 
     async def _open(self, opening: pb.OpenSessionRequest, response: pb.DraftStreamResponse) -> None:
         try:
-            session = await open_session(self._drafter, opening, self._tenant)
+            session = await open_session(self._drafter, opening, self._tenant, self._client)
         except RetrieverError as error:
             _refuse(response, opening.session_id, error)
         else:
@@ -248,9 +257,12 @@ class DraftStream:
 
 
 async def open_session(
-    drafter: EmbeddedDrafter, opening: pb.OpenSessionRequest, tenant: str
+    drafter: EmbeddedDrafter,
+    opening: pb.OpenSessionRequest,
+    tenant: str,
+    client: Client | None = None,
 ) -> Session:
-    """Open a session of a tenant.
+    """Open a session of a tenant, and of a client if it has one.
 
     Raises:
         RetrieverError: it is refused.
@@ -261,8 +273,16 @@ async def open_session(
         session = await asyncio.to_thread(_prepare, drafter, opening, tenant)
     else:
         session = _prepare(drafter, opening, tenant)
+    session.client = client
     drafter.begin(SessionKey(tenant, opening.session_id), session)
     return session
+
+
+def client_of(message: pb.OpenSessionRequest | pb.DraftStreamRequest) -> Client | None:
+    """Return the client that a message names; None if it names none."""
+    if not message.HasField("client"):
+        return None
+    return Client(message.client.name, message.client.incarnation)
 
 
 def end_session(drafter: EmbeddedDrafter, closing: pb.CloseSessionRequest, tenant: str) -> None:

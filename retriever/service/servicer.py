@@ -19,7 +19,14 @@ from indexer.reader import Index
 from retriever.errors import LimitExceededError, RetrieverError
 from retriever.operations.logs import log_event
 from retriever.sequences import SessionKey
-from retriever.service.draft_stream import DraftStream, Flushing, Turns, end_session, open_session
+from retriever.service.draft_stream import (
+    DraftStream,
+    Flushing,
+    Turns,
+    client_of,
+    end_session,
+    open_session,
+)
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
@@ -170,7 +177,10 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self, request: pb.OpenSessionRequest, context: _Context
     ) -> pb.OpenSessionResponse:
         async with _statuses(context):
-            await open_session(self._drafter, request, tenant_of(context))
+            tenant, client = tenant_of(context), client_of(request)
+            if client is not None:
+                self._drafter.admit_client(tenant, client)
+            await open_session(self._drafter, request, tenant, client)
             return pb.OpenSessionResponse()
 
     async def DraftStream(

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
@@ -236,7 +236,6 @@ class Administration:
 
         Raises:
             NotPossibleError: they would be lost.
-            LimitExceededError: they are being deleted.
         """
         check_tenant_name(tenant)
         pools = self._owned.pools
@@ -245,8 +244,9 @@ class Administration:
                 "this service keeps no state, so that the tenant's outputs would be lost: start it "
                 "with --state, or say that they may go (lose)"
             )
-        self._owned.flush()
-        was_there = pools.release(tenant)
+        was_there = tenant in pools
+        pools.evict(tenant)
+        self._owned.flush()  # writes its weights
         return was_there, sum(session.tenant == tenant for _, session in self._held())
 
     def indexes(self, tenant: str | None = None) -> list[Attached]:
@@ -386,7 +386,7 @@ class Administration:
 
 def client_of(session: Session) -> str:
     """Return the name of a session's client; empty if none was given."""
-    return str(getattr(session, "client", ""))
+    return session.client.name if session.client is not None else ""
 
 
 def _sliced(items: Sequence[_Item]) -> Iterator[list[_Item]]:

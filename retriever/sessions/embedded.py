@@ -45,6 +45,7 @@ from retriever.replication.sharing import Replication, check_replication
 from retriever.sequences import SessionKey, check_batch, check_step
 from retriever.sessions.administration import Administration, Owned
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
+from retriever.sessions.client_lives import Client, check_client
 from retriever.sessions.deletion import forget
 from retriever.sessions.draft_counts import Census, DraftCounts, census_of
 from retriever.sessions.options import (
@@ -54,7 +55,7 @@ from retriever.sessions.options import (
     opened_indexes,
 )
 from retriever.sessions.refreshed_corpora import warm_kernels
-from retriever.sessions.session_table import CheckedRequest, Session, Sessions
+from retriever.sessions.session_table import CheckedRequest, OpenSession, Session, Sessions
 from retriever.tree import DraftTree, Explanation
 
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -238,6 +239,65 @@ class EmbeddedDrafter:
         """End sessions that are still open, and keep nothing of them; return how many."""
         with self._lock:
             return self._sessions.discard(ended)
+
+    def admit_client(self, tenant: str, client: Client) -> int:
+        """Note that a client of a tenant calls; return how many sessions end by it.
+
+        Those of its earlier incarnations end, and nothing is kept of them.
+
+        Raises:
+            InvalidRequestError: its name is invalid.
+            StaleClientError: a later incarnation of it has called.
+        """
+        check_client(client)
+        with self._lock:
+            return self._sessions.admit(tenant, client)
+
+    def open_sessions(self, tenant: str | None = None) -> list[OpenSession]:
+        """List the open sessions, the longest idle first; of one tenant, if it is named."""
+        with self._lock:
+            sessions = self._sessions.items() if tenant is None else self._sessions.of(tenant)
+        return self._sessions.listed(sessions)
+
+    def end_sessions(
+        self,
+        tenant: str | None = None,
+        *,
+        name: str | None = None,
+        client: str | None = None,
+        min_idle_s: float = 0.0,
+    ) -> int:
+        """End the open sessions that all conditions hold for; return how many.
+
+        Nothing is kept of them. Without a condition all end.
+
+        Args:
+            tenant: whose sessions.
+            name: of the session.
+            client: name of the client.
+            min_idle_s: shortest time since the last request, in seconds.
+        """
+        sessions = self._sessions
+
+        def is_meant(key: SessionKey, session: Session) -> bool:
+            owner = session.client.name if session.client else None
+            return (
+                tenant in {None, session.tenant}
+                and name in {None, key.name}
+                and client in {None, owner}
+                and (not min_idle_s or sessions.idle_s(session) >= min_idle_s)
+            )
+
+        with self._lock:
+            return sessions.end_where(is_meant)
+
+    def evict_tenant(self, tenant: str) -> bool:
+        """Take a tenant's outputs and weights out of memory; return whether they were there.
+
+        With a state directory they are loaded again when the tenant calls next; without one they
+        are lost. Open sessions of the tenant draft from them until they end.
+        """
+        return self._pools.evict(tenant)
 
     def end_idle(self) -> int:
         """End sessions idle for longer than `idle_session_s`; return how many."""

@@ -13,10 +13,11 @@ from retriever.limits import Limits
 from retriever.predict.databases import Corpus, Databases
 from retriever.predict.pool import Pool
 from retriever.sequences import OpenSessions, SessionKey
+from retriever.sessions.client_lives import Client, ClientLives
 from retriever.tree import DraftTree
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
     """One sequence.
 
@@ -26,6 +27,8 @@ class Session:
         remember: whether its output joins the generations.
         last_used_s: time of the last request.
         drafted: its last draft, whose outcome is not known yet; None before the first.
+        opened_s: time of its opening, by the clock of the table.
+        client: that it belongs to; None without one.
     """
 
     databases: Databases
@@ -33,6 +36,8 @@ class Session:
     remember: bool
     last_used_s: float = 0.0
     drafted: DraftTree | None = None
+    opened_s: float = 0.0
+    client: Client | None = None
 
     @property
     def tenant(self) -> str:
@@ -54,6 +59,29 @@ class CheckedRequest(NamedTuple):
     request: DraftRequest
 
 
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """An open session, for those who run the service.
+
+    Attributes:
+        tenant: whose it is.
+        name: as its caller knows it.
+        client: that it belongs to; None without one.
+        num_tokens: of its sequence.
+        num_bytes: memory of its sequence.
+        idle_s: time since its last request, in seconds.
+        age_s: time since its opening, in seconds.
+    """
+
+    tenant: str
+    name: str
+    client: Client | None
+    num_tokens: int
+    num_bytes: int
+    idle_s: float
+    age_s: float
+
+
 class Sessions:
     """Sessions by name, the longest idle first. Not thread-safe: callers hold a lock.
 
@@ -69,6 +97,7 @@ class Sessions:
         self._num_tokens = 0
         self._tenant_sessions: Counter[str] = Counter()
         self._tenant_tokens: Counter[str] = Counter()
+        self._clients = ClientLives()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -84,12 +113,15 @@ class Sessions:
         Raises:
             SessionExistsError: the name is taken.
             LimitExceededError: the number of sessions is at its limit, and none is idle.
+            StaleClientError: its client has come back meanwhile.
         """
+        if session.client is not None:
+            self.admit(session.tenant, session.client)
         self._open.check_free(key)
         self.end_idle()
-        self._check_count(session.tenant)
+        self._make_place(session.tenant)
         self.charge(session, len(session.databases.context))
-        session.last_used_s = self._clock()
+        session.last_used_s = session.opened_s = self._clock()
         self._open.add(key, session)
         self._tenant_sessions[session.tenant] += 1
 
@@ -178,6 +210,46 @@ class Sessions:
             self.remove(key)
         return len(gone)
 
+    def admit(self, tenant: str, client: Client) -> int:
+        """Note that a client calls, and end the sessions of its earlier lives; return how many.
+
+        Raises:
+            StaleClientError: a later life of it has called.
+        """
+        if not self._clients.begins(tenant, client):
+            return 0
+        return self.end_where(
+            lambda _, session: (
+                session.tenant == tenant
+                and session.client is not None
+                and session.client.name == client.name
+                and session.client.incarnation < client.incarnation
+            )
+        )
+
+    def end_where(self, is_meant: Callable[[SessionKey, Session], bool]) -> int:
+        """End the sessions that a predicate holds for; return how many. Nothing is kept."""
+        ended = [key for key, session in self._open.items() if is_meant(key, session)]
+        for key in ended:
+            self.remove(key)
+        return len(ended)
+
+    def listed(self, sessions: Iterable[tuple[SessionKey, Session]]) -> list[OpenSession]:
+        """Describe sessions, some of which may have ended since."""
+        now_s = self._clock()
+        return [
+            OpenSession(
+                tenant=session.tenant,
+                name=key.name,
+                client=session.client,
+                num_tokens=len(session.databases.context),
+                num_bytes=session.databases.context.num_bytes,
+                idle_s=now_s - session.last_used_s,
+                age_s=now_s - session.opened_s,
+            )
+            for key, session in sessions
+        ]
+
     def end_idle(self) -> int:
         """End sessions idle for longer than `idle_session_s`; return how many."""
         idle_since_s = self._clock() - self._limits.idle_session_s
@@ -225,17 +297,53 @@ class Sessions:
             if session.databases.corpus is older:
                 session.databases.turn_to(corpus)
 
-    def _check_count(self, tenant: str) -> None:
+    def _make_place(self, tenant: str) -> None:
+        """End the session that has been idle longest, where there is no place for one more.
+
+        For a tenant's own limit that is one of its own. For the service's it is any, but for those
+        of tenants that have no more than their share if this one has its own: equal parts of
+        `max_sessions` for all tenants with open sessions.
+
+        Raises:
+            LimitExceededError: none is idle for longer than `idle_eviction_s`.
+        """
         limits, of_tenant = self._limits, self._tenant_sessions[tenant]
-        if len(self._open) >= limits.max_sessions:
-            raise LimitExceededError(
-                f"there is no room for one more session: at most {limits.max_sessions} are open, "
-                "of all tenants together (max_sessions)",
-                limit="max_sessions",
-            )
         if of_tenant >= limits.max_tenant_sessions:
-            raise LimitExceededError(
+            self._end_one(
+                tenant,
+                self.of(tenant),
                 f"{of_tenant} sessions of the tenant are open, which is the limit "
                 "(max_tenant_sessions)",
-                limit="max_tenant_sessions",
+                "max_tenant_sessions",
             )
+        elif len(self._open) >= limits.max_sessions:
+            self._end_one(
+                tenant,
+                self._open.items(),
+                f"there is no room for one more session: at most {limits.max_sessions} are open, "
+                "of all tenants together (max_sessions)",
+                "max_sessions",
+            )
+
+    def _end_one(
+        self,
+        tenant: str,
+        candidates: Sequence[tuple[SessionKey, Session]],
+        refusal: str,
+        limit: str,
+    ) -> None:
+        counts = self._tenant_sessions
+        share = self._limits.max_sessions // len(
+            {*(name for name in counts if counts[name]), tenant}
+        )
+        idle_enough_s = self._limits.idle_eviction_s
+        for key, session in candidates:  # the longest idle first
+            is_spared = counts[tenant] >= share >= counts[session.tenant]
+            if session.tenant != tenant and is_spared:
+                continue
+            if self.idle_s(session) <= idle_enough_s:
+                break
+            self.remove(key)
+            return
+        # When that will be tells of other tenants' sessions, so the longest wait is told.
+        raise LimitExceededError(refusal, limit=limit, retry_after_s=idle_enough_s)

@@ -15,6 +15,7 @@ from retriever.errors import (
     OutOfSequenceError,
     RetrieverError,
     SessionExistsError,
+    StaleClientError,
     UnknownSessionError,
     VocabularyMismatchError,
 )
@@ -23,6 +24,7 @@ from retriever.v1 import retriever_pb2 as pb
 # Subclasses first: the first matching class gives the status.
 _STATUS_OF_ERROR: Final[tuple[tuple[type[RetrieverError], grpc.StatusCode], ...]] = (
     (OutOfSequenceError, grpc.StatusCode.ABORTED),
+    (StaleClientError, grpc.StatusCode.FAILED_PRECONDITION),
     (VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     (LimitExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),

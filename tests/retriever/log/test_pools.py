@@ -37,19 +37,11 @@ class SlowLog(GenerationsLog):
         found = super().load(tenant)  # what comes later is not in it
         if tenant == SLOW:
             self.num_loads += 1
-            self._wait()
+            self.began.set()
+            assert self.may_go_on.wait(WAIT_S)
             if self.fails:
                 raise MemoryError
         return found
-
-    def put_statistics(self, tenant: str, statistics: bytes) -> None:
-        if tenant == SLOW:
-            self._wait()
-        super().put_statistics(tenant, statistics)
-
-    def _wait(self) -> None:
-        self.began.set()
-        assert self.may_go_on.wait(WAIT_S)
 
 
 @pytest.fixture
@@ -168,33 +160,30 @@ def test_an_end_waits_for_a_load(log: SlowLog, threads: ThreadPoolExecutor) -> N
     assert log.failures == 0
 
 
-def test_no_tenant_waits_for_another_tenants_eviction(
-    log: SlowLog, threads: ThreadPoolExecutor
-) -> None:
+def test_weights_of_an_evicted_tenant_are_written_later_and_read_again(tmp_path: Path) -> None:
+    log = GenerationsLog(tmp_path)
     pools = Pools(Limits(max_tenants=1), log)
-    log.may_go_on.set()
-    pools.get(SLOW).learned += 1  # its weights are to be written
-    log.may_go_on.clear()
-    log.began.clear()
-    evicting = threads.submit(pools.get, "evicts")
-    assert log.began.wait(WAIT_S)
-    assert threads.submit(pools.get, "other").result(WAIT_S / 10).tenant == "other"
-    again = threads.submit(pools.get, SLOW)  # still in memory
-    assert outputs_of(again.result(WAIT_S / 10)) == [output(1).tolist()]
-    deleting = threads.submit(deleted, pools)
-    assert not wait_for([deleting], SOON_S).done  # otherwise the weights would come back
-    log.may_go_on.set()
-    deleting.result(WAIT_S)
-    evicting.result(WAIT_S)
-    assert log.load(SLOW).statistics is None
+    pool = pools.get("first")
+    pool.weights["bias"] += 1.0
+    pool.learned += 1
+    learned = pool.weights.copy()
+    del pool
+    pools.get("second")
+    assert "first" not in pools
+    assert np.array_equal(pools.get("first").weights, learned)
+    pools.close()
 
 
-def deleted(pools: Pools) -> None:
-    with pools.deletion(SLOW) as pool:
-        if pool is not None:
-            pool.clear()
-        pools.evict(SLOW)
-        pools.delete_logged(Scope(SLOW))
+def test_weights_of_an_evicted_tenant_do_not_outlive_its_deletion(tmp_path: Path) -> None:
+    log = GenerationsLog(tmp_path)
+    pools = Pools(Limits(), log)
+    pools.get("gone").learned += 1
+    assert pools.evict("gone")
+    with pools.deletion("gone") as pool:
+        assert pool is None
+        pools.delete_logged(Scope("gone"))
+    assert log.load("gone").statistics is None
+    pools.close()
 
 
 def test_a_log_is_read_in_parts(tmp_path: Path) -> None:
