@@ -242,13 +242,15 @@ def detach(
 def show_use(tenant: Tenant = None, *, plane: PlaneSettings, as_json: AsJson = False) -> None:
     """Show what tenants have used since the service began."""
     with _calling(plane) as (calls, timeout_s):
-        answers = calls.GetUse(pb.GetUseRequest(tenant=tenant), timeout=timeout_s)
-        found = [use for answer in answers for use in answer.tenants]
+        answers = list(calls.GetUse(pb.GetUseRequest(tenant=tenant), timeout=timeout_s))
+    found = [use for answer in answers for use in answer.tenants]
     columns: _Columns = {
         "TENANT": lambda each: each.tenant,
         "DRAFTS": lambda each: each.num_drafts,
+        "NODES": lambda each: each.num_nodes,
         "TOKENS": lambda each: each.num_tokens,
         "WORK": lambda each: _duration(each.work_s),
+        "REFUSED": lambda each: each.num_refused,
         "MEMORY NOW": lambda each: _size(each.num_bytes),
     }
     _show_all(found, columns, "no tenant has used anything", as_json=as_json)

@@ -41,6 +41,7 @@ from retriever.sessions.administration import (
     TenantReport,
 )
 from retriever.sessions.bindings import Attached
+from retriever.sessions.draft_counts import TenantUse
 from retriever.v1 import admin_pb2 as pb
 from retriever.v1 import admin_pb2_grpc as pb_grpc
 from retriever.wire.statuses import status_of
@@ -142,8 +143,15 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
         self, request: pb.GetUseRequest, context: _Context
     ) -> AsyncIterator[pb.GetUseResponse]:
         async with _statuses(context):
-            raise NotPossibleError("use is not counted yet")
-            yield
+            tenant = _tenant_in(request)
+            found = await self._look(lambda administration: administration.uses(tenant))
+            since_s = self._on.service.began_s
+            if tenant is None:
+                others = self._administration().other_use
+                yield pb.GetUseResponse(since_s=since_s, others=_use_info("", others, 0))
+            for part in _sliced(found):
+                infos = [_use_info(each.tenant, each.use, each.num_bytes) for each in part]
+                yield pb.GetUseResponse(tenants=infos, since_s=since_s)
 
     async def ListAttachedIndexes(
         self, request: pb.ListAttachedIndexesRequest, context: _Context
@@ -256,6 +264,15 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
             )
         return service.drafter.administration
 
+    def _drain(self) -> tuple[bool, int]:
+        """Begin to drain; return whether that was under way, and how many sessions are open."""
+        service = self._on.service
+        was_draining = self._is_ended or service.observer.lifecycle.phase is Phase.DRAINING
+        self._is_ended = True
+        if not was_draining:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return was_draining, 0 if service.drafter is None else service.drafter.num_sessions
+
     async def _look(self, look: Callable[[Administration], _Result]) -> _Result:
         """Return what may take some time to see."""
         administration = self._administration()
@@ -336,6 +353,18 @@ def _session_info(report: SessionReport) -> pb.SessionInfo:
 
 def _tenant_info(report: TenantReport) -> pb.TenantInfo:
     return pb.TenantInfo(**asdict(report))
+
+
+def _use_info(tenant: str, use: TenantUse, num_bytes: int) -> pb.UseInfo:
+    return pb.UseInfo(
+        tenant=tenant,
+        num_drafts=use.drafts,
+        num_nodes=use.nodes,
+        num_tokens=use.tokens,
+        work_s=use.seconds,
+        num_refused=use.refused,
+        num_bytes=num_bytes,
+    )
 
 
 def _index_info(attached: Attached) -> pb.AttachedIndex:

@@ -23,6 +23,7 @@ from retriever.log.log_files import sync_path
 from retriever.log.pools import Pools
 from retriever.sequences import SessionKey
 from retriever.sessions.bindings import Attached, Bindings
+from retriever.sessions.draft_counts import TenantUse, TenantUses
 from retriever.sessions.session_table import Session, Sessions
 
 SLICE: Final = 256
@@ -121,6 +122,20 @@ class TenantReport:
     generations_bytes: int = 0
     num_own_indexes: int = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its sessions and generations."""
+        return self.session_bytes + self.generations_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class UseReport:
+    """What a tenant has used, and the bytes that it takes in memory now."""
+
+    tenant: str
+    use: TenantUse
+    num_bytes: int
+
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
@@ -145,6 +160,7 @@ class Owned:
         vocabulary: returns the vocabulary of the tokens; None if it is unknown.
         take_limits: puts checked limits in force, with the lock held.
         most_nodes: for which there is room in a tree.
+        uses: what each tenant has used.
     """
 
     sessions: Sessions
@@ -156,6 +172,7 @@ class Owned:
     vocabulary: Callable[[], Vocabulary | None]
     take_limits: Callable[[Limits], None]
     most_nodes: int
+    uses: TenantUses
 
 
 class Administration:
@@ -223,6 +240,29 @@ class Administration:
             if tenant is not None:
                 found[tenant].num_own_indexes = num_own
         return [found[tenant] for tenant in sorted(found)]
+
+    def uses(self, tenant: str | None = None) -> list[UseReport]:
+        """Return what tenants have used, by name; blocks as `tenants` does.
+
+        Args:
+            tenant: whose use; None for that of all.
+        """
+        if tenant is not None:
+            check_tenant_name(tenant)
+        held = {each.tenant: each for each in self.tenants()}
+        uses = self._owned.uses.copy()
+        named = sorted({*held, *uses}) if tenant is None else [tenant]
+        return [
+            UseReport(
+                name, uses.get(name, TenantUse()), held[name].num_bytes if name in held else 0
+            )
+            for name in named
+        ]
+
+    @property
+    def other_use(self) -> TenantUse:
+        """What tenants have used that are no longer counted apart."""
+        return self._owned.uses.others
 
     def evict(self, tenant: str, *, lose: bool) -> tuple[bool, int]:
         """Let a tenant's generations leave memory; those on disk stay.

@@ -4,7 +4,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Final
 
@@ -166,3 +166,59 @@ def census_of(sessions: Sequence[Session], pools: Sequence[Pool], lock: Lock) ->
 def _tokens_of(pool: Pool, lock: Lock) -> int:
     with lock:
         return pool.generations.num_tokens
+
+
+@dataclass(slots=True)
+class TenantUse:
+    """What a tenant has used since its first call. Counts only rise; readers need no lock.
+
+    Attributes:
+        drafts: trees made for it.
+        tokens: tokens read for it: of contexts, prompts and steps.
+        nodes: nodes of its trees.
+        seconds: time that the service worked for it, in all threads.
+        refused: calls and messages that were beyond its share.
+    """
+
+    drafts: int = 0
+    tokens: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
+    refused: int = 0
+
+    def add(self, other: "TenantUse") -> None:
+        """Add what another has used."""
+        self.drafts += other.drafts
+        self.tokens += other.tokens
+        self.nodes += other.nodes
+        self.seconds += other.seconds
+        self.refused += other.refused
+
+
+MOST_USES: Final = 1024
+"""Tenants counted apart: some 200 bytes each, and a table that people can read."""
+
+
+class TenantUses:
+    """Use by tenant, of the tenants seen last. For one writer; `copy` is for other threads.
+
+    Attributes:
+        others: of all tenants that are no longer counted apart.
+    """
+
+    def __init__(self) -> None:
+        self._by_tenant: dict[str, TenantUse] = {}
+        self.others = TenantUse()
+
+    def of(self, tenant: str) -> TenantUse:
+        """Return a tenant's use, to be added to."""
+        use = self._by_tenant.get(tenant)
+        if use is None:
+            use = self._by_tenant[tenant] = TenantUse()
+            if len(self._by_tenant) > MOST_USES:
+                self.others.add(self._by_tenant.pop(next(iter(self._by_tenant))))
+        return use
+
+    def copy(self) -> dict[str, TenantUse]:
+        """Return a copy by tenant, the longest known first."""
+        return {name: replace(use) for name, use in self._by_tenant.copy().items()}

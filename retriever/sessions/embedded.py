@@ -47,7 +47,7 @@ from retriever.sessions.administration import Administration, Owned
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
 from retriever.sessions.client_lives import Client, check_client
 from retriever.sessions.deletion import forget
-from retriever.sessions.draft_counts import Census, DraftCounts, census_of
+from retriever.sessions.draft_counts import Census, DraftCounts, TenantUses, census_of
 from retriever.sessions.options import (
     DEFAULT_LIMITS,
     DrafterOptions,
@@ -76,6 +76,7 @@ class EmbeddedDrafter:
         limits: as given.
         vocabulary: of the indexes, or as given.
         draft_counts: counts of drafts and their outcomes.
+        uses: what each tenant has used, as far as a service counts it.
         administration: what an operator does with it while it runs.
 
     Raises:
@@ -91,6 +92,7 @@ class EmbeddedDrafter:
         self.limits = options.get("limits", DEFAULT_LIMITS)
         self.vocabulary = common_vocabulary(indexes, phrases, bound, options.get("vocabulary"))
         self.draft_counts = DraftCounts()
+        self.uses = TenantUses()
         self._lock = Lock()
         self._predictor = options.get("predictor") or Predictor(self.limits.max_budget_nodes)
         self._sessions = Sessions(self.limits)
@@ -121,6 +123,7 @@ class EmbeddedDrafter:
                 vocabulary=lambda: self.vocabulary,
                 take_limits=self._take_limits,
                 most_nodes=self.limits.max_budget_nodes,
+                uses=self.uses,
             )
         )
         self._pools.get("")  # callers without a tenant do not wait for the log

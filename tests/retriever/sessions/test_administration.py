@@ -400,7 +400,7 @@ def test_new_limits_count_from_the_next_request(drafter: EmbeddedDrafter) -> Non
     ):
         with pytest.raises(NotPossibleError, match=name):
             drafter.administration.take_limits(
-                replace(drafter.limits, max_sessions=1, **{name: value})  # type: ignore[arg-type]
+                replace(drafter.limits, max_sessions=1, **{name: value})
             )
     assert drafter.limits.max_sessions == 3
 
