@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 from inspect import Parameter, Signature, get_annotations
+from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
 
 import typer
@@ -126,11 +127,27 @@ def _option(name: str, field: FieldInfo, panel: str | None, *, is_partial: bool)
         metavar=next((each.name for each in field.metadata if isinstance(each, Metavar)), None),
         min=_bound(field, "ge"),
         max=_bound(field, "le"),
+        parser=_path if _is_path(kind) else None,
         help=field.description,
         show_default=str(default).lower() if has_default and is_partial else has_default,
         rich_help_panel=panel,
     )
     return Annotated[kind | None, option]
+
+
+def _is_path(kind: Any) -> bool:
+    return any(each is Path for each in (kind, *get_args(kind)))
+
+
+def _path(text: str | Path) -> Path:
+    """Return a path; an empty one would be the current directory.
+
+    Raises:
+        typer.BadParameter: it is empty.
+    """
+    if text == "":
+        raise typer.BadParameter("it is empty: name a path, or leave the flag out.")
+    return Path(text)
 
 
 def _is_list(field: FieldInfo) -> bool:

@@ -1,12 +1,14 @@
 """Opening an index: memory-mapped segments, and the document of a position.
 
 Loads numpy only. Opening reads the snapshot and maps all other files, so it takes milliseconds for
-an index of any size.
+an index of any size; or it holds copies of them, which takes as long as reading them.
 """
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+from numpy.typing import NDArray
 
 from indexer.errors import DamagedIndexError, IndexerError, TokenizerMismatchError
 from indexer.format.names import token_dtype
@@ -47,16 +49,24 @@ class Index:
         num_uncounted_tokens: tokens of segments that the phrase tables do not count yet.
         keeps_texts: whether the texts of the documents are kept.
         num_bytes: size of the snapshot's file, all segments and the phrase tables on disk.
+        is_held: whether copies of all files are held in memory; else they are mapped.
     """
 
     def __init__(
-        self, path: Path, held: HeldSnapshot, snapshot: Snapshot, identity: Identity
+        self,
+        path: Path,
+        held: HeldSnapshot,
+        snapshot: Snapshot,
+        identity: Identity,
+        *,
+        hold: bool = False,
     ) -> None:
         contents = held.contents
         self.path = path
         self.vocabulary = contents.vocabulary
         self.segments = snapshot.segments
         self.phrases = snapshot.phrases
+        self.is_held = hold
         self.number = held.number
         self.published_s = held.published_s
         self.num_tokens = contents.num_tokens
@@ -73,19 +83,24 @@ class Index:
         self._identity = identity
 
     @classmethod
-    def open(cls, path: Path | str, *, vocabulary: Vocabulary | None = None) -> Self:
+    def open(
+        cls, path: Path | str, *, vocabulary: Vocabulary | None = None, hold: bool = False
+    ) -> Self:
         """Open the latest snapshot of the index at `path`.
 
         All files are of one index, even if another replaces it at the same moment.
 
         Checks the snapshot's checksum and the sizes of all files. Their contents are not read,
         so damaged bytes go unnoticed: `verify` finds them, and code that looks up positions and
-        entries must expect any value.
+        entries must expect any value. A mapped file that is cut ends the process with the next
+        read behind its end (SIGBUS); one that is held can be cut, overwritten and removed.
 
         Args:
             path: the index's directory.
             vocabulary: of the tokenizer whose tokens will be looked up; where given, an index
                 for another one is refused.
+            hold: whether to read all files into memory instead of mapping them, once for all that
+                hold the same files in this process.
 
         Raises:
             IndexNotFoundError: there is no index.
@@ -93,22 +108,30 @@ class Index:
                 as far as is checked.
             FormatVersionError: the index is of another format.
             TokenizerMismatchError: the index was built with another tokenizer.
-            IndexerError: the folder cannot be opened, or is replaced all the time.
+            IndexerError: the folder cannot be opened, or is replaced all the time; or there is no
+                memory to hold it.
         """
         path = Path(path)
-        return from_same_folder(path, lambda: cls._open(path, vocabulary, _nothing), cls.close)
+        return from_same_folder(
+            path, lambda: cls._open(path, vocabulary, _nothing, hold=hold), cls.close
+        )
 
     @classmethod
     def _open(
-        cls, path: Path, vocabulary: Vocabulary | None, before: Callable[[Identity], Before]
+        cls,
+        path: Path,
+        vocabulary: Vocabulary | None,
+        before: Callable[[Identity], Before],
+        *,
+        hold: bool,
     ) -> Self:
         identity = folder_identity(path)
         held = hold_latest(path)
         try:
             if vocabulary is not None:
                 _check_vocabulary(path, held.contents.vocabulary, vocabulary)
-            snapshot = open_snapshot(path, held.contents, before(identity))
-            return cls(path, held, snapshot, identity)
+            snapshot = open_snapshot(path, held.contents, before(identity), hold=hold)
+            return cls(path, held, snapshot, identity, hold=hold)
         except BaseException:
             held.close()
             raise
@@ -124,16 +147,16 @@ class Index:
             return False
 
     def reopened(self) -> Self:
-        """Open the latest snapshot at the path; this one stays open.
+        """Open the latest snapshot at the path; this one stays open. Held if this one is.
 
-        Segments and phrase tables that both have are the same objects, mapped once.
+        Segments and phrase tables that both have are the same objects, mapped or held once.
 
         Raises:
             IndexerError: as `open`; an index of another vocabulary than this one is refused.
         """
         return from_same_folder(
             self.path,
-            lambda: self._open(self.path, self.vocabulary, self._shared_with),
+            lambda: self._open(self.path, self.vocabulary, self._shared_with, hold=self.is_held),
             type(self).close,
         )
 
@@ -185,6 +208,10 @@ class Index:
                         "where it cannot be"
                     )
                 yield table.document(number), next_start - 1 - start
+
+    def mapped_arrays(self) -> Iterator[NDArray[Any]]:
+        """Yield the array of each file that is mapped into memory."""
+        return Snapshot(self.segments, self.phrases).mapped_arrays()
 
     def close(self) -> None:
         """Release the snapshot. Arrays stay valid as long as they are referred to."""

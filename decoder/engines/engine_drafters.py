@@ -88,7 +88,7 @@ def _embedded(
 ) -> EmbeddedDrafter:
     make = partial(
         EmbeddedDrafter,
-        _indexes(settings.index, vocabulary),
+        _indexes(settings.index, vocabulary, hold=settings.hold_indexes),
         vocabulary=vocabulary,
         limits=Limits(generations_tokens=settings.generations_tokens, idle_session_s=math.inf),
         durability=settings.durability,
@@ -104,7 +104,7 @@ def _embedded(
     return drafter
 
 
-def _indexes(paths: Sequence[Path], vocabulary: Vocabulary | None) -> list[Index]:
+def _indexes(paths: Sequence[Path], vocabulary: Vocabulary | None, *, hold: bool) -> list[Index]:
     """Open the indexes of a vocabulary; say which are left out, and why."""
     opened = []
     for path in paths:
@@ -112,7 +112,7 @@ def _indexes(paths: Sequence[Path], vocabulary: Vocabulary | None) -> list[Index
             _log.warning("no drafts from %s: the engine's tokenizer is not known", path)
             continue
         try:
-            opened.append(Index.open(path, vocabulary=vocabulary))
+            opened.append(Index.open(path, vocabulary=vocabulary, hold=hold))
         except (IndexerError, OSError) as error:
             _log.warning("no drafts from %s: %s", path, error)
     return opened

@@ -1,15 +1,18 @@
-"""Checking the files of an index and mapping them into memory."""
+"""Checking the files of an index, and mapping them into memory or holding copies there."""
 
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.errors import DamagedIndexError
+from indexer.errors import DamagedIndexError, IndexerError
 from indexer.format.documents import DocumentTable
 from indexer.format.names import (
     COUNT_DTYPE,
@@ -46,10 +49,13 @@ _SMALL_BYTES: Final = 1 << 16
 """Smaller files are read: each map holds a descriptor, of which a process has few, and an index of
 many small segments has many files."""
 
+_STEP_BYTES: Final = 1 << 24
+"""Of a file that is copied to memory: in between, other threads run."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """A part of an index, immutable and memory-mapped; all arrays are read-only.
+    """A part of an index, immutable; all arrays are read-only, and mapped files or copies of them.
 
     Attributes:
         name: name of its folder.
@@ -69,13 +75,28 @@ class Segment:
     starts: NDArray[np.uint32]
     documents: DocumentTable
 
+    def arrays(self) -> Iterator[NDArray[Any]]:
+        """Yield the array of each file."""
+        yield from (self.tokens, self.suffixes, self.starts)
+        yield from self.documents.files().values()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """The mapped segments and phrase tables of one published snapshot."""
+    """The segments and phrase tables of one published snapshot, mapped or held."""
 
     segments: tuple[Segment, ...]
     phrases: PhraseTables
+
+    def mapped_arrays(self) -> Iterator[NDArray[Any]]:
+        """Yield the array of each file that is mapped into memory; others may be views of it."""
+        files = (array for segment in self.segments for array in segment.arrays())
+        for each in (*files, *self.phrases.files().values()):
+            array = each
+            while isinstance(array.base, np.ndarray):
+                array = array.base
+            if isinstance(array.base, memoryview) and isinstance(array.base.obj, _MappedFile):
+                yield array
 
 
 Before = tuple[Contents, Snapshot] | None
@@ -116,13 +137,16 @@ def check_file(path: Path, expected: FileRecord) -> None:
         )
 
 
-def open_snapshot(path: Path, contents: Contents, before: Before = None) -> Snapshot:
-    """Map and check all that the catalog of the index at `path` lists.
+def open_snapshot(
+    path: Path, contents: Contents, before: Before = None, *, hold: bool = False
+) -> Snapshot:
+    """Map or hold, and check, all that the catalog of the index at `path` lists.
 
     Args:
         path: the index's directory.
         contents: what its catalog lists.
-        before: files that it shares are not mapped again.
+        before: files that it shares are not opened again.
+        hold: whether to copy files to memory instead of mapping them.
 
     Raises:
         DamagedIndexError: see `open_segment` and `open_phrases`.
@@ -132,12 +156,12 @@ def open_snapshot(path: Path, contents: Contents, before: Before = None) -> Snap
     segments = [
         mapped[record.name][1]
         if record.name in mapped and mapped[record.name][0] == record
-        else open_segment(path, record, size)
+        else open_segment(path, record, size, hold=hold)
         for record in contents.segments
     ]
     if before is not None and before[0].phrases == contents.phrases:
         return Snapshot(tuple(segments), before[1].phrases)
-    return Snapshot(tuple(segments), open_phrases(path, contents.phrases, size))
+    return Snapshot(tuple(segments), open_phrases(path, contents.phrases, size, hold=hold))
 
 
 def _mapped(before: Before) -> dict[str, tuple[SegmentRecord, Segment]]:
@@ -149,10 +173,12 @@ def _mapped(before: Before) -> dict[str, tuple[SegmentRecord, Segment]]:
     return {record.name: (record, segment) for record, segment in pairs}
 
 
-def open_segment(path: Path, record: SegmentRecord, vocabulary_size: int) -> Segment:
-    """Map the files of a segment of the index at `path`, and check their sizes.
+def open_segment(
+    path: Path, record: SegmentRecord, vocabulary_size: int, *, hold: bool = False
+) -> Segment:
+    """Map or hold the files of a segment of the index at `path`, and check their sizes.
 
-    Reads only the ends of `starts`.
+    Of mapped files it reads only the ends of `starts`.
 
     Raises:
         DamagedIndexError: files are missing or of another size than was written, or `starts` does
@@ -161,9 +187,9 @@ def open_segment(path: Path, record: SegmentRecord, vocabulary_size: int) -> Seg
     folder = path / SEGMENTS_FOLDER / record.name
     for name, file in record.files.items():
         check_size(folder / name, file.num_bytes)
-    tokens = map_array(folder / TOKENS_FILE, token_dtype(vocabulary_size))
-    suffixes = map_array(folder / SUFFIXES_FILE, POSITION_DTYPE)
-    starts = map_array(folder / STARTS_FILE, POSITION_DTYPE)
+    tokens = map_array(folder / TOKENS_FILE, token_dtype(vocabulary_size), hold=hold)
+    suffixes = map_array(folder / SUFFIXES_FILE, POSITION_DTYPE, hold=hold)
+    starts = map_array(folder / STARTS_FILE, POSITION_DTYPE, hold=hold)
     lengths = (record.num_tokens + record.num_documents, record.num_tokens, vocabulary_size + 1)
     if (len(tokens), len(suffixes), len(starts)) != lengths:
         raise DamagedIndexError(f"the files of {folder} contradict the counts in the catalog")
@@ -172,27 +198,33 @@ def open_segment(path: Path, record: SegmentRecord, vocabulary_size: int) -> Seg
             f"{folder / STARTS_FILE} is damaged, it does not divide the suffixes: "
             "copy or build the index again"
         )
-    documents = open_documents(folder, record.num_documents, record.licences)
+    documents = open_documents(folder, record.num_documents, record.licences, hold=hold)
     return Segment(record.name, tokens, suffixes, starts, documents)
 
 
-def open_documents(folder: Path, num_documents: int, licences: tuple[str, ...]) -> DocumentTable:
-    """Map the document files in a folder, and check that they are of so many documents.
+def open_documents(
+    folder: Path, num_documents: int, licences: tuple[str, ...], *, hold: bool = False
+) -> DocumentTable:
+    """Map or hold the document files in a folder, and check that they are of so many documents.
 
     Raises:
         DamagedIndexError: files are missing, or are not of so many documents.
     """
-    arrays = {name: map_array(folder / name, dtype) for name, dtype in DOCUMENT_DTYPES.items()}
+    arrays = {
+        name: map_array(folder / name, dtype, hold=hold) for name, dtype in DOCUMENT_DTYPES.items()
+    }
     lengths = [len(arrays[name]) for name in (DOCUMENT_STARTS_FILE, NAME_ENDS_FILE, LICENCES_FILE)]
     if {*lengths, len(arrays[DIGESTS_FILE]) / DIGEST_BYTES} != {num_documents}:
         raise DamagedIndexError(f"the documents of {folder} contradict the counts in the catalog")
     return DocumentTable.of_files(arrays, licences)
 
 
-def open_phrases(path: Path, record: PhrasesRecord, vocabulary_size: int) -> PhraseTables:
-    """Map the files of the phrase tables of the index at `path`, and check that they fit.
+def open_phrases(
+    path: Path, record: PhrasesRecord, vocabulary_size: int, *, hold: bool = False
+) -> PhraseTables:
+    """Map or hold the files of the phrase tables of the index at `path`, and check that they fit.
 
-    Of `starts` the ends are read, of the other files nothing.
+    Of mapped `starts` the ends are read, of the other files nothing.
 
     Raises:
         DamagedIndexError: files are missing or of another size than was written, or `starts` do
@@ -203,7 +235,7 @@ def open_phrases(path: Path, record: PhrasesRecord, vocabulary_size: int) -> Phr
     arrays = {}
     for name in PHRASE_FILES:
         check_size(folder / name, record.files[name].num_bytes)
-        arrays[name] = map_array(folder / name, dtypes.get(name[:-1], POSITION_DTYPE))
+        arrays[name] = map_array(folder / name, dtypes.get(name[:-1], POSITION_DTYPE), hold=hold)
     tables = PhraseTables.of_files(arrays)
     if not _agree(tables, vocabulary_size):
         raise DamagedIndexError(f"the files of {folder} contradict each other")
@@ -224,19 +256,75 @@ def _agree(tables: PhraseTables, vocabulary_size: int) -> bool:
     )
 
 
-def map_array(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+class _MappedFile(mmap.mmap):
+    """A file in memory: what is cut off the file is lost here, too."""
+
+
+class _HeldFile(mmap.mmap):
+    """A copy of a file in memory."""
+
+
+_FileState = tuple[int, int, int, int]
+
+_held: Final[WeakValueDictionary[_FileState, _HeldFile]] = WeakValueDictionary()
+"""Copies in use, by device, number, size and time of change: all who hold a file share one."""
+
+
+def map_array(path: Path, dtype: np.dtype[Any], *, hold: bool = False) -> NDArray[Any]:
     """Map a file as an array, read-only; a small one is read, because each map holds a descriptor.
+
+    Args:
+        path: of the file.
+        dtype: of its elements.
+        hold: whether to copy the file to memory, in huge pages where the system has them.
 
     Raises:
         DamagedIndexError: it is missing, unreadable, or no whole number of elements long.
+        IndexerError: there is no memory to hold it.
     """
     try:
         with path.open("rb") as file:
             content: bytes | mmap.mmap
             if os.fstat(file.fileno()).st_size < _SMALL_BYTES:
                 content = file.read()
+            elif hold:
+                content = _copy_of(file, path)
             else:
-                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(content, dtype)
+                content = _MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
+        array = np.frombuffer(content, dtype)
     except (OSError, ValueError) as error:
         raise DamagedIndexError(f"{path} cannot be mapped into memory: {error}") from error
+    array.flags.writeable = False
+    return array
+
+
+def _copy_of(file: BinaryIO, path: Path) -> _HeldFile:
+    """Return a file's content in memory that nobody else can change.
+
+    Raises:
+        DamagedIndexError: the file was cut meanwhile.
+        IndexerError: there is not enough memory.
+    """
+    status = os.fstat(file.fileno())
+    state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    if (copy := _held.get(state)) is not None:
+        return copy
+    try:
+        copy = _HeldFile(-1, status.st_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise IndexerError(
+            f"{path} cannot be held in memory: {error.strerror}: free {status.st_size >> 20} MiB, "
+            "or leave out --hold-indexes"
+        ) from error
+    with suppress(OSError, AttributeError):  # a kernel without huge pages, or another system
+        copy.madvise(mmap.MADV_HUGEPAGE)
+    with memoryview(copy) as target:
+        num_read = 0
+        while num_read < len(target):
+            step = file.readinto(target[num_read : num_read + _STEP_BYTES])  # type: ignore[attr-defined]
+            if not step:
+                raise DamagedIndexError(
+                    f"{path} was cut while it was read: copy or build the index again"
+                )
+            num_read += step
+    return _held.setdefault(state, copy)

@@ -184,6 +184,7 @@ def list_indexes(tenant: Tenant = None, *, plane: PlaneSettings, as_json: AsJson
         "DOCUMENTS": lambda each: each.num_documents,
         "TOKENS": lambda each: each.num_tokens,
         "SIZE": lambda each: _size(each.num_bytes),
+        "WHERE": _place_of,
     }
     _show_all(found, columns, "no index is attached", as_json=as_json)
 
@@ -329,6 +330,12 @@ def drain(*, plane: PlaneSettings, as_json: AsJson = False) -> None:
         drained = calls.Drain(pb.DrainRequest(), timeout=timeout_s)
     begun = "it drains already" if drained.was_draining else "it drains"
     _show(drained, f"{begun}: {drained.num_sessions} sessions are open", as_json=as_json)
+
+
+def _place_of(index: pb.AttachedIndex) -> str:
+    if index.is_missing:
+        return "missing"
+    return "memory" if index.is_held else "files"
 
 
 def _changes_by(setting: pb.Setting) -> str:

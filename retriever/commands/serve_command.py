@@ -24,9 +24,9 @@ from retriever.operations.tracing import tracing_of
 from retriever.operations.web import Web, WebAddress
 from retriever.replay.traces import ChatEncoder
 from retriever.security.protection import Protection, ProtectionFiles
+from retriever.service.addresses import SocketAccess, check_address
 from retriever.service.admin_servicer import Administered
 from retriever.service.admin_serving import AdminPlane
-from retriever.service.serving import check_address
 from retriever.service.serving import serve as serve_forever
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -49,9 +49,11 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     live = LiveSettings(resolve_again(), resolve_again)
     settings = live.settings
     log_to_standard_error(settings.log_format, settings.log_level)
-    tracing = tracing_of(settings.trace_ratio, settings.trace_endpoint)
+    endpoint = settings.trace_endpoint
+    tracing = tracing_of(settings.trace_ratio, endpoint.shown() if endpoint else None)
     observer = ServiceObserver(reflection=settings.reflection, tracing=tracing)
     protection = _protection(settings)
+    socket_access = SocketAccess.of(settings.socket_mode, settings.socket_group)
     service = Service(None, observer, time.time())
     plane = _admin_plane(live, service, protection)
     try:
@@ -66,6 +68,7 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
                         settings.address,
                         observer,
                         protection,
+                        socket_access=socket_access,
                         pad_replies=settings.pad_replies,
                         drain_s=settings.drain_s,
                     ),
@@ -143,6 +146,7 @@ def _open(settings: Settings) -> EmbeddedDrafter:
     check_files(
         [*settings.index, *chain.from_iterable(indexes.values())],
         [*settings.phrases, *chain.from_iterable(lists.values())],
+        skip_missing=settings.missing_indexes == "skip",
     )
     encoder = ChatEncoder(settings.tokenizer)
     load = partial(
@@ -159,6 +163,8 @@ def _open(settings: Settings) -> EmbeddedDrafter:
         state=settings.state,
         durability=settings.durability,
         phrases=load(settings.phrases, vocabulary=encoder.vocabulary),
+        hold_indexes=settings.hold_indexes,
+        skip_missing=settings.missing_indexes == "skip",
         refresh_s=settings.refresh,
         bound=BoundPaths(indexes, {tenant: own for tenant, own in listed.items() if own}),
         replication=settings.replication,

@@ -172,6 +172,12 @@ class ServiceCollector(Collector):
                 [((each.name,), value) for each, value in zip(reports, values, strict=True)],
             )
 
+        yield _gauge(
+            "indexes_missing",
+            "Indexes that are to be drafted from and that cannot be opened.",
+            len(self._service.missing_indexes),
+        )
+
     def _of_failures(self) -> Iterator[Metric]:
         service = self._service
         yield _counter(

@@ -4,15 +4,18 @@ Not pydantic-settings, because that library does not report where a value comes 
 unknown environment variables. Types and bounds are checked by pydantic.
 """
 
+import ipaddress
 import json
+import logging
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Final, Generic, TypeVar, get_origin
+from typing import Annotated, Any, Final, Generic, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BaseModel, SecretStr, TypeAdapter, ValidationError
@@ -41,6 +44,8 @@ _OTHERS: Final = frozenset(
         *credentials.VARIABLES,
     }
 )
+
+_logger = logging.getLogger(__name__)
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -145,12 +150,54 @@ def _from_environment(
     values: dict[str, object] = {}
     for variable, value in found.items():
         name = variable.removeprefix(PREFIX).lower()
+        if written.get(name) != variable and _is_of_a_platform(variable, value):
+            _logger.debug("%s is of Kubernetes or Docker, and no setting", variable)
+            continue
         if written.get(name) != variable:
             others = {other.removeprefix(PREFIX).lower(): other for other in _OTHERS}
             raise SettingsError(f"{variable} is no setting{_nearest(name, written | others)}")
         parts = _parts(fields[name], value)
         values[name] = _checked(variable, fields[name], parts, TypeAdapter.validate_python)
     return values
+
+
+def _is_host(value: str) -> bool:
+    """Return whether a value is an address of a Service: Kubernetes gives no names."""
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        return False
+    return True
+
+
+_NAMES: Final = re.escape(PREFIX) + "(?:[A-Z0-9_]+_)?"
+_PORT_AT: Final = "PORT_[0-9]{1,5}_(?:TCP|UDP|SCTP)"
+_NUMBER: Final = re.compile("[0-9]{1,5}")
+_URL: Final = re.compile(r"(?:tcp|udp|sctp)://\S+:[0-9]{1,5}", re.IGNORECASE)
+
+_PLATFORM: Final[tuple[tuple[re.Pattern[str], Callable[[str], object]], ...]] = tuple(
+    (re.compile(name), check)
+    for name, check in (
+        (f"{_NAMES}SERVICE_HOST", _is_host),
+        (f"{_NAMES}SERVICE_PORT(?:_[A-Z0-9_]+)?", _NUMBER.fullmatch),
+        (f"{_NAMES}PORT", _URL.fullmatch),
+        (f"{_NAMES}{_PORT_AT}(?:_START|_END)?", _URL.fullmatch),
+        (f"{_NAMES}{_PORT_AT}_PROTO", re.compile("tcp|udp|sctp", re.IGNORECASE).fullmatch),
+        (f"{_NAMES}{_PORT_AT}_PORT(?:_START|_END)?", _NUMBER.fullmatch),
+        (f"{_NAMES}{_PORT_AT}_ADDR", _is_host),
+        (f"{PREFIX}NAME", re.compile("/.+/.+").fullmatch),
+        (f"{PREFIX}ENV_.+", lambda _: True),
+    )
+)
+"""Variables that Kubernetes makes of a Service and Docker of a link, and the form of their values.
+
+Sources: kubelet's pkg/kubelet/envvars (of a Service `foredraft`, or `foredraft-NAME`), and Docker's
+legacy links, whose NAME and ENV_ are of the linked container. What has another form is a setting
+that is spelt wrongly: a port of ours would be a number and not a URL."""
+
+
+def _is_of_a_platform(variable: str, value: str) -> bool:
+    return any(name.fullmatch(variable) and check(value) for name, check in _PLATFORM)
 
 
 def _parts(field: FieldInfo, value: str) -> Any:
@@ -162,12 +209,20 @@ def _checked(
     where: str, field: FieldInfo, value: Any, validate: Callable[[TypeAdapter[Any], Any], Any]
 ) -> object:
     """Return a value in its setting's type, or raise with the expected values."""
+    if _is_path(field) and "" in (value if isinstance(value, list) else [value]):
+        raise SettingsError(f"{where} is empty: name a path, or leave it out")
     try:
         checked: object = validate(TypeAdapter(_type_of(field)), value)
     except ValidationError as error:
-        shown = "a value that is kept secret" if is_secret(field) else _shortened(repr(value))
+        given = without_password(value) if isinstance(value, str) else value
+        shown = "a value that is kept secret" if is_secret(field) else _shortened(repr(given))
         raise SettingsError(f"{where} is {shown}: {expected_by(error)}") from error
     return checked
+
+
+def _is_path(field: FieldInfo) -> bool:
+    kinds = (field.annotation, *get_args(field.annotation))
+    return any(isinstance(kind, type) and issubclass(kind, Path) for kind in kinds)
 
 
 def _shortened(text: str) -> str:
@@ -212,10 +267,11 @@ def shown(value: Any) -> Any:
         return [shown(each) for each in value]
     if value is None or isinstance(value, bool | int | float):
         return value
-    return _without_password(str(value))
+    return without_password(str(value))
 
 
-def _without_password(text: str) -> str:
+def without_password(text: str) -> str:
+    """Return a text; if it is a URL, with its name and password masked."""
     if "://" not in text or "@" not in text:
         return text
     try:

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from indexer.reader import Index
 from retriever.operations.observer import ServiceObserver
@@ -61,6 +62,11 @@ class Service:
     def refresh_failures(self) -> int:
         """Failed attempts to open a changed index."""
         return self.drafter.refresh_failures if self.drafter is not None else 0
+
+    @property
+    def missing_indexes(self) -> list[Path]:
+        """Indexes that are to be drafted from and that cannot be opened."""
+        return self.drafter.missing_indexes if self.drafter is not None else []
 
     @property
     def replication(self) -> ReplicationCounts:

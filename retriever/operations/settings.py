@@ -6,6 +6,7 @@ A field `name` is the flag `--name`, the key `name` of a file and the environmen
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -33,6 +34,23 @@ class ServerUrl(SecretStr):
     def shown(self) -> str:
         """Return the URL without name and password."""
         return without_credentials(self.get_secret_value())
+
+
+_ENDPOINT: Final = re.compile(
+    r"(?P<scheme>(?:[a-z][a-z0-9+.-]*://)?)(?:[^/?#]*@)?(?P<host>[^/?#@]*)(?P<rest>.*)",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+class EndpointUrl(ServerUrl):
+    """A URL, or HOST:PORT, of which name, password, query and fragment are never shown or used."""
+
+    def shown(self) -> str:
+        """Return it without name, password, query and fragment."""
+        found = _ENDPOINT.fullmatch(self.get_secret_value())
+        if found is None or "@" in found["rest"]:  # a password that is not percent-encoded
+            return "a URL that cannot be read"
+        return found["scheme"] + found["host"] + re.split("[?#]", found["rest"], maxsplit=1)[0]
 
 
 class TokenizerSettings(BaseModel):
@@ -99,6 +117,13 @@ class EmbeddedSettings(DatabaseSettings):
             "(process), or a power failure too, at the cost of a disk write for each (disk)."
         ),
     ] = DEFAULT_DURABILITY
+    hold_indexes: Annotated[
+        bool,
+        Field(
+            description="Copy indexes to memory at the start, instead of mapping their files: "
+            "then they can be cut, overwritten or removed while they are drafted from."
+        ),
+    ] = False
     refresh: Annotated[
         float,
         Metavar("SECONDS"),
@@ -181,6 +206,22 @@ class NetworkSettings(BaseModel):
         Metavar("ADDRESS"),
         Field(description="Where to listen: HOST:PORT (port 0: a free one) or unix:PATH."),
     ] = "127.0.0.1:50051"
+    socket_mode: Annotated[
+        str,
+        Metavar("OCTAL"),
+        Field(
+            pattern="^0?[0-7]{3}$",
+            description="Mode of the socket of a unix: address; who may write may connect.",
+        ),
+    ] = "0600"
+    socket_group: Annotated[
+        str | None,
+        Metavar("GROUP"),
+        Field(
+            description="Group of that socket, a name or a number; with --socket-mode 0660 its "
+            "members may connect. Default: the group of the process."
+        ),
+    ] = None
     certificate: Annotated[
         Path | None,
         Metavar("FILE"),
@@ -328,10 +369,11 @@ class ReportSettings(BaseModel):
         float, Field(ge=0, le=1, description="Share of calls and steps that are traced; 0: none.")
     ] = 0.0
     trace_endpoint: Annotated[
-        str | None,
+        EndpointUrl | None,
         Metavar("URL"),
         Field(
-            description="Where traces go, by OTLP over gRPC. Default: as OpenTelemetry's own "
+            description="Where traces go, by OTLP over gRPC: http://HOST:PORT, or https:// for "
+            "TLS. Credentials go into OTEL_EXPORTER_OTLP_HEADERS. Default: as OpenTelemetry's own "
             "environment variables say."
         ),
     ] = None
@@ -389,6 +431,13 @@ class Settings(
 
     model_config = ConfigDict(title="Tenants and other services")
 
+    missing_indexes: Annotated[
+        Literal["refuse", "skip"],
+        Field(
+            description="What an index that cannot be opened costs: the start (refuse), or its own "
+            "drafts alone (skip) until a refresh can open it."
+        ),
+    ] = "refuse"
     tenant_index: Annotated[
         list[str],
         Metavar("TENANT=DIR"),

@@ -213,6 +213,8 @@ def _indexes(body: Element, service: Service) -> None:
         ago = f"{duration(each.age_s)} ago"
         megabytes = f"{each.num_bytes / 1e6:,.1f}"
         _row(rows, each.name, each.snapshot, ago, each.num_documents, each.num_tokens, megabytes)
+    for path in service.missing_indexes:
+        _row(rows, str(path), "cannot be opened: see the log", "", "", "", "")
     failures = service.refresh_failures
     SubElement(body, "p", id="refresh").text = f"{failures:,} failures to open a changed index"
 

@@ -6,6 +6,8 @@ of its own, and is recorded in the audit log there: a caller that leaves does no
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -19,6 +21,7 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from indexer.errors import IndexerError, IndexNotFoundError
+from indexer.reader import Index
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -369,21 +372,24 @@ def _use_info(tenant: str, use: TenantUse, num_bytes: int) -> pb.UseInfo:
 
 def _index_info(attached: Attached) -> pb.AttachedIndex:
     index = attached.index
-    return pb.AttachedIndex(
+    info = pb.AttachedIndex(
         path=str(index.path),
         tenant=attached.tenant,
-        snapshot=index.number,
-        published_s=index.published_s,
-        num_tokens=index.num_tokens,
-        num_documents=index.num_documents,
-        num_bytes=index.num_bytes,
         vocabulary_size=index.vocabulary.size,
         vocabulary_fingerprint=index.vocabulary.fingerprint,
     )
+    if not isinstance(index, Index):
+        info.is_missing = True
+        return info
+    info.snapshot, info.published_s, info.is_held = index.number, index.published_s, index.is_held
+    info.num_tokens, info.num_documents = index.num_tokens, index.num_documents
+    info.num_bytes = index.num_bytes
+    return info
 
 
 def _index_told(attached: Attached) -> dict[str, Any]:
-    return {"snapshot": attached.index.number, "num_tokens": attached.index.num_tokens}
+    info = _index_info(attached)
+    return {"snapshot": info.snapshot, "num_tokens": info.num_tokens}
 
 
 def _sliced(items: Sequence[_Item]) -> Sequence[Sequence[_Item]]:

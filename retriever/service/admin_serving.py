@@ -12,8 +12,9 @@ from retriever.errors import InsecureAddressError
 from retriever.operations.logs import log_event
 from retriever.security.admission import Admission
 from retriever.security.protection import Protection
+from retriever.service.addresses import OWNER_ALONE, UNIX, check_address, listen
 from retriever.service.admin_servicer import Administered, AdminServicer
-from retriever.service.serving import UNIX, Reading, check_address, listen
+from retriever.service.serving import Reading
 from retriever.v1 import admin_pb2_grpc as pb_grpc
 from retriever.wire.channels import server_options
 
@@ -83,7 +84,8 @@ class AdminPlane:
         )
         pb_grpc.add_AdminServiceServicer_to_server(servicer, server)
         is_local = self.address.startswith(UNIX)
-        port = listen(server, self.address, None if is_local else self.protection.tls)
+        tls = None if is_local else self.protection.tls
+        port = listen(server, self.address, tls, OWNER_ALONE)
         await server.start()
         address = self.address if is_local else f"{self.address.rpartition(':')[0]}:{port}"
         log_event(_LOGGER, logging.INFO, "admin", "operators are answered", address=address)

@@ -10,24 +10,23 @@ import gc
 import logging
 import os
 import signal
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from retriever.errors import AddressInUseError, InvalidRequestError
+from retriever.errors import InvalidRequestError
 from retriever.operations.lifecycle import HEALTH_METHODS
 from retriever.operations.logs import log_event
 from retriever.operations.observer import ServiceObserver
 from retriever.security.admission import Admission, kind_of, rebuilt
-from retriever.security.protection import NO_PROTECTION, Protection, ServerTls
+from retriever.security.protection import NO_PROTECTION, Protection
+from retriever.service.addresses import OWNER_ALONE, UNIX, SocketAccess, check_address, listen
 from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
@@ -223,6 +222,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     observer: ServiceObserver,
     protection: Protection = NO_PROTECTION,
     *,
+    socket_access: SocketAccess = OWNER_ALONE,
     pad_replies: bool = False,
     drain_s: float = DEFAULT_DRAIN_S,
 ) -> None:
@@ -238,6 +238,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         address: as for `start`.
         observer: counts calls and tells the phase.
         protection: authentication of callers and encryption.
+        socket_access: who may connect, if the address is a unix socket.
         pad_replies: whether drafts are padded.
         drain_s: longest wait for open sessions at the end, in seconds.
 
@@ -250,7 +251,7 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, partial(_stop, stopped, number))
     listening = await _listen(
-        max_message_bytes, address, observer, protection, pad_replies=pad_replies
+        max_message_bytes, address, observer, protection, socket_access, pad_replies=pad_replies
     )
     watching = asyncio.create_task(protection.watch(observer.lifecycle.note_credentials))
     drafter = await listening.open(open_drafter)
@@ -268,11 +269,12 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
     log_event(*(_logger, logging.INFO, "ended", "ended"), sessions_left=left, remembered=remembered)
 
 
-async def _listen(
+async def _listen(  # noqa: PLR0913  (what a service consists of)
     max_message_bytes: int,
     address: str,
     observer: ServiceObserver,
     protection: Protection,
+    socket_access: SocketAccess = OWNER_ALONE,
     *,
     pad_replies: bool,
 ) -> _Listening:
@@ -286,7 +288,7 @@ async def _listen(
     servicer = RetrieverServicer(pad_replies=pad_replies)
     pb_grpc.add_RetrieverServiceServicer_to_server(servicer, server)
     await observer.attach(server)
-    port = listen(server, address, protection.tls)
+    port = listen(server, address, protection.tls, socket_access)
     await server.start()
     if not address.startswith(UNIX):
         address = f"{address.rpartition(':')[0]}:{port}"
@@ -303,81 +305,3 @@ def _stop(stopped: asyncio.Event, signal_number: int) -> None:
     if stopped.is_set():
         os._exit(128 + signal_number)
     stopped.set()
-
-
-UNIX: Final = "unix:"
-"""What addresses of unix sockets begin with."""
-
-_MAX_PORT: Final = 65535
-_NOBODY_ELSE: Final = 0o177
-
-
-def check_address(address: str) -> None:
-    """Refuse what cannot be bound, and what gRPC would misread: it takes ports modulo 65536.
-
-    Raises:
-        AddressInUseError: the address is taken or cannot be bound.
-    """
-    if address.startswith(UNIX):
-        _check_socket_is_free(Path(address.removeprefix(UNIX)))
-        return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > _MAX_PORT:
-        raise AddressInUseError(
-            f"cannot listen on {address}: an address is HOST:PORT, with a port from 0 to "
-            f"{_MAX_PORT}, or unix:/PATH"
-        )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host.strip("[]"), int(port)), family=family).close()
-    except OSError as error:
-        raise AddressInUseError(
-            f"cannot listen on {address}: {error.strerror or error}; choose another --address"
-        ) from error
-
-
-def _check_socket_is_free(path: Path) -> None:
-    """Refuse a unix socket that somebody serves on: binding would take it away from them."""
-    if not path.parent.is_dir():
-        raise AddressInUseError(f"cannot listen on {path}: there is no folder {path.parent}")
-    try:
-        if not path.is_socket():
-            return
-    except OSError as error:
-        raise AddressInUseError(
-            f"cannot listen on {path}: {error.strerror or error}; choose another --address"
-        ) from error
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return  # left over from a server that is gone
-    raise AddressInUseError(f"somebody serves on {path} already: choose another --address")
-
-
-def listen(server: aio.Server, address: str, tls: ServerTls | None) -> int:
-    """Have a server listen; return the port. A unix socket has the mode 0600 from the first.
-
-    Raises:
-        AddressInUseError: the address is taken or cannot be bound.
-    """
-    try:
-        with _private_sockets():
-            if tls is not None:
-                return server.add_secure_port(address, tls.credentials())
-            return server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise AddressInUseError(
-            f"cannot listen on {address}: it is taken or not an address of this machine; "
-            "choose another with --address"
-        ) from error
-
-
-@contextmanager
-def _private_sockets() -> Iterator[None]:
-    """Let what is made meanwhile be readable and writable by this user alone."""
-    before = os.umask(_NOBODY_ELSE)
-    try:
-        yield
-    finally:
-        os.umask(before)

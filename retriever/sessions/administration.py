@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Final, TypeVar
 
-from indexer.reader import Vocabulary
+from indexer.reader import Index, Vocabulary
 from retriever.errors import InvalidRequestError, NotPossibleError, StateError
 from retriever.limits import Limits, check_session_name, check_tenant_name
 from retriever.log.log_files import sync_path
@@ -161,6 +162,7 @@ class Owned:
         take_limits: puts checked limits in force, with the lock held.
         most_nodes: for which there is room in a tree.
         uses: what each tenant has used.
+        hold: whether indexes are held in memory.
     """
 
     sessions: Sessions
@@ -173,6 +175,7 @@ class Owned:
     take_limits: Callable[[Limits], None]
     most_nodes: int
     uses: TenantUses
+    hold: bool
 
 
 class Administration:
@@ -316,7 +319,8 @@ class Administration:
                 "this service began without an index and without --tokenizer, so that nobody knows "
                 "which tokens it was sent: start it with either"
             )
-        return self._owned.bindings.attach(checked, tenant, vocabulary)
+        opened = partial(Index.open, vocabulary=vocabulary, hold=self._owned.hold)
+        return self._owned.bindings.attach(checked, tenant, opened)
 
     def detach(self, path: str, tenant: str | None = None) -> Attached:
         """Draft from an index no longer; its files stay.

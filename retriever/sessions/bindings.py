@@ -1,6 +1,6 @@
 """The indexes and listed phrases of each tenant: shared ones, and ones bound to it alone."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +14,10 @@ from retriever.errors import InvalidRequestError, NotPossibleError, UnknownIndex
 from retriever.limits import check_tenant_name
 from retriever.predict.databases import Corpus
 from retriever.predict.phrases import ListedPhrases
-from retriever.sessions.refreshed_corpora import RefreshedCorpora
+from retriever.sessions.refreshed_corpora import IndexState, RefreshedCorpora
 from retriever.sessions.session_table import Sessions
+
+_Open = Callable[[Path], Index]
 
 NO_PHRASES: Final = ListedPhrases(())
 
@@ -25,11 +27,11 @@ class Bound:
     """Indexes and phrases of one tenant, which replace the shared ones.
 
     Attributes:
-        indexes: open, shared ones included; opened for this tenant alone.
+        indexes: open or missing, shared ones included; opened for this tenant alone.
         phrases: shared ones included; None: the shared ones only.
     """
 
-    indexes: Sequence[Index] | None = None
+    indexes: Sequence[IndexState] | None = None
     phrases: ListedPhrases | None = None
 
 
@@ -48,15 +50,13 @@ class BoundPaths:
     def opened(
         self,
         shared: Iterable[Path | str],
-        vocabulary: Vocabulary | None,
-        opened: list[Index],
+        open_index: Callable[[Path | str], IndexState],
     ) -> dict[str, Bound]:
         """Open the bound indexes.
 
         Args:
             shared: paths of the shared indexes.
-            vocabulary: that all must have; None: that of the first.
-            opened: receives every index once it is open; the caller closes them on an error.
+            open_index: opens the index at a path; the caller closes all on an error.
 
         Raises:
             IndexerError: an index is missing, damaged or of another tokenizer.
@@ -68,11 +68,7 @@ class BoundPaths:
             check_tenant_name(tenant)
             indexes = None
             if tenant in self.indexes:
-                indexes = [
-                    Index.open(path, vocabulary=vocabulary)
-                    for path in (*paths, *self.indexes[tenant])
-                ]
-                opened.extend(indexes)
+                indexes = [open_index(path) for path in (*paths, *self.indexes[tenant])]
             bound[tenant] = Bound(indexes, self.phrases.get(tenant))
         return bound
 
@@ -82,11 +78,11 @@ class Attached:
     """An index that is drafted from.
 
     Attributes:
-        index: in its current snapshot.
+        index: in its current snapshot, or missing.
         tenant: that alone drafts from it; None: all do.
     """
 
-    index: Index
+    index: IndexState
     tenant: str | None = None
 
 
@@ -94,7 +90,7 @@ class Bindings:
     """Corpora and listed phrases by tenant.
 
     Args:
-        indexes: open; shared by the tenants without bound ones.
+        indexes: open or missing; shared by the tenants without bound ones.
         phrases: the same.
         bound: bound indexes and phrases by tenant.
         sessions: sessions that draft from them.
@@ -103,7 +99,7 @@ class Bindings:
 
     def __init__(
         self,
-        indexes: Sequence[Index],
+        indexes: Sequence[IndexState],
         phrases: ListedPhrases,
         bound: Mapping[str, Bound],
         sessions: Sessions,
@@ -145,6 +141,11 @@ class Bindings:
         """Failed attempts to open a changed or missing index."""
         return sum(each.failures for each in self._all())
 
+    @property
+    def missing(self) -> list[Path]:
+        """Indexes that some tenant is to draft from and that cannot be opened."""
+        return sorted({path for each in self._all() for path in each.missing})
+
     def watch(self, refresh_s: float) -> None:
         """Refresh periodically from now on; 0: no longer."""
         with self._changing:
@@ -159,15 +160,15 @@ class Bindings:
 
     def attached(self) -> list[Attached]:
         """Return all indexes: shared ones first, then those of tenants."""
-        shared = self._shared.current.indexes
+        shared = self._shared.indexes
         own = [
             Attached(index, tenant)
             for tenant, corpora in sorted(self._bound.items())
-            for index in _own(corpora.current.indexes, shared)
+            for index in _own(corpora.indexes, shared)
         ]
         return [*map(Attached, shared), *own]
 
-    def attach(self, path: Path, tenant: str | None, vocabulary: Vocabulary) -> Attached:
+    def attach(self, path: Path, tenant: str | None, opened: _Open) -> Attached:
         """Draft from one more index; sessions do so with their next draft.
 
         Blocks until it is open and warm, which takes as long as adding up phrase tables.
@@ -175,7 +176,7 @@ class Bindings:
         Args:
             path: of the index.
             tenant: that alone drafts from it; None: all do.
-            vocabulary: that the index must have.
+            opened: opens an index, having checked its vocabulary.
 
         Raises:
             NotPossibleError: it is attached already.
@@ -186,11 +187,11 @@ class Bindings:
                 if tenant in {other.tenant, None} or other.tenant is None:
                     _check_differs(other, path)
             if tenant is None:
-                self._attach_to_all(path, vocabulary)
+                self._attach_to_all(path, opened)
             elif tenant in self._bound:
-                self._bound[tenant].change(lambda now: [*now, _opened(path, vocabulary)])
+                self._bound[tenant].change(lambda now: [*now, opened(path)])
             else:
-                self._bind(tenant, path, vocabulary)
+                self._bind(tenant, path, opened)
             return self._find(path, tenant)
 
     def detach(self, path: Path, tenant: str | None) -> Attached:
@@ -203,11 +204,11 @@ class Bindings:
         with self._changing:
             found = self._find(path, tenant)
             if tenant is None:
-                for each in self._all():
+                for each in reversed(self._all()):  # after a failure it is still found as shared
                     each.change(lambda now: _without(now, path))
             else:
                 corpora = self._bound[tenant]
-                if len(_own(corpora.current.indexes, self._shared.current.indexes)) > 1:
+                if len(_own(corpora.indexes, self._shared.indexes)) > 1:
                     corpora.change(lambda now: _without(now, path))
                 else:
                     self._bound = {
@@ -216,13 +217,13 @@ class Bindings:
                     corpora.retire(self._shared.current)
             return found
 
-    def _attach_to_all(self, path: Path, vocabulary: Vocabulary) -> None:
+    def _attach_to_all(self, path: Path, opened: _Open) -> None:
         """Attach an index to all corpora, or to none if one fails."""
         done: list[RefreshedCorpora] = []
         try:
             for each in self._all():
-                num_shared = len(self._shared.current.indexes) - bool(done)  # it is the first
-                each.change(partial(_with, path, vocabulary, num_shared))
+                num_shared = len(self._shared.indexes) - bool(done)  # it is the first
+                each.change(partial(_with, path, opened, num_shared))
                 done.append(each)
         except BaseException:
             for each in done:
@@ -230,13 +231,11 @@ class Bindings:
                     each.change(lambda now: _without(now, path))
             raise
 
-    def _bind(self, tenant: str, path: Path, vocabulary: Vocabulary) -> None:
+    def _bind(self, tenant: str, path: Path, opened: _Open) -> None:
         """Give a tenant that drafts from the shared indexes alone one of its own."""
-        shared = self._shared.current.indexes
+        shared = self._shared.indexes
         bound = RefreshedCorpora([], self._sessions, self._lock)
-        bound.change(
-            lambda _: _all_opened([*(each.path for each in shared), path], vocabulary),
-        )
+        bound.change(lambda _: _opened_anew(shared, path, opened))
         self._bound = {**self._bound, tenant: bound}  # a new one: others iterate over the old
         bound.watch(self._refresh_s)
 
@@ -261,23 +260,22 @@ class Bindings:
         return [self._shared, *self._bound.values()]
 
 
-def _opened(path: Path, vocabulary: Vocabulary) -> Index:
-    return Index.open(path, vocabulary=vocabulary)
-
-
-def _all_opened(paths: Iterable[Path], vocabulary: Vocabulary) -> list[Index]:
-    opened: list[Index] = []
+def _opened_anew(shared: Iterable[IndexState], path: Path, opened: _Open) -> list[IndexState]:
+    """Open shared indexes and one more for one tenant; a missing one stays missing."""
+    found: list[IndexState] = []
     try:
-        for path in paths:
-            opened.append(_opened(path, vocabulary))  # noqa: PERF401  (the rest closes on an error)
+        for each in (*shared, path):
+            to_open = each.path if isinstance(each, Index) else each
+            found.append(opened(to_open) if isinstance(to_open, Path) else to_open)
     except BaseException:
-        for index in opened:
-            index.close()
+        for each in found:
+            if isinstance(each, Index):
+                each.close()
         raise
-    return opened
+    return found
 
 
-def _own(indexes: Iterable[Index], shared: Iterable[Index]) -> list[Index]:
+def _own(indexes: Iterable[IndexState], shared: Iterable[IndexState]) -> list[IndexState]:
     """Return those of a tenant's indexes that are not shared."""
     left = [index.path for index in shared]
     own = []
@@ -289,12 +287,12 @@ def _own(indexes: Iterable[Index], shared: Iterable[Index]) -> list[Index]:
     return own
 
 
-def _with(path: Path, vocabulary: Vocabulary, place: int, indexes: Sequence[Index]) -> list[Index]:
+def _with(path: Path, opened: _Open, place: int, indexes: Sequence[IndexState]) -> list[IndexState]:
     """Return indexes with one more, opened, at a place."""
-    return [*indexes[:place], _opened(path, vocabulary), *indexes[place:]]
+    return [*indexes[:place], opened(path), *indexes[place:]]
 
 
-def _without(indexes: Iterable[Index], path: Path) -> list[Index]:
+def _without(indexes: Iterable[IndexState], path: Path) -> list[IndexState]:
     """Return indexes without the first one at a path."""
     rest = list(indexes)
     at = next((at for at, index in enumerate(rest) if _is_same(index.path, path)), None)
@@ -317,7 +315,9 @@ def _is_same(one: Path, other: Path) -> bool:
     return one == other or one.resolve() == other.resolve()
 
 
-def shared_vocabulary(indexes: Sequence[Index], vocabulary: Vocabulary | None) -> Vocabulary | None:
+def shared_vocabulary(
+    indexes: Sequence[IndexState], vocabulary: Vocabulary | None
+) -> Vocabulary | None:
     """Return the common vocabulary of indexes and of the given one.
 
     Raises:
@@ -334,7 +334,7 @@ def shared_vocabulary(indexes: Sequence[Index], vocabulary: Vocabulary | None) -
 
 
 def common_vocabulary(
-    indexes: Sequence[Index],
+    indexes: Sequence[IndexState],
     phrases: ListedPhrases,
     bound: Mapping[str, Bound],
     vocabulary: Vocabulary | None,
@@ -342,7 +342,7 @@ def common_vocabulary(
     """Return the common vocabulary of all indexes and phrases; None if unknown.
 
     Args:
-        indexes: open, the shared ones.
+        indexes: open or missing, the shared ones.
         phrases: the same.
         bound: bound indexes and phrases by tenant.
         vocabulary: that all must have; None: that of the first index.

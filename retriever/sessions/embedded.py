@@ -54,7 +54,7 @@ from retriever.sessions.options import (
     OpeningOptions,
     opened_indexes,
 )
-from retriever.sessions.refreshed_corpora import warm_kernels
+from retriever.sessions.refreshed_corpora import IndexState, warm_kernels
 from retriever.sessions.session_table import CheckedRequest, OpenSession, Session, Sessions
 from retriever.tree import DraftTree, Explanation
 
@@ -86,7 +86,9 @@ class EmbeddedDrafter:
         ReplicationError: `replication` cannot be used; a server that is down is no error.
     """
 
-    def __init__(self, indexes: Sequence[Index] = (), **options: Unpack[DrafterOptions]) -> None:
+    def __init__(
+        self, indexes: Sequence[IndexState] = (), **options: Unpack[DrafterOptions]
+    ) -> None:
         check_replication(options.get("replication"))
         phrases, bound = options.get("phrases") or NO_PHRASES, options.get("bound") or {}
         self.limits = options.get("limits", DEFAULT_LIMITS)
@@ -124,6 +126,7 @@ class EmbeddedDrafter:
                 take_limits=self._take_limits,
                 most_nodes=self.limits.max_budget_nodes,
                 uses=self.uses,
+                hold=options.get("hold_indexes", False),
             )
         )
         self._pools.get("")  # callers without a tenant do not wait for the log
@@ -143,7 +146,13 @@ class EmbeddedDrafter:
         Raises:
             indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer.
         """
-        with opened_indexes(paths, bound, options.get("vocabulary")) as (indexes, tenants):
+        with opened_indexes(
+            paths,
+            bound,
+            options.get("vocabulary"),
+            hold=options.get("hold_indexes", False),
+            skip_missing=options.get("skip_missing", False),
+        ) as (indexes, tenants):
             return cls(indexes, bound=tenants, **options)
 
     def open(
@@ -452,6 +461,11 @@ class EmbeddedDrafter:
     def indexes(self) -> tuple[Index, ...]:
         """The shared indexes in their current snapshots."""
         return self.indexes_of("")
+
+    @property
+    def missing_indexes(self) -> list[Path]:
+        """Indexes that some tenant is to draft from and that cannot be opened."""
+        return self._bindings.missing
 
     def indexes_of(self, tenant: str) -> tuple[Index, ...]:
         """Return a tenant's indexes in their current snapshots."""

@@ -2,10 +2,14 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from itertools import chain
+from logging import getLogger
 from pathlib import Path
+from time import perf_counter
 from typing import Final, TypedDict
 
+from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
 from retriever.limits import Limits
 from retriever.log.options import Durability
@@ -13,10 +17,17 @@ from retriever.predict.phrases import Encode, ListedPhrases, Track, read_lines
 from retriever.predict.predictor import Predictor
 from retriever.replication.options import ReplicationOptions
 from retriever.sessions.bindings import Bound, BoundPaths
+from retriever.sessions.refreshed_corpora import IndexState, MissingIndex
+
+_logger = getLogger(__name__)
 
 
 def check_files(
-    indexes: Sequence[Path], phrases: Sequence[Path], vocabulary: Vocabulary | None = None
+    indexes: Sequence[Path],
+    phrases: Sequence[Path],
+    vocabulary: Vocabulary | None = None,
+    *,
+    skip_missing: bool = False,
 ) -> None:
     """Open files for a moment: a wrong path fails before a tokenizer or a model is loaded.
 
@@ -24,6 +35,7 @@ def check_files(
         indexes: directories of indexes.
         phrases: files of listed phrases.
         vocabulary: of the caller's tokenizer, if known.
+        skip_missing: whether indexes that cannot be opened will be skipped; none is opened here.
 
     Raises:
         IndexerError: an index cannot be opened or was built for another tokenizer.
@@ -31,7 +43,7 @@ def check_files(
     """
     for path in phrases:
         read_lines(path)
-    for path in indexes:
+    for path in () if skip_missing else indexes:
         Index.open(path, vocabulary=vocabulary).close()
 
 
@@ -88,6 +100,10 @@ class OpeningOptions(TypedDict, total=False):
         durability: with "process", outputs survive the end of this process, even by a kill; with
             "disk" also a power failure, at the cost of a disk write in every `close`.
         phrases: listed phrases.
+        hold_indexes: whether to copy the indexes' files to memory instead of mapping them: they can
+            be cut or overwritten then.
+        skip_missing: whether an index that cannot be opened is logged as an error and tried again
+            by every refresh, instead of being raised.
         refresh_s: period of looking for changed indexes in a separate thread, in seconds; 0 for
             never. `refresh` looks at once.
         predictor: grows the trees, with room for `limits`; made if not given.
@@ -100,6 +116,8 @@ class OpeningOptions(TypedDict, total=False):
     state: Path | None
     durability: Durability
     phrases: ListedPhrases | None
+    hold_indexes: bool
+    skip_missing: bool
     refresh_s: float
     predictor: Predictor | None
     replication: ReplicationOptions | None
@@ -118,21 +136,88 @@ class DrafterOptions(OpeningOptions, total=False):
 
 @contextmanager
 def opened_indexes(
-    paths: Iterable[Path | str], bound: BoundPaths | None, vocabulary: Vocabulary | None
-) -> Iterator[tuple[list[Index], dict[str, Bound]]]:
+    paths: Iterable[Path | str],
+    bound: BoundPaths | None,
+    vocabulary: Vocabulary | None,
+    *,
+    hold: bool = False,
+    skip_missing: bool = False,
+) -> Iterator[tuple[list[IndexState], dict[str, Bound]]]:
     """Open indexes, shared and bound; they are closed if the block fails.
 
+    Args:
+        paths: of the shared indexes.
+        bound: paths of indexes and phrases of tenants.
+        vocabulary: that all must have; None: that of the first.
+        hold: see `OpeningOptions.hold_indexes`.
+        skip_missing: see `OpeningOptions.skip_missing`.
+
     Raises:
-        indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer.
+        indexer.errors.IndexerError: an index is missing, damaged or of another tokenizer; if these
+            are skipped, none can be opened that tells the vocabulary.
         InvalidRequestError: a tenant's name is invalid.
     """
-    shared, opened = list(paths), list[Index]()
+    shared, bound = list(paths), bound or BoundPaths()
+    if skip_missing and vocabulary is None:
+        vocabulary = _first_vocabulary([*shared, *chain.from_iterable(bound.indexes.values())])
+    opening = _Opening(vocabulary, hold=hold, skip_missing=skip_missing)
     try:
-        for path in shared:
-            opened.append(Index.open(path, vocabulary=vocabulary))
-        indexes = list(opened)
-        yield indexes, (bound or BoundPaths()).opened(shared, vocabulary, opened)
+        indexes = [opening.open(path) for path in shared]
+        yield indexes, bound.opened(shared, opening.open)
     except BaseException:
-        for index in opened:
-            index.close()
+        opening.close()
         raise
+
+
+def _first_vocabulary(paths: Sequence[Path | str]) -> Vocabulary | None:
+    """Return the vocabulary of the first index that can be opened; None of no paths."""
+    for path in paths[:-1]:
+        with suppress(IndexerError), Index.open(path) as index:
+            return index.vocabulary
+    if not paths:
+        return None
+    with Index.open(paths[-1]) as index:
+        return index.vocabulary
+
+
+class _Opening:
+    """Opens indexes, and logs what is missing and what is held."""
+
+    def __init__(self, vocabulary: Vocabulary | None, *, hold: bool, skip_missing: bool) -> None:
+        self._vocabulary = vocabulary
+        self._hold = hold
+        self._skip_missing = skip_missing
+        self._opened: list[Index] = []
+        self._logged: set[Path] = set()
+
+    def open(self, path: Path | str) -> IndexState:
+        path = Path(path)
+        if self._hold and path not in self._logged:
+            _logger.info("reading %s into memory", path)
+        began = perf_counter()
+        try:
+            index = Index.open(path, vocabulary=self._vocabulary, hold=self._hold)
+        except IndexerError as error:
+            if not self._skip_missing or self._vocabulary is None:
+                raise
+            self._log_missing(path, error)
+            return MissingIndex(path, self._vocabulary, self._hold)
+        self._opened.append(index)
+        if self._hold and path not in self._logged:
+            took, mebibytes = perf_counter() - began, index.num_bytes / (1 << 20)
+            _logger.info("%s is held in memory: %.1f MiB, read in %.1f s", path, mebibytes, took)
+        self._logged.add(path)
+        return index
+
+    def close(self) -> None:
+        for index in self._opened:
+            index.close()
+
+    def _log_missing(self, path: Path, error: Exception) -> None:
+        if path not in self._logged:
+            _logger.error(
+                "drafts go without %s, until a refresh can open it: %s",
+                *(path, error),
+                extra={"event": "index_missing"},
+            )
+        self._logged.add(path)

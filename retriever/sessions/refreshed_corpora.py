@@ -4,6 +4,9 @@ An index changes when documents are added or removed, segments are merged, or an
 it. Drafts use the old snapshot until the new one is open and its corpus is warm. Then one reference
 is exchanged between two drafts and the old snapshot is closed, so that a writer can remove unused
 segments.
+
+An index whose files are cut while it is drafted from is dropped; it is missing, as one that could
+not be opened at the start, until a refresh can open it.
 """
 
 import logging
@@ -16,7 +19,7 @@ from typing import Final, Self
 import numpy as np
 
 from indexer.errors import IndexerError
-from indexer.reader import Index
+from indexer.reader import Index, Vocabulary
 from retriever.drafter import TokenIds
 from retriever.kernels.compiling import tell_compiling
 from retriever.kernels.entries import grow_tree
@@ -25,6 +28,7 @@ from retriever.predict.databases import Context, Corpus, Databases, tables_of
 from retriever.predict.generations import Generations
 from retriever.predict.pool import Pool
 from retriever.predict.predictor import Predictor
+from retriever.sessions.cut_files import survive_cuts, was_cut
 from retriever.sessions.session_table import Sessions
 
 _logger = logging.getLogger(__name__)
@@ -112,11 +116,42 @@ def _phrases(indexes: Iterable[Index]) -> list[object]:
     return [index.phrases for index in indexes]
 
 
+@dataclass(frozen=True, slots=True)
+class MissingIndex:
+    """An index that is to be drafted from and that could not be opened yet.
+
+    Attributes:
+        path: its directory.
+        vocabulary: that it must have.
+        hold: whether to hold it in memory.
+    """
+
+    path: Path
+    vocabulary: Vocabulary
+    hold: bool
+
+    def opened(self) -> Index:
+        """Open it.
+
+        Raises:
+            IndexerError: it still cannot be opened.
+        """
+        return Index.open(self.path, vocabulary=self.vocabulary, hold=self.hold)
+
+
+IndexState = Index | MissingIndex
+"""An index that is drafted from, or that will be once it can be opened."""
+
+
+def _open_among(indexes: Iterable[IndexState]) -> list[Index]:
+    return [each for each in indexes if isinstance(each, Index)]
+
+
 class RefreshedCorpora:
     """The indexes of a drafter, in their latest snapshots.
 
     Args:
-        indexes: open; closed by `shut_down`.
+        indexes: open or missing; closed by `shut_down`.
         sessions: sessions that draft from them.
         lock: held while the corpus is read or sessions are used.
 
@@ -124,9 +159,11 @@ class RefreshedCorpora:
         failures: failed attempts to open a changed or missing index.
     """
 
-    def __init__(self, indexes: Sequence[Index], sessions: Sessions, lock: Lock) -> None:
+    def __init__(self, indexes: Sequence[IndexState], sessions: Sessions, lock: Lock) -> None:
         self.failures = 0
-        self._corpora = Corpora.of(indexes)
+        self._indexes = tuple(indexes)
+        survive_cuts(_open_among(indexes), self.drop_cut)
+        self._corpora = Corpora.of(_open_among(indexes))
         self._sessions = sessions
         self._lock = lock
         self._reasons: dict[Path, str] = {}
@@ -153,25 +190,40 @@ class RefreshedCorpora:
         """The current corpus; replaced indexes close with its last reference."""
         return self._corpora
 
+    @property
+    def indexes(self) -> tuple[IndexState, ...]:
+        """The indexes in the order given, those too that are missing."""
+        return self._indexes
+
+    @property
+    def missing(self) -> list[Path]:
+        """Indexes that are not drafted from, because they cannot be opened."""
+        return [each.path for each in self._indexes if isinstance(each, MissingIndex)]
+
     def refresh(self) -> bool:
         """Switch to the latest snapshots; return whether any index has changed.
 
-        An index that cannot be opened stays at its old snapshot; the reason is logged once, and the
-        next refresh retries.
+        An index that cannot be opened stays at its old snapshot, or stays missing; the reason is
+        logged once, and the next refresh retries.
         """
         with self._refreshing:
-            newer = None if self._is_shut_down.is_set() else self._newer()
-            if newer is None:
+            if self._is_shut_down.is_set():
                 return False
+            dropped = self._drop_cut()
+            indexes = tuple(self._latest(each) for each in self._indexes)
+            newer = self._corpora_of(indexes)
+            if newer is None:
+                return dropped
             try:
+                survive_cuts(newer.indexes, self.drop_cut)
                 self._rehearse(newer)
             except BaseException:
                 newer.close(but_for=self._corpora)
                 raise
-            self._exchange(newer)
+            self._exchange(indexes, newer)
             return True
 
-    def change(self, changed: Callable[[tuple[Index, ...]], Sequence[Index]]) -> None:
+    def change(self, changed: Callable[[tuple[IndexState, ...]], Sequence[IndexState]]) -> None:
         """Switch to other indexes once their corpus is warm.
 
         An index that is no longer among them closes with the last draft that uses it.
@@ -184,13 +236,15 @@ class RefreshedCorpora:
             IndexerError: phrase tables cannot be added up.
         """
         with self._refreshing:
-            newer = self._changed(changed(self._corpora.indexes))
+            indexes = tuple(changed(self._indexes))
+            newer = self._changed(indexes)
             try:
+                survive_cuts(newer.indexes, self.drop_cut)
                 self._rehearse(newer)
             except BaseException:
                 newer.close(but_for=self._corpora)
                 raise
-            self._exchange(newer)
+            self._exchange(indexes, newer)
 
     def retire(self, successor: Corpora) -> None:
         """End the thread and move the sessions to the corpus of another.
@@ -201,6 +255,15 @@ class RefreshedCorpora:
         self._unwatch()
         with self._refreshing, self._lock:
             self._sessions.turn_to(successor.corpus, self._corpora.corpus)
+
+    def drop_cut(self) -> None:
+        """Go on without the indexes that had a file cut while it was drafted from.
+
+        Takes as long as adding up the phrase tables of the others.
+        """
+        with self._refreshing:
+            if not self._is_shut_down.is_set():
+                self._drop_cut()
 
     def shut_down(self) -> None:
         """End the thread and close the indexes; waits for a refresh under way."""
@@ -215,12 +278,12 @@ class RefreshedCorpora:
             self._thread.join()
             self._thread = None
 
-    def _changed(self, indexes: Sequence[Index]) -> Corpora:
+    def _changed(self, indexes: Sequence[IndexState]) -> Corpora:
         """Return the corpus of indexes; the new ones among them are closed on an error."""
         try:
-            return Corpora.of(indexes, self._corpora)
+            return Corpora.of(_open_among(indexes), self._corpora)
         except BaseException:
-            for index in indexes:
+            for index in _open_among(indexes):
                 if index not in self._corpora.indexes:
                     index.close()
             raise
@@ -233,14 +296,34 @@ class RefreshedCorpora:
                 self.failures += 1
                 _logger.exception("indexes are drafted from as they were before")
 
-    def _newer(self) -> Corpora | None:
-        """Open changed indexes; None where none has changed or can be opened."""
-        indexes = [self._reopened(index) for index in self._corpora.indexes]
-        renewed = [index for index in indexes if index not in self._corpora.indexes]
+    def _drop_cut(self) -> bool:
+        """Turn cut indexes into missing ones; return whether there were any."""
+        cut = [index for index in self._corpora.indexes if was_cut(index)]
+        if not cut:
+            return False
+        left = tuple(
+            MissingIndex(each.path, each.vocabulary, each.is_held) if each in cut else each
+            for each in self._indexes
+        )
+        self._exchange(left, Corpora.of(_open_among(left), self._corpora))
+        for index in cut:
+            index.close()
+            self.failures += 1
+            _logger.error(
+                "a file of %s was cut while it was drafted from: drafts go on without this index "
+                "until it is whole; replace an index by renaming, never in place",
+                index.path,
+                extra={"event": "index_cut"},
+            )
+        return True
+
+    def _corpora_of(self, indexes: Sequence[IndexState]) -> Corpora | None:
+        """Return the corpus of indexes; None if none is new, or they do not go together."""
+        renewed = [each for each in _open_among(indexes) if each not in self._corpora.indexes]
         if not renewed:
             return None
         try:
-            newer = Corpora.of(indexes, self._corpora)
+            newer = Corpora.of(_open_among(indexes), self._corpora)
         except (IndexerError, MemoryError) as error:
             for index in renewed:
                 self._keep(index.path, error)
@@ -250,13 +333,13 @@ class RefreshedCorpora:
             self._announce(index)
         return newer
 
-    def _reopened(self, index: Index) -> Index:
+    def _latest(self, index: IndexState) -> IndexState:
         """Return an index in its latest snapshot; the same object if there is no newer one."""
-        if index.is_latest():
+        if isinstance(index, Index) and index.is_latest():
             self._reasons.pop(index.path, None)
             return index
         try:
-            return index.reopened()
+            return index.opened() if isinstance(index, MissingIndex) else index.reopened()
         except (IndexerError, OSError) as error:
             self._keep(index.path, error)
             return index
@@ -266,18 +349,23 @@ class RefreshedCorpora:
             contexts = self._sessions.last_tokens(_REHEARSED_SESSIONS, MAX_MATCH)
         rehearse(newer.corpus, contexts)
 
-    def _exchange(self, newer: Corpora) -> None:
+    def _exchange(self, indexes: tuple[IndexState, ...], newer: Corpora) -> None:
         with self._lock:
             older, self._corpora = self._corpora, newer
+            self._indexes = indexes
             self._sessions.turn_to(newer.corpus, older.corpus)
         del older  # outside the lock: unused files are unmapped here
 
     def _keep(self, path: Path, error: Exception) -> None:
-        """Count and log that an index stays at its old snapshot."""
+        """Count and log that an index stays as it is: at its old snapshot, or missing."""
         self.failures += 1
         reason = str(error) or type(error).__name__
-        if self._reasons.get(path) != reason:
-            self._reasons[path] = reason
+        if self._reasons.get(path) == reason:
+            return
+        self._reasons[path] = reason
+        if path in self.missing:
+            _logger.error("%s is still missing, and not drafted from: %s", path, reason)
+        else:
             _logger.warning("%s is drafted from as it was before: %s", path, reason)
 
     def _announce(self, index: Index) -> None:

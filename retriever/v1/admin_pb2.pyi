@@ -163,7 +163,7 @@ class ListAttachedIndexesResponse(_message.Message):
     def __init__(self, indexes: _Optional[_Iterable[_Union[AttachedIndex, _Mapping]]] = ...) -> None: ...
 
 class AttachedIndex(_message.Message):
-    __slots__ = ("path", "tenant", "snapshot", "published_s", "num_tokens", "num_documents", "num_bytes", "vocabulary_size", "vocabulary_fingerprint")
+    __slots__ = ("path", "tenant", "snapshot", "published_s", "num_tokens", "num_documents", "num_bytes", "vocabulary_size", "vocabulary_fingerprint", "is_missing", "is_held")
     PATH_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,8 @@ class AttachedIndex(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    IS_MISSING_FIELD_NUMBER: _ClassVar[int]
+    IS_HELD_FIELD_NUMBER: _ClassVar[int]
     path: str
     tenant: str
     snapshot: int
@@ -182,7 +184,9 @@ class AttachedIndex(_message.Message):
     num_bytes: int
     vocabulary_size: int
     vocabulary_fingerprint: str
-    def __init__(self, path: _Optional[str] = ..., tenant: _Optional[str] = ..., snapshot: _Optional[int] = ..., published_s: _Optional[float] = ..., num_tokens: _Optional[int] = ..., num_documents: _Optional[int] = ..., num_bytes: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ...) -> None: ...
+    is_missing: bool
+    is_held: bool
+    def __init__(self, path: _Optional[str] = ..., tenant: _Optional[str] = ..., snapshot: _Optional[int] = ..., published_s: _Optional[float] = ..., num_tokens: _Optional[int] = ..., num_documents: _Optional[int] = ..., num_bytes: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., is_missing: bool = ..., is_held: bool = ...) -> None: ...
 
 class AttachIndexRequest(_message.Message):
     __slots__ = ("path", "tenant")

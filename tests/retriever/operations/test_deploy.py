@@ -109,6 +109,9 @@ def test_the_unit_and_the_settings_agree() -> None:
     assert str(settings.state).startswith(f"/var/lib/{service['StateDirectory']}/")
     assert settings.address.startswith(f"unix:/run/{service['RuntimeDirectory']}/")
     assert service["User"] != "root"
+    assert int(settings.socket_mode, 8) & 0o070 == 0o060
+    assert int(service["RuntimeDirectoryMode"], 8) & 0o070 == 0o050
+    assert settings.socket_group is None or service.get("PrivateUsers") == "no"
     assert service["NoNewPrivileges"] == "yes"
 
 
@@ -144,7 +147,8 @@ def test_the_image_runs_unprivileged_and_says_how_it_is() -> None:
         if line.startswith("COPY "):
             assert all((ROOT / source).exists() for source in line.split()[1:-1])
     variables = dict(re.findall(rf"({PREFIX}\w+)=(\S+)", "\n".join(final)))
-    assert resolve(Settings, {}, variables).settings.log_format == "json"
+    settings = resolve(Settings, {}, variables).settings
+    assert (settings.log_format, settings.socket_mode) == ("json", "0660")
 
 
 def run(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":

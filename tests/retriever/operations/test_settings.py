@@ -257,3 +257,123 @@ def test_the_command_shows_what_is_in_force(tmp_path: Path) -> None:
     refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert refused.returncode == 1
     assert refused.stderr == f"error: {path}: max_bach is no setting: did you mean max_batch?\n"
+
+
+KUBERNETES = {
+    "SERVICE_HOST": "10.96.7.1",
+    "SERVICE_PORT": "50051",
+    "SERVICE_PORT_GRPC": "50051",
+    "SERVICE_PORT_METRICS_2": "9464",
+    "PORT": "tcp://10.96.7.1:50051",
+    "PORT_50051_TCP": "tcp://10.96.7.1:50051",
+    "PORT_50051_TCP_PROTO": "tcp",
+    "PORT_50051_TCP_PORT": "50051",
+    "PORT_50051_TCP_ADDR": "10.96.7.1",
+    "PORT_53_UDP": "udp://[fd00::1]:53",
+    "PORT_53_UDP_PROTO": "udp",
+    "PORT_53_UDP_ADDR": "fd00::1",
+    "METRICS_SERVICE_HOST": "10.96.7.2",  # of a Service foredraft-metrics
+    "METRICS_SERVICE_PORT": "9464",
+    "METRICS_PORT": "tcp://10.96.7.2:9464",
+}
+DOCKER = {
+    "NAME": "/client/foredraft",
+    "PORT_50051_TCP_START": "tcp://172.17.0.5:50051",
+    "PORT_50051_TCP_PORT_START": "50051",
+    "PORT_50051_TCP_END": "tcp://172.17.0.5:50052",
+    "PORT_50051_TCP_PORT_END": "50052",
+    "ENV_PATH": "/usr/bin",
+}
+
+
+def test_what_kubernetes_and_docker_inject_is_no_setting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Before, a Service called foredraft kept the service of that name from starting."""
+    injected = {f"FOREDRAFT_{name}": value for name, value in (KUBERNETES | DOCKER).items()}
+    with caplog.at_level("DEBUG"):
+        found = resolve(Settings, {}, {**injected, "FOREDRAFT_MAX_BATCH": "4"})
+    assert found.settings == Settings(max_batch=4)
+    assert len(caplog.records) == len(injected)
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SERVICE_TENANTS", "4"),
+        ("SERVICE", "10.0.0.1"),
+        ("SERVICE_HOST", "not an address"),
+        ("SERVICE_PORT", "fast"),
+        ("PORTS", "50051"),
+        ("PORT", "50051"),
+        ("METRICS_PORT", "9464"),
+        ("PORT_X_TCP", "tcp://10.0.0.1:1"),
+        ("PORT_50051_TCP_ADRR", "10.0.0.1"),
+        ("NAME", "mine"),
+    ],
+)
+def test_what_is_alike_and_no_such_variable_is_refused(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"FOREDRAFT_{name} is no setting"):
+        resolve(Settings, {}, {f"FOREDRAFT_{name}": value})
+
+
+def test_a_file_takes_none_of_them(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="service_host is no setting"):
+        resolved(tmp_path, 'service_host = "10.0.0.1"')
+
+
+@pytest.mark.parametrize("name", ["state", "access", "certificate", "credentials"])
+def test_an_empty_path_is_refused_wherever_it_is_written(tmp_path: Path, name: str) -> None:
+    """Before, it was the current directory."""
+    if name in Settings.model_fields:
+        with pytest.raises(SettingsError, match=f"{name} is empty: name a path, or leave it out"):
+            resolved(tmp_path, f'{name} = ""')
+        done = CliRunner().invoke(app, ["config", f"--{name}", ""])
+    else:
+        done = CliRunner().invoke(app, ["explain", "--context-ids", "1", f"--{name}", ""])
+    assert done.exit_code == 2
+    assert "it is empty" in done.output
+
+
+def test_an_empty_path_in_a_list_is_refused(tmp_path: Path) -> None:
+    for toml, environment in (('index = ["a", ""]', {}), ("", {"FOREDRAFT_INDEX": "a::b"})):
+        with pytest.raises(SettingsError, match="is empty"):
+            resolved(tmp_path, toml, environment)
+    assert CliRunner().invoke(app, ["config", "--index", "a", "--index", ""]).exit_code == 2
+    shown = CliRunner().invoke(app, ["config", "--index", "a", "--index", "b", "--state", "."])
+    assert 'index = ["a", "b"]' in shown.stdout
+    assert 'state = "."' in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "shown"),
+    [
+        ("http://host:4317?api_key=hunter2", "http://host:4317"),
+        ("https://me:hunter2@host:4317/v1?x=hunter2#hunter2", "https://host:4317/v1"),
+        ("hunter2@host:4317", "host:4317"),
+        ("host:4317?token=hunter2", "host:4317"),
+        ("http://me:hunter2/@host:1", "a URL that cannot be read"),
+        ("http://me:hunter?2@host:1", "a URL that cannot be read"),
+        ("host:1?x=://hunter2", "host:1"),
+    ],
+)
+def test_where_traces_go_is_shown_without_secrets(
+    tmp_path: Path, endpoint: str, shown: str
+) -> None:
+    """Before, its query was shown."""
+    for found in (
+        resolved(tmp_path, f'trace_endpoint = "{endpoint}"'),
+        resolved(tmp_path, environment={"FOREDRAFT_TRACE_ENDPOINT": endpoint}),
+        resolved(tmp_path, trace_endpoint=endpoint),
+    ):
+        assert found.settings.trace_endpoint is not None
+        for text in (as_toml(found), to_json(found)):
+            assert f'"{shown}"' in text
+            assert "hunter2" not in text + repr(found)
+
+
+def test_a_refused_value_is_shown_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as raised:
+        resolved(tmp_path, 'max_batch = "http://me:hunter2@host"')
+    assert "hunter2" not in str(raised.value)

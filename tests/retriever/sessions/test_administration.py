@@ -183,9 +183,9 @@ def test_what_cannot_be_attached_is_refused_and_changes_nothing(
     for path, tenant, error in refused:
         with pytest.raises(error):
             administration.attach(str(path), tenant)
-    for path, tenant in ((others[0], None), (others[1], None), (index, "acme"), (index, "new")):
+    for attached, to in ((others[0], None), (others[1], None), (index, "acme"), (index, "new")):
         with pytest.raises(UnknownIndexError):
-            administration.detach(str(path), tenant)
+            administration.detach(str(attached), to)
     assert (trees(drafter, contexts), trees(drafter, contexts, "acme")) == before
     assert len(administration.indexes()) == 2
 
@@ -308,7 +308,7 @@ def test_sessions_are_listed_by_tenant_name_and_idle_time(drafter: EmbeddedDraft
     assert reports(drafter, min_idle_s=3600.0) == []
     for wrong in ({"min_idle_s": -1.0}, {"min_idle_s": float("nan")}, {"tenant": "x" * 300}):
         with pytest.raises(InvalidRequestError):
-            SessionFilter(**wrong)  # type: ignore[arg-type]
+            SessionFilter(**wrong)
 
 
 @pytest.mark.parametrize("forget", [False, True])
@@ -335,7 +335,7 @@ def test_ending_many_sessions_lets_others_draft_and_spares_new_ones(index: Path)
     for number in range(1500):
         drafter.open(f"old-{number}", text[:50])
     drafter.open("victim", text[:50], tenant="acme")
-    longest, reopened = 0.0, []
+    longest, reopened = 0.0, list[str]()
     with ThreadPoolExecutor(1) as pool:
         ending = pool.submit(drafter.administration.end, SessionFilter(tenant=""), forget=True)
         while not ending.done():

@@ -1,0 +1,183 @@
+"""Addresses that a service listens on: what can be bound, and who may connect to a unix socket."""
+
+import grp
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from grpc import aio
+
+from retriever.errors import AddressInUseError, SettingsError
+from retriever.operations.resolving import without_password
+from retriever.security.protection import ServerTls
+
+UNIX: Final = "unix:"
+"""What addresses of unix sockets begin with."""
+
+_MAX_PORT: Final = 65535
+_NOBODY_ELSE: Final = 0o177
+_OWNER_ALONE: Final = 0o600
+
+
+@dataclass(frozen=True, slots=True)
+class SocketAccess:
+    """Who may connect to a unix socket.
+
+    Attributes:
+        mode: permission bits; who may write may connect.
+        group: number of the socket's group; None for that of the process.
+    """
+
+    mode: int = _OWNER_ALONE
+    group: int | None = None
+
+    @classmethod
+    def of(cls, mode: str, group: str | None) -> Self:
+        """Return what is written in settings.
+
+        Args:
+            mode: octal digits.
+            group: a name or number of a group that this process can give files to.
+
+        Raises:
+            SettingsError: there is no such group, or this process is no member of it.
+        """
+        if not group:
+            return cls(int(mode, 8))
+        number = _number_of(group)
+        if number not in (os.getegid(), *os.getgroups()) and os.geteuid() != _ROOT:
+            raise SettingsError(
+                f"--socket-group {group}: this process runs as a user who is no member of it: add "
+                "the user to the group, or name one of its own"
+            )
+        return cls(int(mode, 8), number)
+
+
+OWNER_ALONE: Final = SocketAccess()
+
+_ROOT: Final = 0
+
+
+def _number_of(group: str) -> int:
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError as error:
+        if group.isascii() and group.isdigit() and int(group) < _NO_GROUP:
+            return int(group)
+        raise SettingsError(
+            f"--socket-group {group}: there is no such group: `getent group` lists them"
+        ) from error
+
+
+_NO_GROUP: Final = (1 << 32) - 1  # what chown(2) takes for "as it is"
+
+
+def check_address(address: str) -> None:
+    """Refuse what cannot be bound, and what gRPC would misread: it takes ports modulo 65536.
+
+    Raises:
+        AddressInUseError: the address is taken or cannot be bound.
+    """
+    if address.startswith(UNIX):
+        _check_socket_is_free(Path(address.removeprefix(UNIX)))
+        return
+    host, _, port = address.rpartition(":")
+    shown = without_password(address)
+    if not host or not port.isascii() or not port.isdigit() or int(port) > _MAX_PORT:
+        raise AddressInUseError(
+            f"cannot listen on {shown}: an address is HOST:PORT, with a port from 0 to "
+            f"{_MAX_PORT}, or unix:/PATH"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host.strip("[]"), int(port)), family=family).close()
+    except OSError as error:
+        raise AddressInUseError(
+            f"cannot listen on {shown}: {error.strerror or error}; choose another --address"
+        ) from error
+
+
+def _check_socket_is_free(path: Path) -> None:
+    """Refuse a unix socket that somebody serves on: binding would take it away from them."""
+    if not path.parent.is_dir():
+        raise AddressInUseError(f"cannot listen on {path}: there is no folder {path.parent}")
+    try:
+        if not path.is_socket():
+            return
+    except OSError as error:
+        raise AddressInUseError(
+            f"cannot listen on {path}: {error.strerror or error}; choose another --address"
+        ) from error
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return  # left over from a server that is gone
+    raise AddressInUseError(f"somebody serves on {path} already: choose another --address")
+
+
+def listen(server: aio.Server, address: str, tls: ServerTls | None, access: SocketAccess) -> int:
+    """Have a server listen; return the port.
+
+    A unix socket is its owner's alone at first, and then opened to whom `access` says: never to
+    others, not for a moment.
+
+    Raises:
+        AddressInUseError: the address is taken or cannot be bound, or a socket cannot be opened to
+            its group.
+    """
+    try:
+        with _private_sockets():
+            if tls is not None:
+                port = server.add_secure_port(address, tls.credentials())
+            else:
+                port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise AddressInUseError(
+            f"cannot listen on {address}: it is taken or not an address of this machine; "
+            "choose another with --address"
+        ) from error
+    if address.startswith(UNIX) and access != OWNER_ALONE:
+        _open_up(Path(address.removeprefix(UNIX)), access)
+    return port
+
+
+def _open_up(path: Path, access: SocketAccess) -> None:
+    """Give a socket its group, and then its mode: the group before gets nothing of it.
+
+    By its descriptor: what another user puts in its place meanwhile stays as it is.
+    """
+    if not hasattr(os, "O_PATH"):
+        raise AddressInUseError("--socket-mode and --socket-group need Linux: leave them out")
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                raise AddressInUseError(f"{path} was replaced while it was made: try again")
+            itself = f"/proc/self/fd/{descriptor}"  # fchmod(2) takes no such descriptor
+            if access.group is not None:
+                os.chown(itself, -1, access.group)
+            Path(itself).chmod(access.mode)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise AddressInUseError(
+            f"{path} cannot be opened to --socket-mode {access.mode:04o}"
+            + (f" and --socket-group {access.group}" if access.group is not None else "")
+            + f": {error.strerror or error}"
+        ) from error
+
+
+@contextmanager
+def _private_sockets() -> Iterator[None]:
+    """Let what is made meanwhile be readable and writable by this user alone."""
+    before = os.umask(_NOBODY_ELSE)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -1,0 +1,214 @@
+"""Index files that are cut, overwritten or away while an index is drafted from."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexer.build import build_from_tokens
+from indexer.errors import DamagedIndexError, IndexerError
+from indexer.reader import Index, Vocabulary
+from retriever.sessions.embedded import EmbeddedDrafter
+
+ROOT = Path(__file__).parents[3]
+VOCABULARY = Vocabulary(1000, "ab" * 32)
+NUM_DOCUMENTS, LENGTH = 120, 600
+"""Some 72,000 tokens: their files are larger than what is read instead of mapped."""
+
+
+def document(seed: int, number: int) -> np.ndarray:
+    return np.random.default_rng([seed, number]).integers(1, VOCABULARY.size, LENGTH)
+
+
+def build(path: Path, seed: int = 1) -> Path:
+    documents = ((f"{seed}/{i}", document(seed, i)) for i in range(NUM_DOCUMENTS))
+    build_from_tokens(documents, path, VOCABULARY)
+    return path
+
+
+def is_known(drafter: EmbeddedDrafter, seed: int, number: int = 7) -> bool:
+    tokens = document(seed, number)
+    return len(drafter.draft_context(tokens[:12], 16).follow(tokens[12:].astype(np.int32))) > 3
+
+
+CUTTING = """
+import json, os, sys, time
+from pathlib import Path
+import numpy as np
+from retriever.sessions.embedded import EmbeddedDrafter
+from tests.retriever.sessions.test_cut_files import VOCABULARY, is_known, document
+
+cut, other, name, length = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+drafter = EmbeddedDrafter.open_indexes([cut, other])
+assert is_known(drafter, 1) and is_known(drafter, 2)
+os.truncate(next(cut.glob(name)), length)
+rng, deadline = np.random.default_rng(0), time.monotonic() + 20
+while drafter.missing_indexes != [cut] and time.monotonic() < deadline:
+    tree = drafter.draft_context(document(1, int(rng.integers(120)))[:30], 16)
+    assert all(0 <= token < VOCABULARY.size for token in tree.token_ids.tolist())
+    drafter.explain(document(1, int(rng.integers(120)))[:30], 4)
+print(json.dumps({
+    "missing": list(map(str, drafter.missing_indexes)),
+    "goes_on": is_known(drafter, 2),
+    "left": [str(index.path) for index in drafter.indexes],
+}), flush=True)
+sys.stdin.readline()
+print(json.dumps({"refreshed": drafter.refresh(), "back": is_known(drafter, 1)}))
+"""
+
+
+@pytest.mark.parametrize("name", ["segments/*/suffixes", "segments/*/tokens"])
+@pytest.mark.parametrize("length", [0, 20_000])
+def test_a_file_that_is_cut_costs_its_index_alone(tmp_path: Path, name: str, length: int) -> None:
+    """Before, the process ended by SIGBUS without a line."""
+    cut, other = build(tmp_path / "cut"), build(tmp_path / "other", 2)
+    shutil.copytree(cut, tmp_path / "kept")
+    process = subprocess.Popen(
+        [sys.executable, "-c", CUTTING, str(cut), str(other), name, str(length)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    found = process.stdout.readline()
+    shutil.copytree(tmp_path / "kept", cut, dirs_exist_ok=True)  # in place
+    output, errors = process.communicate("\n", timeout=60)
+    assert process.returncode == 0, errors
+    assert json.loads(found) == {"missing": [str(cut)], "goes_on": True, "left": [str(other)]}
+    assert json.loads(output) == {"refreshed": True, "back": True}
+    assert f"a file of {cut} was cut while it was drafted from" in errors
+
+
+OVERWRITING = """
+import os, sys, ctypes, mmap, resource
+from pathlib import Path
+from retriever.sessions.embedded import EmbeddedDrafter
+drafter = EmbeddedDrafter.open_indexes([sys.argv[1]])
+file = Path(sys.argv[2])
+file.write_bytes(bytes(1 << 16))
+mapped = mmap.mmap(os.open(file, os.O_RDONLY), 0, access=mmap.ACCESS_READ)
+os.truncate(file, 0)
+mapped[0]
+"""
+
+
+def test_a_cut_file_of_others_ends_the_process_with_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OVERWRITING, str(build(tmp_path / "i")), str(tmp_path / "f")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == -7
+    assert done.stderr.startswith("error: a file that is mapped into memory was cut")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_handler_before_is_called_for_what_is_no_index(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "faulthandler", "-c", OVERWRITING]
+    arguments = [str(build(tmp_path / "index")), str(tmp_path / "file")]
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -7
+    assert done.stderr.startswith("Fatal Python error: Bus error")
+
+
+def test_a_file_that_is_cut_below_its_last_page_is_not_read_behind_its_end(tmp_path: Path) -> None:
+    path = build(tmp_path / "index")
+    with Index.open(path) as index:
+        for array in index.mapped_arrays():
+            assert array.nbytes >= 1 << 16
+        assert {array.dtype.itemsize for array in index.mapped_arrays()} >= {2, 4}
+
+
+def cut(path: Path) -> None:
+    os.truncate(next(path.glob("segments/*/tokens")), 4096)
+
+
+def take_away(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def put_back(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    build(path)
+
+
+@pytest.mark.parametrize("damage", [cut, take_away])
+def test_an_index_that_cannot_be_opened_can_be_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    path, other = build(tmp_path / "index"), build(tmp_path / "other", 2)
+    damage(path)
+    with pytest.raises(IndexerError):
+        EmbeddedDrafter.open_indexes([path, other])
+    drafter = EmbeddedDrafter.open_indexes([path, other], skip_missing=True)
+    assert drafter.missing_indexes == [path]
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert str(path) in record.getMessage()
+    assert is_known(drafter, 2)
+    assert not drafter.refresh()
+    assert drafter.refresh_failures == 1
+    put_back(path)
+    assert drafter.refresh()
+    assert drafter.missing_indexes == []
+    assert [index.path for index in drafter.indexes] == [path, other]
+    assert is_known(drafter, 1)
+    assert is_known(drafter, 2)
+    drafter.shut_down()
+
+
+def test_without_a_vocabulary_one_index_must_open(tmp_path: Path) -> None:
+    with pytest.raises(IndexerError, match="there is no index"):
+        EmbeddedDrafter.open_indexes([tmp_path / "a", tmp_path / "b"], skip_missing=True)
+
+
+def test_what_is_missing_at_first_must_be_of_the_same_tokenizer(tmp_path: Path) -> None:
+    other = build(tmp_path / "other", 2)
+    drafter = EmbeddedDrafter.open_indexes([tmp_path / "i", other], skip_missing=True)
+    build_from_tokens([("d", [1, 2])], tmp_path / "i", Vocabulary(1000, "cd" * 32))
+    assert not drafter.refresh()
+    assert drafter.missing_indexes == [tmp_path / "i"]
+    drafter.shut_down()
+
+
+def test_an_index_that_is_held_outlives_its_files(tmp_path: Path) -> None:
+    path = build(tmp_path / "index")
+    mapped = EmbeddedDrafter.open_indexes([path])
+    held = EmbeddedDrafter.open_indexes([path], hold_indexes=True)
+    assert not list(held.indexes[0].mapped_arrays())
+    before = [mapped.draft_context(document(1, n)[:12], 16) for n in range(20)]
+    mapped.shut_down()
+    for file in path.rglob("*"):
+        if file.is_file():
+            os.truncate(file, 0)
+    for number, expected in enumerate(before):
+        tree = held.draft_context(document(1, number)[:12], 16)
+        for name in ("token_ids", "parents", "probabilities", "sources"):
+            np.testing.assert_array_equal(getattr(tree, name), getattr(expected, name))
+    held.shut_down()
+
+
+def test_all_who_hold_a_file_share_one_copy(tmp_path: Path) -> None:
+    path = build(tmp_path / "index")
+    with Index.open(path, hold=True) as one, Index.open(path, hold=True) as two:
+        first, second = one.segments[0].suffixes, two.segments[0].suffixes
+        assert first.ctypes.data == second.ctypes.data
+        with one.reopened() as again:
+            assert again.is_held
+            assert again.segments[0] is one.segments[0]
+        with pytest.raises(ValueError, match="read-only"):
+            first[0] = 1
+
+
+def test_a_file_that_is_cut_before_it_is_held_is_refused(tmp_path: Path) -> None:
+    path = build(tmp_path / "index")
+    cut(path)
+    with pytest.raises(DamagedIndexError, match="has 4096 bytes"):
+        Index.open(path, hold=True)
