@@ -1,4 +1,4 @@
-"""The client of a service's admin plane."""
+"""The client of a service's admin plane, and the messages of its contract."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,12 @@ import grpc
 
 from retriever.client.credentials import Credentials, open_channel
 from retriever.errors import DrafterUnavailableError, RetrieverError
+from retriever.v1 import admin_pb2 as messages
 from retriever.v1.admin_pb2_grpc import AdminServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
 from retriever.wire.statuses import error_of
+
+__all__ = ["administering", "messages"]
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from pydantic import Field
 
 from indexer.flags import AsJson, Metavar, with_flags
 from retriever.client.administrator import administering
+from retriever.client.administrator import messages as pb
 from retriever.commands.options import clear_errors
 from retriever.errors import InvalidRequestError
 from retriever.operations.settings import CredentialSettings
-from retriever.v1 import admin_pb2 as pb
 
 ADDRESS_VARIABLE: Final = "FOREDRAFT_ADMIN_ADDRESS"
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from indexer.build import build_from_tokens
 from indexer.reader import Index, Vocabulary

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from retriever.v1.admin_pb2_grpc import AdminServiceStub
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.security.in_process import on_loop
 
+NO_TOKENS = np.empty(0, np.int32)
 CALLS: dict[str, Any] = {
     "ListSessions": pb.ListSessionsRequest(),
     "EndSessions": pb.EndSessionsRequest(all=True),
@@ -80,6 +81,14 @@ class Served:
         return [json.loads(line) for line in self.audit.read_text().splitlines()]
 
 
+async def entered(serving: AbstractAsyncContextManager[str]) -> str:
+    return await serving.__aenter__()
+
+
+async def left(serving: AbstractAsyncContextManager[str]) -> None:
+    await serving.__aexit__(None, None, None)
+
+
 @contextmanager
 def served(folder: Path, index: Path, *, with_access: bool) -> Iterator[Served]:
     access = folder / "access"
@@ -103,13 +112,13 @@ def served(folder: Path, index: Path, *, with_access: bool) -> Iterator[Served]:
     plane = AdminPlane(f"unix:{folder}/admin", administered, protection, has_access=with_access)
     plane.check(f"unix:{folder}/drafts")
     serving = plane.serving()
-    admin = on_loop(serving.__aenter__())  # type: ignore[arg-type]
+    admin = on_loop(entered(serving))
     server, address = on_loop(start(drafter, f"unix:{folder}/drafts", observer, protection))
     try:
         yield Served(drafter, address, admin, folder / "audit.jsonl", access, tokens)
     finally:
         on_loop(server.stop(0))
-        on_loop(serving.__aexit__(None, None, None))  # type: ignore[arg-type]
+        on_loop(left(serving))
         drafter.shut_down()
 
 
@@ -359,7 +368,7 @@ def test_others_draft_while_an_index_is_opened(
         attaching = stub.AttachIndex.future(pb.AttachIndexRequest(path="/slow"))
         while not opened.is_set():
             began = time.perf_counter()
-            drafter.draft([DraftRequest("a", np.arange(0), 10, 4)])
+            drafter.draft([DraftRequest("a", NO_TOKENS, 10, 4)])
             longest = max(longest, time.perf_counter() - began)
             assert status_of(stub, "ListSessions") is grpc.StatusCode.OK
         assert attaching.code() is grpc.StatusCode.INTERNAL
