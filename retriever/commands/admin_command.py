@@ -118,9 +118,9 @@ def end_sessions(
     )
     with _calling(plane) as (calls, timeout_s):
         ended = calls.EndSessions(request, timeout=timeout_s)
-    said = f"{ended.num_ended} sessions ended, {ended.num_kept} outputs kept"
+    said = f"sessions ended: {ended.num_ended}, outputs kept: {ended.num_kept}"
     if ended.num_not_on_disk:
-        said += f", {ended.num_not_on_disk} of them in memory alone: the disk refused"
+        said += f", in memory alone because the disk refused: {ended.num_not_on_disk}"
     _show(ended, said, as_json=as_json)
 
 
@@ -163,7 +163,7 @@ def evict(
     if not evicted.was_in_memory:
         said = "it was not in memory"
     elif evicted.num_sessions:
-        said = f"it leaves memory once its {evicted.num_sessions} open sessions have ended"
+        said = f"it leaves memory once its open sessions have ended: {evicted.num_sessions}"
     else:
         said = "it has left memory"
     _show(evicted, said, as_json=as_json)
@@ -329,7 +329,7 @@ def drain(*, plane: PlaneSettings, as_json: AsJson = False) -> None:
     with _calling(plane) as (calls, timeout_s):
         drained = calls.Drain(pb.DrainRequest(), timeout=timeout_s)
     begun = "it drains already" if drained.was_draining else "it drains"
-    _show(drained, f"{begun}: {drained.num_sessions} sessions are open", as_json=as_json)
+    _show(drained, f"{begun}; open sessions: {drained.num_sessions}", as_json=as_json)
 
 
 def _place_of(index: pb.AttachedIndex) -> str:

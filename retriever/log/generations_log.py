@@ -197,7 +197,7 @@ class GenerationsLog:
     def snapshot(self, directory: Path) -> int:
         """Copy the log to a new directory, which a drafter can open; return its bytes.
 
-        Commits wait until the copy is written (half a second for a GB), and not until it is synced.
+        Commits wait until the copy is written (0.5 s for 400 MB), and not until it is synced.
 
         Raises:
             StateError: the disk refuses.

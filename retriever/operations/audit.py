@@ -90,16 +90,6 @@ class AuditLog:
             ended = {**said, "status": status, "outcome": change.outcome}
             self._record_end(ended)
 
-    def refused(self, who: str, call: str, reason: str) -> None:
-        """Log that a caller may not make this call; the file is not for what others can fill."""
-        log_event(
-            *(_LOGGER, logging.WARNING, "audit", "an operator's call was refused"),
-            who=who,
-            call=call,
-            status="REFUSED",
-            reason=reason,
-        )
-
     def _record_end(self, ended: Mapping[str, Any]) -> None:
         try:
             self._write({"time": _now(), "stage": "ended", **ended})
