@@ -132,7 +132,7 @@ types: install
 stubs:
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(STUBS_OUT) \
 	  --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) --mypy_grpc_out=quiet:$(STUBS_OUT) \
-	  proto/retriever/v1/retriever.proto
+	  proto/retriever/v1/retriever.proto proto/retriever/v1/admin.proto
 
 # Lints the contract and compares it with proto/baseline.binpb, the contract that clients have: it may
 # only grow. Buf comes from npm, once; after that neither network nor history of git is needed.

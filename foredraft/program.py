@@ -39,6 +39,7 @@ COMMANDS: Final = (
     Command("serve", "serve", "retriever", "Serve drafts over gRPC."),
     Command("config", "serve", "retriever", "Show the settings with which `serve` would start."),
     Command("access", "serve", "retriever", "Make, list and revoke the credentials of callers."),
+    Command("admin", "serve", "retriever", "Look into a running service, and change it."),
     Command("health", "serve", "retriever", "Say whether a service takes calls."),
     Command("info", "serve", "retriever", "Show a service's version, phase, models and limits."),
     Command("generate", "decode", "decoder", "Answer prompts with a model and drafts."),

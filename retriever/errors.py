@@ -99,6 +99,18 @@ class NotPermittedError(AccessRefusedError):
     reason = "NOT_PERMITTED"
 
 
+class NotPossibleError(RetrieverError):
+    """The drafter or service cannot do this as it is: the message says what to do first."""
+
+    reason = "NOT_POSSIBLE"
+
+
+class UnknownIndexError(RetrieverError):
+    """No such index is attached."""
+
+    reason = "UNKNOWN_INDEX"
+
+
 class CredentialsError(RetrieverError):
     """A certificate, key or token cannot be used: the message says why, and what to do."""
 

@@ -9,7 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ENUMS = ("SOURCE_", "FAIL_OPEN_REASON_", "KEEPING_", "PHASE_")
-STUBS = ["retriever_pb2.py", "retriever_pb2.pyi", "retriever_pb2_grpc.py", "retriever_pb2_grpc.pyi"]
+STUBS = [
+    f"{contract}_{kind}"
+    for contract in ("retriever", "admin")
+    for kind in ("pb2.py", "pb2.pyi", "pb2_grpc.py", "pb2_grpc.pyi")
+]
 
 
 @pytest.fixture(scope="module")

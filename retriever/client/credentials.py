@@ -29,6 +29,7 @@ class _CallDetails(NamedTuple):
 
 class Bearer(
     grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
     """Adds a token to every call."""
@@ -37,6 +38,12 @@ class Bearer(
         self._metadata = ("authorization", f"Bearer {token}")
 
     def intercept_unary_unary(
+        self, continuation: Any, client_call_details: Any, request: Any
+    ) -> Any:
+        """See gRPC's interface of this name."""
+        return continuation(self._with_token(client_call_details), request)
+
+    def intercept_unary_stream(
         self, continuation: Any, client_call_details: Any, request: Any
     ) -> Any:
         """See gRPC's interface of this name."""

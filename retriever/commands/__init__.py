@@ -14,6 +14,7 @@ app = command_line(
         "info": "retriever.commands.info_command:info",
         "export": "retriever.commands.export_command:export",
         "access": "retriever.commands.access_command:app",
+        "admin": "retriever.commands.admin_command:app",
     },
 )
 

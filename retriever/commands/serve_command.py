@@ -4,14 +4,17 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from indexer.flags import Given, with_flags
 from retriever.commands.config_command import ConfigFile
 from retriever.commands.options import clear_errors, progress
+from retriever.operations.audit import AuditLog
+from retriever.operations.live_settings import LiveSettings
 from retriever.operations.logs import log_event, log_to_standard_error
 from retriever.operations.observer import ServiceObserver
 from retriever.operations.resolving import resolve
@@ -22,6 +25,8 @@ from retriever.operations.web import Web, WebAddress
 from retriever.replay.traces import ChatEncoder
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.service.addresses import SocketAccess, check_address
+from retriever.service.admin_servicer import Administered
+from retriever.service.admin_serving import AdminPlane
 from retriever.service.serving import serve as serve_forever
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -40,7 +45,9 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     --config, too, and in the environment (FOREDRAFT_ADDRESS for --address); `config` shows what is
     in force.
     """
-    settings = resolve(Settings, flags, os.environ, config).settings
+    resolve_again = partial(resolve, Settings, flags, os.environ, config)
+    live = LiveSettings(resolve_again(), resolve_again)
+    settings = live.settings
     log_to_standard_error(settings.log_format, settings.log_level)
     endpoint = settings.trace_endpoint
     tracing = tracing_of(settings.trace_ratio, endpoint.shown() if endpoint else None)
@@ -48,25 +55,52 @@ def serve(config: ConfigFile = None, *, flags: Given[Settings]) -> None:
     protection = _protection(settings)
     socket_access = SocketAccess.of(settings.socket_mode, settings.socket_group)
     service = Service(None, observer, time.time())
+    plane = _admin_plane(live, service, protection)
     try:
         with _shown(settings, service):
             asyncio.run(
-                serve_forever(
-                    partial(_open_for, service, settings),
-                    settings.max_message_bytes,
-                    settings.address,
-                    observer,
-                    protection,
-                    socket_access=socket_access,
-                    pad_replies=settings.pad_replies,
-                    drain_s=settings.drain_s,
-                    models=settings.model,
+                _administered(
+                    plane,
+                    partial(
+                        serve_forever,
+                        partial(_open_for, service, settings),
+                        settings.max_message_bytes,
+                        settings.address,
+                        observer,
+                        protection,
+                        socket_access=socket_access,
+                        pad_replies=settings.pad_replies,
+                        drain_s=settings.drain_s,
+                        models=settings.model,
+                    ),
                 )
             )
     finally:
         if service.drafter is not None:
             service.drafter.shut_down()
         observer.shut_down()
+
+
+def _admin_plane(live: LiveSettings, service: Service, protection: Protection) -> AdminPlane | None:
+    """Return where operators call, having checked that it may listen there; None for nowhere."""
+    settings = live.settings
+    if settings.admin_address is None:
+        return None
+    snapshots = None if settings.snapshots is None else settings.snapshots.absolute()
+    administered = Administered(service, live, AuditLog(settings.audit_log), snapshots)
+    plane = AdminPlane(
+        settings.admin_address, administered, protection, has_access=settings.access is not None
+    )
+    plane.check(settings.address)
+    return plane
+
+
+async def _administered(
+    plane: AdminPlane | None, serve_drafts: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Answer operators as long as drafts are served."""
+    async with plane.serving() if plane is not None else nullcontext():
+        await serve_drafts()
 
 
 @contextmanager

@@ -17,7 +17,15 @@ from threading import Event, Lock, Thread
 from typing import Final
 
 from retriever.errors import StateError
-from retriever.log.log_files import REFUSALS, LogFiles, open_store
+from retriever.log.log_files import (
+    DATA_NAME,
+    REFUSALS,
+    SEAL_NAME,
+    LogFiles,
+    open_store,
+    sync_path,
+    write_seal,
+)
 from retriever.log.log_store import FINGERPRINT_KEY, NOTE_KEY, LogStore, Remembered
 from retriever.log.options import LogOptions
 from retriever.predict.generations import NO_OUTPUT, steady_time
@@ -185,6 +193,32 @@ class GenerationsLog:
                 self._store = LogStore(self._files.data, self._options)
         finally:
             copy.unlink(missing_ok=True)
+
+    def snapshot(self, directory: Path) -> int:
+        """Copy the log to a new directory, which a drafter can open; return its bytes.
+
+        Commits wait until the copy is written (0.5 s for 400 MB), and not until it is synced.
+
+        Raises:
+            StateError: the disk refuses.
+        """
+        data = directory / DATA_NAME
+        self.commit()
+        try:
+            directory.mkdir(mode=0o700)
+            with self._lock:
+                self._check_usable()
+                self._store.copy_unsynced(data)
+            write_seal(data, directory / SEAL_NAME)
+            (directory / SEAL_NAME).chmod(0o600)
+            for path in (data, directory / SEAL_NAME, directory):
+                sync_path(path)
+            return data.stat().st_size
+        except REFUSALS as error:
+            raise StateError(
+                f"{self._directory} cannot be copied to {directory}: {error}; free space and "
+                "permissions, and ask again"
+            ) from error
 
     def name_vocabulary(self, fingerprint: str) -> None:
         """Store the tokenizer's fingerprint, if unknown so far."""

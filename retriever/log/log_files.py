@@ -29,6 +29,9 @@ _CHUNK_BYTES: Final = 1 << 20
 _SALVAGE_S: Final = 60.0  # a salvage that hangs on damage is killed after this and the rate below
 _SALVAGE_BYTES_PER_S: Final = 5e6  # a slow disk; faster ones never reach the limit
 
+DATA_NAME: Final = "generations.mdb"
+SEAL_NAME: Final = "generations.seal"
+
 # A process does not see its own file locks, so they are listed here.
 _LOCKED: Final[set[tuple[int, ...]]] = set()
 _LOCKED_GUARD: Final = threading.Lock()
@@ -48,8 +51,8 @@ class LogFiles:
         Raises:
             StateError: another drafter uses it, or it cannot be created.
         """
-        self.data = directory / "generations.mdb"
-        self._seal = directory / "generations.seal"
+        self.data = directory / DATA_NAME
+        self._seal = directory / SEAL_NAME
         self._salvaged = directory / "generations.salvaged"
         with _refusals(directory), _LOCKED_GUARD:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,18 +97,12 @@ class LogFiles:
 
     def sync_names(self) -> None:
         """Sync the directory; raises OSError where the disk refuses."""
-        descriptor = os.open(self.data.parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(self.data.parent)
 
     def seal(self) -> None:
         """Store the checksum of the data after the last write: the next start trusts it."""
         with suppress(OSError):
-            temporary = self._seal.with_suffix(".new")
-            temporary.write_text(json.dumps(_checksum(self.data)))
-            temporary.replace(self._seal)
+            write_seal(self.data, self._seal)
 
     def release(self) -> None:
         """Unlock the files."""
@@ -205,6 +202,22 @@ def _salvage(data: Path, target: Path) -> Verdict | None:
     if done.returncode < 0:
         return Verdict.DAMAGED
     return Verdict(done.returncode) if done.returncode in set(Verdict) else None
+
+
+def sync_path(path: Path) -> None:
+    """Sync a file or a directory; raises OSError where the disk refuses."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_seal(data: Path, seal: Path) -> None:
+    """Store the checksum of a file that nobody writes; raises OSError where the disk refuses."""
+    temporary = seal.with_suffix(".new")
+    temporary.write_text(json.dumps(_checksum(data)))
+    temporary.replace(seal)
 
 
 def _checksum(path: Path) -> dict[str, int]:

@@ -318,10 +318,14 @@ class LogStore:
 
     def copy(self, path: Path) -> None:
         """Write all records, without removed bytes, to a new file and sync it."""
-        self._environment.copy(str(path), compact=True)
+        self.copy_unsynced(path)
         with path.open("rb+") as file:
-            os.fchmod(file.fileno(), _MODE)
             os.fsync(file.fileno())
+
+    def copy_unsynced(self, path: Path) -> None:
+        """Write all records, without removed bytes, to a new file."""
+        self._environment.copy(str(path), compact=True)
+        path.chmod(_MODE)
 
     def sync(self) -> None:
         """Wait until all writes are on disk."""

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.errors import LimitExceededError
+from retriever.errors import LimitExceededError, NotPossibleError
 from retriever.limits import Limits
 from retriever.log.generations_log import GenerationsLog
 from retriever.log.options import Durability, LogOptions
@@ -292,6 +292,36 @@ class Pools:
             if is_loaded:
                 self._evict(tenant)
             return is_loaded
+
+    def take_limits(self, limits: Limits) -> None:
+        """Put another number of tenants in force; pools leave memory as others come."""
+        with self._lock:
+            self._limits = limits
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether outputs are kept on disk too."""
+        return self._log is not None
+
+    def snapshot(self, directory: Path, lock: Lock) -> int:
+        """Copy the log, with the weights of now, to a new state directory; return its bytes.
+
+        Args:
+            directory: where nothing is yet.
+            lock: held during drafts.
+
+        Raises:
+            NotPossibleError: there is no log.
+            StateError: the disk refuses.
+        """
+        if self._log is None:
+            raise NotPossibleError("this service keeps no state: start it with --state")
+        for pool in self.all():
+            with lock:
+                statistics = pool.unlogged()
+            if statistics is not None:
+                self._log.put_statistics(pool.tenant, statistics)
+        return self._log.snapshot(directory)
 
     def delete_logged(self, scope: Scope) -> None:
         """Remove the log's records of a tenant, or of one origin.

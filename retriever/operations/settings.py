@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from indexer.flags import Metavar
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.client.credentials import VARIABLES, Credentials
-from retriever.errors import InvalidRequestError
+from retriever.errors import InvalidRequestError, SettingsError
 from retriever.limits import Limits
 from retriever.log.options import DEFAULT_DURABILITY, Durability
 from retriever.replication.options import ReplicationOptions, without_credentials
@@ -400,7 +400,54 @@ class ReportSettings(BaseModel):
     ] = None
 
 
-class Settings(ReportSettings, LimitSettings, NetworkSettings, EmbeddedSettings, TokenizerSettings):
+class AdminSettings(BaseModel):
+    """Where operators administer a running service, and what is recorded of it."""
+
+    model_config = ConfigDict(title="Administration", extra="forbid", frozen=True)
+
+    admin_address: Annotated[
+        str | None,
+        Metavar("ADDRESS"),
+        Field(
+            description="Where to answer `foredraft admin`: unix:PATH, for this user alone unless "
+            "--access says who has the scope admin, or HOST:PORT with --access. Default: nowhere."
+        ),
+    ] = None
+    audit_log: Annotated[
+        Path | None,
+        Metavar("FILE"),
+        Field(
+            description="Where to record what operators change, as lines of JSON, in addition to "
+            "the log. While it cannot be written nothing can be changed."
+        ),
+    ] = None
+    snapshots: Annotated[
+        Path | None,
+        Metavar("DIR"),
+        Field(
+            description="Where `foredraft admin snapshot` puts copies of --state. Default: no "
+            "copies."
+        ),
+    ] = None
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse what operators' calls need without a place for these."""
+        del context
+        for name in ("audit_log", "snapshots"):
+            if self.admin_address is None and getattr(self, name) is not None:
+                raise SettingsError(
+                    f"--{name.replace('_', '-')} is for `foredraft admin`: give --admin-address too"
+                )
+
+
+class Settings(
+    AdminSettings,
+    ReportSettings,
+    LimitSettings,
+    NetworkSettings,
+    EmbeddedSettings,
+    TokenizerSettings,
+):
     """All settings of a service."""
 
     model_config = ConfigDict(title="Tenants and other services")

@@ -111,8 +111,8 @@ class Reading(aio.ServerInterceptor):
         behaviour, parse = getattr(handler, kind_of(handler)), _parsing(handler)
         if handler.request_streaming:  # the servicer gets the error with the next message
             return rebuilt(handler, behaviour, parse)
-        if handler.response_streaming:  # unused by the contract
-            return handler
+        if handler.response_streaming:
+            return rebuilt(handler, _streaming(behaviour), _late(parse))
         return rebuilt(handler, _answering(behaviour), _late(parse))
 
 
@@ -148,6 +148,16 @@ def _answering(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
         return await behaviour(request, context)
 
     return answer
+
+
+def _streaming(behaviour: Callable[..., AsyncIterator[Any]]) -> Callable[..., Any]:
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        if isinstance(request, InvalidRequestError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
+        async for response in behaviour(request, context):
+            yield response
+
+    return stream
 
 
 DEFAULT_DRAIN_S: Final = 10.0  # most generations end within it; supervisors kill later

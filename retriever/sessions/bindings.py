@@ -1,18 +1,23 @@
 """The indexes and listed phrases of each tenant: shared ones, and ones bound to it alone."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Final
 
-from indexer.reader import Vocabulary
-from retriever.errors import InvalidRequestError
+from indexer.errors import IndexerError
+from indexer.reader import Index, Vocabulary
+from retriever.errors import InvalidRequestError, NotPossibleError, UnknownIndexError
 from retriever.limits import check_tenant_name
 from retriever.predict.databases import Corpus
 from retriever.predict.phrases import ListedPhrases
 from retriever.sessions.refreshed_corpora import IndexState, RefreshedCorpora
 from retriever.sessions.session_table import Sessions
+
+_Open = Callable[[Path], Index]
 
 NO_PHRASES: Final = ListedPhrases(())
 
@@ -68,6 +73,19 @@ class BoundPaths:
         return bound
 
 
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """An index that is drafted from.
+
+    Attributes:
+        index: in its current snapshot, or missing.
+        tenant: that alone drafts from it; None: all do.
+    """
+
+    index: IndexState
+    tenant: str | None = None
+
+
 class Bindings:
     """Corpora and listed phrases by tenant.
 
@@ -87,6 +105,10 @@ class Bindings:
         sessions: Sessions,
         lock: Lock,
     ) -> None:
+        self._sessions = sessions
+        self._lock = lock
+        self._changing = Lock()  # taken before any lock of a refresh
+        self._refresh_s = 0.0
         self._shared = RefreshedCorpora(indexes, sessions, lock)
         self._phrases = phrases
         self._bound = {
@@ -125,14 +147,104 @@ class Bindings:
         return sorted({path for each in self._all() for path in each.missing})
 
     def watch(self, refresh_s: float) -> None:
-        """Refresh periodically from now on."""
-        for each in self._all():
-            each.watch(refresh_s)
+        """Refresh periodically from now on; 0: no longer."""
+        with self._changing:
+            self._refresh_s = refresh_s
+            for each in self._all():
+                each.watch(refresh_s)
 
     def refresh(self) -> bool:
         """Switch to the latest snapshots; return whether any index has changed."""
         changed = [each.refresh() for each in self._all()]
         return any(changed)
+
+    def attached(self) -> list[Attached]:
+        """Return all indexes: shared ones first, then those of tenants."""
+        shared = self._shared.indexes
+        own = [
+            Attached(index, tenant)
+            for tenant, corpora in sorted(self._bound.items())
+            for index in _own(corpora.indexes, shared)
+        ]
+        return [*map(Attached, shared), *own]
+
+    def attach(self, path: Path, tenant: str | None, opened: _Open) -> Attached:
+        """Draft from one more index; sessions do so with their next draft.
+
+        Blocks until it is open and warm, which takes as long as adding up phrase tables.
+
+        Args:
+            path: of the index.
+            tenant: that alone drafts from it; None: all do.
+            opened: opens an index, having checked its vocabulary.
+
+        Raises:
+            NotPossibleError: it is attached already.
+            indexer.errors.IndexerError: it cannot be opened, or is of another tokenizer.
+        """
+        with self._changing:
+            for other in self.attached():
+                if tenant in {other.tenant, None} or other.tenant is None:
+                    _check_differs(other, path)
+            if tenant is None:
+                self._attach_to_all(path, opened)
+            elif tenant in self._bound:
+                self._bound[tenant].change(lambda now: [*now, opened(path)])
+            else:
+                self._bind(tenant, path, opened)
+            return self._find(path, tenant)
+
+    def detach(self, path: Path, tenant: str | None) -> Attached:
+        """Draft from an index no longer; sessions draft without it from their next draft on.
+
+        Raises:
+            UnknownIndexError: no such index is attached to this tenant, or to all.
+            indexer.errors.IndexerError: phrase tables of the others cannot be added up.
+        """
+        with self._changing:
+            found = self._find(path, tenant)
+            if tenant is None:
+                for each in reversed(self._all()):  # after a failure it is still found as shared
+                    each.change(lambda now: _without(now, path))
+            else:
+                corpora = self._bound[tenant]
+                if len(_own(corpora.indexes, self._shared.indexes)) > 1:
+                    corpora.change(lambda now: _without(now, path))
+                else:
+                    self._bound = {
+                        name: each for name, each in self._bound.items() if name != tenant
+                    }
+                    corpora.retire(self._shared.current)
+            return found
+
+    def _attach_to_all(self, path: Path, opened: _Open) -> None:
+        """Attach an index to all corpora, or to none if one fails."""
+        done: list[RefreshedCorpora] = []
+        try:
+            for each in self._all():
+                num_shared = len(self._shared.indexes) - bool(done)  # it is the first
+                each.change(partial(_with, path, opened, num_shared))
+                done.append(each)
+        except BaseException:
+            for each in done:
+                with suppress(IndexerError):
+                    each.change(lambda now: _without(now, path))
+            raise
+
+    def _bind(self, tenant: str, path: Path, opened: _Open) -> None:
+        """Give a tenant that drafts from the shared indexes alone one of its own."""
+        shared = self._shared.indexes
+        bound = RefreshedCorpora([], self._sessions, self._lock)
+        bound.change(lambda _: _opened_anew(shared, path, opened))
+        self._bound = {**self._bound, tenant: bound}  # a new one: others iterate over the old
+        bound.watch(self._refresh_s)
+
+    def _find(self, path: Path, tenant: str | None) -> Attached:
+        for each in self.attached():
+            if each.tenant == tenant and _is_same(each.index.path, path):
+                return each
+        whose = "all tenants" if tenant is None else f"the tenant {tenant!r} alone"
+        raise UnknownIndexError(f"no index {path} is attached to {whose}: list what is attached")
 
     def warm(self) -> None:
         """Load everything that the first draft needs."""
@@ -146,6 +258,61 @@ class Bindings:
 
     def _all(self) -> list[RefreshedCorpora]:
         return [self._shared, *self._bound.values()]
+
+
+def _opened_anew(shared: Iterable[IndexState], path: Path, opened: _Open) -> list[IndexState]:
+    """Open shared indexes and one more for one tenant; a missing one stays missing."""
+    found: list[IndexState] = []
+    try:
+        for each in (*shared, path):
+            to_open = each.path if isinstance(each, Index) else each
+            found.append(opened(to_open) if isinstance(to_open, Path) else to_open)
+    except BaseException:
+        for each in found:
+            if isinstance(each, Index):
+                each.close()
+        raise
+    return found
+
+
+def _own(indexes: Iterable[IndexState], shared: Iterable[IndexState]) -> list[IndexState]:
+    """Return those of a tenant's indexes that are not shared."""
+    left = [index.path for index in shared]
+    own = []
+    for index in indexes:
+        if index.path in left:
+            left.remove(index.path)
+        else:
+            own.append(index)
+    return own
+
+
+def _with(path: Path, opened: _Open, place: int, indexes: Sequence[IndexState]) -> list[IndexState]:
+    """Return indexes with one more, opened, at a place."""
+    return [*indexes[:place], opened(path), *indexes[place:]]
+
+
+def _without(indexes: Iterable[IndexState], path: Path) -> list[IndexState]:
+    """Return indexes without the first one at a path."""
+    rest = list(indexes)
+    at = next((at for at, index in enumerate(rest) if _is_same(index.path, path)), None)
+    if at is not None:
+        del rest[at]
+    return rest
+
+
+def _check_differs(attached: Attached, path: Path) -> None:
+    if not _is_same(attached.index.path, path):
+        return
+    if attached.tenant is None:
+        raise NotPossibleError(f"all tenants draft from {path} already")
+    raise NotPossibleError(
+        f"the tenant {attached.tenant!r} drafts from {path} already: detach it there first"
+    )
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one == other or one.resolve() == other.resolve()
 
 
 def shared_vocabulary(

@@ -26,6 +26,7 @@ from retriever.errors import (
 )
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
+    Limits,
     check_documents,
     check_draft,
     check_fingerprint,
@@ -45,6 +46,7 @@ from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
 from retriever.sequences import SessionKey, check_batch, check_step
+from retriever.sessions.administration import Administration, Owned
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
 from retriever.sessions.client_lives import Client, check_client
 from retriever.sessions.deletion import forget
@@ -91,6 +93,7 @@ class EmbeddedDrafter:
         vocabulary: of the indexes, or as given.
         draft_counts: counts of drafts and their outcomes.
         uses: what each tenant has used, as far as a service counts it.
+        administration: what an operator does with it while it runs.
 
     Raises:
         InvalidRequestError: the indexes are of different vocabularies, or a phrase is of another.
@@ -127,6 +130,21 @@ class EmbeddedDrafter:
         self._fingerprint = self._fingerprint or self._pools.fingerprint
         if self._fingerprint:
             self._replication.start(self._fingerprint, self.vocabulary)
+        self.administration = Administration(
+            Owned(
+                self._sessions,
+                self._pools,
+                self._bindings,
+                self._lock,
+                remember=self._remember,
+                flush=self.flush,
+                vocabulary=lambda: self.vocabulary,
+                take_limits=self._take_limits,
+                most_nodes=self.limits.max_budget_nodes,
+                uses=self.uses,
+                hold=options.get("hold_indexes", False),
+            )
+        )
         self._pools.get("")  # callers without a tenant do not wait for the log
         if (refresh_s := options.get("refresh_s", 0.0)) > 0:
             self._bindings.watch(refresh_s)
@@ -668,6 +686,10 @@ class EmbeddedDrafter:
     def _grow(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         databases.turn_to(self._bindings.corpus(databases.pool.tenant))
         return self._predictor.draft(databases, budget, min_probability)
+
+    def _take_limits(self, limits: Limits) -> None:
+        self.limits = self._sessions.limits = limits
+        self._pools.take_limits(limits)
 
     def _remember(self, key: SessionKey, session: Session) -> None:
         """Add a session's output to the generations, if it is to be remembered."""

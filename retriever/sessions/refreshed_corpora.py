@@ -10,7 +10,7 @@ not be opened at the start, until a refresh can open it.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -169,19 +169,31 @@ class RefreshedCorpora:
         self._reasons: dict[Path, str] = {}
         self._refreshing = Lock()
         self._is_shut_down = Event()
+        self._is_unwatched = Event()
         self._thread: Thread | None = None
 
     def watch(self, refresh_s: float) -> None:
-        """Refresh periodically from now on, in a separate thread."""
-        self._thread = Thread(
-            target=self._watch, args=(refresh_s,), name="foredraft-refresh", daemon=True
-        )
-        self._thread.start()
+        """Refresh periodically from now on, in a separate thread; 0: no longer."""
+        self._unwatch()
+        if refresh_s > 0 and not self._is_shut_down.is_set():
+            self._is_unwatched = Event()
+            self._thread = Thread(
+                target=self._watch,
+                args=(refresh_s, self._is_unwatched),
+                name="foredraft-refresh",
+                daemon=True,
+            )
+            self._thread.start()
 
     @property
     def current(self) -> Corpora:
         """The current corpus; replaced indexes close with its last reference."""
         return self._corpora
+
+    @property
+    def indexes(self) -> tuple[IndexState, ...]:
+        """The indexes in the order given, those too that are missing."""
+        return self._indexes
 
     @property
     def missing(self) -> list[Path]:
@@ -211,6 +223,39 @@ class RefreshedCorpora:
             self._exchange(indexes, newer)
             return True
 
+    def change(self, changed: Callable[[tuple[IndexState, ...]], Sequence[IndexState]]) -> None:
+        """Switch to other indexes once their corpus is warm.
+
+        An index that is no longer among them closes with the last draft that uses it.
+
+        Args:
+            changed: returns the indexes from now on, given those of now; the new ones among them
+                are closed on an error.
+
+        Raises:
+            IndexerError: phrase tables cannot be added up.
+        """
+        with self._refreshing:
+            indexes = tuple(changed(self._indexes))
+            newer = self._changed(indexes)
+            try:
+                survive_cuts(newer.indexes, self.drop_cut)
+                self._rehearse(newer)
+            except BaseException:
+                newer.close(but_for=self._corpora)
+                raise
+            self._exchange(indexes, newer)
+
+    def retire(self, successor: Corpora) -> None:
+        """End the thread and move the sessions to the corpus of another.
+
+        The indexes close with the last draft that uses them.
+        """
+        self._is_shut_down.set()
+        self._unwatch()
+        with self._refreshing, self._lock:
+            self._sessions.turn_to(successor.corpus, self._corpora.corpus)
+
     def drop_cut(self) -> None:
         """Go on without the indexes that had a file cut while it was drafted from.
 
@@ -223,13 +268,28 @@ class RefreshedCorpora:
     def shut_down(self) -> None:
         """End the thread and close the indexes; waits for a refresh under way."""
         self._is_shut_down.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._unwatch()
         with self._refreshing:
             self._corpora.close()
 
-    def _watch(self, refresh_s: float) -> None:
-        while not self._is_shut_down.wait(refresh_s):
+    def _unwatch(self) -> None:
+        self._is_unwatched.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _changed(self, indexes: Sequence[IndexState]) -> Corpora:
+        """Return the corpus of indexes; the new ones among them are closed on an error."""
+        try:
+            return Corpora.of(_open_among(indexes), self._corpora)
+        except BaseException:
+            for index in _open_among(indexes):
+                if index not in self._corpora.indexes:
+                    index.close()
+            raise
+
+    def _watch(self, refresh_s: float, is_unwatched: Event) -> None:
+        while not is_unwatched.wait(refresh_s):
             try:
                 self.refresh()
             except Exception:

@@ -141,6 +141,19 @@ class Sessions:
         session.last_used_s = self._clock()
         return session
 
+    @property
+    def limits(self) -> Limits:
+        """The limits in force."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+
+    def idle_s(self, session: Session) -> float:
+        """Return the time since a session's last request, in seconds."""
+        return self._clock() - session.last_used_s
+
     def charge(self, session: Session, num_tokens: int) -> None:
         """Count tokens before they are added to a sequence.
 
@@ -244,10 +257,6 @@ class Sessions:
             )
             for key, session in sessions
         ]
-
-    def idle_s(self, session: Session) -> float:
-        """Return the time since a session's last request, in seconds."""
-        return self._clock() - session.last_used_s
 
     def end_idle(self) -> int:
         """End sessions idle for longer than `idle_session_s`; return how many."""

@@ -1,0 +1,51 @@
+"""The client of a service's admin plane, and the messages of its contract."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from retriever.client.credentials import Credentials, open_channel
+from retriever.errors import DrafterUnavailableError, RetrieverError
+from retriever.v1 import admin_pb2 as messages
+from retriever.v1.admin_pb2_grpc import AdminServiceStub
+from retriever.wire.channels import CLIENT_OPTIONS
+from retriever.wire.statuses import error_of
+
+__all__ = ["administering", "messages"]
+
+
+@contextmanager
+def administering(address: str, credentials: Credentials | None = None) -> Iterator[Any]:
+    """Yield the calls of a service's admin contract; their errors in the block become ours.
+
+    Args:
+        address: of the admin plane: HOST:PORT or unix:PATH.
+        credentials: to send and to verify the server with; None for a unix socket without.
+
+    Raises:
+        CredentialsError: a file of the credentials cannot be used.
+        DrafterUnavailableError: nobody answers there, or not in time.
+        RetrieverError: what the service refused.
+    """
+    with open_channel(address, credentials, CLIENT_OPTIONS) as channel:
+        try:
+            yield AdminServiceStub(channel)
+        except grpc.RpcError as error:
+            raise _error_of(error, address) from error
+
+
+def _error_of(error: Any, address: str) -> RetrieverError:
+    code = error.code()
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return DrafterUnavailableError(
+            f"{address} is not for operators, or of an older version: give the address that the "
+            "service has as --admin-address"
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DrafterUnavailableError(
+            f"{address} did not answer in time; what was begun goes on there: give a longer "
+            "--timeout-s, or look at the service's log"
+        )
+    return error_of(error)

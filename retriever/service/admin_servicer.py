@@ -1,0 +1,396 @@
+"""The gRPC servicer of the admin plane: translates messages and calls the drafter's administration.
+
+What only looks runs on the event loop in slices; what changes something, or waits, runs in threads
+of its own, and is recorded in the audit log there: a caller that leaves does not stop it.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from grpc import aio
+
+from indexer.errors import IndexerError, IndexNotFoundError
+from indexer.reader import Index
+from retriever.errors import (
+    DrafterUnavailableError,
+    InvalidRequestError,
+    NotPossibleError,
+    RetrieverError,
+    SettingsError,
+    StateError,
+    UnknownIndexError,
+)
+from retriever.operations.audit import AuditLog
+from retriever.operations.lifecycle import Phase
+from retriever.operations.live_settings import CHANGEABLE, LiveSettings, as_json
+from retriever.operations.resolving import shown
+from retriever.operations.service_report import Service
+from retriever.sessions.administration import (
+    SLICE,
+    Administration,
+    SessionFilter,
+    SessionReport,
+    TenantReport,
+)
+from retriever.sessions.bindings import Attached
+from retriever.sessions.draft_counts import TenantUse
+from retriever.v1 import admin_pb2 as pb
+from retriever.v1 import admin_pb2_grpc as pb_grpc
+from retriever.wire.statuses import status_of
+
+_THREADS: Final = 4  # an index may take seconds to attach; sessions are ended meanwhile
+_FAILED: Final = "the service failed: its log has more"
+_LOGGER: Final = logging.getLogger(__name__)
+
+# Subclasses first: the first matching class gives the status.
+_STATUS_OF_ERROR: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
+    (NotPossibleError, grpc.StatusCode.FAILED_PRECONDITION),
+    (SettingsError, grpc.StatusCode.FAILED_PRECONDITION),
+    (StateError, grpc.StatusCode.FAILED_PRECONDITION),
+    (UnknownIndexError, grpc.StatusCode.NOT_FOUND),
+    (DrafterUnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (IndexNotFoundError, grpc.StatusCode.NOT_FOUND),
+    (IndexerError, grpc.StatusCode.FAILED_PRECONDITION),
+)
+
+_Context = aio.ServicerContext[Any, Any]
+_Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Administered:
+    """What an operator's calls work on.
+
+    Attributes:
+        service: whose drafter there may not be yet.
+        settings: in force.
+        audit: records changes.
+        snapshots: the folder of copies of the state, absolute; None: none are made.
+    """
+
+    service: Service
+    settings: LiveSettings
+    audit: AuditLog
+    snapshots: Path | None = None
+
+
+class AdminServicer(pb_grpc.AdminServiceServicer):
+    """The calls of the admin contract, on one event loop.
+
+    Method names are the contract's.
+
+    Args:
+        administered: what they work on.
+    """
+
+    def __init__(self, administered: Administered) -> None:
+        self._on = administered
+        self._is_ended = False
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="foredraft-admin")
+
+    async def ListSessions(
+        self, request: pb.ListSessionsRequest, context: _Context
+    ) -> AsyncIterator[pb.ListSessionsResponse]:
+        async with _statuses(context):
+            for part in self._administration().sessions(_filter_of(request.filter)):
+                if part:
+                    yield pb.ListSessionsResponse(sessions=map(_session_info, part))
+                await asyncio.sleep(0)
+
+    async def EndSessions(
+        self, request: pb.EndSessionsRequest, context: _Context
+    ) -> pb.EndSessionsResponse:
+        async with _statuses(context):
+            wanted = _filter_of(request.filter)
+            if wanted.is_empty and not request.all:
+                raise InvalidRequestError("which sessions? set something in the filter, or `all`")
+            ended = await self._change(
+                *("EndSessions", request, context),
+                lambda administration: administration.end(wanted, forget=request.forget),
+                asdict,
+            )
+            return pb.EndSessionsResponse(**asdict(ended))
+
+    async def ListTenants(
+        self, request: pb.ListTenantsRequest, context: _Context
+    ) -> AsyncIterator[pb.ListTenantsResponse]:
+        del request
+        async with _statuses(context):
+            for part in _sliced(await self._look(Administration.tenants)):
+                yield pb.ListTenantsResponse(tenants=map(_tenant_info, part))
+
+    async def EvictTenant(
+        self, request: pb.EvictTenantRequest, context: _Context
+    ) -> pb.EvictTenantResponse:
+        async with _statuses(context):
+            was_in_memory, num_sessions = await self._change(
+                *("EvictTenant", request, context),
+                lambda administration: administration.evict(request.tenant, lose=request.lose),
+                lambda found: {"was_in_memory": found[0], "num_sessions": found[1]},
+            )
+            return pb.EvictTenantResponse(was_in_memory=was_in_memory, num_sessions=num_sessions)
+
+    async def GetUse(
+        self, request: pb.GetUseRequest, context: _Context
+    ) -> AsyncIterator[pb.GetUseResponse]:
+        async with _statuses(context):
+            tenant = _tenant_in(request)
+            found = await self._look(lambda administration: administration.uses(tenant))
+            since_s = self._on.service.began_s
+            if tenant is None:
+                others = self._administration().other_use
+                yield pb.GetUseResponse(since_s=since_s, others=_use_info("", others, 0))
+            for part in _sliced(found):
+                infos = [_use_info(each.tenant, each.use, each.num_bytes) for each in part]
+                yield pb.GetUseResponse(tenants=infos, since_s=since_s)
+
+    async def ListAttachedIndexes(
+        self, request: pb.ListAttachedIndexesRequest, context: _Context
+    ) -> pb.ListAttachedIndexesResponse:
+        async with _statuses(context):
+            found = self._administration().indexes(_tenant_in(request))
+            return pb.ListAttachedIndexesResponse(indexes=map(_index_info, found))
+
+    async def AttachIndex(
+        self, request: pb.AttachIndexRequest, context: _Context
+    ) -> pb.AttachIndexResponse:
+        async with _statuses(context):
+            attached = await self._change(
+                *("AttachIndex", request, context),
+                lambda administration: administration.attach(request.path, _tenant_in(request)),
+                _index_told,
+            )
+            return pb.AttachIndexResponse(index=_index_info(attached))
+
+    async def DetachIndex(
+        self, request: pb.DetachIndexRequest, context: _Context
+    ) -> pb.DetachIndexResponse:
+        async with _statuses(context):
+            detached = await self._change(
+                *("DetachIndex", request, context),
+                lambda administration: administration.detach(request.path, _tenant_in(request)),
+                _index_told,
+            )
+            return pb.DetachIndexResponse(index=_index_info(detached))
+
+    async def GetSettings(
+        self, request: pb.GetSettingsRequest, context: _Context
+    ) -> pb.GetSettingsResponse:
+        del request
+        async with _statuses(context):
+            live = self._on.settings
+            return pb.GetSettingsResponse(
+                settings=[
+                    pb.Setting(
+                        name=name,
+                        value_json=as_json(shown(getattr(live.settings, name))),
+                        origin=origin,
+                        can_change=name in CHANGEABLE,
+                    )
+                    for name, origin in live.origins.items()
+                ]
+            )
+
+    async def ReloadSettings(
+        self, request: pb.ReloadSettingsRequest, context: _Context
+    ) -> pb.ReloadSettingsResponse:
+        async with _statuses(context):
+            reload = self._on.settings.reload
+            if request.check_only:
+                changes = await self._look(lambda each: reload(each, check_only=True))
+            else:
+                changes = await self._change(
+                    *("ReloadSettings", request, context),
+                    reload,
+                    lambda found: {each.name: [each.before, each.after] for each in found},
+                )
+            return pb.ReloadSettingsResponse(
+                changes=[
+                    pb.SettingChange(
+                        name=each.name,
+                        before_json=as_json(each.before),
+                        after_json=as_json(each.after),
+                        origin=each.origin,
+                    )
+                    for each in changes
+                ]
+            )
+
+    async def SnapshotState(
+        self, request: pb.SnapshotStateRequest, context: _Context
+    ) -> pb.SnapshotStateResponse:
+        async with _statuses(context):
+            folder = self._on.snapshots
+            if folder is None:
+                raise NotPossibleError(
+                    "there is no folder for copies of the state: start the service with --snapshots"
+                )
+            copy = await self._change(
+                *("SnapshotState", request, context),
+                lambda administration: administration.snapshot(folder, request.name),
+                lambda made: {"path": str(made.path), "num_bytes": made.num_bytes},
+            )
+            return pb.SnapshotStateResponse(
+                path=str(copy.path), num_bytes=copy.num_bytes, seconds=copy.seconds
+            )
+
+    async def Drain(self, request: pb.DrainRequest, context: _Context) -> pb.DrainResponse:
+        async with _statuses(context):
+            was_draining, num_sessions = await self._change(
+                *("Drain", request, context),
+                lambda _: self._drain(),
+                lambda found: {"was_draining": found[0], "num_sessions": found[1]},
+            )
+            return pb.DrainResponse(was_draining=was_draining, num_sessions=num_sessions)
+
+    def shut_down(self) -> None:
+        """Wait for changes that are under way."""
+        self._threads.shutdown()
+
+    def _administration(self) -> Administration:
+        service = self._on.service
+        if service.drafter is None or service.observer.lifecycle.phase is Phase.STARTING:
+            raise DrafterUnavailableError(
+                "the service is starting: its health says when it is ready"
+            )
+        return service.drafter.administration
+
+    def _drain(self) -> tuple[bool, int]:
+        """Begin to drain; return whether that was under way, and how many sessions are open."""
+        service = self._on.service
+        was_draining = self._is_ended or service.observer.lifecycle.phase is Phase.DRAINING
+        self._is_ended = True
+        if not was_draining:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return was_draining, 0 if service.drafter is None else service.drafter.num_sessions
+
+    async def _look(self, look: Callable[[Administration], _Result]) -> _Result:
+        """Return what may take some time to see."""
+        administration = self._administration()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, look, administration)
+
+    async def _change(
+        self,
+        call: str,
+        request: Message,
+        context: _Context,
+        act: Callable[[Administration], _Result],
+        told: Callable[[_Result], dict[str, Any]],
+    ) -> _Result:
+        """Change something, and record it."""
+        administration = self._administration()
+        who = who_of(context)
+        what = MessageToDict(request, preserving_proto_field_name=True)
+
+        def change() -> _Result:
+            with self._on.audit.change(who, call, what) as recorded:
+                result = act(administration)
+                recorded.outcome |= told(result)
+                return result
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, change)
+
+
+def who_of(context: Any) -> str:
+    """Return who calls, for the audit log."""
+    caller = getattr(context, "caller", None)
+    return "unix socket" if caller is None else f"credential {caller.name}"
+
+
+@asynccontextmanager
+async def _statuses(context: _Context) -> AsyncIterator[None]:
+    """End the call with the status of an error; an operator is told the reason."""
+    try:
+        yield
+    except aio.BaseError:
+        raise  # gRPC's own: the call has its status, or has ended
+    except (RetrieverError, IndexerError) as error:
+        await context.abort(_status(error), str(error))
+    except Exception:
+        _LOGGER.exception("an operator's call failed")
+        await context.abort(grpc.StatusCode.INTERNAL, _FAILED)
+
+
+def _status(error: RetrieverError | IndexerError) -> grpc.StatusCode:
+    for kind, status in _STATUS_OF_ERROR:
+        if isinstance(error, kind):
+            return status
+    return status_of(error) if isinstance(error, RetrieverError) else grpc.StatusCode.INTERNAL
+
+
+def _filter_of(message: pb.SessionFilter) -> SessionFilter:
+    return SessionFilter(
+        _tenant_in(message), message.client, message.session_id, message.min_idle_s
+    )
+
+
+def _tenant_in(message: Any) -> str | None:
+    return message.tenant if message.HasField("tenant") else None
+
+
+def _session_info(report: SessionReport) -> pb.SessionInfo:
+    return pb.SessionInfo(
+        tenant=report.tenant,
+        session_id=report.name,
+        client=report.client,
+        num_tokens=report.num_tokens,
+        num_prompt_tokens=report.num_prompt_tokens,
+        num_bytes=report.num_bytes,
+        idle_s=report.idle_s,
+        is_kept=report.is_kept,
+    )
+
+
+def _tenant_info(report: TenantReport) -> pb.TenantInfo:
+    return pb.TenantInfo(**asdict(report))
+
+
+def _use_info(tenant: str, use: TenantUse, num_bytes: int) -> pb.UseInfo:
+    return pb.UseInfo(
+        tenant=tenant,
+        num_drafts=use.drafts,
+        num_nodes=use.nodes,
+        num_tokens=use.tokens,
+        work_s=use.seconds,
+        num_refused=use.refused,
+        num_bytes=num_bytes,
+    )
+
+
+def _index_info(attached: Attached) -> pb.AttachedIndex:
+    index = attached.index
+    info = pb.AttachedIndex(
+        path=str(index.path),
+        tenant=attached.tenant,
+        vocabulary_size=index.vocabulary.size,
+        vocabulary_fingerprint=index.vocabulary.fingerprint,
+    )
+    if not isinstance(index, Index):
+        info.is_missing = True
+        return info
+    info.snapshot, info.published_s, info.is_held = index.number, index.published_s, index.is_held
+    info.num_tokens, info.num_documents = index.num_tokens, index.num_documents
+    info.num_bytes = index.num_bytes
+    return info
+
+
+def _index_told(attached: Attached) -> dict[str, Any]:
+    info = _index_info(attached)
+    return {"snapshot": info.snapshot, "num_tokens": info.num_tokens}
+
+
+def _sliced(items: Sequence[_Item]) -> Sequence[Sequence[_Item]]:
+    return [items[begin : begin + SLICE] for begin in range(0, len(items), SLICE)]

@@ -1,0 +1,470 @@
+"""What an operator does with a running drafter: look into it, end, evict, attach, change limits.
+
+All of it may run in any thread. What a drafter holds is copied or changed in slices under its
+lock, with drafts in between.
+"""
+
+import math
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Final, TypeVar
+
+from indexer.reader import Index, Vocabulary
+from retriever.errors import InvalidRequestError, NotPossibleError, StateError
+from retriever.limits import Limits, check_session_name, check_tenant_name
+from retriever.log.log_files import sync_path
+from retriever.log.pools import Pools
+from retriever.sequences import SessionKey
+from retriever.sessions.bindings import Attached, Bindings
+from retriever.sessions.draft_counts import TenantUse, TenantUses
+from retriever.sessions.session_table import Session, Sessions
+
+SLICE: Final = 64
+"""Sessions or tenants that are reported at once: 0.2 ms, less than a slice of a long step."""
+
+_ENDED_AT_ONCE: Final = 16  # with 1,000 tokens each the lock is held for some 0.5 ms
+_PAUSE_S: Final = 1e-4  # long enough for the interpreter to switch to a waiting thread
+_COPY_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+_Item = TypeVar("_Item")
+
+FIXED_LIMITS: Final = frozenset({"generations_tokens", "generations_age_s", "max_message_bytes"})
+"""Limits that pools, the log and the server were made with."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFilter:
+    """Which sessions are meant: those for which all that is set holds.
+
+    Attributes:
+        tenant: of the session; None: of any.
+        client: its name; empty: any or none.
+        session: its name; empty: any.
+        min_idle_s: idle for at least this long, in seconds.
+
+    Raises:
+        InvalidRequestError: a name or the time is none.
+    """
+
+    tenant: str | None = None
+    client: str = ""
+    session: str = ""
+    min_idle_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.min_idle_s < math.inf:
+            raise InvalidRequestError(f"an idle time is 0 or more seconds, not {self.min_idle_s}")
+        check_tenant_name(self.tenant or "")
+        for name in filter(None, (self.session, self.client)):
+            check_session_name(name)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all sessions are meant."""
+        return self == SessionFilter()
+
+    def fits(self, key: SessionKey, session: Session, idle_s: float) -> bool:
+        """Return whether a session is meant."""
+        return (
+            self.tenant in {None, session.tenant}
+            and self.session in {"", key.name}
+            and self.client in {"", client_of(session)}
+            and idle_s >= self.min_idle_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReport:
+    """An open session; sizes in tokens and bytes."""
+
+    tenant: str
+    name: str
+    client: str
+    num_tokens: int
+    num_prompt_tokens: int
+    num_bytes: int
+    idle_s: float
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EndedReport:
+    """What became of sessions that were to end.
+
+    Attributes:
+        num_ended: sessions.
+        num_kept: outputs of these that joined the generations.
+        num_not_on_disk: outputs that the disk refused meanwhile.
+    """
+
+    num_ended: int = 0
+    num_kept: int = 0
+    num_not_on_disk: int = 0
+
+
+@dataclass(slots=True)
+class TenantReport:
+    """What is held of a tenant; sizes in tokens and bytes."""
+
+    tenant: str
+    num_sessions: int = 0
+    session_tokens: int = 0
+    session_bytes: int = 0
+    is_in_memory: bool = False
+    generations_tokens: int = 0
+    generations_bytes: int = 0
+    num_own_indexes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its sessions and generations."""
+        return self.session_bytes + self.generations_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class UseReport:
+    """What a tenant has used, and the bytes that it takes in memory now."""
+
+    tenant: str
+    use: TenantUse
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """A copy of the state directory: where it is, its bytes, and the seconds that it took."""
+
+    path: Path
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What a drafter owns and its administration works on.
+
+    Attributes:
+        sessions: the open ones.
+        pools: of the tenants.
+        bindings: indexes by tenant.
+        lock: held while sessions or pools are used.
+        remember: adds a session's output to the generations, with the lock held.
+        flush: writes remembered outputs to the log.
+        vocabulary: returns the vocabulary of the tokens; None if it is unknown.
+        take_limits: puts checked limits in force, with the lock held.
+        most_nodes: for which there is room in a tree.
+        uses: what each tenant has used.
+        hold: whether indexes are held in memory.
+    """
+
+    sessions: Sessions
+    pools: Pools
+    bindings: Bindings
+    lock: Lock
+    remember: Callable[[SessionKey, Session], None]
+    flush: Callable[[], None]
+    vocabulary: Callable[[], Vocabulary | None]
+    take_limits: Callable[[Limits], None]
+    most_nodes: int
+    uses: TenantUses
+    hold: bool
+
+
+class Administration:
+    """What an operator does with one drafter.
+
+    Args:
+        owned: by the drafter.
+    """
+
+    def __init__(self, owned: Owned) -> None:
+        self._owned = owned
+        self._copying = Lock()
+
+    def sessions(self, wanted: SessionFilter) -> Iterator[list[SessionReport]]:
+        """Yield the sessions that are meant, the longest idle first, in slices of `SLICE`.
+
+        They are those of the first step; some may have ended when they are reported.
+        """
+        for part in _sliced(self._held()):
+            yield [
+                _report(key, session, idle_s)
+                for key, session in part
+                if wanted.fits(key, session, idle_s := self._owned.sessions.idle_s(session))
+            ]
+
+    def end(self, wanted: SessionFilter, *, forget: bool) -> EndedReport:
+        """End the sessions that are meant; a new session of the same name stays.
+
+        Blocks until outputs that are kept are written.
+
+        Args:
+            wanted: which.
+            forget: keep nothing of their outputs.
+        """
+        failures = self._owned.pools.log_failures
+        num_ended = num_kept = 0
+        for begin in range(0, len(held := self._held()), _ENDED_AT_ONCE):
+            for key, session in held[begin : begin + _ENDED_AT_ONCE]:
+                is_kept = session.remember and not forget
+                if self._end(key, session, wanted, keep=is_kept):
+                    num_ended += 1
+                    num_kept += is_kept and len(session.databases.context) > session.prompt_length
+            time.sleep(_PAUSE_S)
+        self._owned.flush()
+        return EndedReport(num_ended, num_kept, self._owned.pools.log_failures - failures)
+
+    def tenants(self) -> list[TenantReport]:
+        """Return what is held of each tenant, by name; blocks for some pauses."""
+        found = _Reports()
+        for part in _sliced(self._held()):
+            for _, session in part:
+                report = found[session.tenant]
+                report.num_sessions += 1
+                report.session_tokens += len(session.databases.context)
+                report.session_bytes += session.databases.context.num_bytes
+            time.sleep(_PAUSE_S)
+        for pool in self._owned.pools.all():
+            report = found[pool.tenant]
+            report.is_in_memory = True
+            report.generations_bytes = pool.generations.num_bytes
+            with self._owned.lock:
+                report.generations_tokens = pool.generations.num_tokens
+        own = Counter(each.tenant for each in self._owned.bindings.attached())
+        for tenant, num_own in own.items():
+            if tenant is not None:
+                found[tenant].num_own_indexes = num_own
+        return [found[tenant] for tenant in sorted(found)]
+
+    def uses(self, tenant: str | None = None) -> list[UseReport]:
+        """Return what tenants have used, by name; blocks as `tenants` does.
+
+        Args:
+            tenant: whose use; None for that of all.
+        """
+        if tenant is not None:
+            check_tenant_name(tenant)
+        held = {each.tenant: each for each in self.tenants()}
+        uses = self._owned.uses.copy()
+        named = sorted({*held, *uses}) if tenant is None else [tenant]
+        return [
+            UseReport(
+                name, uses.get(name, TenantUse()), held[name].num_bytes if name in held else 0
+            )
+            for name in named
+        ]
+
+    @property
+    def other_use(self) -> TenantUse:
+        """What tenants have used that are no longer counted apart."""
+        return self._owned.uses.others
+
+    def evict(self, tenant: str, *, lose: bool) -> tuple[bool, int]:
+        """Let a tenant's generations leave memory; those on disk stay.
+
+        Args:
+            tenant: whose.
+            lose: go on where none are on disk.
+
+        Returns:
+            Whether they were in memory, and how many sessions hold them there until they end.
+
+        Raises:
+            NotPossibleError: they would be lost.
+        """
+        check_tenant_name(tenant)
+        pools = self._owned.pools
+        if tenant in pools and not (pools.is_logged or lose):
+            raise NotPossibleError(
+                "this service keeps no state, so that the tenant's outputs would be lost: start it "
+                "with --state, or say that they may go (lose)"
+            )
+        was_there = tenant in pools
+        pools.evict(tenant)
+        self._owned.flush()  # writes its weights
+        return was_there, sum(session.tenant == tenant for _, session in self._held())
+
+    def indexes(self, tenant: str | None = None) -> list[Attached]:
+        """Return the indexes, or those that a tenant drafts from."""
+        if tenant is not None:
+            check_tenant_name(tenant)
+        attached = self._owned.bindings.attached()
+        return [each for each in attached if tenant is None or each.tenant in {None, tenant}]
+
+    def attach(self, path: str, tenant: str | None = None) -> Attached:
+        """Draft from one more index; blocks until it is open and warm.
+
+        Args:
+            path: of the index, absolute.
+            tenant: that alone drafts from it; None: all do.
+
+        Raises:
+            InvalidRequestError: path or tenant are none.
+            NotPossibleError: it is attached already, or the vocabulary of the tokens is unknown.
+            indexer.errors.IndexerError: it cannot be opened, or is of another tokenizer.
+        """
+        checked = _checked_path(path, tenant)
+        vocabulary = self._owned.vocabulary()
+        if vocabulary is None:
+            # Tokens of open sessions were not checked against any: a search could leave its tables.
+            raise NotPossibleError(
+                "this service began without an index and without --tokenizer, so that nobody knows "
+                "which tokens it was sent: start it with either"
+            )
+        opened = partial(Index.open, vocabulary=vocabulary, hold=self._owned.hold)
+        return self._owned.bindings.attach(checked, tenant, opened)
+
+    def detach(self, path: str, tenant: str | None = None) -> Attached:
+        """Draft from an index no longer; its files stay.
+
+        Raises:
+            InvalidRequestError: path or tenant are none.
+            UnknownIndexError: it is not attached to this tenant, or to all.
+        """
+        return self._owned.bindings.detach(_checked_path(path, tenant), tenant)
+
+    def check_limits(self, limits: Limits) -> None:
+        """Refuse limits that cannot be put in force while this runs.
+
+        Raises:
+            NotPossibleError: the message names one, and says what to do.
+        """
+        before = self._owned.sessions.limits
+        for name in sorted(FIXED_LIMITS):
+            if getattr(limits, name) != getattr(before, name):
+                raise NotPossibleError(f"{name} cannot change while this runs: restart")
+        if limits.max_budget_nodes > self._owned.most_nodes:
+            raise NotPossibleError(
+                f"max_budget_nodes can be lowered, and raised again to {self._owned.most_nodes}, "
+                "for which there is room: restart for more"
+            )
+
+    def take_limits(self, limits: Limits) -> None:
+        """Put other limits in force; what is open stays, even beyond them.
+
+        Raises:
+            NotPossibleError: as `check_limits`.
+        """
+        with self._owned.lock:
+            self.check_limits(limits)
+            self._owned.take_limits(limits)
+
+    def refresh_every(self, refresh_s: float) -> None:
+        """Look for changed indexes with this period from now on, in seconds; 0: never."""
+        self._owned.bindings.watch(refresh_s)
+
+    def snapshot(self, folder: Path, name: str = "") -> StateCopy:
+        """Copy the state directory as it is now to a new folder; blocks until it is on disk.
+
+        Args:
+            folder: of all copies.
+            name: of the new folder in it; by the time, if empty.
+
+        Raises:
+            InvalidRequestError: this cannot be a name.
+            NotPossibleError: there is no state, such a copy exists, or one is being made.
+            StateError: the disk refuses.
+        """
+        name = name or f"state-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        if _COPY_NAME.fullmatch(name) is None:
+            raise InvalidRequestError(
+                "a copy's name has 1 to 128 letters, digits, `.`, `_` and `-`, and begins with a "
+                "letter or a digit"
+            )
+        if not self._copying.acquire(blocking=False):
+            raise NotPossibleError("a copy is being made: ask again when it is done")
+        try:
+            began_s = time.monotonic()
+            num_bytes = self._copy(folder, name)
+            return StateCopy(folder / name, num_bytes, time.monotonic() - began_s)
+        finally:
+            self._copying.release()
+
+    def _copy(self, folder: Path, name: str) -> int:
+        """Copy to a hidden folder, which gets its name once it is whole."""
+        whole, partial = folder / name, folder / f".{name}.partial"
+        if whole.exists():
+            raise NotPossibleError(f"there is a copy {whole} already: choose another name")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if partial.exists():  # of a process that was killed
+                shutil.rmtree(partial)
+            try:
+                num_bytes = self._owned.pools.snapshot(partial, self._owned.lock)
+                partial.rename(whole)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            sync_path(folder)
+        except OSError as error:
+            raise StateError(
+                f"the state cannot be copied to {whole}: {error.strerror or error}; free space and "
+                "permissions, and ask again"
+            ) from error
+        return num_bytes
+
+    def _held(self) -> list[tuple[SessionKey, Session]]:
+        with self._owned.lock:
+            return self._owned.sessions.items()
+
+    def _end(self, key: SessionKey, session: Session, wanted: SessionFilter, *, keep: bool) -> bool:
+        """End a session if it is still open and meant; return whether it was."""
+        sessions = self._owned.sessions
+        with self._owned.lock:
+            if not wanted.fits(key, session, sessions.idle_s(session)):
+                return False
+            if not sessions.discard([(key, session)]):
+                return False
+            if keep:
+                self._owned.remember(key, session)
+        return True
+
+
+def client_of(session: Session) -> str:
+    """Return the name of a session's client; empty if none was given."""
+    return session.client.name if session.client is not None else ""
+
+
+def _sliced(items: Sequence[_Item]) -> Iterator[list[_Item]]:
+    for begin in range(0, len(items), SLICE):
+        yield list(items[begin : begin + SLICE])
+
+
+class _Reports(dict[str, TenantReport]):
+    """Reports by tenant, made when they are first asked for."""
+
+    def __missing__(self, tenant: str) -> TenantReport:
+        report = self[tenant] = TenantReport(tenant)
+        return report
+
+
+def _report(key: SessionKey, session: Session, idle_s: float) -> SessionReport:
+    context = session.databases.context
+    return SessionReport(
+        tenant=session.tenant,
+        name=key.name,
+        client=client_of(session),
+        num_tokens=len(context),
+        num_prompt_tokens=session.prompt_length,
+        num_bytes=context.num_bytes,
+        idle_s=max(0.0, idle_s),
+        is_kept=session.remember,
+    )
+
+
+def _checked_path(path: str, tenant: str | None) -> Path:
+    if tenant is not None:
+        check_tenant_name(tenant)
+    if "\0" in path or not Path(path).is_absolute():
+        raise InvalidRequestError(
+            f"an index is named by its absolute path on the service's machine, not {path[:80]!r}"
+        )
+    return Path(path)
