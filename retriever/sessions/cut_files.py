@@ -162,8 +162,9 @@ class _Guard:
     def call(self, react: Callable[[], None]) -> None:
         """Have a method called, in another thread, after a cut was met."""
         with self._lock:
-            self._told = [each for each in self._told if each() is not None]
-            self._told.append(WeakMethod(react))
+            told = [each for each in self._told if each() is not None]
+            this = WeakMethod(react)
+            self._told = told if this in told else [*told, this]
 
     def _forget(self, array: int) -> None:
         """Release the place of an array, before its memory is unmapped.

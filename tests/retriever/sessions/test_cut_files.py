@@ -1,5 +1,6 @@
 """Index files that are cut, overwritten or away while an index is drafted from."""
 
+import gc
 import json
 import os
 import shutil
@@ -8,15 +9,17 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from ctypes.util import find_library
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from indexer.build import build_from_tokens
+from indexer.build import BuildOptions, build_from_tokens
 from indexer.errors import DamagedIndexError, IndexerError
 from indexer.reader import Index, Vocabulary
 from retriever import RemoteDrafter
+from retriever.sessions import cut_files
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.patience import free_port
 from tests.retriever.conftest import start_service
@@ -46,6 +49,7 @@ CUTTING = """
 import json, os, sys, time
 from pathlib import Path
 import numpy as np
+from retriever.sessions import cut_files
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.sessions.test_cut_files import VOCABULARY, is_known, document
 
@@ -95,6 +99,7 @@ def test_a_file_that_is_cut_costs_its_index_alone(tmp_path: Path, name: str, len
 OVERWRITING = """
 import os, sys, ctypes, mmap, resource
 from pathlib import Path
+from retriever.sessions import cut_files
 from retriever.sessions.embedded import EmbeddedDrafter
 drafter = EmbeddedDrafter.open_indexes([sys.argv[1]])
 file = Path(sys.argv[2])
@@ -113,6 +118,37 @@ def test_a_cut_file_of_others_ends_the_process_with_a_line(tmp_path: Path) -> No
     assert done.stderr.count("\n") == 1
 
 
+WITHOUT_MEMORY = """
+import ctypes, os, sys
+from pathlib import Path
+from retriever.sessions import cut_files
+from retriever.sessions.embedded import EmbeddedDrafter
+from tests.retriever.sessions.test_cut_files import document
+drafter = EmbeddedDrafter.open_indexes([sys.argv[1]])
+drafter.draft_context(document(1, 7)[:12], 16)
+library = ctypes.CDLL("libseccomp.so.2")
+library.seccomp_init.restype = ctypes.c_void_p
+rules = ctypes.c_void_p(library.seccomp_init(0x7FFF0000))  # SCMP_ACT_ALLOW
+call = library.seccomp_syscall_resolve_name(b"mmap")
+assert library.seccomp_rule_add(rules, 0x00050000 | 12, call, 0) == 0  # SCMP_ACT_ERRNO(ENOMEM)
+assert library.seccomp_load(rules) == 0
+os.truncate(next(Path(sys.argv[1]).glob("segments/*/suffixes")), 0)
+drafter.draft_context(document(1, 9)[:12], 16)
+"""
+
+
+@pytest.mark.skipif(find_library("seccomp") is None, reason="libseccomp is not installed")
+def test_what_is_not_survived_ends_with_a_line_that_names_the_index(tmp_path: Path) -> None:
+    path = build(tmp_path / "index")
+    command = [sys.executable, "-c", WITHOUT_MEMORY, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == -7
+    assert done.stderr == (
+        f"error: a file of the index {path} was cut while it was drafted from, and there was no "
+        "memory to go on: restore the index and start again\n"
+    )
+
+
 def test_the_handler_before_is_called_for_what_is_no_index(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "faulthandler", "-c", OVERWRITING]
     arguments = [str(build(tmp_path / "index")), str(tmp_path / "file")]
@@ -129,6 +165,29 @@ def test_a_file_that_is_cut_below_its_last_page_is_not_read_behind_its_end(tmp_p
         for array in index.mapped_arrays():
             assert array.nbytes >= 1 << 16
         assert {array.dtype.itemsize for array in index.mapped_arrays()} >= {2, 4}
+
+
+def test_what_is_watched_ends_with_who_draws_on_it(tmp_path: Path) -> None:
+    path = build(tmp_path / "index")
+    guard = cut_files._guard()
+    assert guard is not None
+    gc.collect()
+    before, told = len(guard._places), len([each for each in guard._told if each()])
+    for _ in range(3):
+        drafter = EmbeddedDrafter.open_indexes([path])
+        build_from_tokens([("d", [1, 2])], path, VOCABULARY, BuildOptions(overwrite=True))
+        build(tmp_path / "again").rename(tmp_path / "moved")
+        assert drafter.refresh()
+        shutil.rmtree(path)
+        (tmp_path / "moved").rename(path)
+        assert drafter.refresh()
+        assert len([each for each in guard._told if each()]) == told + 1
+        assert len(guard._places) > before
+        drafter.shut_down()
+        del drafter
+        gc.collect()
+    assert len(guard._places) == before
+    assert len(guard._free) + before == int(guard._count[0])
 
 
 def cut(path: Path) -> None:
@@ -183,10 +242,15 @@ def test_what_is_missing_at_first_must_be_of_the_same_tokenizer(tmp_path: Path) 
     drafter.shut_down()
 
 
-def test_an_index_that_is_held_outlives_its_files(tmp_path: Path) -> None:
+def test_an_index_that_is_held_outlives_its_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = build(tmp_path / "index")
     mapped = EmbeddedDrafter.open_indexes([path])
-    held = EmbeddedDrafter.open_indexes([path], hold_indexes=True)
+    with caplog.at_level("INFO"):
+        held = EmbeddedDrafter.open_indexes([path], hold_indexes=True)
+    assert caplog.messages[0] == f"reading {path} into memory"
+    assert caplog.messages[1].startswith(f"{path} is held in memory: ")
     assert not list(held.indexes[0].mapped_arrays())
     before = [mapped.draft_context(document(1, n)[:12], 16) for n in range(20)]
     mapped.shut_down()
