@@ -34,6 +34,7 @@ class Pool:
         weights: of mixing, learned from its outputs; kept in the log.
         learned: steps learned from.
         logged: steps learned from when the log last got the weights.
+        last_used_s: time of the last call that needed it, by `time.monotonic`.
     """
 
     tenant: str
@@ -41,6 +42,7 @@ class Pool:
     weights: Weights = field(default_factory=prior_weights)
     learned: int = 0
     logged: int = 0
+    last_used_s: float = 0.0
 
     def add(self, output: Output) -> Entry:
         """Add an output, and return its entry for the log."""

@@ -45,6 +45,13 @@ def ring_capacity(num_tokens: int) -> int:
     return 1 << (max(num_tokens, MIN_CAPACITY) - 1).bit_length()
 
 
+def store_bytes(capacity: int, limits: ChainLimits, source: Source) -> int:
+    """Return the memory of a store's arrays, in bytes; arguments as for `ChainStore`."""
+    size, num_orders = ring_capacity(capacity), len(limits.orders)
+    last = max(size, _MIN_LAST) if source == Source.CONTEXT else 1
+    return 4 * (size + num_orders * (size // 2) + num_orders * size + last) + 3 * 8
+
+
 class ChainStore:
     """Tokens in a ring with hash chains over their n-grams; the oldest are overwritten.
 
@@ -88,7 +95,7 @@ class ChainStore:
         )
         self.packed = pack(self.chains, self._orders, Cursor(self.cursor))
         self.num_bytes = sum(array.nbytes for array in self.chains)
-        self._end = start
+        self._start = self._end = start
 
     def __len__(self) -> int:
         """Position after the newest token: of a store from 0, the tokens appended so far.
@@ -96,6 +103,12 @@ class ChainStore:
         Overwritten tokens and separators count.
         """
         return self._end
+
+    @property
+    def touched_bytes(self) -> int:
+        """Memory of the store that has been written, in bytes: the rest takes no pages yet."""
+        per_token = 4 * (1 + len(self.chains.links))
+        return self.num_bytes - per_token * max(0, self.capacity - self._end + self._start)
 
     @property
     def capacity(self) -> int:

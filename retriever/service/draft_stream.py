@@ -268,11 +268,13 @@ async def open_session(
         RetrieverError: it is refused.
     """
     drafter.check_vocabulary(opening.vocabulary_fingerprint)
+    reading = drafter.charge_reading(tenant, len(opening.prompt))  # while it waits, too
     if len(opening.prompt) > LONG_PROMPT or not drafter.is_loaded(tenant):
         # `begin` runs in this thread: a call cancelled before leaves no session.
         session = await asyncio.to_thread(_prepare, drafter, opening, tenant)
     else:
         session = _prepare(drafter, opening, tenant)
+    del reading
     session.client = client
     drafter.begin(SessionKey(tenant, opening.session_id), session)
     return session

@@ -25,12 +25,14 @@ from grpc import aio
 from retriever.errors import AddressInUseError, InvalidRequestError
 from retriever.operations.logs import log_event
 from retriever.operations.observer import ServiceObserver
+from retriever.predict.ledger import check_memory
 from retriever.security.admission import Admission, kind_of, rebuilt
 from retriever.security.protection import NO_PROTECTION, Protection, ServerTls
 from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 from retriever.wire.channels import server_options
+from retriever.wire.statuses import status_of
 
 _LIBRARY: Final[Any] = ctypes.CDLL(None) if os.name == "posix" else None
 _trim: Final[Any] = getattr(_LIBRARY, "malloc_trim", None)
@@ -90,6 +92,11 @@ async def _give_back() -> None:
 
 _NO_MESSAGE: Final = "the request is not a message of this call: see the contract for its form"
 
+_LONG_MESSAGE: Final = 1 << 16
+_PARSING_BYTES: Final = 16
+"""Memory for parsing a byte of a message: a token takes 4 bytes and may have one, lists double as
+they grow, and blocks of memory with them. protobuf's parser crashes where it cannot have that."""
+
 _Parse = Callable[[bytes], Any]
 
 
@@ -115,6 +122,8 @@ class Reading(aio.ServerInterceptor):
 
 def _parsing(handler: Any) -> _Parse:
     def parse(content: bytes) -> Any:
+        if len(content) > _LONG_MESSAGE:
+            check_memory(_PARSING_BYTES * len(content))
         try:
             return handler.request_deserializer(content)
         except DecodeError as error:
@@ -138,7 +147,7 @@ def _late(parse: _Parse) -> _Parse:
 def _answering(behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     async def answer(request: Any, context: Any) -> Any:
         if isinstance(request, InvalidRequestError):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
+            await context.abort(status_of(request), str(request))
         return await behaviour(request, context)
 
     return answer

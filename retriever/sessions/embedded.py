@@ -4,8 +4,9 @@ The lock is held for a step, for a commit, or for a slice of longer work. It is 
 for a disk, a server or a long prompt, except for the one write when the tokenizer becomes known.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -17,7 +18,12 @@ from numpy.typing import ArrayLike
 
 from indexer.reader import Index
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.errors import RetrieverError, UnknownSessionError, VocabularyMismatchError
+from retriever.errors import (
+    LimitExceededError,
+    RetrieverError,
+    UnknownSessionError,
+    VocabularyMismatchError,
+)
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
     check_documents,
@@ -30,8 +36,9 @@ from retriever.limits import (
 )
 from retriever.log.options import DEFAULT_DURABILITY
 from retriever.log.pools import Pools
-from retriever.predict.databases import Context, Databases
+from retriever.predict.databases import Context, Databases, context_bytes
 from retriever.predict.generations import Scope, session_origin
+from retriever.predict.ledger import Charge, Ledger, out_of_memory, with_ceilings
 from retriever.predict.pool import Pool
 from retriever.predict.predictor import Predictor
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
@@ -41,7 +48,8 @@ from retriever.sequences import SessionKey, check_batch, check_step
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
 from retriever.sessions.client_lives import Client, check_client
 from retriever.sessions.deletion import forget
-from retriever.sessions.draft_counts import Census, DraftCounts, census_of
+from retriever.sessions.draft_counts import Census, DraftCounts, census_of, resident_bytes
+from retriever.sessions.eviction import Eviction
 from retriever.sessions.options import (
     DEFAULT_LIMITS,
     DrafterOptions,
@@ -51,6 +59,9 @@ from retriever.sessions.options import (
 from retriever.sessions.refreshed_corpora import warm_kernels
 from retriever.sessions.session_table import CheckedRequest, OpenSession, Session, Sessions
 from retriever.tree import DraftTree, Explanation
+
+_READING_BYTES: Final = 16
+"""Memory of a token while a prompt is read: 4 in its message, 8 as it leaves that, 4 in a copy."""
 
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
@@ -81,12 +92,14 @@ class EmbeddedDrafter:
     def __init__(self, indexes: Sequence[Index] = (), **options: Unpack[DrafterOptions]) -> None:
         check_replication(options.get("replication"))
         phrases, bound = options.get("phrases") or NO_PHRASES, options.get("bound") or {}
-        self.limits = options.get("limits", DEFAULT_LIMITS)
+        self.limits = with_ceilings(options.get("limits", DEFAULT_LIMITS))
         self.vocabulary = common_vocabulary(indexes, phrases, bound, options.get("vocabulary"))
         self.draft_counts = DraftCounts()
+        self._base_bytes = 0
         self._lock = Lock()
         self._predictor = options.get("predictor") or Predictor(self.limits.max_budget_nodes)
         self._sessions = Sessions(self.limits)
+        self._ledger = Ledger(self.limits.max_bytes, self.limits.max_tenant_bytes)
         self._bindings = Bindings(indexes, phrases, bound, self._sessions, self._lock)
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
         self._pools = Pools.open(
@@ -95,6 +108,10 @@ class EmbeddedDrafter:
             self._fingerprint,
             options.get("durability", DEFAULT_DURABILITY),
             self._bindings.has_corpus,
+            self._ledger,
+        )
+        self._ledger.evictor = self._eviction = Eviction(
+            self.limits, self._ledger, self._sessions, self._pools, self._lock
         )
         self._forget = partial(forget, self._sessions, self._pools, self._lock)
         self._replication = Replication.join(
@@ -143,7 +160,8 @@ class EmbeddedDrafter:
         began = perf_counter()
         with self._lock:
             steps = [self._checked(request, "") for request in requests]
-            self._sessions.charge_all([(step.session, len(step.new_tokens)) for step in steps])
+            for step in steps:  # what is taken for a refused step is given back with its session
+                self._sessions.charge(step.session, len(step.new_tokens))
             for step in steps:  # all before any draft: learning reads the last draft
                 self._commit(step.session, step.new_tokens)
             trees = [self._draft(step) for step in steps]
@@ -160,6 +178,15 @@ class EmbeddedDrafter:
         """
         self.end(SessionKey("", session), new_tokens, remember=remember)
         self.flush()
+
+    def charge_reading(self, tenant: str, num_tokens: int) -> Charge:
+        """Take the memory that a prompt needs until it is read; hold the charge until then.
+
+        Raises:
+            LimitExceededError: there is no room for it, or the prompt is too long.
+        """
+        check_length(num_tokens, self.limits)
+        return self._ledger.take(tenant, _READING_BYTES * num_tokens)
 
     def prepare(self, prompt: ArrayLike, *, remember: bool = True, tenant: str = "") -> Session:
         """Return a session for `begin`: the part of `open` that is slow for a long prompt."""
@@ -210,7 +237,11 @@ class EmbeddedDrafter:
         with self._lock:
             ended = self._sessions.get(key)
             check_length(len(ended.databases.context) + len(tokens), self.limits)
-            self._sessions.remove(key)  # before uncharged tokens are added
+            try:
+                self._sessions.charge(ended, len(tokens))
+            except LimitExceededError:  # the output is kept without them
+                tokens = _NO_TOKENS
+            self._sessions.remove(key)
             self._commit(ended, tokens)
             if remember:
                 self._remember(key, ended)
@@ -417,6 +448,8 @@ class EmbeddedDrafter:
         warm_kernels(self._predictor, self._bindings.corpus(""), self._lock)
         self._bindings.warm()
         self.draft_counts.warm()
+        self._base_bytes = 0
+        self._base_bytes = resident_bytes() - self.census().memory_bytes
 
     def shut_down(self) -> None:
         """Replicate queued outputs for at most a second; close the indexes and the state."""
@@ -462,7 +495,13 @@ class EmbeddedDrafter:
         """Count what is in memory now, with short pauses so that drafts are not held up."""
         with self._lock:
             sessions = self._sessions.all()
-        return census_of(sessions, self._pools.all(), self._lock)
+        census = census_of(sessions, self._pools.all(), self._ledger, self._lock)
+        return replace(census, base_bytes=self._base_bytes)
+
+    @property
+    def evictions(self) -> Mapping[str, int]:
+        """How often what has made room: `pools`, `generations`, `sessions`."""
+        return self._eviction.counts
 
     def _delete(self, scope: Scope) -> None:
         """Delete the data of a scope, here and in the other drafters."""
@@ -476,10 +515,16 @@ class EmbeddedDrafter:
     def _databases(self, prompt: ArrayLike, tenant: str, *, learns: bool = False) -> Databases:
         tokens = self._tokens(prompt)
         check_length(len(tokens), self.limits)
+        check_tenant_name(tenant)
+        try:
+            charge = self._ledger.take(tenant, context_bytes(len(tokens)))  # before the memory is
+            context = Context(tokens, charge)
+        except MemoryError as error:
+            raise out_of_memory() from error
         pool, phrases = self._pool(tenant), self._bindings.phrases(tenant)
         cursor = phrases.cursor(tokens) if phrases else None
         corpus = self._bindings.corpus(tenant)
-        return Databases(Context(tokens), pool, corpus, learns=learns, phrases=cursor)
+        return Databases(context, pool, corpus, learns=learns, phrases=cursor)
 
     def _tokens(self, tokens: ArrayLike) -> TokenIds:
         return checked_tokens(tokens, self.vocabulary.size if self.vocabulary else None)
