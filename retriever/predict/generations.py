@@ -19,6 +19,7 @@ from retriever.predict.ledger import Charge
 from retriever.predict.question import Question
 from retriever.predict.stores import (
     GENERATIONS_LIMITS,
+    MIN_CAPACITY,
     ChainLimits,
     ChainStore,
     ring_capacity,
@@ -70,8 +71,6 @@ _END_BYTES: Final = 200  # of the entry for an output's end: four small objects
 
 POOL_BYTES: Final = 24 << 10
 """Memory of a tenant's pool but for its outputs: weights, and some forty objects."""
-
-_SMALLEST_SHRUNK: Final = 1 << 12  # tokens: 100 KB, beside which a tenant's other memory counts
 
 _END: Final = np.array([SEPARATOR], np.int32)
 
@@ -231,7 +230,7 @@ class Generations:
         Takes 20 ms for a million tokens.
         """
         size = self._store.capacity // 2
-        if size < _SMALLEST_SHRUNK:
+        if size < MIN_CAPACITY:
             return False
         kept: deque[Output] = deque()
         num_tokens = 0

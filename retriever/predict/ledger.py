@@ -62,7 +62,7 @@ def out_of_memory() -> LimitExceededError:
     """Return the refusal where the system has no memory left, below the ceilings."""
     return LimitExceededError(
         f"the service's machine has no memory left: try again in {_RETRY_S:g} s, or ask its "
-        "operator to lower max_bytes",
+        "operator to lower its ceiling (max_bytes)",
         limit="max_bytes",
         retry_after_s=_RETRY_S,
     )
@@ -227,13 +227,14 @@ class Ledger:
         most = self.max_tenant_bytes if limit == "max_tenant_bytes" else self.max_bytes
         if num_bytes > most:
             return LimitExceededError(
-                f"{num_bytes} bytes are beyond the limit of {most} ({limit}): send fewer tokens",
+                f"{num_bytes} bytes are more than there is room for: at most {most} are kept; send "
+                f"fewer tokens ({limit})",
                 limit=limit,
             )
         whose = "of one tenant" if limit == "max_tenant_bytes" else "of all tenants together"
         return LimitExceededError(
-            f"there is no room for {num_bytes} more bytes: at most {most} are kept, {whose} "
-            f"({limit}); close sessions, or try again in {_RETRY_S:g} s",
+            f"there is no room for {num_bytes} more bytes: at most {most} are kept, {whose}; close "
+            f"sessions, or try again in {_RETRY_S:g} s ({limit})",
             limit=limit,
             retry_after_s=_RETRY_S,
         )

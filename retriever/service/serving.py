@@ -26,6 +26,7 @@ from retriever.errors import AddressInUseError, InvalidRequestError
 from retriever.operations.logs import log_event
 from retriever.operations.observer import ServiceObserver
 from retriever.predict.ledger import check_memory
+from retriever.predict.stores import MAPPED_BYTES
 from retriever.security.admission import Admission, kind_of, rebuilt
 from retriever.security.protection import NO_PROTECTION, Protection, ServerTls
 from retriever.service.servicer import RetrieverServicer
@@ -35,6 +36,8 @@ from retriever.wire.channels import server_options
 from retriever.wire.statuses import status_of
 
 _LIBRARY: Final[Any] = ctypes.CDLL(None) if os.name == "posix" else None
+_set_option: Final[Any] = getattr(_LIBRARY, "mallopt", None)
+_MMAP_THRESHOLD: Final = -3  # M_MMAP_THRESHOLD of malloc.h
 _trim: Final[Any] = getattr(_LIBRARY, "malloc_trim", None)
 
 
@@ -45,6 +48,16 @@ def give_back() -> None:
     """
     if _trim is not None:
         _trim(0)
+
+
+def map_large_arrays() -> None:
+    """Have glibc map large arrays one by one, so that they go back to the system when freed.
+
+    It does so from 128 KiB on, but raises that up to 32 MiB as such arrays are freed: memory of
+    ended sessions then stays in its heaps. Source: mallopt(3).
+    """
+    if _set_option is not None:
+        _set_option(_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def settle() -> None:
@@ -171,6 +184,7 @@ class _Listening:
 
     async def open(self, open_drafter: Callable[[], EmbeddedDrafter]) -> EmbeddedDrafter:
         """Open a drafter in another thread, warm it up, and take calls from then on."""
+        map_large_arrays()
         try:
             drafter = await asyncio.to_thread(open_drafter)
             self.servicer.answer_with(drafter)

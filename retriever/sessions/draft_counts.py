@@ -127,7 +127,8 @@ class Census:
         reserved_bytes: taken from the ceiling `max_bytes`: of the above, and of contexts that are
             read or drafted for just now.
         untouched_bytes: of these, the room for tokens to come, which takes no pages yet.
-        base_bytes: what the process had when it became ready, without the above.
+        base_bytes: what the process had when it became ready, without the above and with the pages
+            of files, such as indexes, that are resident now.
     """
 
     sessions: Mapping[str, int]
@@ -195,8 +196,12 @@ def _untouched_of(pool: Pool, lock: Lock) -> int:
         return pool.generations.num_bytes - pool.generations.touched_bytes
 
 
-def resident_bytes() -> int:
-    """Return the memory of this process that is resident, in bytes; 0 where that is not known."""
+def resident_bytes() -> tuple[int, int]:
+    """Return this process's resident memory, and how much of it are pages of files, in bytes.
+
+    Zeros where that is not known.
+    """
     with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return 0
+        _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        return resident * resource.getpagesize(), of_files * resource.getpagesize()
+    return 0, 0

@@ -449,7 +449,7 @@ class EmbeddedDrafter:
         self._bindings.warm()
         self.draft_counts.warm()
         self._base_bytes = 0
-        self._base_bytes = resident_bytes() - self.census().memory_bytes
+        self._base_bytes = resident_bytes()[0] - self.census().memory_bytes
 
     def shut_down(self) -> None:
         """Replicate queued outputs for at most a second; close the indexes and the state."""
@@ -496,7 +496,7 @@ class EmbeddedDrafter:
         with self._lock:
             sessions = self._sessions.all()
         census = census_of(sessions, self._pools.all(), self._ledger, self._lock)
-        return replace(census, base_bytes=self._base_bytes)
+        return replace(census, base_bytes=self._base_bytes + resident_bytes()[1])
 
     @property
     def evictions(self) -> Mapping[str, int]:
