@@ -2,9 +2,30 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from retriever.predict.generations import Generations, Output
 from retriever.predict.weights import Weights, prior_weights, to_bytes
+
+
+class Keeping(IntEnum):
+    """Where an output is kept, by the number on the wire."""
+
+    NOTHING = 1
+    MEMORY = 2
+    DISK = 3
+    DISK_REFUSED = 4
+
+
+@dataclass(slots=True, eq=False)
+class Fate:
+    """What became of an output.
+
+    Attributes:
+        keeping: in memory, until it has been written or refused.
+    """
+
+    keeping: Keeping = Keeping.MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +37,14 @@ class Entry:
         output: the generation; without tokens, only the rest is written.
         statistics: the tenant's weights as bytes, if changed since they were last logged.
         note: opaque, replaces the previous note; see `retriever.replication`.
+        fate: of the output.
     """
 
     tenant: str
     output: Output
     statistics: bytes | None = None
     note: bytes | None = None
+    fate: Fate = field(default_factory=Fate, compare=False)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

@@ -12,6 +12,7 @@ import grpc
 
 from retriever.drafter import DraftRequest
 from retriever.errors import InvalidRequestError, LimitExceededError, RetrieverError
+from retriever.predict.pool import Fate, Keeping
 from retriever.sequences import SessionKey, check_batch
 from retriever.sessions.client_lives import Client
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -132,6 +133,7 @@ class DraftStream:
         # Weak: a session that ends otherwise leaves memory at once.
         self._owned: WeakValueDictionary[SessionKey, Session] = WeakValueDictionary()
         self._client: Client | None = None
+        self._fates: list[Fate] = []  # of outputs that are still to be written
 
     async def answer(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
         """Return the response to a message.
@@ -188,7 +190,14 @@ class DraftStream:
             self._drafter.count_step(len(steps), time.perf_counter() - began_s)
         for closing in message.closings:
             self._close(closing, response)
+        response.num_not_kept = self._count_not_kept()
         return response
+
+    def _count_not_kept(self) -> int:
+        """Count the outputs that the disk has refused since the last response."""
+        refused = sum(fate.keeping is Keeping.DISK_REFUSED for fate in self._fates)
+        self._fates = [fate for fate in self._fates if fate.keeping is Keeping.MEMORY]
+        return refused
 
     def _check_counts(self, message: pb.DraftStreamRequest) -> None:
         most = self._drafter.limits.max_batch
@@ -248,11 +257,13 @@ class DraftStream:
 
     def _close(self, closing: pb.CloseSessionRequest, response: pb.DraftStreamResponse) -> None:
         try:
-            end_session(self._drafter, closing, self._tenant)
+            fate = end_session(self._drafter, closing, self._tenant)
         except RetrieverError as error:
             _refuse(response, closing.session_id, error)
         else:
             self._owned.pop(SessionKey(self._tenant, closing.session_id), None)
+            if self._drafter.is_logged:
+                self._fates.append(fate)
             self._flushing.request()
 
 
@@ -287,14 +298,14 @@ def client_of(message: pb.OpenSessionRequest | pb.DraftStreamRequest) -> Client 
     return Client(message.client.name, message.client.incarnation)
 
 
-def end_session(drafter: EmbeddedDrafter, closing: pb.CloseSessionRequest, tenant: str) -> None:
-    """End a session of a tenant; `EmbeddedDrafter.flush` writes its output.
+def end_session(drafter: EmbeddedDrafter, closing: pb.CloseSessionRequest, tenant: str) -> Fate:
+    """End a session of a tenant; `EmbeddedDrafter.flush` writes its output, whose fate it returns.
 
     Raises:
         RetrieverError: it is refused.
     """
     key = SessionKey(tenant, closing.session_id)
-    drafter.end(key, tokens_from_wire(closing.new_token_ids), remember=not closing.forget)
+    return drafter.end(key, tokens_from_wire(closing.new_token_ids), remember=not closing.forget)
 
 
 def _prepare(drafter: EmbeddedDrafter, opening: pb.OpenSessionRequest, tenant: str) -> Session:

@@ -30,7 +30,12 @@ from retriever.service.draft_stream import (
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
-from retriever.wire.messages import explanation_to_message, pad, tokens_from_wire, tree_to_message
+from retriever.wire.messages import (
+    explanation_to_message,
+    pad,
+    tokens_from_wire,
+    tree_to_message,
+)
 from retriever.wire.statuses import status_of
 
 
@@ -201,10 +206,10 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self, request: pb.CloseSessionRequest, context: _Context
     ) -> pb.CloseSessionResponse:
         async with _statuses(context):
-            end_session(self._drafter, request, tenant_of(context))
+            fate = end_session(self._drafter, request, tenant_of(context))
             # In another thread: it may wait for the disk.
             await asyncio.to_thread(self._drafter.flush)
-            return pb.CloseSessionResponse()
+            return pb.CloseSessionResponse(keeping=f"KEEPING_{fate.keeping.name}")
 
     async def DeleteSessionData(
         self, request: pb.DeleteSessionDataRequest, context: _Context

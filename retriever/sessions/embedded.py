@@ -39,7 +39,7 @@ from retriever.log.pools import Pools
 from retriever.predict.databases import Context, Databases, context_bytes
 from retriever.predict.generations import Scope, session_origin
 from retriever.predict.ledger import Charge, Ledger, out_of_memory, with_ceilings
-from retriever.predict.pool import Pool
+from retriever.predict.pool import Entry, Fate, Keeping, Pool
 from retriever.predict.predictor import Predictor
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
 from retriever.replication.replication_state import ReplicationCounts
@@ -231,8 +231,12 @@ class EmbeddedDrafter:
 
     def end(
         self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
-    ) -> None:
-        """End a sequence as `close` does, without waiting for the state directory: see `flush`."""
+    ) -> Fate:
+        """End a sequence as `close` does, without waiting for the state directory: see `flush`.
+
+        Returns:
+            What becomes of its output; whether the disk took it is known after the next `flush`.
+        """
         tokens = _NO_TOKENS if new_tokens is None else self._tokens(new_tokens)
         with self._lock:
             ended = self._sessions.get(key)
@@ -243,8 +247,8 @@ class EmbeddedDrafter:
                 tokens = _NO_TOKENS
             self._sessions.remove(key)
             self._commit(ended, tokens)
-            if remember:
-                self._remember(key, ended)
+            entry = self._remember(key, ended) if remember else None
+            return entry.fate if entry is not None else Fate(Keeping.NOTHING)
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
         """End sessions that are still open, and keep nothing of them; return how many."""
@@ -333,7 +337,10 @@ class EmbeddedDrafter:
         self.flush()
 
     def flush(self) -> None:
-        """Write remembered outputs to the state directory, then replicate them."""
+        """Write remembered outputs to the state directory, then replicate them.
+
+        Outputs that the disk refuses stay in memory: their fates (`end`) and `log_failures` tell.
+        """
         with self._replication.publishing():
             self._pools.commit()
 
@@ -394,7 +401,7 @@ class EmbeddedDrafter:
         deleted on the server and by the other drafters as soon as the server can be reached.
 
         Raises:
-            StateError: the disk refuses; the data in memory is deleted anyway.
+            StorageError: the disk refuses; the data in memory is deleted anyway.
         """
         check_tenant_name(tenant)
         self._delete(Scope(tenant))
@@ -482,6 +489,11 @@ class EmbeddedDrafter:
         return self._bindings.failures
 
     @property
+    def is_logged(self) -> bool:
+        """Whether there is a state directory."""
+        return self._pools.is_logged
+
+    @property
     def log_failures(self) -> int:
         """Outputs that could not be written to the state directory."""
         return self._pools.log_failures
@@ -561,9 +573,12 @@ class EmbeddedDrafter:
         databases.turn_to(self._bindings.corpus(databases.pool.tenant))
         return self._predictor.draft(databases, budget, min_probability)
 
-    def _remember(self, key: SessionKey, session: Session) -> None:
+    def _remember(self, key: SessionKey, session: Session) -> Entry | None:
         """Add a session's output to the generations, if it is to be remembered."""
-        if session.remember:
-            context = session.databases.context
-            output = context.last(len(context) - session.prompt_length)
-            self._replication.hold(self._pools.remember(session.databases.pool, output, key.name))
+        if not session.remember:
+            return None
+        context = session.databases.context
+        output = context.last(len(context) - session.prompt_length)
+        entry = self._pools.remember(session.databases.pool, output, key.name)
+        self._replication.hold(entry)
+        return entry

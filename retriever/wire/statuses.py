@@ -16,6 +16,7 @@ from retriever.errors import (
     RetrieverError,
     SessionExistsError,
     StaleClientError,
+    StorageError,
     UnknownSessionError,
     VocabularyMismatchError,
 )
@@ -30,6 +31,7 @@ _STATUS_OF_ERROR: Final[tuple[tuple[type[RetrieverError], grpc.StatusCode], ...]
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (UnknownSessionError, grpc.StatusCode.NOT_FOUND),
     (SessionExistsError, grpc.StatusCode.ALREADY_EXISTS),
+    (StorageError, grpc.StatusCode.UNAVAILABLE),
     (NotPermittedError, grpc.StatusCode.PERMISSION_DENIED),
     (AccessRefusedError, grpc.StatusCode.UNAUTHENTICATED),
 )
@@ -40,8 +42,11 @@ _UNREACHED: Final = re.compile(
 )
 """gRPC's message where no service listens at an address, or the name does not resolve."""
 
-_ERROR_OF_STATUS: Final = {status: error for error, status in _STATUS_OF_ERROR}
-_ERROR_OF_CODE: Final = {status.value[0]: error for error, status in _STATUS_OF_ERROR}
+# UNAVAILABLE has many causes, of which a client knows one at most by its message.
+_ERROR_OF_STATUS: Final[dict[grpc.StatusCode, type[RetrieverError]]] = {
+    status: error for error, status in _STATUS_OF_ERROR if status is not grpc.StatusCode.UNAVAILABLE
+}
+_ERROR_OF_CODE: Final = {status.value[0]: error for status, error in _ERROR_OF_STATUS.items()}
 
 
 # Advice by a part of gRPC's details; the first match counts.

@@ -81,7 +81,7 @@ def test_a_step_that_is_refused_changes_nothing_and_is_taken_once_there_is_room(
 
 def age(drafter: EmbeddedDrafter, tenant: str) -> None:
     """Let a tenant's last call be long ago."""
-    pool = drafter._pools.find(tenant)  # noqa: SLF001
+    pool = drafter._pools.find(tenant)
     assert pool is not None
     pool.last_used_s -= 1000.0
 
