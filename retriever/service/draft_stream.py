@@ -278,7 +278,7 @@ async def open_session(
     Raises:
         RetrieverError: it is refused.
     """
-    drafter.check_vocabulary(opening.vocabulary_fingerprint)
+    drafter.check_vocabulary(opening.vocabulary_fingerprint, tenant)
     reading = drafter.charge_reading(tenant, len(opening.prompt))  # while it waits, too
     if len(opening.prompt) > LONG_PROMPT or not drafter.is_loaded(tenant):
         # `begin` runs in this thread: a call cancelled before leaves no session.

@@ -151,7 +151,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         async with _statuses(context):
-            self._drafter.check_vocabulary(request.vocabulary_fingerprint)
+            self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant_of(context))
             budget_nodes = request.budget_nodes or DEFAULT_BUDGET_NODES
             tree = self._drafter.draft_context(
                 tokens_from_wire(request.context),
@@ -166,7 +166,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
 
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         async with _statuses(context):
-            self._drafter.check_vocabulary(request.vocabulary_fingerprint)
+            self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant_of(context))
             # In another thread: finding documents takes milliseconds.
             explanation = await asyncio.to_thread(
                 self._drafter.explain,

@@ -63,6 +63,8 @@ from retriever.tree import DraftTree, Explanation
 _READING_BYTES: Final = 16
 """Memory of a token while a prompt is read: 4 in its message, 8 as it leaves that, 4 in a copy."""
 
+_MOST_NAMED: Final = 4096  # tenants whose tokenizers are remembered: a megabyte
+
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
 
@@ -113,6 +115,8 @@ class EmbeddedDrafter:
         self._ledger.evictor = self._eviction = Eviction(
             self.limits, self._ledger, self._sessions, self._pools, self._lock
         )
+        self._named: dict[str, str] = {}  # fingerprints by tenant
+        self._keeps_elsewhere = self._pools.is_logged or options.get("replication") is not None
         self._forget = partial(forget, self._sessions, self._pools, self._lock)
         self._replication = Replication.join(
             options.get("replication"), self._pools, self._lock, self.limits, self._forget
@@ -333,6 +337,7 @@ class EmbeddedDrafter:
         """Add the output of a sequence generated elsewhere, and keep it as `close` does."""
         pool, tokens = self._pool(tenant), self._tokens(output)
         with self._lock:
+            self._name_vocabulary(tenant)
             self._replication.hold(self._pools.remember(pool, tokens))
         self.flush()
 
@@ -417,11 +422,13 @@ class EmbeddedDrafter:
             self._sessions.remove(key).databases.context.clear()
         self._delete(Scope(tenant, session_origin(key.name)))
 
-    def check_vocabulary(self, fingerprint: str) -> None:
+    def check_vocabulary(self, fingerprint: str, tenant: str = "") -> None:
         """Refuse the tokens of another tokenizer.
 
-        A drafter without a vocabulary takes the first one named here, so that sequences of two
-        tokenizers never share generations.
+        Without a vocabulary of the drafter's own, a tenant's is the first that it names, as long as
+        it has open sessions or outputs in memory, so that no client locks out other tenants. A
+        state directory and replication are for one: that of the first output that is kept there,
+        which is the drafter's from then on.
 
         Raises:
             VocabularyMismatchError: `fingerprint` is neither empty nor this drafter's.
@@ -430,17 +437,34 @@ class EmbeddedDrafter:
         if not fingerprint:
             return
         check_fingerprint(fingerprint)
-        with self._lock:
-            if not self._fingerprint:
-                self._fingerprint = fingerprint
-                self._pools.name_vocabulary(fingerprint)
-                self._replication.start(fingerprint, self.vocabulary)
-        if fingerprint != self._fingerprint:
+        expected = self._fingerprint
+        if not expected:
+            with self._lock:
+                expected = self._named.get(tenant, "")
+                if fingerprint != expected and not self._holds_anything_of(tenant):
+                    expected = self._named[tenant] = fingerprint
+                    if len(self._named) > _MOST_NAMED:
+                        del self._named[next(iter(self._named))]
+        if fingerprint != expected:
             raise VocabularyMismatchError(
-                f"drafts are for the tokenizer with the fingerprint {self._fingerprint[:12]}\u2026 "
+                f"drafts are for the tokenizer with the fingerprint {expected[:12]}\u2026 "
                 f"and not for {fingerprint[:12]}\u2026: "
                 "use an index built with the model's own tokenizer"
             )
+
+    def _holds_anything_of(self, tenant: str) -> bool:
+        pool = self._pools.find(tenant)
+        has_outputs = pool is not None and pool.generations.num_tokens > 0
+        return has_outputs or tenant in self._sessions.tenants
+
+    def _name_vocabulary(self, tenant: str) -> None:
+        """Take a tenant's tokenizer for what is kept on disk or replicated, if none was known."""
+        fingerprint = self._named.get(tenant, "")
+        if self._fingerprint or not fingerprint or not self._keeps_elsewhere:
+            return
+        self._fingerprint = fingerprint
+        self._pools.name_vocabulary(fingerprint)
+        self._replication.start(fingerprint, self.vocabulary)
 
     def refresh(self) -> bool:
         """Switch to the indexes' latest snapshots once these are warm; return whether any changed.
@@ -579,6 +603,8 @@ class EmbeddedDrafter:
             return None
         context = session.databases.context
         output = context.last(len(context) - session.prompt_length)
+        if len(output):
+            self._name_vocabulary(session.tenant)
         entry = self._pools.remember(session.databases.pool, output, key.name)
         self._replication.hold(entry)
         return entry
