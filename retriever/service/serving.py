@@ -72,6 +72,8 @@ def settle() -> None:
 
 _LONGEST_PERIOD_S: Final = 60.0  # idle sessions are found at most this late
 _GIVE_BACK_EVERY_S: Final = 10.0  # a call takes a few ms
+_GIVE_BACK_SOON_S: Final = 1.0  # where much was freed: at a ceiling, where sessions come and go
+_MUCH_FREED: Final = 1 << 25
 
 
 @asynccontextmanager
@@ -81,7 +83,10 @@ async def sweeping(drafter: EmbeddedDrafter) -> AsyncIterator[None]:
     Freed memory is returned to the system regularly.
     """
     period_s = min(drafter.limits.idle_session_s / 10, _LONGEST_PERIOD_S)
-    tasks = [asyncio.create_task(_sweep(drafter, period_s)), asyncio.create_task(_give_back())]
+    tasks = [
+        asyncio.create_task(_sweep(drafter, period_s)),
+        asyncio.create_task(_give_back(drafter)),
+    ]
     try:
         yield
     finally:
@@ -97,10 +102,14 @@ async def _sweep(drafter: EmbeddedDrafter, period_s: float) -> None:
         drafter.end_idle()
 
 
-async def _give_back() -> None:
+async def _give_back(drafter: EmbeddedDrafter) -> None:
+    freed, waited_s = drafter.num_freed, 0.0
     while True:
-        await asyncio.sleep(_GIVE_BACK_EVERY_S)
-        await asyncio.to_thread(give_back)
+        await asyncio.sleep(_GIVE_BACK_SOON_S)
+        waited_s += _GIVE_BACK_SOON_S
+        if waited_s >= _GIVE_BACK_EVERY_S or drafter.num_freed - freed > _MUCH_FREED:
+            await asyncio.to_thread(give_back)
+            freed, waited_s = drafter.num_freed, 0.0
 
 
 _NO_MESSAGE: Final = "the request is not a message of this call: see the contract for its form"

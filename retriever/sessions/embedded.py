@@ -535,6 +535,11 @@ class EmbeddedDrafter:
         return replace(census, base_bytes=self._base_bytes + resident_bytes()[1])
 
     @property
+    def num_freed(self) -> int:
+        """Bytes that what was kept has freed so far: allocators may hold them back."""
+        return self._ledger.num_freed
+
+    @property
     def evictions(self) -> Mapping[str, int]:
         """How often what has made room: `pools`, `generations`, `sessions`."""
         return self._eviction.counts

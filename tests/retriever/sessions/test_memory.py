@@ -87,7 +87,7 @@ def age(drafter: EmbeddedDrafter, tenant: str) -> None:
 
 
 def test_idle_pools_make_room_first_and_come_back_from_the_log(tmp_path: Path) -> None:
-    room = 3 * POOL + 2 * SESSION + 1000
+    room = 3 * POOL + 2 * SESSION + 8000
     with drafter_on(tmp_path, Limits(max_bytes=room, max_tenant_bytes=room)) as drafter:
         for number, tenant in enumerate("ab"):
             drafter.remember(output(number), tenant=tenant)
@@ -141,7 +141,7 @@ def test_outputs_beyond_the_ceiling_replace_the_oldest(tmp_path: Path) -> None:
     with drafter_on(tmp_path) as drafter:
         for number in range(200):
             drafter.remember(output(number, 90), tenant="a")
-    small = Limits(max_bytes=1 << 20, max_tenant_bytes=POOL + 2 * POOL)
+    small = Limits(max_bytes=1 << 20, max_tenant_bytes=4 * POOL)
     with drafter_on(tmp_path, small) as drafter:
         assert knows(drafter, 199, "a")
         assert not knows(drafter, 0, "a")
