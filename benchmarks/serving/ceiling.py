@@ -184,7 +184,7 @@ def _service(folder: Path, max_bytes: int) -> Iterator[tuple["subprocess.Popen[s
             yield process, address, _metrics_address(folder / "log")
         finally:
             process.terminate()
-            process.wait(60)
+            process.communicate(timeout=60)
 
 
 def _metrics_address(log: Path) -> str:

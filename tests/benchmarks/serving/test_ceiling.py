@@ -1,4 +1,4 @@
-"""A service at its ceiling for some seconds: it refuses, makes room, goes on, and says what it has."""
+"""A service at its ceiling for some seconds refuses, makes room, and says what it has."""
 
 from benchmarks.serving.ceiling import Pressed, press
 

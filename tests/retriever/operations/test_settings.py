@@ -19,7 +19,7 @@ from retriever import LimitExceededError, RemoteDrafter
 from retriever.commands import app
 from retriever.errors import InvalidRequestError, SettingsError
 from retriever.limits import Limits
-from retriever.operations.resolving import Resolved, as_toml, resolve, to_json
+from retriever.operations.resolving import Resolved, as_toml, resolve, to_json, variable_of
 from retriever.operations.settings import DraftSettings, Settings
 from tests.retriever.conftest import start_service, stop_service
 
@@ -257,3 +257,16 @@ def test_the_command_shows_what_is_in_force(tmp_path: Path) -> None:
     refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert refused.returncode == 1
     assert refused.stderr == f"error: {path}: max_bach is no setting: did you mean max_batch?\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("max_total_tokens", "max_bytes"), ("max_tenant_tokens", "max_tenant_bytes")]
+)
+def test_a_replaced_setting_names_what_replaces_it(tmp_path: Path, old: str, new: str) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(f"{old} = 1000000")
+    with pytest.raises(SettingsError, match=f"{old} is no setting any more: {new} replaces it"):
+        resolve(Settings, {}, {}, file)
+    variable = variable_of(new)
+    with pytest.raises(SettingsError, match=f"any more: {variable} replaces it, in bytes"):
+        resolve(Settings, {}, {variable_of(old): "1"})
