@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +33,26 @@ class DraftRequest:
     length: int
     budget_nodes: int
     min_probability: float = 0.0
+
+
+class Keeping(IntEnum):
+    """Where an output is kept, by the number on the wire."""
+
+    NOTHING = 1
+    MEMORY = 2
+    DISK = 3
+    DISK_REFUSED = 4
+
+
+@dataclass(slots=True, eq=False)
+class Fate:
+    """What became of an output.
+
+    Attributes:
+        keeping: in memory, until it has been written or refused.
+    """
+
+    keeping: Keeping = Keeping.MEMORY
 
 
 class Drafter(Protocol):

@@ -131,6 +131,12 @@ class StateError(RetrieverError):
     """A state directory cannot be used: the message says why, and what to do."""
 
 
+class StorageError(StateError):
+    """The disk refuses to remove what was deleted in memory: ask again once there is room."""
+
+    reason = "STORAGE"
+
+
 class SettingsError(RetrieverError):
     """A setting is unknown or its value is invalid: the message names both."""
 

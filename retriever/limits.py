@@ -46,8 +46,9 @@ class Limits:
             there is none, in seconds. A step takes seconds at most, and an engine that has
             suspended a sequence for longer opens it again.
         max_sequence_tokens: tokens in one sequence, prompt included.
-        max_total_tokens: tokens in the sequences of all open sessions, of 10 to 20 bytes each.
-        max_tenant_tokens: those of one tenant.
+        max_bytes: memory of all that is kept: sequences of open sessions, contexts while they are
+            drafted for, outputs in memory; 0 for half of what the process may use.
+        max_tenant_bytes: that of one tenant; 0 for half of `max_bytes`, so that none uses it up.
         max_budget_nodes: nodes in one tree.
         max_batch: sequences in one decoding step.
         max_step_nodes: nodes that one step may ask for, over all its sequences.
@@ -67,8 +68,8 @@ class Limits:
     idle_session_s: float = 600.0
     idle_eviction_s: float = 60.0
     max_sequence_tokens: int = 1 << 20
-    max_total_tokens: int = 1 << 26
-    max_tenant_tokens: int = 1 << 25
+    max_bytes: int = 0
+    max_tenant_bytes: int = 0
     max_budget_nodes: int = 256
     max_batch: int = 1024
     max_step_nodes: int = 1 << 16
@@ -223,3 +224,35 @@ def check_documents(max_documents: int) -> None:
             "(MAX_DOCUMENTS)",
             limit="max_documents",
         )
+
+
+RETRY_S: Final = 5.0
+"""What a refusal for want of memory tells to wait, in seconds: sessions end, and idle ones make room."""
+
+MAPPED_BYTES: Final = 1 << 17
+"""Larger arrays are mapped one by one, and go back to the system when they are freed: glibc's
+default, which it raises as such are freed unless it is set (`retriever.service.serving`)."""
+
+
+def out_of_memory() -> LimitExceededError:
+    """Return the refusal where the system has no memory left, below the ceilings."""
+    return LimitExceededError(
+        f"the service's machine has no memory left: try again in {RETRY_S:g} s, or ask its "
+        "operator to lower its ceiling (max_bytes)",
+        limit="max_bytes",
+        retry_after_s=RETRY_S,
+    )
+
+
+def check_memory(num_bytes: int) -> None:
+    """Refuse work that needs so much at once where the system has less left.
+
+    For libraries that end the process where an allocation fails.
+
+    Raises:
+        LimitExceededError: it has less left.
+    """
+    try:
+        np.empty(num_bytes, np.uint8)  # takes no pages
+    except MemoryError as error:
+        raise out_of_memory() from error

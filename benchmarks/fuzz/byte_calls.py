@@ -47,8 +47,8 @@ LIMITS: Final = Limits(
     max_tenant_sessions=6,
     idle_session_s=1e9,
     max_sequence_tokens=1 << 10,
-    max_total_tokens=1 << 13,
-    max_tenant_tokens=1 << 12,
+    max_bytes=1 << 21,
+    max_tenant_bytes=1 << 20,
     max_step_nodes=1 << 9,
     max_batch=8,
     generations_tokens=1 << 12,
@@ -190,8 +190,9 @@ class CalledService:
             raise CrashError(f"{len(sessions)} sessions are open, beyond the limit")
         others = [item for tenant in TENANTS for item in sessions.of(tenant)]
         self.drafter.discard(others)
-        if len(sessions) != 1 or sessions.num_tokens != len(PROMPT) + len(SECRETS):
-            raise CrashError(f"{len(sessions)} sessions of {sessions.num_tokens} tokens are left")
+        num_tokens = sum(len(session.databases.context) for session in sessions.all())
+        if len(sessions) != 1 or num_tokens != len(PROMPT) + len(SECRETS):
+            raise CrashError(f"{len(sessions)} sessions of {num_tokens} tokens are left")
 
     async def _ended(self, method: str, contents: list[bytes], context: CallContext) -> Ended:
         handler = await self._handler(method)

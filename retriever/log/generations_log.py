@@ -16,7 +16,8 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Final
 
-from retriever.errors import StateError
+from retriever.drafter import Keeping
+from retriever.errors import StateError, StorageError
 from retriever.log.log_files import (
     DATA_NAME,
     REFUSALS,
@@ -119,14 +120,19 @@ class GenerationsLog:
         self._pending.extend(entries)  # atomic under the GIL
 
     def commit(self) -> None:
-        """Write all queued outputs of all threads, in order; durable once this returns."""
+        """Write all queued outputs of all threads, in order; durable once this returns.
+
+        Their fates tell whether the disk took them.
+        """
         with self._lock:
             entries = [self._pending.popleft() for _ in range(len(self._pending))]
             if entries:
                 num_outputs = sum(len(entry.output.tokens) > 0 for entry in entries)
-                self._attempt_locked(
+                is_kept = self._attempt_locked(
                     lambda: self._store.append(entries, self._clock()), num_outputs
                 )
+                for entry in entries:
+                    entry.fate.keeping = Keeping.DISK if is_kept else Keeping.DISK_REFUSED
 
     def put_statistics(self, tenant: str, statistics: bytes) -> None:
         """Queue opaque bytes of a tenant, which replace the previous ones."""
@@ -155,7 +161,7 @@ class GenerationsLog:
         """Remove all records of a tenant, and rewrite the file without them.
 
         Raises:
-            StateError: the disk refuses: either all records remain, or they are removed but their
+            StorageError: the disk refuses: either all records remain, or they are removed but their
             bytes remain in the file.
         """
         self._delete(tenant, lambda: self._store.delete(tenant))
@@ -164,7 +170,7 @@ class GenerationsLog:
         """Remove a tenant's outputs of an origin, and rewrite the file without them.
 
         Raises:
-            StateError: as for `delete`.
+            StorageError: as for `delete`.
         """
         self._delete(tenant, lambda: self._store.delete_origin(tenant, origin))
 
@@ -176,9 +182,15 @@ class GenerationsLog:
                 if action() != 0:  # no rewrite where nothing was removed
                     self._rewrite()
             except REFUSALS as error:
-                raise StateError(
-                    f"what {self._directory} has of the tenant {tenant!r} cannot be removed: "
-                    f"{error}; free space and ask again"
+                _LOGGER.warning(
+                    "what %s has of the tenant %r cannot be removed: %s; free space and ask again",
+                    self._directory,
+                    tenant,
+                    error,
+                )
+                raise StorageError(
+                    "the data is deleted in memory, and the disk refuses to remove it: ask again "
+                    "once the operator of the service has made room on it"
                 ) from error
 
     def _rewrite(self) -> None:
@@ -268,14 +280,16 @@ class GenerationsLog:
         with self._lock:
             self._attempt_locked(action, num_outputs)
 
-    def _attempt_locked(self, action: Callable[[], None], num_outputs: int = 0) -> None:
-        """Run an action of the disk; on an error count the lost outputs."""
+    def _attempt_locked(self, action: Callable[[], None], num_outputs: int = 0) -> bool:
+        """Run an action of the disk; on an error count the lost outputs, and return False."""
         try:
             self._check_usable()
             self._unsynced = True
             action()
         except REFUSALS as error:
             self._refuse(error, num_outputs)
+            return False
+        return True
 
     def _check_usable(self) -> None:
         if os.getpid() != self._process:

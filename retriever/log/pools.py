@@ -1,5 +1,6 @@
 """The pools of all tenants; each tenant drafts from its own generations alone."""
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,16 @@ from retriever.errors import LimitExceededError, NotPossibleError
 from retriever.limits import Limits
 from retriever.log.generations_log import GenerationsLog
 from retriever.log.options import Durability, LogOptions
-from retriever.predict.generations import Generations, Output, Scope, session_origin, steady_time
+from retriever.predict.generations import (
+    POOL_BYTES,
+    Generations,
+    Output,
+    Scope,
+    generations_bytes,
+    session_origin,
+    steady_time,
+)
+from retriever.predict.ledger import Ledger
 from retriever.predict.pool import Entry, Pool
 from retriever.predict.stores import GENERATIONS_ALONE, GENERATIONS_LIMITS
 from retriever.predict.weights import from_bytes
@@ -37,6 +47,7 @@ class Pools:
         clock: seconds since 1970.
         has_corpus: whether a tenant drafts from an index; without one, generations are also found
             by shorter matches, which takes more memory.
+        ledger: of the memory; None without a ceiling.
     """
 
     def __init__(
@@ -45,7 +56,9 @@ class Pools:
         log: GenerationsLog | None,
         clock: Callable[[], float] = steady_time,
         has_corpus: Callable[[str], bool] = lambda _: False,
+        ledger: Ledger | None = None,
     ) -> None:
+        self._ledger = ledger
         self._has_corpus = has_corpus
         self._limits = limits
         self._log = log
@@ -58,13 +71,14 @@ class Pools:
         self._idle = Condition(self._lock)  # notified when one of these is done
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913, PLR0917  (what pools are made of)
         cls,
         limits: Limits,
         state: Path | None,
         fingerprint: str,
         durability: Durability,
         has_corpus: Callable[[str], bool],
+        ledger: Ledger | None = None,
     ) -> Self:
         """Return the pools of a state directory, or pools in memory alone without one.
 
@@ -73,10 +87,10 @@ class Pools:
             VocabularyMismatchError: it holds outputs of another tokenizer than `fingerprint`'s.
         """
         if state is None:
-            return cls(limits, None, has_corpus=has_corpus)
+            return cls(limits, None, has_corpus=has_corpus, ledger=ledger)
         options = LogOptions(limits.generations_tokens, limits.generations_age_s, durability)
         log = GenerationsLog(state, fingerprint, options)
-        return cls(limits, log, has_corpus=has_corpus)
+        return cls(limits, log, has_corpus=has_corpus, ledger=ledger)
 
     @property
     def fingerprint(self) -> str:
@@ -104,7 +118,7 @@ class Pools:
         """Return the tenant's pool. Loading takes about 0.1 s for a million tokens.
 
         Raises:
-            LimitExceededError: the tenant's data is being deleted.
+            LimitExceededError: the tenant's data is being deleted, or there is no room.
         """
         with self._lock:
             pool = self._found(tenant)
@@ -141,6 +155,7 @@ class Pools:
         """Mark a pool as used last; evict the longest idle one if there are too many."""
         self._in_use[pool.tenant] = self._recent[pool.tenant] = pool
         self._recent.move_to_end(pool.tenant)
+        pool.last_used_s = time.monotonic()
         if len(self._recent) > self._limits.max_tenants:
             self._evict(next(iter(self._recent)))
 
@@ -149,6 +164,31 @@ class Pools:
         pool = self._recent.pop(tenant)
         if self._log is not None and (statistics := pool.unlogged()) is not None:
             self._log.put_statistics(tenant, statistics)
+
+    def find(self, tenant: str) -> Pool | None:
+        """Return a tenant's pool if it is in memory."""
+        return self._in_use.get(tenant)
+
+    def used_within(self, seconds: float) -> set[str]:
+        """Return the tenants whose pools were used within this time."""
+        since_s = time.monotonic() - seconds
+        return {pool.tenant for pool in list(self._recent.values()) if pool.last_used_s > since_s}
+
+    def evict_idle(self, spared: set[str]) -> bool:
+        """Evict the longest idle pool but for those of some tenants; return whether there was one.
+
+        Never waits: while pools are being changed, there is none.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            passed_over = spared | self._busy | self._deleting
+            tenant = next((each for each in self._recent if each not in passed_over), None)
+            if tenant is not None:
+                self._evict(tenant)
+            return tenant is not None
+        finally:
+            self._lock.release()
 
     def _check_kept(self, tenant: str) -> None:
         if tenant in self._deleting:
@@ -300,7 +340,7 @@ class Pools:
 
     @property
     def is_logged(self) -> bool:
-        """Whether outputs are kept on disk too."""
+        """Whether outputs are kept on disk, too: evicted ones are loaded again."""
         return self._log is not None
 
     def snapshot(self, directory: Path, lock: Lock) -> int:
@@ -355,21 +395,34 @@ class Pools:
         """Return a new pool without a log, if there is room for one more."""
         if self._log is not None or len(self._recent) >= self._limits.max_tenants:
             return None
-        pool = self._load(tenant)
+        try:
+            pool = self._load(tenant, is_locked=True)
+        except LimitExceededError:
+            return None
         self._in_use[tenant] = self._recent[tenant] = pool
         return pool
 
-    def _load(self, tenant: str) -> Pool:
+    def _load(self, tenant: str, *, is_locked: bool = False) -> Pool:
+        """Return a new pool with what the log has of a tenant, as far as there is room."""
         limits = self._limits
+        orders = GENERATIONS_LIMITS if self._has_corpus(tenant) else GENERATIONS_ALONE
+        charge = None
+        if self._ledger is not None:
+            least = generations_bytes(0, orders) + POOL_BYTES
+            charge = self._ledger.take(tenant, least, is_locked=is_locked)
+            charge.is_locked = is_locked
         generations = Generations(
             limits.generations_tokens,
             limits.generations_age_s,
             self._clock,
-            GENERATIONS_LIMITS if self._has_corpus(tenant) else GENERATIONS_ALONE,
+            orders,
+            charge,
         )
         pool = Pool(tenant, generations)
         if self._log is not None:
             kept = self._log.load(tenant)
             generations.extend(kept.outputs)
             pool.weights = from_bytes(kept.statistics)
+        if charge is not None:
+            charge.is_locked = True
         return pool

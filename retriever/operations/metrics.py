@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from retriever.operations.service_report import Service, installed_version
 from retriever.replication.replication_state import SKIPPED
 from retriever.sessions.draft_counts import BOUNDS_S, Latencies
+from retriever.sessions.eviction import EVICTED
 from retriever.tree import drafted_sources
 from retriever.v1 import retriever_pb2 as pb
 
@@ -153,6 +154,19 @@ class ServiceCollector(Collector):
             "generations_tokens", "Tokens of generations in memory.", census.generations_tokens
         )
         yield _gauge("generations_bytes", "Memory of generations.", census.generations_bytes)
+        yield _gauge(
+            "memory_bytes",
+            "Memory by the service's own count: what it keeps, and what it had when ready.",
+            census.memory_bytes,
+        )
+        yield _gauge("memory_reserved_bytes", "Memory taken from max_bytes.", census.reserved_bytes)
+        evictions = self._service.evictions
+        yield _labelled(
+            CounterMetricFamily(
+                "foredraft_evictions", "What has made room for others.", labels=["what"]
+            ),
+            [((what,), evictions.get(what, 0)) for what in EVICTED],
+        )
 
     def _of_indexes(self) -> Iterator[Metric]:
         reports = self._service.indexes()

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,6 +73,11 @@ class Service:
     def replication(self) -> ReplicationCounts:
         """Counts of replicated outputs."""
         return self.drafter.replication if self.drafter is not None else ReplicationCounts()
+
+    @property
+    def evictions(self) -> Mapping[str, int]:
+        """How often what has made room."""
+        return self.drafter.evictions if self.drafter is not None else {}
 
     def census(self) -> Census:
         """Return what is in memory now."""

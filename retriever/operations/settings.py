@@ -28,6 +28,9 @@ LogFormat = Literal["text", "json"]
 
 _DEFAULTS: Final = Limits()
 
+REPLACED: Final = {"max_total_tokens": "max_bytes", "max_tenant_tokens": "max_tenant_bytes"}
+"""Settings of earlier versions, and what replaces them."""
+
 
 class ServerUrl(SecretStr):
     """A URL whose name and password are never shown."""
@@ -316,12 +319,18 @@ class LimitSettings(BaseModel):
     max_sequence_tokens: Annotated[
         int, Field(ge=1, description="Most tokens in one sequence, prompt included.")
     ] = _DEFAULTS.max_sequence_tokens
-    max_total_tokens: Annotated[
-        int, Field(ge=1, description="Most tokens in the sequences of all open sessions.")
-    ] = _DEFAULTS.max_total_tokens
-    max_tenant_tokens: Annotated[
-        int, Field(ge=1, description="Most tokens in the sequences of one tenant.")
-    ] = _DEFAULTS.max_tenant_tokens
+    max_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="Most memory that sessions, contexts and outputs take, in bytes; 0: "
+            "half of what the process may use.",
+        ),
+    ] = _DEFAULTS.max_bytes
+    max_tenant_bytes: Annotated[
+        int,
+        Field(ge=0, description="Most memory of one tenant, in bytes; 0: half of --max-bytes."),
+    ] = _DEFAULTS.max_tenant_bytes
     max_budget_nodes: Annotated[
         int, Field(ge=1, le=4096, description="Most nodes in one draft tree.")
     ] = _DEFAULTS.max_budget_nodes

@@ -24,10 +24,11 @@ from retriever.kernels.layout import (
     Tables,
     pack,
 )
+from retriever.predict.ledger import Charge
 from retriever.predict.phrases import PhraseCursor
 from retriever.predict.pool import Pool
 from retriever.predict.question import Database, Question
-from retriever.predict.stores import CONTEXT_LIMITS, ChainStore
+from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, store_bytes
 from retriever.tree import Source
 
 _FREQUENT: Final = 4.0  # -ln of a token's share: 2% of the corpus and more has rarity 0
@@ -82,20 +83,32 @@ SHORTEST_MATCH: Final = 3
 READ_AT_ONCE: Final = 1 << 14
 """Tokens of a sequence that are read in one piece: a millisecond."""
 
+SEQUENCE_BYTES: Final = 4 << 10
+"""Memory of a session but for its tokens: some forty objects; 3.5 KB were measured over 4,096."""
+
+
+def context_bytes(num_tokens: int) -> int:
+    """Return the memory of a sequence that begins with, or grows to, so many tokens, in bytes."""
+    return store_bytes(2 * num_tokens, CONTEXT_LIMITS, Source.CONTEXT) + SEQUENCE_BYTES
+
 
 class Context:
     """The database of the sequence itself: prompt and output so far, in a growing store."""
 
-    def __init__(self, prompt: TokenIds) -> None:
+    def __init__(self, prompt: TokenIds, charge: Charge | None = None) -> None:
+        self._charge = charge
         self._store = ChainStore(2 * len(prompt), CONTEXT_LIMITS, Source.CONTEXT)
         self._store.append(prompt)
+        self.settle()
 
     @classmethod
-    def reading(cls, prompt: TokenIds) -> Generator[None, None, Self]:
+    def reading(cls, prompt: TokenIds, charge: Charge | None = None) -> Generator[None, None, Self]:
         """Return the context of int32[n]; yield after each piece of work."""
         context = cls(prompt[:0])
+        context._charge = charge
         context._store = ChainStore(2 * len(prompt), CONTEXT_LIMITS, Source.CONTEXT)
         yield from _appending(context._store, prompt)
+        context.settle()
         return context
 
     def __len__(self) -> int:
@@ -114,6 +127,7 @@ class Context:
             grown = ChainStore(2 * size, CONTEXT_LIMITS, Source.CONTEXT, cursor=cursor)
             yield from _appending(grown, self.last(len(self)))
             self._store = grown
+            self.settle()
         for begin in range(0, len(tokens), READ_AT_ONCE):
             if begin:
                 yield
@@ -124,6 +138,24 @@ class Context:
         size = len(self) + num_tokens
         is_growing = size > self._store.capacity
         return num_tokens > READ_AT_ONCE or (is_growing and size > READ_AT_ONCE)
+
+    def make_room(self, num_tokens: int) -> None:
+        """Take the memory for more tokens, where they do not fit, before they are committed.
+
+        Called with the drafter's lock held.
+
+        Raises:
+            LimitExceededError: there is no room for it.
+        """
+        size = len(self) + num_tokens
+        if size > self._store.capacity and self._charge is not None:
+            needed = self._store.num_bytes + context_bytes(size)  # both while it is copied
+            self._charge.add(max(0, needed - self._charge.num_bytes))
+
+    def settle(self) -> None:
+        """Give back memory that was taken and is not needed."""
+        if self._charge is not None:
+            self._charge.settle(self._store.num_bytes + SEQUENCE_BYTES)
 
     def clear(self) -> None:
         """Overwrite the tokens: an ended sequence leaves nothing in memory."""
@@ -141,6 +173,11 @@ class Context:
     def num_bytes(self) -> int:
         """Memory of the store, in bytes."""
         return self._store.num_bytes
+
+    @property
+    def touched_bytes(self) -> int:
+        """Memory of the sequence that takes pages by now, in bytes."""
+        return self._store.touched_bytes
 
     @property
     def chains(self) -> Chains:

@@ -12,10 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
+from retriever.errors import LimitExceededError
 from retriever.kernels.chains import SEPARATOR
 from retriever.kernels.live_table import WAYS, count_tokens
+from retriever.predict.ledger import Charge
 from retriever.predict.question import Question
-from retriever.predict.stores import GENERATIONS_LIMITS, ChainLimits, ChainStore, ring_capacity
+from retriever.predict.stores import (
+    GENERATIONS_LIMITS,
+    MIN_CAPACITY,
+    ChainLimits,
+    ChainStore,
+    ring_capacity,
+    store_bytes,
+)
 from retriever.tree import Source
 
 # Where available, a clock that runs while the machine is suspended.
@@ -58,6 +67,12 @@ _MARGIN: Final = 8
 _AT_ONCE: Final = 1 << 12
 """Tokens added in one step while others wait: a millisecond or two."""
 
+_END_BYTES: Final = 200  # of the entry for an output's end: four small objects
+
+POOL_BYTES: Final = 8 << 10
+"""Memory of a tenant's pool but for its outputs: weights, and some forty objects; 7.5 KB were
+measured over 1,000 of them."""
+
 _END: Final = np.array([SEPARATOR], np.int32)
 
 
@@ -99,6 +114,8 @@ class Generations:
         max_age_s: outputs older than this are not read, in seconds.
         clock: seconds since 1970.
         limits: the n-grams by which outputs are found.
+        charge: for its memory; the ring does not grow where there is no room for that. None to
+            grow freely.
     """
 
     def __init__(
@@ -107,7 +124,9 @@ class Generations:
         max_age_s: float = math.inf,
         clock: Callable[[], float] = steady_time,
         limits: ChainLimits = GENERATIONS_LIMITS,
+        charge: Charge | None = None,
     ) -> None:
+        self._charge = charge
         self._limits = limits
         self._capacity = ring_capacity(capacity)
         self._max_age_s = max_age_s
@@ -120,11 +139,17 @@ class Generations:
         self._coming: deque[Output] = deque()
         self._is_adding = False
         self._epoch = 0
+        self._settle()
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the store, in bytes."""
-        return self._store.num_bytes + self.live.nbytes
+        """Memory of the outputs, in bytes."""
+        return self._store.num_bytes + self.live.nbytes + _END_BYTES * len(self._ends)
+
+    @property
+    def touched_bytes(self) -> int:
+        """Memory of the outputs that takes pages by now, in bytes."""
+        return self.num_bytes - self._store.num_bytes + self._store.touched_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -158,6 +183,7 @@ class Generations:
         self._append(tokens)
         self._drop_ends()
         self._expire()
+        self._settle()
 
     def adding(self, output: Output) -> Iterator[None]:
         """Remember an output; yield after each piece of work, of a millisecond.
@@ -204,6 +230,7 @@ class Generations:
             self._note_end(output, len(self._store))
             self._drop_ends()
             self._expire()
+            self._settle()
 
     def outputs(self) -> list[Output]:
         """Return all outputs, oldest first; the oldest may have lost its beginning."""
@@ -258,6 +285,31 @@ class Generations:
         self._coming.clear()
         self._is_adding = False
         self._epoch += 1
+        self._settle()
+
+    def shrink(self) -> bool:
+        """Keep the newest outputs alone, in a ring of half the size; return False if it is small.
+
+        Takes 20 ms for a million tokens.
+        """
+        size = self._store.capacity // 2
+        if size < MIN_CAPACITY:
+            return False
+        coming = list(self._coming)  # the first may be there in part
+        kept: deque[Output] = deque()
+        num_tokens = 0
+        for output in reversed([*self.outputs(), *coming]):
+            num_tokens += len(output.tokens) + 1
+            if num_tokens > size:
+                break
+            kept.appendleft(output)
+        self.clear()
+        self.extend(kept)
+        return True
+
+    def _settle(self) -> None:
+        if self._charge is not None:
+            self._charge.settle(self.num_bytes + POOL_BYTES)
 
     def commit(self, tokens: TokenIds) -> None:
         """Do nothing: a sequence becomes a generation when it ends; see `add`."""
@@ -282,7 +334,10 @@ class Generations:
         held = len(store) - store.oldest
         if store.capacity == self._capacity or held + num_tokens <= store.capacity:
             return
-        size = min(self._capacity, ring_capacity(held + num_tokens))
+        size = self._affordable(min(self._capacity, ring_capacity(held + num_tokens)))
+        if size <= store.capacity or self._store is not store:
+            self._settle()
+            return  # there is no room, or this ring has been shrunk for it: the oldest go
         grown = ChainStore(size, self._limits, Source.GENERATIONS, start=store.oldest)
         grown.chains.tokens[(store.oldest - 1) & (size - 1)] = (
             SEPARATOR  # nothing precedes the first token
@@ -300,6 +355,18 @@ class Generations:
         if oldest > first:
             self._take_back(oldest)
             grown.forget_before(oldest)
+        self._settle()
+
+    def _affordable(self, size: int) -> int:
+        """Take the memory of a ring of this size, or of the largest one there is room for."""
+        while self._charge is not None and size > self._store.capacity:
+            try:
+                self._charge.add(generations_bytes(size, self._limits))
+            except LimitExceededError:
+                size //= 2
+            else:
+                break
+        return size
 
     def _append(self, tokens: TokenIds) -> None:
         """Append int32[n], after uncounting the overwritten tokens."""
@@ -352,6 +419,12 @@ class Generations:
             self._take_back(end)
             self._store.forget_before(end)
         self._expires_at_s = self._ends[0].time_s + self._max_age_s if self._ends else math.inf
+
+
+def generations_bytes(capacity: int, limits: ChainLimits) -> int:
+    """Return the memory of a ring of generations with its live table, in bytes."""
+    num_entries = max(1, ring_capacity(capacity) // WAYS) * WAYS
+    return store_bytes(capacity, limits, Source.GENERATIONS) + 8 * num_entries
 
 
 def live_table(capacity: int) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from retriever.drafter import Fate
 from retriever.predict.generations import Generations, Output
 from retriever.predict.weights import Weights, prior_weights, to_bytes
 
@@ -16,12 +17,14 @@ class Entry:
         output: the generation; without tokens, only the rest is written.
         statistics: the tenant's weights as bytes, if changed since they were last logged.
         note: opaque, replaces the previous note; see `retriever.replication`.
+        fate: of the output.
     """
 
     tenant: str
     output: Output
     statistics: bytes | None = None
     note: bytes | None = None
+    fate: Fate = field(default_factory=Fate, compare=False)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -34,6 +37,7 @@ class Pool:
         weights: of mixing, learned from its outputs; kept in the log.
         learned: steps learned from.
         logged: steps learned from when the log last got the weights.
+        last_used_s: time of the last call that needed it, by `time.monotonic`.
     """
 
     tenant: str
@@ -41,6 +45,7 @@ class Pool:
     weights: Weights = field(default_factory=prior_weights)
     learned: int = 0
     logged: int = 0
+    last_used_s: float = 0.0
 
     def add(self, output: Output) -> Entry:
         """Add an output, and return its entry for the log."""

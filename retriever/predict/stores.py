@@ -1,6 +1,9 @@
 """Stores of tokens with hash chains that find earlier occurrences of the last tokens."""
 
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -14,6 +17,7 @@ from retriever.kernels.entries import (
     extend_sequence,
 )
 from retriever.kernels.layout import Chains, Cursor, Orders, pack
+from retriever.limits import MAPPED_BYTES
 from retriever.predict.question import Question
 from retriever.tree import Source
 
@@ -22,6 +26,9 @@ MIN_CAPACITY: Final = 1024
 
 _MIN_LAST: Final = 4096
 """Least entries in the table of a sequence's last tokens: 16 KiB."""
+
+
+_ADVISED_BYTES: Final = 1 << 22  # numpy asks for huge pages for arrays from this size on
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,42 @@ GENERATIONS_ALONE: Final = ChainLimits(orders=(8, 4, 2, 1), max_rows=(32, 64, 32
 def ring_capacity(num_tokens: int) -> int:
     """Return the tokens of the smallest ring that holds `num_tokens`: a power of two."""
     return 1 << (max(num_tokens, MIN_CAPACITY) - 1).bit_length()
+
+
+def store_bytes(capacity: int, limits: ChainLimits, source: Source) -> int:
+    """Return the memory of a store's arrays, in bytes; arguments as for `ChainStore`."""
+    size, num_orders = ring_capacity(capacity), len(limits.orders)
+    last = max(size, _MIN_LAST) if source == Source.CONTEXT else 1
+    return 4 * (size + num_orders * (size // 2) + num_orders * size + last) + 3 * 8
+
+
+def _touched(array: NDArray[np.int32], used: int) -> int:
+    """Return how much of zeros takes pages once the first elements of each row are written."""
+    if array.nbytes < MAPPED_BYTES:
+        return array.nbytes  # of memory that was used before
+    huge = _huge_page() if array.nbytes >= _ADVISED_BYTES else 1
+    begin: int = array.ctypes.data
+    # Huge pages lie at multiples of their size; around them are small ones.
+    low, high = -(-begin // huge) * huge, (begin + array.nbytes) // huge * huge
+    row_bytes, touched, seen = array.strides[0] if array.ndim > 1 else 0, 0, low
+    for row in range(array.size // array.shape[-1]):
+        first = begin + row * row_bytes
+        last = first + used * array.itemsize
+        touched += max(0, min(last, low) - first) + max(0, last - max(first, high))
+        pages_from = max(seen, max(first, low) // huge * huge)
+        seen = max(seen, -(-min(last, high) // huge) * huge)
+        touched += max(0, seen - pages_from)
+    return touched
+
+
+@cache
+def _huge_page() -> int:
+    """Return the bytes of a huge page, which numpy asks for; 1 where there is none."""
+    folder = Path("/sys/kernel/mm/transparent_hugepage")
+    with suppress(OSError, ValueError):
+        if "[never]" not in (folder / "enabled").read_text():
+            return int((folder / "hpage_pmd_size").read_text())
+    return 1
 
 
 class ChainStore:
@@ -88,7 +131,7 @@ class ChainStore:
         )
         self.packed = pack(self.chains, self._orders, Cursor(self.cursor))
         self.num_bytes = sum(array.nbytes for array in self.chains)
-        self._end = start
+        self._start = self._end = start
 
     def __len__(self) -> int:
         """Position after the newest token: of a store from 0, the tokens appended so far.
@@ -96,6 +139,13 @@ class ChainStore:
         Overwritten tokens and separators count.
         """
         return self._end
+
+    @property
+    def touched_bytes(self) -> int:
+        """Memory of the store that takes pages, in bytes: not all of the room for later tokens."""
+        used = min(self.capacity, self._end - self._start)
+        growing = (self.chains.tokens, self.chains.links)
+        return self.num_bytes - sum(array.nbytes - _touched(array, used) for array in growing)
 
     @property
     def capacity(self) -> int:

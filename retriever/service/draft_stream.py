@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, Fate, Keeping
 from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -89,6 +89,7 @@ class DraftStream:
         # Weak: a session that ends otherwise leaves memory at once.
         self._owned: WeakValueDictionary[SessionKey, Session] = WeakValueDictionary()
         self._client: Client | None = None
+        self._fates: list[Fate] = []  # of outputs that are still to be written
 
     async def answer(
         self, message: pb.DraftStreamRequest, lists: Lists | None = None
@@ -161,6 +162,7 @@ class DraftStream:
             self._drafter.count_step(len(steps), time.perf_counter() - began_s)
         for place, closing in enumerate(message.closings):
             await self._close(closing, self._lists.get((CLOSINGS, place)), response)
+        response.num_not_kept = self._count_not_kept()
         return response
 
     async def _long_steps(self) -> dict[int, NDArray[np.uint32]] | None:
@@ -183,6 +185,14 @@ class DraftStream:
         others = [tokens_in(token_ids, self._lists.get(path)) for path, token_ids in lists]
         work = work_of_steps(requests) + sum(map(work_of_tokens, others))
         self._scheduler.take_allowance(self._tenant, work)
+
+    def _count_not_kept(self) -> int:
+        """Count the outputs that the disk has refused since the last response."""
+        if not self._fates:
+            return 0
+        refused = sum(fate.keeping is Keeping.DISK_REFUSED for fate in self._fates)
+        self._fates = [fate for fate in self._fates if fate.keeping is Keeping.MEMORY]
+        return refused
 
     def _check_counts(self, message: pb.DraftStreamRequest) -> None:
         most = self._drafter.limits.max_batch
@@ -261,11 +271,15 @@ class DraftStream:
         response: pb.DraftStreamResponse,
     ) -> None:
         try:
-            lasting = await self._scheduler.end_session(self._line, closing, self._tenant, long)
+            fate, lasting = await self._scheduler.end_session(
+                self._line, closing, self._tenant, long
+            )
         except RetrieverError as error:
             _refuse(response, closing.session_id, error)
             return
         self._owned.pop(SessionKey(self._tenant, closing.session_id), None)
+        if self._drafter.is_logged:
+            self._fates.append(fate)
         if lasting is None:
             self._scheduler.flushing.request()
             await self._line.give_way()

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from retriever.drafter import TokenIds
+from retriever.drafter import Fate, TokenIds
 from retriever.errors import LimitExceededError, RetrieverError
 from retriever.sequences import SessionKey
 from retriever.service.allowances import Allowances, work_of_draft
@@ -163,13 +163,14 @@ class Scheduler:
             RetrieverError: it is refused.
         """
         self.take_allowance(tenant, work_of_draft(budget_nodes, tokens_in(request.context, long)))
+        charge = self.drafter.charge_reading(tenant, tokens_in(request.context, long))
         await line.take()
         pool = await self._loaded(line, tenant)
         tokens = await self._tokens(line, tenant, request.context, long)
         reading = self.drafter.reading(tokens, tenant)
         databases = await self._read(line, tenant, len(tokens), reading)
         tree = self.drafter.draft_read(databases, budget_nodes, request.min_probability)
-        del pool
+        del pool, charge
         use = self._read_by(tenant, len(tokens))
         use.drafts += 1
         use.nodes += len(tree)
@@ -189,6 +190,7 @@ class Scheduler:
             RetrieverError: it is refused.
         """
         self.take_allowance(tenant, work_of_draft(budget_nodes, tokens_in(request.context, long)))
+        charge = self.drafter.charge_reading(tenant, tokens_in(request.context, long))
         await line.take()
         pool = await self._loaded(line, tenant)
         tokens = await self._tokens(line, tenant, request.context, long)
@@ -201,7 +203,7 @@ class Scheduler:
             tenant=tenant,
         )
         response = await self.lanes.explaining.work(tenant, _told(explaining))
-        del pool
+        del pool, charge
         self._read_by(tenant, len(tokens))
         return response
 
@@ -221,7 +223,8 @@ class Scheduler:
         Raises:
             RetrieverError: it is refused.
         """
-        self.drafter.check_vocabulary(opening.vocabulary_fingerprint)
+        self.drafter.check_vocabulary(opening.vocabulary_fingerprint, tenant)
+        charge = self.drafter.charge_reading(tenant, tokens_in(opening.prompt, long))
         pool = await self._loaded(line, tenant)
         prompt = await self._tokens(line, tenant, opening.prompt, long)
         preparing = self.drafter.preparing(prompt, remember=not opening.forget, tenant=tenant)
@@ -229,7 +232,7 @@ class Scheduler:
         session.client = client
         # `begin` runs on the loop: a call cancelled before leaves no session.
         self.drafter.begin(SessionKey(tenant, opening.session_id), session)
-        del pool
+        del pool, charge
         self._read_by(tenant, len(prompt))
         return session
 
@@ -239,25 +242,26 @@ class Scheduler:
         closing: pb.CloseSessionRequest,
         tenant: str,
         long: memoryview | None = None,
-    ) -> asyncio.Task[None] | None:
+    ) -> tuple[Fate, asyncio.Task[None] | None]:
         """End a session of a tenant, in a turn; `Flushing` writes its output.
 
         Many last tokens are given by their bytes.
 
         Returns:
-            What remembers a long output, which goes on if the caller leaves; None for a short one.
+            What becomes of its output, known after the next flush; and what remembers a long one,
+            which goes on if the caller leaves, None for a short one.
 
         Raises:
             RetrieverError: it is refused.
         """
         tokens = await self._tokens(line, tenant, closing.new_token_ids, long)
-        ending = self.drafter.ending(
+        fate, pieces = self.drafter.ending(
             SessionKey(tenant, closing.session_id), tokens, remember=not closing.forget
         )
         self._read_by(tenant, len(tokens))
-        if next(ending, _DONE) is _DONE:
-            return None
-        return self._last(self._remember(tenant, ending))
+        if next(pieces, _DONE) is _DONE:
+            return fate, None
+        return fate, self._last(self._remember(tenant, pieces))
 
     async def commit(
         self, line: Line, tenant: str, commit: LongCommit

@@ -170,10 +170,10 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:
         async with _statuses(context):
             request, lists = opened(request)
-            self._drafter.check_vocabulary(request.vocabulary_fingerprint)
+            tenant = tenant_of(context)
+            self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
             budget_nodes = budget_in(request, self._default_nodes)
             check_draft(budget_nodes, request.min_probability, self._drafter.limits)
-            tenant = tenant_of(context)
             with self._scheduler.call(tenant) as line:
                 tree = await self._scheduler.draft(
                     line, tenant, request, lists.get(()), budget_nodes
@@ -186,10 +186,10 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     async def Explain(self, request: pb.ExplainRequest, context: _Context) -> pb.ExplainResponse:
         async with _statuses(context):
             request, lists = opened(request)
-            self._drafter.check_vocabulary(request.vocabulary_fingerprint)
+            tenant = tenant_of(context)
+            self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
             budget_nodes = budget_in(request, self._default_nodes)
             check_draft(budget_nodes, request.min_probability, self._drafter.limits)
-            tenant = tenant_of(context)
             with self._scheduler.call(tenant) as line:
                 return await self._scheduler.explain(
                     line, tenant, request, lists.get(()), budget_nodes
@@ -239,12 +239,14 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
             request, lists = opened(request)
             with self._scheduler.call(tenant) as line:
                 await line.take()
-                lasting = await self._scheduler.end_session(line, request, tenant, lists.get(()))
+                fate, lasting = await self._scheduler.end_session(
+                    line, request, tenant, lists.get(())
+                )
                 line.leave()
                 if lasting is not None:
                     await asyncio.shield(lasting)
                 await self._scheduler.flushing.flushed()
-            return pb.CloseSessionResponse()
+            return pb.CloseSessionResponse(keeping=f"KEEPING_{fate.keeping.name}")
 
     async def DeleteSessionData(
         self, request: pb.DeleteSessionDataRequest, context: _Context

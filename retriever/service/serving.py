@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from retriever.errors import InvalidRequestError
+from retriever.limits import MAPPED_BYTES, check_memory
 from retriever.operations.lifecycle import HEALTH_METHODS
 from retriever.operations.logs import log_event
 from retriever.operations.observer import ServiceObserver
@@ -36,6 +37,8 @@ from retriever.wire.long_messages import name_of, parsed
 from retriever.wire.statuses import abort
 
 _LIBRARY: Final[Any] = ctypes.CDLL(None) if os.name == "posix" else None
+_set_option: Final[Any] = getattr(_LIBRARY, "mallopt", None)
+_MMAP_THRESHOLD: Final = -3  # M_MMAP_THRESHOLD of malloc.h
 _trim: Final[Any] = getattr(_LIBRARY, "malloc_trim", None)
 
 
@@ -46,6 +49,16 @@ def give_back() -> None:
     """
     if _trim is not None:
         _trim(0)
+
+
+def map_large_arrays() -> None:
+    """Have glibc map large arrays one by one, so that they go back to the system when freed.
+
+    It does so from 128 KiB on, but raises that up to 32 MiB as such arrays are freed: memory of
+    ended sessions then stays in its heaps. Source: mallopt(3).
+    """
+    if _set_option is not None:
+        _set_option(_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def settle() -> None:
@@ -60,6 +73,8 @@ def settle() -> None:
 
 _LONGEST_PERIOD_S: Final = 60.0  # idle sessions are found at most this late
 _GIVE_BACK_EVERY_S: Final = 10.0  # a call takes a few ms
+_GIVE_BACK_SOON_S: Final = 1.0  # where much was freed: at a ceiling, where sessions come and go
+_MUCH_FREED: Final = 1 << 25
 
 
 @asynccontextmanager
@@ -69,7 +84,10 @@ async def sweeping(drafter: EmbeddedDrafter) -> AsyncIterator[None]:
     Freed memory is returned to the system regularly.
     """
     period_s = min(drafter.limits.idle_session_s / 10, _LONGEST_PERIOD_S)
-    tasks = [asyncio.create_task(_sweep(drafter, period_s)), asyncio.create_task(_give_back())]
+    tasks = [
+        asyncio.create_task(_sweep(drafter, period_s)),
+        asyncio.create_task(_give_back(drafter)),
+    ]
     try:
         yield
     finally:
@@ -85,13 +103,22 @@ async def _sweep(drafter: EmbeddedDrafter, period_s: float) -> None:
         drafter.end_idle()
 
 
-async def _give_back() -> None:
+async def _give_back(drafter: EmbeddedDrafter) -> None:
+    freed, waited_s = drafter.num_freed, 0.0
     while True:
-        await asyncio.sleep(_GIVE_BACK_EVERY_S)
-        await asyncio.to_thread(give_back)
+        await asyncio.sleep(_GIVE_BACK_SOON_S)
+        waited_s += _GIVE_BACK_SOON_S
+        if waited_s >= _GIVE_BACK_EVERY_S or drafter.num_freed - freed > _MUCH_FREED:
+            await asyncio.to_thread(give_back)
+            freed, waited_s = drafter.num_freed, 0.0
 
 
 _NO_MESSAGE: Final = "the request is not a message of this call: see the contract for its form"
+
+_LONG_MESSAGE: Final = 1 << 16
+_PARSING_BYTES: Final = 16
+"""Memory for parsing a byte of a message: a token takes 4 bytes and may have one, lists double as
+they grow, and blocks of memory with them. protobuf's parser crashes where it cannot have that."""
 
 _Parse = Callable[[bytes], Any]
 
@@ -121,6 +148,8 @@ def _parsing(handler: Any) -> _Parse:
     name = name_of(getattr(deserialize, "__self__", None))  # of the message, if it is one's method
 
     def parse(content: bytes) -> Any:
+        if len(content) > _LONG_MESSAGE:
+            check_memory(_PARSING_BYTES * len(content))
         try:
             return parsed(content, deserialize, name)
         except DecodeError as error:
@@ -181,6 +210,7 @@ class _Listening:
 
     async def open(self, open_drafter: Callable[[], EmbeddedDrafter]) -> EmbeddedDrafter:
         """Open a drafter in another thread, warm it up, and take calls from then on."""
+        map_large_arrays()
         try:
             drafter = await asyncio.to_thread(open_drafter)
             self.servicer.answer_with(drafter)

@@ -1,10 +1,13 @@
 """Counts of drafts and their outcomes (a microsecond a step), and a census of memory."""
 
+import resource
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Lock
 from typing import Final
 
@@ -13,6 +16,7 @@ from numpy.typing import NDArray
 
 from retriever.drafter import TokenIds
 from retriever.kernels.entries import count_outcome
+from retriever.predict.ledger import Ledger
 from retriever.predict.pool import Pool
 from retriever.sessions.session_table import Session
 from retriever.tree import MAX_SOURCES, DraftTree
@@ -120,6 +124,11 @@ class Census:
         tenants: tenants whose generations are in memory.
         generations_tokens: tokens of the generations, and one for the end of each.
         generations_bytes: memory of the generations.
+        reserved_bytes: taken from the ceiling `max_bytes`: of the above, and of contexts that are
+            read or drafted for just now.
+        untouched_bytes: of these, the room for tokens to come, which takes no pages yet.
+        base_bytes: what the process had when it became ready, without the above and with the pages
+            of files, such as indexes, that are resident now.
     """
 
     sessions: Mapping[str, int]
@@ -128,13 +137,23 @@ class Census:
     tenants: int
     generations_tokens: int
     generations_bytes: int
+    reserved_bytes: int
+    untouched_bytes: int
+    base_bytes: int = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that the process should have, in bytes."""
+        return self.base_bytes + self.reserved_bytes - self.untouched_bytes
 
 
-NOTHING_HELD: Final = Census({}, 0, 0, 0, 0, 0)
+NOTHING_HELD: Final = Census({}, 0, 0, 0, 0, 0, 0, 0)
 """The census before the drafter is open."""
 
 
-def census_of(sessions: Sequence[Session], pools: Sequence[Pool], lock: Lock) -> Census:
+def census_of(
+    sessions: Sequence[Session], pools: Sequence[Pool], ledger: Ledger, lock: Lock
+) -> Census:
     """Return the census of sessions and pools.
 
     Pauses regularly, so that other threads can draft.
@@ -142,16 +161,18 @@ def census_of(sessions: Sequence[Session], pools: Sequence[Pool], lock: Lock) ->
     Args:
         sessions: a copy of the open sessions; some may have ended since.
         pools: those in memory.
+        ledger: of the memory.
         lock: held while a pool is used.
     """
     by_tenant: Counter[str] = Counter()
-    num_tokens = num_bytes = 0
+    num_tokens = num_bytes = untouched = 0
     for begin in range(0, len(sessions), _BETWEEN_PAUSES):
         for session in sessions[begin : begin + _BETWEEN_PAUSES]:
             databases = session.databases
             by_tenant[databases.pool.tenant] += 1
             num_tokens += len(databases.context)
             num_bytes += databases.context.num_bytes
+            untouched += databases.context.num_bytes - databases.context.touched_bytes
         time.sleep(_PAUSE_S)
     return Census(
         sessions=by_tenant,
@@ -160,6 +181,8 @@ def census_of(sessions: Sequence[Session], pools: Sequence[Pool], lock: Lock) ->
         tenants=len(pools),
         generations_tokens=sum(_tokens_of(pool, lock) for pool in pools),
         generations_bytes=sum(pool.generations.num_bytes for pool in pools),
+        reserved_bytes=ledger.total,
+        untouched_bytes=untouched + sum(_untouched_of(pool, lock) for pool in pools),
     )
 
 
@@ -222,3 +245,19 @@ class TenantUses:
     def copy(self) -> dict[str, TenantUse]:
         """Return a copy by tenant, the longest known first."""
         return {name: replace(use) for name, use in self._by_tenant.copy().items()}
+
+
+def _untouched_of(pool: Pool, lock: Lock) -> int:
+    with lock:
+        return pool.generations.num_bytes - pool.generations.touched_bytes
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Return this process's resident memory, and how much of it are pages of files, in bytes.
+
+    Zeros where that is not known.
+    """
+    with suppress(OSError):
+        _, resident, of_files, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        return resident * resource.getpagesize(), of_files * resource.getpagesize()
+    return 0, 0

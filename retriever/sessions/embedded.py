@@ -5,8 +5,9 @@ for a disk, a server or a long prompt, except for the one write when the tokeniz
 """
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from indexer.reader import Index
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest, Fate, Keeping, TokenIds
 from retriever.errors import (
     OutOfSequenceError,
     RetrieverError,
@@ -34,12 +35,14 @@ from retriever.limits import (
     check_session_name,
     check_tenant_name,
     checked_tokens,
+    out_of_memory,
     shown,
 )
 from retriever.log.options import DEFAULT_DURABILITY
 from retriever.log.pools import Pools
-from retriever.predict.databases import Context, Databases
+from retriever.predict.databases import Context, Databases, context_bytes
 from retriever.predict.generations import Scope, session_origin
+from retriever.predict.ledger import Charge, Ledger, with_ceilings
 from retriever.predict.pool import Pool
 from retriever.predict.predictor import Predictor
 from retriever.predict.provenance import DraftedRows, locate, trace_nodes
@@ -50,7 +53,14 @@ from retriever.sessions.administration import Administration, Owned
 from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
 from retriever.sessions.client_lives import Client, check_client
 from retriever.sessions.deletion import forget
-from retriever.sessions.draft_counts import Census, DraftCounts, TenantUses, census_of
+from retriever.sessions.draft_counts import (
+    Census,
+    DraftCounts,
+    TenantUses,
+    census_of,
+    resident_bytes,
+)
+from retriever.sessions.eviction import Eviction
 from retriever.sessions.options import (
     DEFAULT_LIMITS,
     DrafterOptions,
@@ -60,6 +70,11 @@ from retriever.sessions.options import (
 from retriever.sessions.refreshed_corpora import IndexState, warm_kernels
 from retriever.sessions.session_table import CheckedRequest, OpenSession, Session, Sessions
 from retriever.tree import DraftTree, Explanation
+
+_READING_BYTES: Final = 16
+"""Memory of a token while a prompt is read: 4 in its message, 8 as it leaves that, 4 in a copy."""
+
+_MOST_NAMED: Final = 4096  # tenants whose tokenizers are remembered: a megabyte
 
 _NO_TOKENS: Final = np.empty(0, np.int32)
 _DONE: Final = object()
@@ -107,13 +122,15 @@ class EmbeddedDrafter:
     ) -> None:
         check_replication(options.get("replication"))
         phrases, bound = options.get("phrases") or NO_PHRASES, options.get("bound") or {}
-        self.limits = options.get("limits", DEFAULT_LIMITS)
+        self.limits = with_ceilings(options.get("limits", DEFAULT_LIMITS))
         self.vocabulary = common_vocabulary(indexes, phrases, bound, options.get("vocabulary"))
         self.draft_counts = DraftCounts()
         self.uses = TenantUses()
+        self._base_bytes = 0
         self._lock = Lock()
         self._predictor = options.get("predictor") or Predictor(self.limits.max_budget_nodes)
         self._sessions = Sessions(self.limits)
+        self._ledger = Ledger(self.limits.max_bytes, self.limits.max_tenant_bytes)
         self._bindings = Bindings(indexes, phrases, bound, self._sessions, self._lock)
         self._fingerprint = self.vocabulary.fingerprint if self.vocabulary else ""
         self._pools = Pools.open(
@@ -122,7 +139,13 @@ class EmbeddedDrafter:
             self._fingerprint,
             options.get("durability", DEFAULT_DURABILITY),
             self._bindings.has_corpus,
+            self._ledger,
         )
+        self._ledger.evictor = self._eviction = Eviction(
+            self.limits, self._ledger, self._sessions, self._pools, self._lock
+        )
+        self._named: dict[str, str] = {}  # fingerprints by tenant
+        self._keeps_elsewhere = self._pools.is_logged or options.get("replication") is not None
         self._forget = partial(forget, self._sessions, self._pools, self._lock)
         self._replication = Replication.join(
             options.get("replication"), self._pools, self._lock, self.limits, self._forget
@@ -191,7 +214,8 @@ class EmbeddedDrafter:
         began = perf_counter()
         with self._lock:
             steps = [self._checked(request, "") for request in requests]
-            self._sessions.charge_all([(step.session, len(step.new_tokens)) for step in steps])
+            for step in steps:  # what is taken for a refused step is given back with its session
+                self._sessions.charge(step.session, len(step.new_tokens))
             for step in steps:  # all before any draft: learning reads the last draft
                 self._commit(step.session, step.new_tokens)
             trees = [self._draft(step) for step in steps]
@@ -208,6 +232,15 @@ class EmbeddedDrafter:
         """
         self.end(SessionKey("", session), new_tokens, remember=remember)
         self.flush()
+
+    def charge_reading(self, tenant: str, num_tokens: int) -> Charge:
+        """Take the memory that a prompt needs until it is read; hold the charge until then.
+
+        Raises:
+            LimitExceededError: there is no room for it, or the prompt is too long.
+        """
+        check_length(num_tokens, self.limits)
+        return self._ledger.take(tenant, _READING_BYTES * num_tokens)
 
     def prepare(self, prompt: ArrayLike, *, remember: bool = True, tenant: str = "") -> Session:
         """Return a session for `begin`: the part of `open` that is slow for a long prompt."""
@@ -282,11 +315,11 @@ class EmbeddedDrafter:
 
     def withdraw(self, commit: LongCommit) -> None:
         """Give up a commit that `committing` has not begun: its session is as before."""
-        session, new_tokens, _ = commit.step
+        session = commit.step.session
         with self._lock:
             session.is_committing = False
             if session.is_open:
-                self._sessions.charge(session, -len(new_tokens))
+                self._sessions.withdraw(session)
 
     def draft_each(self, steps: Iterable[CheckedRequest]) -> list[DraftTree]:
         """Draft for committed requests; also for sessions that have ended since."""
@@ -300,14 +333,20 @@ class EmbeddedDrafter:
 
     def end(
         self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
-    ) -> None:
-        """End a sequence as `close` does, without waiting for the state directory: see `flush`."""
-        _whole(self.ending(key, new_tokens, remember=remember))
+    ) -> Fate:
+        """End a sequence as `close` does, without waiting for the state directory: see `flush`.
+
+        Returns:
+            What becomes of its output; whether the disk took it is known after the next `flush`.
+        """
+        fate, pieces = self.ending(key, new_tokens, remember=remember)
+        _whole(pieces)
+        return fate
 
     def ending(
         self, key: SessionKey, new_tokens: ArrayLike | None = None, *, remember: bool = True
-    ) -> Generator[None, None, None]:
-        """Do as `end` does, in pieces: after the first one the session has ended."""
+    ) -> tuple[Fate, Generator[None, None, None]]:
+        """Do as `end` does; the iterator adds the output to the generations, in pieces."""
         tokens = _NO_TOKENS if new_tokens is None else self._tokens(new_tokens)
         with self._lock:
             ended = self._sessions.get(key)
@@ -316,9 +355,17 @@ class EmbeddedDrafter:
             self._sessions.remove(key)
             self._note_outcome(ended, tokens)
             self._predictor.note(ended.databases, tokens)
-        # Its tokens are not added to the sequence: nothing is drafted from that any more.
-        if remember and ended.remember:
-            yield from self._remembering(key, ended, tokens)
+            # Its tokens are not added to the sequence: nothing is drafted from that any more.
+            if not (remember and ended.remember):
+                return Fate(Keeping.NOTHING), self._locked(iter(()))
+            context = ended.databases.context
+            output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
+            if len(output):
+                self._name_vocabulary(ended.tenant)
+            entry, pieces = self._pools.remembering(ended.databases.pool, output, key.name)
+            self._replication.hold(entry)
+        fate = entry.fate if entry is not None else Fate(Keeping.NOTHING)
+        return fate, self._locked(pieces)
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
         """End sessions that are still open, and keep nothing of them; return how many."""
@@ -403,11 +450,15 @@ class EmbeddedDrafter:
         """Add the output of a sequence generated elsewhere, and keep it as `close` does."""
         pool, tokens = self._pool(tenant), self._tokens(output)
         with self._lock:
+            self._name_vocabulary(tenant)
             self._replication.hold(self._pools.remember(pool, tokens))
         self.flush()
 
     def flush(self) -> None:
-        """Write remembered outputs to the state directory, then replicate them."""
+        """Write remembered outputs to the state directory, then replicate them.
+
+        Outputs that the disk refuses stay in memory: their fates (`end`) and `log_failures` tell.
+        """
         with self._replication.publishing():
             self._pools.commit()
 
@@ -450,8 +501,13 @@ class EmbeddedDrafter:
         """
         tokens = self._tokens(context)
         check_length(len(tokens), self.limits)
+        check_tenant_name(tenant)
+        try:
+            charge = self._ledger.take(tenant, context_bytes(len(tokens)))  # before the memory is
+            read = yield from Context.reading(tokens, charge)
+        except MemoryError as error:
+            raise out_of_memory() from error
         pool, phrases = self._pool(tenant), self._bindings.phrases(tenant)
-        read = yield from Context.reading(tokens)
         cursor = phrases.cursor(tokens) if phrases else None
         return Databases(read, pool, self._bindings.corpus(tenant), learns=learns, phrases=cursor)
 
@@ -520,7 +576,7 @@ class EmbeddedDrafter:
         deleted on the server and by the other drafters as soon as the server can be reached.
 
         Raises:
-            StateError: the disk refuses; the data in memory is deleted anyway.
+            StorageError: the disk refuses; the data in memory is deleted anyway.
         """
         check_tenant_name(tenant)
         self._delete(Scope(tenant))
@@ -536,11 +592,13 @@ class EmbeddedDrafter:
             self._sessions.remove(key).databases.context.clear()
         self._delete(Scope(tenant, session_origin(key.name)))
 
-    def check_vocabulary(self, fingerprint: str) -> None:
+    def check_vocabulary(self, fingerprint: str, tenant: str = "") -> None:
         """Refuse the tokens of another tokenizer.
 
-        A drafter without a vocabulary takes the first one named here, so that sequences of two
-        tokenizers never share generations.
+        Without a vocabulary of the drafter's own, a tenant's is the first that it names, as long as
+        it has open sessions or outputs in memory, so that no client locks out other tenants. A
+        state directory and replication are for one: that of the first output that is kept there,
+        which is the drafter's from then on.
 
         Raises:
             VocabularyMismatchError: `fingerprint` is neither empty nor this drafter's.
@@ -549,17 +607,34 @@ class EmbeddedDrafter:
         if not fingerprint:
             return
         check_fingerprint(fingerprint)
-        with self._lock:
-            if not self._fingerprint:
-                self._fingerprint = fingerprint
-                self._pools.name_vocabulary(fingerprint)
-                self._replication.start(fingerprint, self.vocabulary)
-        if fingerprint != self._fingerprint:
+        expected = self._fingerprint
+        if not expected:
+            with self._lock:
+                expected = self._named.get(tenant, "")
+                if fingerprint != expected and not self._holds_anything_of(tenant):
+                    expected = self._named[tenant] = fingerprint
+                    if len(self._named) > _MOST_NAMED:
+                        del self._named[next(iter(self._named))]
+        if fingerprint != expected:
             raise VocabularyMismatchError(
-                f"drafts are for the tokenizer with the fingerprint {self._fingerprint[:12]}\u2026 "
+                f"drafts are for the tokenizer with the fingerprint {expected[:12]}\u2026 "
                 f"and not for {fingerprint[:12]}\u2026: "
                 "use an index built with the model's own tokenizer"
             )
+
+    def _holds_anything_of(self, tenant: str) -> bool:
+        pool = self._pools.find(tenant)
+        has_outputs = pool is not None and pool.generations.num_tokens > 0
+        return has_outputs or tenant in self._sessions.tenants
+
+    def _name_vocabulary(self, tenant: str) -> None:
+        """Take a tenant's tokenizer for what is kept on disk or replicated, if none was known."""
+        fingerprint = self._named.get(tenant, "")
+        if self._fingerprint or not fingerprint or not self._keeps_elsewhere:
+            return
+        self._fingerprint = fingerprint
+        self._pools.name_vocabulary(fingerprint)
+        self._replication.start(fingerprint, self.vocabulary)
 
     def refresh(self) -> bool:
         """Switch to the indexes' latest snapshots once these are warm; return whether any changed.
@@ -574,6 +649,8 @@ class EmbeddedDrafter:
         warm_kernels(self._predictor, self._bindings.corpus(""), self._lock)
         self._bindings.warm()
         self.draft_counts.warm()
+        self._base_bytes = 0
+        self._base_bytes = resident_bytes()[0] - self.census().memory_bytes
 
     def shut_down(self) -> None:
         """Replicate queued outputs for at most a second; close the indexes and the state."""
@@ -611,6 +688,11 @@ class EmbeddedDrafter:
         return self._bindings.failures
 
     @property
+    def is_logged(self) -> bool:
+        """Whether there is a state directory."""
+        return self._pools.is_logged
+
+    @property
     def log_failures(self) -> int:
         """Outputs that could not be written to the state directory."""
         return self._pools.log_failures
@@ -624,7 +706,18 @@ class EmbeddedDrafter:
         """Count what is in memory now, with short pauses so that drafts are not held up."""
         with self._lock:
             sessions = self._sessions.all()
-        return census_of(sessions, self._pools.all(), self._lock)
+        census = census_of(sessions, self._pools.all(), self._ledger, self._lock)
+        return replace(census, base_bytes=self._base_bytes + resident_bytes()[1])
+
+    @property
+    def num_freed(self) -> int:
+        """Bytes that what was kept has freed so far: allocators may hold them back."""
+        return self._ledger.num_freed
+
+    @property
+    def evictions(self) -> Mapping[str, int]:
+        """How often what has made room: `pools`, `generations`, `sessions`."""
+        return self._eviction.counts
 
     def _delete(self, scope: Scope) -> None:
         """Delete the data of a scope, here and in the other drafters."""
@@ -635,13 +728,8 @@ class EmbeddedDrafter:
 
     # Called without the lock.
 
-    def _remembering(self, key: SessionKey, ended: Session, tokens: TokenIds) -> Iterator[None]:
-        """Add an ended session's output and its last tokens to the generations, in pieces."""
-        context = ended.databases.context
-        output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
-        with self._lock:
-            entry, pieces = self._pools.remembering(ended.databases.pool, output, key.name)
-            self._replication.hold(entry)
+    def _locked(self, pieces: Iterator[None]) -> Generator[None, None, None]:
+        """Do each piece of work with the lock held."""
         while True:
             with self._lock:
                 if next(pieces, _DONE) is _DONE:
@@ -693,10 +781,13 @@ class EmbeddedDrafter:
 
     def _remember(self, key: SessionKey, session: Session) -> None:
         """Add a session's output to the generations, if it is to be remembered."""
-        if session.remember:
-            context = session.databases.context
-            output = context.last(len(context) - session.prompt_length)
-            self._replication.hold(self._pools.remember(session.databases.pool, output, key.name))
+        if not session.remember:
+            return
+        context = session.databases.context
+        output = context.last(len(context) - session.prompt_length)
+        if len(output):
+            self._name_vocabulary(session.tenant)
+        self._replication.hold(self._pools.remember(session.databases.pool, output, key.name))
 
 
 def _whole(pieces: Generator[None, None, _Result]) -> _Result:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -29,7 +29,6 @@ class Session:
         drafted: its last draft, whose outcome is not known yet; None before the first.
         opened_s: time of its opening, by the clock of the table.
         client: that it belongs to; None without one.
-        num_charged: tokens that count against limits: of a long commit from its beginning on.
         is_open: whether it has not ended.
         is_committing: whether a long commit is under way, which nothing else may come between.
     """
@@ -41,7 +40,6 @@ class Session:
     drafted: DraftTree | None = None
     opened_s: float = 0.0
     client: Client | None = None
-    num_charged: int = 0
     is_open: bool = True
     is_committing: bool = False
 
@@ -100,18 +98,16 @@ class Sessions:
         self._limits = limits
         self._clock = clock
         self._open: OpenSessions[SessionKey, Session] = OpenSessions()
-        self._num_tokens = 0
         self._tenant_sessions: Counter[str] = Counter()
-        self._tenant_tokens: Counter[str] = Counter()
         self._clients = ClientLives()
 
     def __len__(self) -> int:
         return len(self._open)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens in all sequences."""
-        return self._num_tokens
+    def tenants(self) -> Collection[str]:
+        """The tenants with open sessions."""
+        return self._tenant_sessions.keys()
 
     def add(self, key: SessionKey, session: Session) -> None:
         """Begin a session.
@@ -126,7 +122,6 @@ class Sessions:
         self._open.check_free(key)
         self.end_idle()
         self._make_place(session.tenant)
-        self.charge(session, len(session.databases.context))
         session.last_used_s = session.opened_s = self._clock()
         self._open.add(key, session)
         self._tenant_sessions[session.tenant] += 1
@@ -155,45 +150,26 @@ class Sessions:
         return self._clock() - session.last_used_s
 
     def charge(self, session: Session, num_tokens: int) -> None:
-        """Count tokens before they are added to a sequence.
+        """Take the memory for tokens before they are added to a sequence.
 
         Raises:
-            LimitExceededError: they exceed a limit; they are not counted.
+            LimitExceededError: there is no room for it.
         """
-        limits, tenant = self._limits, session.tenant
-        total = self._num_tokens + num_tokens
-        if total > limits.max_total_tokens:
-            raise LimitExceededError(
-                f"there is no room for {num_tokens} more tokens: open sessions have at most "
-                f"{limits.max_total_tokens}, of all tenants together (max_total_tokens)",
-                limit="max_total_tokens",
-            )
-        of_tenant = self._tenant_tokens[tenant] + num_tokens
-        if of_tenant > limits.max_tenant_tokens:
-            raise LimitExceededError(
-                f"the tenant's sessions would have {of_tenant} tokens, beyond the limit of "
-                f"{limits.max_tenant_tokens} (max_tenant_tokens)",
-                limit="max_tenant_tokens",
-            )
-        self._num_tokens = total
-        self._tenant_tokens[tenant] = of_tenant
-        session.num_charged += num_tokens
+        session.databases.context.make_room(num_tokens)
 
-    def charge_all(self, charges: Sequence[tuple[Session, int]]) -> None:
-        """Count tokens before they are added to sequences: all, or none.
+    def withdraw(self, session: Session) -> None:
+        """Give back the memory of tokens that are not added after all."""
+        session.databases.context.settle()
 
-        Raises:
-            LimitExceededError: the tokens of one exceed a limit.
-        """
-        charged: list[tuple[Session, int]] = []
-        try:
-            for session, num_tokens in charges:
-                self.charge(session, num_tokens)
-                charged.append((session, num_tokens))
-        except LimitExceededError:
-            for session, num_tokens in charged:
-                self.charge(session, -num_tokens)
-            raise
+    def end_longest_idle(self, is_meant: Callable[[Session], bool]) -> bool:
+        """End the longest idle of some, if it is beyond `idle_eviction_s`; return whether it is."""
+        for key, session in self._open.items():
+            if self.idle_s(session) <= self._limits.idle_eviction_s:
+                return False
+            if is_meant(session):
+                self.remove(key)
+                return True
+        return False
 
     def remove(self, key: SessionKey) -> Session:
         """End a session and return it.
@@ -203,12 +179,10 @@ class Sessions:
         """
         session = self._open.remove(key)
         session.is_open = False
-        tenant, num_tokens = session.tenant, session.num_charged
-        self._num_tokens -= num_tokens
-        self._tenant_tokens[tenant] -= num_tokens
+        tenant = session.tenant
         self._tenant_sessions[tenant] -= 1
         if not self._tenant_sessions[tenant]:
-            del self._tenant_sessions[tenant], self._tenant_tokens[tenant]
+            del self._tenant_sessions[tenant]
         return session
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:

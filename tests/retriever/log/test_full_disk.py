@@ -1,5 +1,6 @@
 """Where the disk takes no more, drafting goes on and logging does not."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 
@@ -17,7 +19,12 @@ from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.retriever.log.states import NUM_OUTPUTS, fill
+from retriever.v1 import retriever_pb2 as pb
+from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
+from tests.retriever.log.states import NUM_OUTPUTS, drafter_on, fill
+from tests.retriever.security.in_process import serving
+from tests.retriever.service.decodes import wait_until
+from tests.retriever.service.test_draft_stream import Exchange
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,6 +53,63 @@ def test_a_full_log_stops_logging_and_not_drafting(
     assert num_kept == 1000 - drafter.log_failures
     drafter.shut_down()
     assert len(kept_outputs(tmp_path)) == num_kept
+
+
+def test_callers_are_told_where_their_outputs_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a call at once; in a stream with the next response once the disk has answered."""
+    with drafter_on(tmp_path) as drafter, serving(drafter) as address:
+        log = drafter._pools._log
+        assert log is not None
+        with grpc.insecure_channel(address) as channel:
+            stub = RetrieverServiceStub(channel)
+
+            def close(name: str, tokens: list[int], *, forget: bool = False) -> int:
+                stub.OpenSession(pb.OpenSessionRequest(session_id=name, prompt=[1]))
+                closing = pb.CloseSessionRequest(
+                    session_id=name, new_token_ids=tokens, forget=forget
+                )
+                return int(stub.CloseSession(closing).keeping)
+
+            def stream_close(number: int) -> int:
+                opened = pb.OpenSessionRequest(session_id=str(number), prompt=[1])
+                closed = pb.CloseSessionRequest(session_id=str(number), new_token_ids=[2, 3, 4])
+                return exchange(number, openings=[opened], closings=[closed]).num_not_kept
+
+            assert close("a", [2, 3]) == pb.KEEPING_DISK
+            assert close("b", [2, 3], forget=True) == close("c", []) == pb.KEEPING_NOTHING
+            exchange = Exchange(channel)
+            with monkeypatch.context() as full:
+                full.setattr(log._store, "append", refuse)
+                full.setattr(log._store, "delete", refuse)
+                assert close("d", [2, 3]) == pb.KEEPING_DISK_REFUSED
+                told = stream_close(1) + stream_close(2)
+                assert wait_until(lambda: drafter.log_failures == 3)
+                assert told + exchange(3).num_not_kept == 2
+                assert exchange(4).num_not_kept == 0
+                drafter.remember(output(7))
+                with pytest.raises(grpc.RpcError) as refused:
+                    stub.DeleteTenantData(pb.DeleteTenantDataRequest())
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+                details = refused.value.details() or ""
+                assert "ask again once the operator" in details
+                assert str(tmp_path) not in details
+                assert not len(drafter.draft_context(output(7)[:9], 4))
+            assert len(log.load("").outputs) == 1
+            stub.DeleteTenantData(pb.DeleteTenantDataRequest())
+            assert log.load("").outputs == []
+            assert close("e", [2, 3]) == pb.KEEPING_DISK
+            exchange.end()
+    with serving(EmbeddedDrafter()) as address, grpc.insecure_channel(address) as channel:
+        stub = RetrieverServiceStub(channel)
+        stub.OpenSession(pb.OpenSessionRequest(session_id="s", prompt=[1]))
+        closing = pb.CloseSessionRequest(session_id="s", new_token_ids=[2])
+        assert stub.CloseSession(closing).keeping == pb.KEEPING_MEMORY
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def kept_outputs(state: Path) -> list[Output]:

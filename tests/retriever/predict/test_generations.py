@@ -115,7 +115,7 @@ def test_a_ring_grows_with_what_is_young_enough_and_not_with_what_was() -> None:
     generations = Generations(1 << 16, max_age_s=10, clock=lambda: now)
     for now in range(1000):  # noqa: B007  the clock
         generations.add(np.arange(40, dtype=np.int32))
-    assert generations.num_bytes // 1024 == 24
+    assert generations.num_bytes // 1024 == 26
     assert rows_of(generations, np.arange(8, dtype=np.int32))
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import grpc
@@ -12,6 +12,9 @@ import pytest
 from retriever import LimitExceededError, RemoteDrafter
 from retriever.errors import InvalidRequestError, RetrieverError, StateError
 from retriever.limits import Limits
+from retriever.predict.databases import context_bytes
+from retriever.predict.generations import POOL_BYTES, generations_bytes
+from retriever.predict.stores import GENERATIONS_ALONE
 from retriever.sequences import SessionKey
 from retriever.service.servicer import Deleting
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -20,19 +23,22 @@ from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.log.states import drafter_on, ids
 from tests.retriever.security.in_process import serving
 
+SESSION = context_bytes(300)
+POOL = generations_bytes(0, GENERATIONS_ALONE) + POOL_BYTES
 LIMITS = Limits(
     max_sessions=9,
     max_tenant_sessions=6,
-    max_total_tokens=2000,
-    max_tenant_tokens=1500,
+    max_bytes=2 * POOL + 7 * SESSION + SESSION // 2,
+    max_tenant_bytes=POOL + 5 * SESSION + SESSION // 2,
     max_sequence_tokens=400,
 )
+FEW = replace(LIMITS, max_sessions=7, max_bytes=1 << 30, max_tenant_bytes=1 << 30)
 NAMES = {field.name for field in fields(Limits)}
 
 
-def refusals(sessions: int, tokens: int) -> list[str]:
+def refusals(sessions: int, tokens: int, limits: Limits = LIMITS) -> list[str]:
     """What a tenant is told while another has so many sessions of so many tokens."""
-    drafter = EmbeddedDrafter(limits=LIMITS)
+    drafter = EmbeddedDrafter(limits=limits)
     told: list[str] = []
 
     def begin(tenant: str, name: str, length: int) -> None:
@@ -52,18 +58,19 @@ def refusals(sessions: int, tokens: int) -> list[str]:
 
 
 def test_a_refusal_names_the_limit_and_not_what_others_use() -> None:
-    by_tokens = [refusals(4, 250), refusals(5, 260), refusals(5, 200)]
-    assert all(told == by_tokens[0] for told in by_tokens)
-    assert "(max_total_tokens)" in by_tokens[0][0]
-    by_sessions = refusals(6, 1)
+    by_bytes = [refusals(4, 250), refusals(5, 260), refusals(5, 200)]
+    assert all(told == by_bytes[0] for told in by_bytes)
+    assert "(max_bytes)" in by_bytes[0][0]
+    by_sessions = refusals(4, 1, FEW)
+    assert by_sessions == refusals(5, 1, FEW)
     assert "(max_sessions)" in by_sessions[0]
-    assert "(max_tenant_tokens)" in refusals(0, 1)[0]
-    for text in (by_tokens[0][0], by_sessions[0]):
+    assert "(max_tenant_bytes)" in refusals(0, 1)[0]
+    for text, limits in ((by_bytes[0][0], LIMITS), (by_sessions[0], FEW)):
         limit = text[text.rindex("(") + 1 : -1]
         assert limit in NAMES
-        assert str(getattr(LIMITS, limit)) in text
+        assert str(getattr(limits, limit)) in text
         numbers = set(map(int, re.findall(r"\d+", text)))
-        assert numbers <= {getattr(LIMITS, limit), 300}
+        assert numbers <= {getattr(limits, limit), SESSION, 5}
 
 
 def test_the_tokens_that_a_session_ends_with_are_not_taken_from_others() -> None:
@@ -72,7 +79,7 @@ def test_the_tokens_that_a_session_ends_with_are_not_taken_from_others() -> None
         drafter.open(str(number), ids(1, 2, 3))
         drafter.close(str(number), np.arange(300, dtype=np.int32))
     assert drafter.census().session_tokens == 0
-    for number in range(6):
+    for number in range(5):
         drafter.open(str(number), np.arange(250, dtype=np.int32))
     with pytest.raises(LimitExceededError):
         drafter.open("s", ids(1))

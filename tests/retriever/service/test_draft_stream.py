@@ -14,6 +14,9 @@ import pytest
 from retriever import LimitExceededError, UnknownSessionError
 from retriever.drafter import DraftRequest
 from retriever.limits import Limits
+from retriever.predict.databases import context_bytes
+from retriever.predict.generations import POOL_BYTES, generations_bytes
+from retriever.predict.stores import GENERATIONS_ALONE
 from retriever.sequences import SessionKey
 from retriever.service.serving import sweeping
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -207,8 +210,13 @@ def resident_bytes(pid: int) -> int:
 
 
 def test_tenants_cannot_reach_one_anothers_sessions_and_share_limits_fairly() -> None:
+    pool = generations_bytes(0, GENERATIONS_ALONE) + POOL_BYTES
+    session = context_bytes(10)
     limits = Limits(
-        max_sessions=5, max_tenant_sessions=2, max_total_tokens=45, max_tenant_tokens=30
+        max_sessions=5,
+        max_tenant_sessions=2,
+        max_bytes=3 * pool + 4 * session + session // 2,
+        max_tenant_bytes=pool + 3 * session,
     )
     drafter = EmbeddedDrafter(limits=limits)
     prompt = np.arange(10, dtype=np.int32)
@@ -224,21 +232,21 @@ def test_tenants_cannot_reach_one_anothers_sessions_and_share_limits_fairly() ->
     with pytest.raises(LimitExceededError, match="max_tenant_sessions"):
         begin("a", "u")
     begin("b", "t")
-    with pytest.raises(LimitExceededError, match="max_total_tokens"):
+    with pytest.raises(LimitExceededError, match="max_bytes"):
         begin("c", "s")
     drafter.end(SessionKey("a", "s"))
     drafter.end(SessionKey("b", "t"))
-    drafter.open("mine", prompt[:1])
-    (full,) = drafter.commit_each([request("s", 21)], "b")
+    (full,) = drafter.commit_each([request("s", 5000)], "b")
     assert isinstance(full, LimitExceededError)
-    assert "max_tenant_tokens" in str(full)
-    assert drafter.census().session_tokens == 21
-    for key in (SessionKey("b", "s"), SessionKey("a", "t"), SessionKey("", "mine")):
-        drafter.end(key, prompt)  # what an end brings was never charged
+    assert full.limit == "max_tenant_bytes"
+    assert drafter.census().session_tokens == 20
+    del full
+    for key in (SessionKey("b", "s"), SessionKey("a", "t")):
+        drafter.end(key, np.zeros(5000, np.int32))  # there is no room: kept without these
     assert drafter.census().session_tokens == drafter.num_sessions == 0
     for tenant, name in ("aq", "ar", "bq", "br"):  # all of the room is there again
         begin(tenant, name)
-    with pytest.raises(LimitExceededError, match="max_total_tokens"):
+    with pytest.raises(LimitExceededError, match="max_bytes"):
         begin("c", "s")
 
 

@@ -190,3 +190,37 @@ def test_client_of_a_server_that_is_away_holds_no_more_and_no_more() -> None:
         [sys.executable, "-c", AWAY], check=True, timeout=60, capture_output=True, text=True
     )
     assert int(done.stdout) < TOLERATED_BYTES
+
+
+ADDRESS_SPACE_KIB = 1_800_000
+"""Half of it is taken once the service is ready: libraries, threads."""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("options", [(), ("--max-bytes", "4e9", "--max-tenant-bytes", "4e9")])
+def test_prompts_beyond_the_address_space_are_refused(options: tuple[str, ...]) -> None:
+    """Eighteen of a million tokens at once: by the ceiling, or, if that is beyond it, by trying."""
+    command = f"ulimit -v {ADDRESS_SPACE_KIB}; exec {sys.executable} -m retriever serve "
+    numbers = [str(int(float(word))) if word[0].isdigit() else word for word in options]
+    process = subprocess.Popen(
+        ["bash", "-c", " ".join([command, "--address 127.0.0.1:0", *numbers])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    address = process.stdout.readline().removeprefix("serving on ").strip()
+    prompt = (np.arange(1_000_000) * 7919 % 50_000).tolist()
+    openings = [pb.OpenSessionRequest(session_id=str(at), prompt=prompt) for at in range(18)]
+    with grpc.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
+        stub = RetrieverServiceStub(channel)
+        calls = [stub.OpenSession.future(opening) for opening in openings]
+        codes = [call.code() for call in calls]
+        assert process.poll() is None
+        assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
+        assert grpc.StatusCode.UNAVAILABLE not in codes
+        opened = codes.index(grpc.StatusCode.OK)
+        stub.CloseSession(pb.CloseSessionRequest(session_id=str(opened)))
+        stub.OpenSession(pb.OpenSessionRequest(session_id="small", prompt=[1, 2, 3]))
+    stop_service(process)
+    assert process.returncode == 0

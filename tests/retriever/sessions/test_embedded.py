@@ -22,6 +22,7 @@ from retriever import (
 )
 from retriever.limits import Limits
 from retriever.predict.databases import Context
+from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.kernels.twins.cursor_twin import collect_without_cursor
 
@@ -262,10 +263,35 @@ def test_idle_session_ends_when_room_is_needed_and_a_used_one_does_not() -> None
 def test_drafter_without_index_serves_one_vocabulary() -> None:
     drafter = EmbeddedDrafter()
     drafter.check_vocabulary("")
-    drafter.check_vocabulary("ab")
+    drafter.check_vocabulary("cd")
+    drafter.check_vocabulary("ab")  # nothing is kept of the other
+    drafter.open("s", ids(1))
     with pytest.raises(VocabularyMismatchError):
         drafter.check_vocabulary("cd")
     drafter.check_vocabulary("ab")
+
+
+def test_no_tenant_names_the_tokenizer_of_another(tmp_path: Path) -> None:
+    """But where an output is kept: a state directory is for one tokenizer."""
+    drafter = EmbeddedDrafter(state=tmp_path)
+    for tenant, fingerprint in (("wrong", "cd"), ("right", "ab"), ("other", "ab")):
+        drafter.check_vocabulary(fingerprint, tenant)
+        drafter.begin(SessionKey(tenant, "s"), drafter.prepare(ids(1), tenant=tenant))
+    with pytest.raises(VocabularyMismatchError):
+        drafter.check_vocabulary("ab", "wrong")
+    drafter.end(SessionKey("wrong", "s"))  # it has no output
+    drafter.check_vocabulary("ab", "wrong")
+    drafter.check_vocabulary("cd", "wrong")
+    drafter.end(SessionKey("right", "s"), ids(2, 3))
+    drafter.flush()
+    with pytest.raises(VocabularyMismatchError, match="fingerprint ab"):
+        drafter.check_vocabulary("cd", "wrong")
+    drafter.check_vocabulary("ab", "other")
+    drafter.shut_down()
+    again = EmbeddedDrafter(state=tmp_path)
+    with pytest.raises(VocabularyMismatchError, match="fingerprint ab"):
+        again.check_vocabulary("cd", "wrong")
+    again.shut_down()
 
 
 def test_several_segments_and_indexes_are_drafted_from(

@@ -1,0 +1,104 @@
+"""Eviction: what leaves memory where there is no room for more, the longest idle first."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from threading import Lock
+from typing import Final
+
+from retriever.limits import Limits
+from retriever.log.pools import Pools
+from retriever.predict.ledger import Ledger
+from retriever.sessions.session_table import Sessions
+
+EVICTED: Final = ("pools", "generations", "sessions")
+"""What makes room: outputs of whole tenants, older halves of outputs, idle sessions."""
+
+_LOGGER: Final = logging.getLogger(__name__)
+
+
+class Eviction:
+    """Makes room in a ledger; see `Evictor`.
+
+    Where the service is at its ceiling, these go in turn: outputs of tenants without open sessions,
+    then sessions idle for longer than `idle_eviction_s`. Where a tenant is at its own ceiling, the
+    older half of its outputs goes, then its idle sessions. No tenant that has its share takes from
+    one that has no more than its own and called within `idle_session_s`; a share is an equal part
+    of the ceiling for each such tenant.
+
+    Args:
+        limits: idle times.
+        ledger: of the memory.
+        sessions: the open ones.
+        pools: outputs.
+        lock: the drafter's.
+
+    Attributes:
+        counts: how often each of `EVICTED` has made room.
+    """
+
+    def __init__(
+        self, limits: Limits, ledger: Ledger, sessions: Sessions, pools: Pools, lock: Lock
+    ) -> None:
+        self._limits = limits
+        self._ledger = ledger
+        self._sessions = sessions
+        self._pools = pools
+        self._lock = lock
+        self._is_under_way = False
+        self.counts: Counter[str] = Counter()
+
+    def __call__(self, tenant: str, num_bytes: int, limit: str, *, is_locked: bool) -> bool:
+        """Let one thing go; return False if there is nothing more that may."""
+        if is_locked:
+            return self._evict(tenant, num_bytes, limit)
+        with self._lock:
+            return self._evict(tenant, num_bytes, limit)
+
+    def _evict(self, tenant: str, num_bytes: int, limit: str) -> bool:
+        if self._is_under_way:  # what shrinks takes memory for what stays
+            return False
+        self._is_under_way = True
+        try:
+            if limit == "max_tenant_bytes":
+                return num_bytes <= self._ledger.max_tenant_bytes and (
+                    self._shrink(tenant) or self._end_idle(tenant, lambda other: other == tenant)
+                )
+            spared = self._spared(tenant, num_bytes)
+            return num_bytes <= self._ledger.max_bytes and (
+                self._drop_pool(tenant, spared)
+                or self._end_idle(tenant, lambda other: other not in spared)
+            )
+        finally:
+            self._is_under_way = False
+
+    def _spared(self, tenant: str, num_bytes: int) -> set[str]:
+        """Return the tenants that make no room for this one."""
+        active = {*self._sessions.tenants, *self._pools.used_within(self._limits.idle_session_s)}
+        share = self._ledger.max_bytes // len(active | {tenant})
+        if self._ledger.of(tenant) + num_bytes <= share:
+            return set()
+        return {other for other in active - {tenant} if self._ledger.of(other) <= share}
+
+    def _drop_pool(self, tenant: str, spared: set[str]) -> bool:
+        evicted = self._pools.evict_idle({tenant, *spared, *self._sessions.tenants})
+        if evicted and not self._pools.is_logged and not self.counts["pools"]:
+            _LOGGER.warning(
+                "outputs of tenants without open sessions make room, and are lost: there is no "
+                "state directory (max_bytes)"
+            )
+        self.counts["pools"] += evicted
+        return evicted
+
+    def _shrink(self, tenant: str) -> bool:
+        pool = self._pools.find(tenant)
+        shrunk = pool is not None and pool.generations.shrink()
+        self.counts["generations"] += shrunk
+        return shrunk
+
+    def _end_idle(self, tenant: str, is_meant: Callable[[str], bool]) -> bool:
+        ended = self._sessions.end_longest_idle(
+            lambda session: is_meant(session.tenant) or session.tenant == tenant
+        )
+        self.counts["sessions"] += ended
+        return ended
