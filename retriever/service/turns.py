@@ -239,13 +239,18 @@ class Line:
             await self._wait(min(expected_s, self._tenant.quantum_s))
         self._began_s = self._turns.clock()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this turn's slice is over."""
+        began_s = self._began_s
+        return began_s is not None and self._turns.clock() - began_s >= self._tenant.quantum_s
+
     async def give_way(self) -> None:
         """Wait for the next turn if this one's slice is over."""
-        whole_s = self._tenant.quantum_s
-        if self._began_s is None or self._turns.clock() - self._began_s < whole_s:
+        if not self.is_over:
             return
         self.leave()
-        await self._wait(whole_s)
+        await self._wait(self._tenant.quantum_s)
         self._began_s = self._turns.clock()
 
     def leave(self) -> None:
