@@ -14,13 +14,13 @@ from retriever import (
     DraftTree,
     InvalidRequestError,
     RemoteDrafter,
-    RetrieverError,
 )
 from retriever.predict.phrases import ListedPhrases
 from retriever.security.access import add_token
 from retriever.sequences import SessionKey
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.session_table import CheckedRequest
 from tests.retriever.conftest import start_service, stop_service
 from tests.retriever.log.states import ids
 
@@ -51,7 +51,7 @@ def bound_drafter(paths: dict[str, Path]) -> Iterator[EmbeddedDrafter]:
 def drafted(drafter: EmbeddedDrafter, request: DraftRequest, tenant: str) -> DraftTree:
     """Return the draft of a step as a service makes it, which names sessions by tenant."""
     (step,) = drafter.commit_each([request], tenant)
-    assert not isinstance(step, RetrieverError)
+    assert isinstance(step, CheckedRequest)
     return drafter.draft_each([step])[0]
 
 
