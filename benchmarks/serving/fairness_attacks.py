@@ -78,7 +78,8 @@ class Attacker:
 
     def call(self, method: str, request: bytes) -> Any:
         """Begin a call of bytes."""
-        return self._channel.unary_unary(_SERVICE + method)(request, metadata=self._metadata)
+        begin: Any = self._channel.unary_unary(_SERVICE + method)
+        return begin(request, metadata=self._metadata)
 
     def bare(self, num_tokens: int) -> Callable[[], Awaitable[None]]:
         """Draft for a bare context."""

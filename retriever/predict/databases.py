@@ -116,6 +116,9 @@ class Context:
 
     def commit(self, tokens: TokenIds) -> None:
         """Append int32[n], committed tokens."""
+        if len(self._store) + len(tokens) <= self._store.capacity:
+            self._store.extend(tokens)
+            return
         for _ in self.committing(tokens):
             pass
 
@@ -135,9 +138,8 @@ class Context:
 
     def is_long(self, num_tokens: int) -> bool:
         """Return whether so many more tokens take longer than a piece of work."""
-        size = len(self) + num_tokens
-        is_growing = size > self._store.capacity
-        return num_tokens > READ_AT_ONCE or (is_growing and size > READ_AT_ONCE)
+        size = len(self._store) + num_tokens
+        return size > READ_AT_ONCE and (num_tokens > READ_AT_ONCE or size > self._store.capacity)
 
     def make_room(self, num_tokens: int) -> None:
         """Take the memory for more tokens, where they do not fit, before they are committed.

@@ -261,8 +261,9 @@ class DraftStream:
             (tree,) = self._drafter.draft_each([step])
             response.trees.append(tree_to_message(tree))
             use.drafts += 1
-            use.nodes += len(tree)
-            await self._line.give_way()
+            use.nodes += len(tree.token_ids)
+            if self._line.is_over:
+                await self._line.give_way()
 
     async def _close(
         self,

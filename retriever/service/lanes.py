@@ -8,11 +8,13 @@ What was cancelled is not begun, and stops after the piece that is under way.
 import asyncio
 import math
 import os
+import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from retriever.errors import LimitExceededError
@@ -24,6 +26,14 @@ _MOST_BEGUN: Final = 2
 
 _LEAST_WAIT_S: Final = 0.05  # what a refusal tells to wait: below it, retries would be a load
 _WEIGHT_OF_LAST: Final = 0.1  # of the last work in the mean of durations
+
+SWITCH_S: Final = 0.0005
+"""How long a thread may hold the interpreter against others while lanes work, in seconds.
+
+The loop gives the interpreter up in every kernel, and waits so long for it if a lane has taken it:
+5 ms by Python's default. Without work in lanes it stays as it is: gRPC's own threads would wake up
+more often, too.
+"""
 
 _Result = TypeVar("_Result")
 
@@ -69,6 +79,28 @@ class _Queue:
         return self.begun.popleft() if self.begun else None
 
 
+class SwitchInterval:
+    """Python's switch interval, short while there is work that may hold the interpreter."""
+
+    def __init__(self) -> None:
+        self._num_working = 0
+        self._before_s = sys.getswitchinterval()
+
+    @contextmanager
+    def short(self) -> Iterator[None]:
+        """Keep it short during the block."""
+        if not self._num_working:
+            self._before_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH_S, self._before_s))
+        self._num_working += 1
+        try:
+            yield
+        finally:
+            self._num_working -= 1
+            if not self._num_working:
+                sys.setswitchinterval(self._before_s)
+
+
 class Lane:
     """Threads for one kind of work; used from one event loop.
 
@@ -77,9 +109,18 @@ class Lane:
         num_threads: how many pieces are worked on at once.
         max_waiting: work of one tenant that may be in the lane at once.
         uses: gets the time that tenants take.
+        interval: made short while the lane works.
     """
 
-    def __init__(self, name: str, num_threads: int, max_waiting: int, uses: TenantUses) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_threads: int,
+        max_waiting: int,
+        uses: TenantUses,
+        interval: SwitchInterval | None = None,
+    ) -> None:
+        self._interval = interval or SwitchInterval()
         self._threads = ThreadPoolExecutor(num_threads, f"foredraft-{name}")
         self._num_threads = num_threads
         self._max_waiting = max_waiting
@@ -113,18 +154,19 @@ class Lane:
         """
         self._admit(tenant)
         work = _Work(tenant, pieces, asyncio.get_running_loop().create_future())
-        with self._lock:
-            self._tenants.setdefault(tenant, _Queue()).fresh.append(work)
-        self._threads.submit(self._take_piece)
-        try:
-            result: _Result = await work.answer
-        except asyncio.CancelledError:
-            work.is_cancelled = True
-            self._withdraw(work)
-            raise
-        finally:
-            self._let_go(work)
-        return result
+        with self._interval.short():
+            with self._lock:
+                self._tenants.setdefault(tenant, _Queue()).fresh.append(work)
+            self._threads.submit(self._take_piece)
+            try:
+                result: _Result = await work.answer
+            except asyncio.CancelledError:
+                work.is_cancelled = True
+                self._withdraw(work)
+                raise
+            finally:
+                self._let_go(work)
+            return result
 
     def close(self) -> None:
         """End the threads once they have done what is begun."""
@@ -228,10 +270,11 @@ class Lanes:
 
     def __init__(self, limits: Limits, uses: TenantUses) -> None:
         num_reading = min(4, max(1, (os.cpu_count() or 1) - 1))
-        self.reading = Lane("reading", num_reading, limits.max_tenant_waiting, uses)
-        self.explaining = Lane("explaining", 1, limits.max_tenant_waiting, uses)
-        self.disk = Lane("disk", 2, limits.max_tenant_waiting, uses)
-        self.loading = Lane("loading", 2, limits.max_tenant_waiting, uses)
+        most, interval = limits.max_tenant_waiting, SwitchInterval()
+        self.reading = Lane("reading", num_reading, most, uses, interval)
+        self.explaining = Lane("explaining", 1, most, uses, interval)
+        self.disk = Lane("disk", 2, most, uses, interval)
+        self.loading = Lane("loading", 2, most, uses, interval)
 
     def close(self) -> None:
         """End the threads once they have done what is begun."""

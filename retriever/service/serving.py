@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -193,9 +192,6 @@ DEFAULT_DRAIN_S: Final = 10.0  # most generations end within it; supervisors kil
 
 _GRACE_S: Final = 0.5  # for the last responses of calls
 
-SWITCH_INTERVAL_S: Final = 0.0005
-"""How long a thread may hold the interpreter while another one waits for it, in seconds."""
-
 _logger = logging.getLogger(__name__)
 
 
@@ -288,7 +284,6 @@ async def serve(  # noqa: PLR0913  (what a service consists of)
         InsecureAddressError: other machines reach the address, and it is not protected.
         RetrieverError: the drafter cannot be opened; IndexerError the same.
     """
-    sys.setswitchinterval(float(os.environ.get("SWITCH_S", SWITCH_INTERVAL_S)))
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, partial(_stop, stopped, number))

@@ -146,8 +146,16 @@ class Turns:
         """Return whether a tenant may work now: it is alone, or has not had its slice."""
         return tenant.left_s > 0 or len(self._tenants) == 1
 
-    async def wait(self, name: str, tenant: _Tenant, key: Hashable, expected_s: float) -> None:
-        """Wait for a turn of a stream."""
+    async def wait(self, name: str, tenant: _Tenant, key: Hashable, expected_s: float) -> float:
+        """Wait for a turn of a stream; return what was taken off the tenant's slice for it."""
+        if len(self._tenants) == 1 and not tenant.waiting and not self._num_granted:
+            # Nobody to choose from: one iteration, where a round takes two.
+            self._num_granted += 1
+            try:
+                await asyncio.sleep(0)
+            finally:
+                self._num_granted -= 1
+            return 0.0
         waiting = _Waiting(asyncio.get_running_loop().create_future(), expected_s)
         tenant.add(key, waiting)
         self._owing[name] = tenant
@@ -162,6 +170,7 @@ class Turns:
             raise
         finally:
             self._num_granted -= not waiting.granted.cancelled()
+        return expected_s
 
     def worked(self, name: str, tenant: _Tenant, seconds: float, expected_s: float) -> None:
         """Count the work of a turn, of which some was taken off in advance."""
@@ -239,13 +248,18 @@ class Line:
             await self._wait(min(expected_s, self._tenant.quantum_s))
         self._began_s = self._turns.clock()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this turn's slice is over."""
+        began_s = self._began_s
+        return began_s is not None and self._turns.clock() - began_s >= self._tenant.quantum_s
+
     async def give_way(self) -> None:
         """Wait for the next turn if this one's slice is over."""
-        whole_s = self._tenant.quantum_s
-        if self._began_s is None or self._turns.clock() - self._began_s < whole_s:
+        if not self.is_over:
             return
         self.leave()
-        await self._wait(whole_s)
+        await self._wait(self._tenant.quantum_s)
         self._began_s = self._turns.clock()
 
     def leave(self) -> None:
@@ -279,5 +293,4 @@ class Line:
             pieces.close()
 
     async def _wait(self, expected_s: float) -> None:
-        await self._turns.wait(self._name, self._tenant, self._key, expected_s)
-        self._expected_s = expected_s
+        self._expected_s = await self._turns.wait(self._name, self._tenant, self._key, expected_s)

@@ -29,7 +29,7 @@ class Tenant:
 
     def __init__(self, address: str, token: str) -> None:
         self.metadata = (("authorization", f"Bearer {token}"),)
-        self.channel = grpc.insecure_channel(address)
+        self.channel: Any = grpc.insecure_channel(address)
         self.stub: Any = RetrieverServiceStub(self.channel)
         self._outbox: SimpleQueue[pb.DraftStreamRequest | None] = SimpleQueue()
         self._stream = self.stub.DraftStream(iter(self._outbox.get, None), metadata=self.metadata)

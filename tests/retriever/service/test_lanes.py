@@ -1,6 +1,7 @@
 """Lanes: pieces of all tenants in turn, refusals, and work that nobody waits for any more."""
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -8,7 +9,7 @@ from collections.abc import Callable, Generator
 import pytest
 
 from retriever.errors import LimitExceededError, StateError
-from retriever.service.lanes import Lane
+from retriever.service.lanes import SWITCH_S, Lane
 from retriever.sessions.draft_counts import TenantUses
 
 
@@ -149,3 +150,13 @@ def test_all_work_is_done_once_under_cancellations(num_threads: int) -> None:
             await asyncio.sleep(0.001)
 
     asyncio.run(run())
+
+
+def test_threads_switch_quickly_only_while_a_lane_works() -> None:
+    before_s = sys.getswitchinterval()
+
+    async def run() -> float:
+        return await lane().run("a", sys.getswitchinterval)
+
+    assert asyncio.run(run()) <= SWITCH_S < before_s
+    assert sys.getswitchinterval() == before_s

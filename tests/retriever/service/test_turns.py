@@ -1,7 +1,7 @@
 """Turns by tenant and then by stream, on a clock that moves by the work alone."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator
 
 import pytest
@@ -20,10 +20,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.worked_s: Counter[str] = Counter()
+        self.worked_s: defaultdict[str, float] = defaultdict(float)
 
     def __call__(self) -> float:
         return self.now_s
+
+    def since(self, before: dict[str, float]) -> dict[str, float]:
+        """Return the work of each tenant since a copy of it was made."""
+        return {name: worked_s - before.get(name, 0) for name, worked_s in self.worked_s.items()}
 
     def work(self, tenant: str, seconds: float) -> None:
         self.now_s += seconds
@@ -31,19 +35,23 @@ class Clock:
 
 
 async def stream(
-    turns: Turns, clock: Clock, tenant: str, steps: list[int], waits: list[tuple[str, Counter[str]]]
+    turns: Turns,
+    clock: Clock,
+    tenant: str,
+    steps: list[int],
+    waits: list[tuple[str, dict[str, float]]],
 ) -> None:
     """Ask for turns without a pause, each for some pieces; note what others did meanwhile."""
     with turns.stream(tenant) as line:
         for pieces in steps:
             before = clock.worked_s.copy()
             await line.take()
-            waits.append((tenant, clock.worked_s - before))
+            waits.append((tenant, clock.since(before)))
             for _ in range(pieces):
                 clock.work(tenant, PIECE_S)
                 before = clock.worked_s.copy()
                 await line.give_way()
-                waits.append((tenant, clock.worked_s - before))
+                waits.append((tenant, clock.since(before)))
             line.leave()
             await asyncio.sleep(0)
 
@@ -63,7 +71,7 @@ def test_a_tenant_waits_for_a_slice_of_each_other_in_a_round(
     work: list[tuple[int, list[list[int]]]],
 ) -> None:
     weights = {f"t{at}": weight for at, (weight, _) in enumerate(work)}
-    clock, waits = Clock(), list[tuple[str, Counter[str]]]()
+    clock, waits = Clock(), list[tuple[str, dict[str, float]]]()
     turns = Turns(weight_of=lambda name: float(weights[name]), clock=clock)
 
     async def run() -> None:
@@ -261,7 +269,7 @@ def test_work_in_pieces_gives_way_and_returns_its_result() -> None:
             yield
         return tenant
 
-    async def run() -> tuple[list[str], list[str]]:
+    async def run() -> tuple[tuple[str, ...], list[str]]:
         order: list[str] = []
 
         async def one(tenant: str) -> str:
@@ -269,9 +277,9 @@ def test_work_in_pieces_gives_way_and_returns_its_result() -> None:
                 await asyncio.sleep(0)
                 return await line.work(pieces(tenant, order))
 
-        return await asyncio.gather(one("a"), one("b")), order
+        return tuple(await asyncio.gather(one("a"), one("b"))), order
 
     results, order = asyncio.run(run())
-    assert results == ["a", "b"]
+    assert results == ("a", "b")
     assert "".join(order) == "ab" * 10
     assert turns.uses.of("a").seconds == pytest.approx(10 * WHOLE_S)
