@@ -333,6 +333,11 @@ class Conversation:
         self._sent.clear()
         self._known.clear()
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether the server would draft for any session: it has refused none lately."""
+        return self.is_up and not self.is_draining and not self._refused
+
     def takes(self, session: str) -> bool:
         """Return whether the server would draft for a session: open it, or go on with it."""
         if not self.is_up or self.is_draining:

@@ -280,11 +280,14 @@ class Planner:
         plan = Plan([], deadline_s + _LOCAL_SHARE * max(0.0, deadline_s - now_s))
         by_server: dict[str, list[SequenceStep]] = {}
         self._moves.begin_step(now_s, deadline_s)
+        open_to_all = {each for each, server in self.conversations.items() if server.takes_all}
         for request, assigned in zip(requests, found, strict=True):
             assigned.sequence.extend(request.new_tokens)
             step = SequenceStep(request, assigned.sequence)
             plan.steps.append(step)
-            address = self._server_of(request.session, assigned, now_s)
+            address = assigned.address
+            if address != assigned.ranked[0] or address not in open_to_all:
+                address = self._server_of(request.session, assigned, now_s)
             by_server.setdefault(address, []).append(step)
         for address, steps in by_server.items():
             self._ask(plan, address, steps, now_s, deadline_s)

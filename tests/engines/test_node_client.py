@@ -90,6 +90,7 @@ def test_sessions_of_two_sequences_draft_token_for_token_alike(
     ]
     for token in (4, 40, 12, 7):
         steps += [step("a", token, token + 1), step("b", token)]
+    steps.append(step("a", 9) | {"budget_nodes": 0})  # none, not the service's default
     steps += [{"close": "a", "new_tokens": [5]}, {"open": "c", "prompt": [4]}, step("c", 5, 40)]
     answers = answers_of(installed, service, steps)
     assert len(answers) == len(steps)
@@ -104,7 +105,8 @@ def test_sessions_of_two_sequences_draft_token_for_token_alike(
         else:
             name, new = asked["draft"], np.array(asked["new_tokens"], np.int32)
             lengths[name] += len(new)
-            [tree] = twin.draft([DraftRequest(name, new, lengths[name], BUDGET)])
+            budget = asked["budget_nodes"]
+            [tree] = twin.draft([DraftRequest(name, new, lengths[name], budget)])
             assert_same(answer, tree)
             num_nodes += len(tree)
     assert num_nodes > BUDGET

@@ -1,5 +1,7 @@
 """Several services of one model behind one client: sessions stick, move on, and come back."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -10,7 +12,8 @@ import pytest
 from retriever import DraftRequest, RemoteDrafter, ResilientDrafter
 from retriever.client.conversation import FailOpen
 from retriever.client.planner import Planner, ranked
-from retriever.errors import DrainingError, LimitExceededError
+from retriever.client.sharded import connect
+from retriever.errors import DrainingError, InvalidRequestError, LimitExceededError
 from retriever.limits import Limits
 from retriever.operations.observer import ServiceObserver
 from retriever.service.serving import start
@@ -425,3 +428,31 @@ def test_later_lives_of_a_client_have_higher_incarnations(client: Client) -> Non
     assert [each.name for each in seen] == ["engine-1"] * 2
     assert 0 < seen[0].incarnation < seen[1].incarnation
     replica.shut_down()
+
+
+def test_replicas_can_be_named_in_one_address() -> None:
+    with (
+        replicas() as (home, other),
+        connect(f"{home.address}, {other.address}", deadline_s=1) as drafter,
+    ):
+        assert isinstance(drafter, ResilientDrafter)
+        assert drafter.is_up(home.address)
+        assert drafter.is_up(other.address)
+        assert decode(drafter, "s", 60).tokens == plain(60)
+    with pytest.raises(InvalidRequestError, match="no replicas"):
+        connect(["a:1,b:1", "c:1"])
+    with pytest.raises(InvalidRequestError, match="given twice"):
+        connect("a:1,a:1")
+
+
+def test_a_command_shows_what_a_service_is() -> None:
+    with replicas() as (home, _):
+        command = [sys.executable, "-m", "retriever", "info", home.address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "phase: ready\n" in done.stdout
+        assert "max_batch: 1024\n" in done.stdout
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
