@@ -54,6 +54,10 @@ class Fate:
 
     keeping: Keeping = Keeping.MEMORY
 
+    def settle(self, *, is_kept: bool) -> None:
+        """Note whether the disk has taken it."""
+        self.keeping = Keeping.DISK if is_kept else Keeping.DISK_REFUSED
+
 
 class Drafter(Protocol):
     """Drafts continuations of many sequences at once; keeps a session for each.

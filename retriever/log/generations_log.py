@@ -16,7 +16,6 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Final
 
-from retriever.drafter import Keeping
 from retriever.errors import StateError, StorageError
 from retriever.log.log_files import (
     DATA_NAME,
@@ -132,7 +131,7 @@ class GenerationsLog:
                     lambda: self._store.append(entries, self._clock()), num_outputs
                 )
                 for entry in entries:
-                    entry.fate.keeping = Keeping.DISK if is_kept else Keeping.DISK_REFUSED
+                    entry.fate.settle(is_kept=is_kept)
 
     def put_statistics(self, tenant: str, statistics: bytes) -> None:
         """Queue opaque bytes of a tenant, which replace the previous ones."""
