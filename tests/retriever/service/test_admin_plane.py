@@ -21,7 +21,12 @@ from retriever.client.administrator import administering
 from retriever.client.credentials import Credentials
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import DraftRequest
-from retriever.errors import InsecureAddressError, RetrieverError, UnknownSessionError
+from retriever.errors import (
+    InsecureAddressError,
+    NotPossibleError,
+    RetrieverError,
+    UnknownSessionError,
+)
 from retriever.operations.audit import AuditLog
 from retriever.operations.live_settings import LiveSettings
 from retriever.operations.observer import ServiceObserver
@@ -345,8 +350,11 @@ def test_settings_tell_no_secret(service: Served) -> None:
         assert "swordfish" not in str(shown)
         assert list(by_name) == list(Settings.model_fields)
         assert by_name["max_sessions"].can_change
-        with pytest.raises(RetrieverError, match="redis") as refused:
-            answer(calls, "ReloadSettings")
+    with (
+        pytest.raises(NotPossibleError, match="redis") as refused,
+        administering(service.admin) as calls,
+    ):
+        answer(calls, "ReloadSettings")
     assert "swordfish" not in str(refused.value)
     assert "swordfish" not in service.audit.read_text()
 
