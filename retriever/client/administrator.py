@@ -7,7 +7,12 @@ from typing import Any
 import grpc
 
 from retriever.client.credentials import Credentials, open_channel
-from retriever.errors import DrafterUnavailableError, RetrieverError
+from retriever.errors import (
+    DrafterUnavailableError,
+    NotPossibleError,
+    RetrieverError,
+    UnknownIndexError,
+)
 from retriever.v1 import admin_pb2 as messages
 from retriever.v1.admin_pb2_grpc import AdminServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
@@ -27,6 +32,8 @@ def administering(address: str, credentials: Credentials | None = None) -> Itera
     Raises:
         CredentialsError: a file of the credentials cannot be used.
         DrafterUnavailableError: nobody answers there, or not in time.
+        NotPossibleError: the service cannot do this as it is.
+        UnknownIndexError: there is no such index, or it is not attached.
         RetrieverError: what the service refused.
     """
     with open_channel(address, credentials, CLIENT_OPTIONS) as channel:
@@ -48,4 +55,8 @@ def _error_of(error: Any, address: str) -> RetrieverError:
             f"{address} did not answer in time; what was begun goes on there: give a longer "
             "--timeout-s, or look at the service's log"
         )
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        return NotPossibleError(error.details())
+    if code is grpc.StatusCode.NOT_FOUND:
+        return UnknownIndexError(error.details())
     return error_of(error)

@@ -9,13 +9,13 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from indexer.reader import Index, Vocabulary
 from retriever.errors import InvalidRequestError, NotPossibleError, StateError
@@ -36,8 +36,22 @@ _COPY_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 _Item = TypeVar("_Item")
 
-FIXED_LIMITS: Final = frozenset({"generations_tokens", "generations_age_s", "max_message_bytes"})
-"""Limits that pools, the log and the server were made with."""
+CHANGEABLE_LIMITS: Final = frozenset(
+    {
+        "idle_eviction_s",
+        "idle_session_s",
+        "max_batch",
+        "max_sequence_tokens",
+        "max_sessions",
+        "max_step_nodes",
+        "max_tenant_sessions",
+        "max_tenant_tokens",
+        "max_tenants",
+        "max_total_tokens",
+    }
+).intersection(limit.name for limit in fields(Limits))
+"""Limits that are read for each request. The others were taken when something was made: pools, the
+log, a server, the room for trees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +173,7 @@ class Owned:
         remember: adds a session's output to the generations, with the lock held.
         flush: writes remembered outputs to the log.
         vocabulary: returns the vocabulary of the tokens; None if it is unknown.
-        take_limits: puts checked limits in force, with the lock held.
-        most_nodes: for which there is room in a tree.
+        take_limits: puts limits in force, with the lock held.
         uses: what each tenant has used.
         hold: whether indexes are held in memory.
     """
@@ -173,7 +186,6 @@ class Owned:
     flush: Callable[[], None]
     vocabulary: Callable[[], Vocabulary | None]
     take_limits: Callable[[Limits], None]
-    most_nodes: int
     uses: TenantUses
     hold: bool
 
@@ -331,31 +343,21 @@ class Administration:
         """
         return self._owned.bindings.detach(_checked_path(path, tenant), tenant)
 
-    def check_limits(self, limits: Limits) -> None:
-        """Refuse limits that cannot be put in force while this runs.
-
-        Raises:
-            NotPossibleError: the message names one, and says what to do.
-        """
-        before = self._owned.sessions.limits
-        for name in sorted(FIXED_LIMITS):
-            if getattr(limits, name) != getattr(before, name):
-                raise NotPossibleError(f"{name} cannot change while this runs: restart")
-        if limits.max_budget_nodes > self._owned.most_nodes:
-            raise NotPossibleError(
-                f"max_budget_nodes can be lowered, and raised again to {self._owned.most_nodes}, "
-                "for which there is room: restart for more"
-            )
-
-    def take_limits(self, limits: Limits) -> None:
+    def change_limits(self, changes: Mapping[str, float]) -> None:
         """Put other limits in force; what is open stays, even beyond them.
 
+        Args:
+            changes: new values by name.
+
         Raises:
-            NotPossibleError: as `check_limits`.
+            NotPossibleError: a limit cannot change while this runs; none is changed.
         """
+        fixed = sorted(changes.keys() - CHANGEABLE_LIMITS)
+        if fixed:
+            raise NotPossibleError(f"{', '.join(fixed)} cannot change while this runs: restart")
         with self._owned.lock:
-            self.check_limits(limits)
-            self._owned.take_limits(limits)
+            before: Any = self._owned.sessions.limits
+            self._owned.take_limits(replace(before, **changes))
 
     def refresh_every(self, refresh_s: float) -> None:
         """Look for changed indexes with this period from now on, in seconds; 0: never."""

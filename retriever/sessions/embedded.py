@@ -140,7 +140,6 @@ class EmbeddedDrafter:
                 flush=self.flush,
                 vocabulary=lambda: self.vocabulary,
                 take_limits=self._take_limits,
-                most_nodes=self.limits.max_budget_nodes,
                 uses=self.uses,
                 hold=options.get("hold_indexes", False),
             )
