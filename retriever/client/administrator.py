@@ -9,9 +9,7 @@ import grpc
 from retriever.client.credentials import Credentials, open_channel
 from retriever.errors import (
     DrafterUnavailableError,
-    NotPossibleError,
     RetrieverError,
-    UnknownIndexError,
 )
 from retriever.v1 import admin_pb2 as messages
 from retriever.v1.admin_pb2_grpc import AdminServiceStub
@@ -55,8 +53,4 @@ def _error_of(error: Any, address: str) -> RetrieverError:
             f"{address} did not answer in time; what was begun goes on there: give a longer "
             "--timeout-s, or look at the service's log"
         )
-    if code is grpc.StatusCode.FAILED_PRECONDITION:
-        return NotPossibleError(error.details())
-    if code is grpc.StatusCode.NOT_FOUND:
-        return UnknownIndexError(error.details())
     return error_of(error)

@@ -32,6 +32,7 @@ SLICE: Final = 64
 
 _ENDED_AT_ONCE: Final = 16  # with 1,000 tokens each the lock is held for some 0.5 ms
 _PAUSE_S: Final = 1e-4  # long enough for the interpreter to switch to a waiting thread
+_DONE: Final = object()
 _COPY_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 _Item = TypeVar("_Item")
@@ -170,7 +171,8 @@ class Owned:
         pools: of the tenants.
         bindings: indexes by tenant.
         lock: held while sessions or pools are used.
-        remember: adds a session's output to the generations, with the lock held.
+        remembering: returns the pieces in which an ended session's output joins the generations;
+            it and each piece with the lock held.
         flush: writes remembered outputs to the log.
         vocabulary: returns the vocabulary of the tokens; None if it is unknown.
         take_limits: puts limits in force, with the lock held.
@@ -182,7 +184,7 @@ class Owned:
     pools: Pools
     bindings: Bindings
     lock: Lock
-    remember: Callable[[SessionKey, Session], None]
+    remembering: Callable[[SessionKey, Session], Iterator[None]]
     flush: Callable[[], None]
     vocabulary: Callable[[], Vocabulary | None]
     take_limits: Callable[[Limits], None]
@@ -226,10 +228,9 @@ class Administration:
         num_ended = num_kept = 0
         for begin in range(0, len(held := self._held()), _ENDED_AT_ONCE):
             for key, session in held[begin : begin + _ENDED_AT_ONCE]:
-                is_kept = session.remember and not forget
-                if self._end(key, session, wanted, keep=is_kept):
-                    num_ended += 1
-                    num_kept += is_kept and len(session.databases.context) > session.prompt_length
+                is_ended, is_kept = self._end(key, session, wanted, keep=not forget)
+                num_ended += is_ended
+                num_kept += is_kept
             time.sleep(_PAUSE_S)
         self._owned.flush()
         return EndedReport(num_ended, num_kept, self._owned.pools.log_failures - failures)
@@ -417,17 +418,29 @@ class Administration:
         with self._owned.lock:
             return self._owned.sessions.items()
 
-    def _end(self, key: SessionKey, session: Session, wanted: SessionFilter, *, keep: bool) -> bool:
-        """End a session if it is still open and meant; return whether it was."""
+    def _end(
+        self, key: SessionKey, session: Session, wanted: SessionFilter, *, keep: bool
+    ) -> tuple[bool, bool]:
+        """End a session if it is still open and meant; return whether it was, and is kept.
+
+        One with a long commit under way is not kept: its tokens are being written.
+        """
         sessions = self._owned.sessions
         with self._owned.lock:
             if not wanted.fits(key, session, sessions.idle_s(session)):
-                return False
+                return False, False
+            is_whole = not session.is_committing
             if not sessions.discard([(key, session)]):
-                return False
-            if keep:
-                self._owned.remember(key, session)
-        return True
+                return False, False
+            num_output = len(session.databases.context) - session.prompt_length
+            if not (keep and session.remember and is_whole and num_output):
+                return True, False
+            pieces = self._owned.remembering(key, session)
+        while True:
+            with self._owned.lock:
+                if next(pieces, _DONE) is _DONE:
+                    return True, True
+            time.sleep(0)  # lets others draft
 
 
 def client_of(session: Session) -> str:

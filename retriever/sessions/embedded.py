@@ -136,7 +136,7 @@ class EmbeddedDrafter:
                 self._pools,
                 self._bindings,
                 self._lock,
-                remember=self._remember,
+                remembering=self._begin_remembering,
                 flush=self.flush,
                 vocabulary=lambda: self.vocabulary,
                 take_limits=self._take_limits,
@@ -636,11 +636,8 @@ class EmbeddedDrafter:
 
     def _remembering(self, key: SessionKey, ended: Session, tokens: TokenIds) -> Iterator[None]:
         """Add an ended session's output and its last tokens to the generations, in pieces."""
-        context = ended.databases.context
-        output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
         with self._lock:
-            entry, pieces = self._pools.remembering(ended.databases.pool, output, key.name)
-            self._replication.hold(entry)
+            pieces = self._begin_remembering(key, ended, tokens)
         while True:
             with self._lock:
                 if next(pieces, _DONE) is _DONE:
@@ -685,6 +682,16 @@ class EmbeddedDrafter:
     def _grow(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         databases.turn_to(self._bindings.corpus(databases.pool.tenant))
         return self._predictor.draft(databases, budget, min_probability)
+
+    def _begin_remembering(
+        self, key: SessionKey, ended: Session, tokens: TokenIds = _NO_TOKENS
+    ) -> Iterator[None]:
+        """Return the pieces in which an ended session's output joins the generations."""
+        context = ended.databases.context
+        output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
+        entry, pieces = self._pools.remembering(ended.databases.pool, output, key.name)
+        self._replication.hold(entry)
+        return pieces
 
     def _take_limits(self, limits: Limits) -> None:
         self.limits = self._sessions.limits = limits
