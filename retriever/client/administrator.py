@@ -7,7 +7,10 @@ from typing import Any
 import grpc
 
 from retriever.client.credentials import Credentials, open_channel
-from retriever.errors import DrafterUnavailableError, RetrieverError
+from retriever.errors import (
+    DrafterUnavailableError,
+    RetrieverError,
+)
 from retriever.v1 import admin_pb2 as messages
 from retriever.v1.admin_pb2_grpc import AdminServiceStub
 from retriever.wire.channels import CLIENT_OPTIONS
@@ -27,6 +30,8 @@ def administering(address: str, credentials: Credentials | None = None) -> Itera
     Raises:
         CredentialsError: a file of the credentials cannot be used.
         DrafterUnavailableError: nobody answers there, or not in time.
+        NotPossibleError: the service cannot do this as it is.
+        UnknownIndexError: there is no such index, or it is not attached.
         RetrieverError: what the service refused.
     """
     with open_channel(address, credentials, CLIENT_OPTIONS) as channel:

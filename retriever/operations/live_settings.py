@@ -6,23 +6,21 @@ until somebody says how it is applied.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
 from retriever.errors import NotPossibleError
-from retriever.limits import Limits
 from retriever.operations.logs import log_to_standard_error
 from retriever.operations.resolving import Resolved, shown
 from retriever.operations.settings import Settings
-from retriever.sessions.administration import FIXED_LIMITS, Administration
+from retriever.sessions.administration import CHANGEABLE_LIMITS, Administration
 
 _LOGS: Final = frozenset({"log_level", "log_format"})
 _INDEXES: Final = frozenset({"index", "tenant_index"})
-_LIMITS: Final = frozenset(each.name for each in fields(Limits)) - FIXED_LIMITS
 
-CHANGEABLE: Final = _LOGS | _LIMITS | {"refresh"}
+CHANGEABLE: Final = _LOGS | CHANGEABLE_LIMITS | {"refresh"}
 """Settings that a reload can change."""
 
 
@@ -85,10 +83,6 @@ class LiveSettings:
             newer = self._resolve_again()
             changes = _differences(self._resolved, newer)
             _refuse_fixed(changes, newer.settings, administration)
-            try:
-                administration.check_limits(newer.settings.limits)
-            except NotPossibleError as error:
-                raise NotPossibleError(f"nothing was changed: {error}") from error
             if not check_only:
                 _apply({each.name for each in changes}, newer.settings, administration)
                 self._resolved = newer
@@ -132,8 +126,8 @@ def _refuse_fixed(
 
 def _apply(names: set[str], newer: Settings, administration: Administration) -> None:
     """Put changed settings in force, which were checked."""
-    if names & _LIMITS:
-        administration.take_limits(newer.limits)
+    if limits := names & CHANGEABLE_LIMITS:
+        administration.change_limits({name: getattr(newer, name) for name in limits})
     if "refresh" in names:
         administration.refresh_every(newer.refresh)
     if names & _LOGS:

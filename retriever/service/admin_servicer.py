@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import grpc
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from grpc import aio
@@ -47,22 +46,11 @@ from retriever.sessions.bindings import Attached
 from retriever.sessions.draft_counts import TenantUse
 from retriever.v1 import admin_pb2 as pb
 from retriever.v1 import admin_pb2_grpc as pb_grpc
-from retriever.wire.statuses import status_of
+from retriever.wire.statuses import abort
 
 _THREADS: Final = 4  # an index may take seconds to attach; sessions are ended meanwhile
 _FAILED: Final = "the service failed: its log has more"
 _LOGGER: Final = logging.getLogger(__name__)
-
-# Subclasses first: the first matching class gives the status.
-_STATUS_OF_ERROR: Final[tuple[tuple[type[Exception], grpc.StatusCode], ...]] = (
-    (NotPossibleError, grpc.StatusCode.FAILED_PRECONDITION),
-    (SettingsError, grpc.StatusCode.FAILED_PRECONDITION),
-    (StateError, grpc.StatusCode.FAILED_PRECONDITION),
-    (UnknownIndexError, grpc.StatusCode.NOT_FOUND),
-    (DrafterUnavailableError, grpc.StatusCode.UNAVAILABLE),
-    (IndexNotFoundError, grpc.StatusCode.NOT_FOUND),
-    (IndexerError, grpc.StatusCode.FAILED_PRECONDITION),
-)
 
 _Context = aio.ServicerContext[Any, Any]
 _Result = TypeVar("_Result")
@@ -318,17 +306,18 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
     except aio.BaseError:
         raise  # gRPC's own: the call has its status, or has ended
     except (RetrieverError, IndexerError) as error:
-        await context.abort(_status(error), str(error))
+        await abort(context, _as_in_the_contract(error))
     except Exception:
         _LOGGER.exception("an operator's call failed")
-        await context.abort(grpc.StatusCode.INTERNAL, _FAILED)
+        await abort(context, RetrieverError(_FAILED))
 
 
-def _status(error: RetrieverError | IndexerError) -> grpc.StatusCode:
-    for kind, status in _STATUS_OF_ERROR:
-        if isinstance(error, kind):
-            return status
-    return status_of(error) if isinstance(error, RetrieverError) else grpc.StatusCode.INTERNAL
+def _as_in_the_contract(error: RetrieverError | IndexerError) -> RetrieverError:
+    if isinstance(error, IndexNotFoundError):
+        return UnknownIndexError(str(error))
+    if isinstance(error, IndexerError | SettingsError | StateError):
+        return NotPossibleError(str(error))
+    return error
 
 
 def _filter_of(message: pb.SessionFilter) -> SessionFilter:

@@ -70,6 +70,7 @@ def settle() -> None:
     gc.freeze()
 
 
+_SHORTEST_PERIOD_S: Final = 0.01  # a look takes microseconds
 _LONGEST_PERIOD_S: Final = 60.0  # idle sessions are found at most this late
 _GIVE_BACK_EVERY_S: Final = 10.0  # a call takes a few ms
 _GIVE_BACK_SOON_S: Final = 1.0  # where much was freed: at a ceiling, where sessions come and go
@@ -82,11 +83,7 @@ async def sweeping(drafter: EmbeddedDrafter) -> AsyncIterator[None]:
 
     Freed memory is returned to the system regularly.
     """
-    period_s = min(drafter.limits.idle_session_s / 10, _LONGEST_PERIOD_S)
-    tasks = [
-        asyncio.create_task(_sweep(drafter, period_s)),
-        asyncio.create_task(_give_back(drafter)),
-    ]
+    tasks = [asyncio.create_task(_sweep(drafter)), asyncio.create_task(_give_back(drafter))]
     try:
         yield
     finally:
@@ -96,9 +93,10 @@ async def sweeping(drafter: EmbeddedDrafter) -> AsyncIterator[None]:
                 await task
 
 
-async def _sweep(drafter: EmbeddedDrafter, period_s: float) -> None:
-    while True:
-        await asyncio.sleep(period_s)
+async def _sweep(drafter: EmbeddedDrafter) -> None:
+    while True:  # the limit can change meanwhile
+        period_s = min(drafter.limits.idle_session_s / 10, _LONGEST_PERIOD_S)
+        await asyncio.sleep(max(period_s, _SHORTEST_PERIOD_S))
         drafter.end_idle()
 
 

@@ -9,15 +9,16 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from indexer.reader import Index, Vocabulary
+from retriever.drafter import Fate
 from retriever.errors import InvalidRequestError, NotPossibleError, StateError
 from retriever.limits import Limits, check_session_name, check_tenant_name
 from retriever.log.log_files import sync_path
@@ -32,12 +33,27 @@ SLICE: Final = 64
 
 _ENDED_AT_ONCE: Final = 16  # with 1,000 tokens each the lock is held for some 0.5 ms
 _PAUSE_S: Final = 1e-4  # long enough for the interpreter to switch to a waiting thread
+_DONE: Final = object()
 _COPY_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 _Item = TypeVar("_Item")
 
-FIXED_LIMITS: Final = frozenset({"generations_tokens", "generations_age_s", "max_message_bytes"})
-"""Limits that pools, the log and the server were made with."""
+CHANGEABLE_LIMITS: Final = frozenset(
+    {
+        "idle_eviction_s",
+        "idle_session_s",
+        "max_batch",
+        "max_sequence_tokens",
+        "max_sessions",
+        "max_step_nodes",
+        "max_tenant_sessions",
+        "max_tenant_tokens",
+        "max_tenants",
+        "max_total_tokens",
+    }
+).intersection(limit.name for limit in fields(Limits))
+"""Limits that are read for each request. The others were taken when something was made: pools, the
+log, a server, the room for trees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +172,11 @@ class Owned:
         pools: of the tenants.
         bindings: indexes by tenant.
         lock: held while sessions or pools are used.
-        remember: adds a session's output to the generations, with the lock held.
+        remembering: returns what becomes of an ended session's output, and the pieces in which it
+            joins the generations; it and each piece with the lock held.
         flush: writes remembered outputs to the log.
         vocabulary: returns the vocabulary of the tokens; None if it is unknown.
-        take_limits: puts checked limits in force, with the lock held.
-        most_nodes: for which there is room in a tree.
+        take_limits: puts limits in force, with the lock held.
         uses: what each tenant has used.
         hold: whether indexes are held in memory.
     """
@@ -169,11 +185,10 @@ class Owned:
     pools: Pools
     bindings: Bindings
     lock: Lock
-    remember: Callable[[SessionKey, Session], None]
+    remembering: Callable[[SessionKey, Session], tuple[Fate, Iterator[None]]]
     flush: Callable[[], None]
     vocabulary: Callable[[], Vocabulary | None]
     take_limits: Callable[[Limits], None]
-    most_nodes: int
     uses: TenantUses
     hold: bool
 
@@ -214,10 +229,9 @@ class Administration:
         num_ended = num_kept = 0
         for begin in range(0, len(held := self._held()), _ENDED_AT_ONCE):
             for key, session in held[begin : begin + _ENDED_AT_ONCE]:
-                is_kept = session.remember and not forget
-                if self._end(key, session, wanted, keep=is_kept):
-                    num_ended += 1
-                    num_kept += is_kept and len(session.databases.context) > session.prompt_length
+                is_ended, is_kept = self._end(key, session, wanted, keep=not forget)
+                num_ended += is_ended
+                num_kept += is_kept
             time.sleep(_PAUSE_S)
         self._owned.flush()
         return EndedReport(num_ended, num_kept, self._owned.pools.log_failures - failures)
@@ -331,31 +345,21 @@ class Administration:
         """
         return self._owned.bindings.detach(_checked_path(path, tenant), tenant)
 
-    def check_limits(self, limits: Limits) -> None:
-        """Refuse limits that cannot be put in force while this runs.
-
-        Raises:
-            NotPossibleError: the message names one, and says what to do.
-        """
-        before = self._owned.sessions.limits
-        for name in sorted(FIXED_LIMITS):
-            if getattr(limits, name) != getattr(before, name):
-                raise NotPossibleError(f"{name} cannot change while this runs: restart")
-        if limits.max_budget_nodes > self._owned.most_nodes:
-            raise NotPossibleError(
-                f"max_budget_nodes can be lowered, and raised again to {self._owned.most_nodes}, "
-                "for which there is room: restart for more"
-            )
-
-    def take_limits(self, limits: Limits) -> None:
+    def change_limits(self, changes: Mapping[str, float]) -> None:
         """Put other limits in force; what is open stays, even beyond them.
 
+        Args:
+            changes: new values by name.
+
         Raises:
-            NotPossibleError: as `check_limits`.
+            NotPossibleError: a limit cannot change while this runs; none is changed.
         """
+        fixed = sorted(changes.keys() - CHANGEABLE_LIMITS)
+        if fixed:
+            raise NotPossibleError(f"{', '.join(fixed)} cannot change while this runs: restart")
         with self._owned.lock:
-            self.check_limits(limits)
-            self._owned.take_limits(limits)
+            before: Any = self._owned.sessions.limits
+            self._owned.take_limits(replace(before, **changes))
 
     def refresh_every(self, refresh_s: float) -> None:
         """Look for changed indexes with this period from now on, in seconds; 0: never."""
@@ -415,17 +419,29 @@ class Administration:
         with self._owned.lock:
             return self._owned.sessions.items()
 
-    def _end(self, key: SessionKey, session: Session, wanted: SessionFilter, *, keep: bool) -> bool:
-        """End a session if it is still open and meant; return whether it was."""
+    def _end(
+        self, key: SessionKey, session: Session, wanted: SessionFilter, *, keep: bool
+    ) -> tuple[bool, bool]:
+        """End a session if it is still open and meant; return whether it was, and is kept.
+
+        One with a long commit under way is not kept: its tokens are being written.
+        """
         sessions = self._owned.sessions
         with self._owned.lock:
             if not wanted.fits(key, session, sessions.idle_s(session)):
-                return False
+                return False, False
+            is_whole = not session.is_committing
             if not sessions.discard([(key, session)]):
-                return False
-            if keep:
-                self._owned.remember(key, session)
-        return True
+                return False, False
+            num_output = len(session.databases.context) - session.prompt_length
+            if not (keep and session.remember and is_whole and num_output):
+                return True, False
+            _, pieces = self._owned.remembering(key, session)
+        while True:
+            with self._owned.lock:
+                if next(pieces, _DONE) is _DONE:
+                    return True, True
+            time.sleep(0)  # lets others draft
 
 
 def client_of(session: Session) -> str:

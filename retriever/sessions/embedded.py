@@ -159,11 +159,10 @@ class EmbeddedDrafter:
                 self._pools,
                 self._bindings,
                 self._lock,
-                remember=self._remember,
+                remembering=self._begin_remembering,
                 flush=self.flush,
                 vocabulary=lambda: self.vocabulary,
                 take_limits=self._take_limits,
-                most_nodes=self.limits.max_budget_nodes,
                 uses=self.uses,
                 hold=options.get("hold_indexes", False),
             )
@@ -358,13 +357,7 @@ class EmbeddedDrafter:
             # Its tokens are not added to the sequence: nothing is drafted from that any more.
             if not (remember and ended.remember):
                 return Fate(Keeping.NOTHING), self._locked(iter(()))
-            context = ended.databases.context
-            output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
-            if len(output):
-                self._name_vocabulary(ended.tenant)
-            entry, pieces = self._pools.remembering(ended.databases.pool, output, key.name)
-            self._replication.hold(entry)
-        fate = entry.fate if entry is not None else Fate(Keeping.NOTHING)
+            fate, pieces = self._begin_remembering(key, ended, tokens)
         return fate, self._locked(pieces)
 
     def discard(self, ended: Iterable[tuple[SessionKey, Session]]) -> int:
@@ -774,6 +767,18 @@ class EmbeddedDrafter:
     def _grow(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         databases.turn_to(self._bindings.corpus(databases.pool.tenant))
         return self._predictor.draft(databases, budget, min_probability)
+
+    def _begin_remembering(
+        self, key: SessionKey, ended: Session, tokens: TokenIds = _NO_TOKENS
+    ) -> tuple[Fate, Iterator[None]]:
+        """Return what becomes of an ended session's output, and the pieces in which it is added."""
+        context = ended.databases.context
+        output = np.concatenate((context.last(len(context) - ended.prompt_length), tokens))
+        if len(output):
+            self._name_vocabulary(ended.tenant)
+        entry, pieces = self._pools.remembering(ended.databases.pool, output, key.name)
+        self._replication.hold(entry)
+        return entry.fate if entry is not None else Fate(Keeping.NOTHING), pieces
 
     def _take_limits(self, limits: Limits) -> None:
         self.limits = self._sessions.limits = limits

@@ -23,11 +23,13 @@ from retriever.errors import (
     InvalidRequestError,
     LimitExceededError,
     NotPermittedError,
+    NotPossibleError,
     OutOfSequenceError,
     RetrieverError,
     SessionExistsError,
     StaleClientError,
     StorageError,
+    UnknownIndexError,
     UnknownSessionError,
     VocabularyMismatchError,
 )
@@ -50,11 +52,13 @@ _DETAILS: Final = "grpc-status-details-bin"
 # a client takes the first where a server sends no details.
 _STATUS_OF_ERROR: Final[tuple[tuple[type[RetrieverError], grpc.StatusCode], ...]] = (
     (OutOfSequenceError, grpc.StatusCode.ABORTED),
-    (StaleClientError, grpc.StatusCode.FAILED_PRECONDITION),
     (VocabularyMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
+    (StaleClientError, grpc.StatusCode.FAILED_PRECONDITION),
+    (NotPossibleError, grpc.StatusCode.FAILED_PRECONDITION),
     (LimitExceededError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (InvalidRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (UnknownSessionError, grpc.StatusCode.NOT_FOUND),
+    (UnknownIndexError, grpc.StatusCode.NOT_FOUND),
     (SessionExistsError, grpc.StatusCode.ALREADY_EXISTS),
     (StorageError, grpc.StatusCode.UNAVAILABLE),
     (NotPermittedError, grpc.StatusCode.PERMISSION_DENIED),

@@ -21,7 +21,12 @@ from retriever.client.administrator import administering
 from retriever.client.credentials import Credentials
 from retriever.client.strict import RemoteDrafter
 from retriever.drafter import DraftRequest
-from retriever.errors import InsecureAddressError, RetrieverError, UnknownSessionError
+from retriever.errors import (
+    InsecureAddressError,
+    NotPossibleError,
+    RetrieverError,
+    UnknownSessionError,
+)
 from retriever.operations.audit import AuditLog
 from retriever.operations.live_settings import LiveSettings
 from retriever.operations.observer import ServiceObserver
@@ -69,6 +74,7 @@ class Served:
         audit: the audit log.
         access: the access file.
         tokens: what it lets in, by the name.
+        live: the settings in force.
     """
 
     drafter: EmbeddedDrafter
@@ -77,6 +83,7 @@ class Served:
     audit: Path
     access: Path
     tokens: dict[str, str]
+    live: LiveSettings
 
     def recorded(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.audit.read_text().splitlines()]
@@ -104,9 +111,10 @@ def served(folder: Path, index: Path, *, with_access: bool) -> Iterator[Served]:
     drafter = EmbeddedDrafter.open_indexes([index], state=folder / "state")
     observer = ServiceObserver()
     resolved = partial(resolve, Settings, {}, {})
+    live = LiveSettings(resolved(), resolved)
     administered = Administered(
         Service(drafter, observer, time.time()),
-        LiveSettings(resolved(), resolved),
+        live,
         AuditLog(folder / "audit.jsonl"),
         folder / "copies",
     )
@@ -116,7 +124,7 @@ def served(folder: Path, index: Path, *, with_access: bool) -> Iterator[Served]:
     admin = on_loop(entered(serving))
     server, address = on_loop(start(drafter, f"unix:{folder}/drafts", observer, protection))
     try:
-        yield Served(drafter, address, admin, folder / "audit.jsonl", access, tokens)
+        yield Served(drafter, address, admin, folder / "audit.jsonl", access, tokens, live)
     finally:
         on_loop(server.stop(0))
         on_loop(left(serving))
@@ -329,6 +337,26 @@ def test_use_is_told_by_tenant(service: Served) -> None:
         (alone,) = answer(calls, "GetUse", pb.GetUseRequest(tenant="nobody"))
         assert [each.tenant for each in alone.tenants] == ["nobody"]
         assert not alone.tenants[0].num_drafts
+
+
+def test_settings_tell_no_secret(service: Served) -> None:
+    secret = {"FOREDRAFT_REDIS": "redis://alice:swordfish@redis:6379/0?password=swordfish"}
+    live = service.live
+    live._resolved = resolve(Settings, {}, secret)
+    with administering(service.admin) as calls:
+        shown = answer(calls, "GetSettings")
+        by_name = {each.name: each for each in shown.settings}
+        assert by_name["redis"].origin == "FOREDRAFT_REDIS"
+        assert "swordfish" not in str(shown)
+        assert list(by_name) == list(Settings.model_fields)
+        assert by_name["max_sessions"].can_change
+    with (
+        pytest.raises(NotPossibleError, match="redis") as refused,
+        administering(service.admin) as calls,
+    ):
+        answer(calls, "ReloadSettings")
+    assert "swordfish" not in str(refused.value)
+    assert "swordfish" not in service.audit.read_text()
 
 
 def test_without_an_audit_log_nothing_is_changed(service: Served) -> None:

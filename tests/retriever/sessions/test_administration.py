@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from retriever.errors import (
     UnknownSessionError,
 )
 from retriever.limits import Limits
-from retriever.sessions.administration import SessionFilter, SessionReport
+from retriever.sessions.administration import CHANGEABLE_LIMITS, SessionFilter, SessionReport
 from retriever.sessions.bindings import BoundPaths
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
@@ -378,37 +378,54 @@ def test_outputs_in_memory_alone_are_not_evicted_by_accident(drafter: EmbeddedDr
 
 def test_new_limits_count_from_the_next_request(drafter: EmbeddedDrafter) -> None:
     text = np.arange(30, dtype=np.int32)
+    change = drafter.administration.change_limits
     for name in "ab":
         drafter.open(name, text)
-    drafter.administration.take_limits(
-        replace(drafter.limits, max_sessions=2, max_budget_nodes=8, max_sequence_tokens=40)
-    )
+    change({"max_sessions": 2, "max_sequence_tokens": 40, "max_batch": 1})
     with pytest.raises(LimitExceededError, match="max_sessions"):
         drafter.open("c", text)
-    with pytest.raises(LimitExceededError, match="max_budget_nodes"):
-        drafter.draft([DraftRequest("a", NO_TOKENS, 30, 9)])
     with pytest.raises(LimitExceededError, match="max_sequence_tokens"):
         drafter.draft([DraftRequest("a", text[:11], 41, 8)])
+    with pytest.raises(LimitExceededError, match="max_batch"):
+        drafter.draft([DraftRequest(name, NO_TOKENS, 30, 8) for name in "ab"])
     drafter.draft([DraftRequest("a", text[:10], 40, 8)])
-    drafter.administration.take_limits(replace(drafter.limits, max_sessions=3))
+    change({"max_sessions": 3})
     drafter.open("c", text)
-    for name, value in (
-        ("generations_tokens", 4096),
-        ("max_message_bytes", 4096),
-        ("max_budget_nodes", 4096),
-    ):
-        with pytest.raises(NotPossibleError, match=name):
-            drafter.administration.take_limits(
-                replace(drafter.limits, max_sessions=1, **{name: value})
-            )
+    for fixed in ("generations_tokens", "max_message_bytes", "max_budget_nodes", "no_limit"):
+        with pytest.raises(NotPossibleError, match=fixed):
+            change({"max_sessions": 1, fixed: 4096})
     assert drafter.limits.max_sessions == 3
+
+
+@pytest.mark.parametrize(
+    "name", sorted(CHANGEABLE_LIMITS - {"idle_session_s", "idle_eviction_s", "max_tenants"})
+)
+def test_every_limit_that_can_change_counts_at_once(drafter: EmbeddedDrafter, name: str) -> None:
+    text = np.arange(30, dtype=np.int32)
+    drafter.open("a", text)
+    act: Callable[[], object] = partial(drafter.draft, [DraftRequest("a", text[:1], 31, 8)])
+    if name.endswith("sessions"):
+        act = partial(drafter.open, "b", text)
+    drafter.administration.change_limits({name: 0})
+    with pytest.raises(LimitExceededError, match=name):
+        act()
+    drafter.administration.change_limits({name: 1000})
+    act()
+
+
+def test_fewer_tenants_stay_in_memory_as_others_come(drafter: EmbeddedDrafter) -> None:
+    for tenant in ("x", "y"):
+        drafter.remember(np.arange(9, dtype=np.int32), tenant=tenant)
+    drafter.administration.change_limits({"max_tenants": 1})
+    drafter.remember(np.arange(9, dtype=np.int32), tenant="z")
+    assert len(drafter._pools) < 4
 
 
 def test_a_new_idle_time_ends_sessions(drafter: EmbeddedDrafter) -> None:
     drafter.open("s", np.arange(5, dtype=np.int32))
     time.sleep(0.02)
     assert drafter.end_idle() == 0
-    drafter.administration.take_limits(replace(drafter.limits, idle_session_s=0.01))
+    drafter.administration.change_limits({"idle_session_s": 0.01})
     assert drafter.end_idle() == 1
 
 
