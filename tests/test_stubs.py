@@ -54,7 +54,9 @@ def test_every_field_of_the_contract_is_documented_with_its_default() -> None:
         if (
             line.endswith(";")
             and " = " in line
-            and not line.startswith(("syntax", "SOURCE_", "FAIL_OPEN_REASON_", "KEEPING_", "PHASE_"))
+            and not line.startswith(
+                ("syntax", "SOURCE_", "FAIL_OPEN_REASON_", "KEEPING_", "PHASE_")
+            )
         ):
             assert "default" in comment.lower(), line
             num_fields += 1
