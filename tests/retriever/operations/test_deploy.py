@@ -10,6 +10,7 @@ from configparser import ConfigParser
 from pathlib import Path
 from typing import Any, Final
 
+import kubernetes_validate
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
@@ -163,6 +164,70 @@ def test_the_image_runs_unprivileged_and_says_how_it_is() -> None:
     variables = dict(re.findall(rf"({PREFIX}\w+)=(\S+)", "\n".join(final)))
     settings = resolve(Settings, {}, variables).settings
     assert (settings.log_format, settings.socket_mode) == ("json", "0660")
+
+
+def manifests() -> dict[str, Any]:
+    """The documents of the Kubernetes manifests, by kind."""
+    documents = yaml.safe_load_all((DEPLOY / "kubernetes.yml").read_text())
+    return {each["kind"]: each for each in documents}
+
+
+def test_kubernetes_takes_the_manifests() -> None:
+    for document in manifests().values():
+        assert kubernetes_validate.validate(document, "1.37", strict=True)
+
+
+def test_the_manifests_agree_with_the_settings_and_with_one_another(tmp_path: Path) -> None:
+    found = manifests()
+    file = tmp_path / "service.toml"
+    file.write_text(found["ConfigMap"]["data"]["service.toml"])
+    pod = found["StatefulSet"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    # What the kubelet adds for a Service of our name, and what the manifest sets itself.
+    variables = {"FOREDRAFT_SERVICE_HOST": "10.0.0.1", "FOREDRAFT_PORT_50051_TCP_PORT": "50051"}
+    variables |= {each["name"]: each["value"] for each in container["env"]}
+    settings = resolve(Settings, {}, variables, file).settings
+    mounted = [each["mountPath"] for each in container["volumeMounts"]]
+    files = (settings.certificate, settings.key, settings.access, settings.state, *settings.index)
+    for path in files:
+        assert any(str(path).startswith(f"{folder}/") for folder in mounted), path
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert settings.address.endswith(f":{ports['grpc']}")
+    assert str(settings.metrics_address).endswith(f":{ports['metrics']}")
+    assert pod["spec"]["terminationGracePeriodSeconds"] > settings.drain_s + 5
+    for name in ("access", "tls"):
+        (secret,) = [each["secret"] for each in pod["spec"]["volumes"] if each["name"] == name]
+        assert secret["defaultMode"] == 0o440
+    labels = pod["metadata"]["labels"]
+    for kind in ("Service", "StatefulSet", "PodDisruptionBudget", "NetworkPolicy"):
+        spec = found[kind]["spec"]
+        chosen = spec.get("selector", spec.get("podSelector"))
+        assert chosen.get("matchLabels", chosen) == labels, kind
+    assert not container["securityContext"]["allowPrivilegeEscalation"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+
+
+def test_compose_takes_its_file() -> None:
+    command = ["check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = run(*command, str(DEPLOY / "compose.yml"))
+    assert done.returncode == 0, done.stdout
+    services = yaml.safe_load((DEPLOY / "compose.yml").read_text())["services"]
+    settings = resolve(Settings, {}, services["foredraft"]["environment"]).settings
+    targets = [each["target"] for each in services["foredraft"]["volumes"]]
+    assert str(settings.access) in targets
+    (watched_at,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    port = str(settings.metrics_address).rpartition(":")[2]
+    assert watched_at["static_configs"] == [{"targets": [f"foredraft:{port}"]}]
+    for name in ("prometheus", "grafana"):
+        for volume in services[name]["volumes"]:
+            if volume["type"] == "bind":
+                assert (DEPLOY / volume["source"]).is_file()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_takes_its_configuration() -> None:
+    command = ["promtool", "check", "config", "prometheus.yml"]
+    subprocess.run(command, cwd=DEPLOY, check=True, capture_output=True)
 
 
 def run(*arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -45,7 +46,9 @@ def connected(path: Path, groups: list[int]) -> str:
 
 def open_folder(tmp_path: Path) -> None:
     """Let other users come to a folder of a test."""
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder == Path(tempfile.gettempdir()):
+            break
         folder.chmod(0o755)
 
 
