@@ -227,7 +227,7 @@ def check_documents(max_documents: int) -> None:
 
 
 RETRY_S: Final = 5.0
-"""What a refusal for want of memory tells to wait, in seconds: sessions end meanwhile."""
+"""What a refusal for want of room tells to wait, in seconds: sessions end meanwhile."""
 
 MAPPED_BYTES: Final = 1 << 17
 """Larger arrays are mapped one by one, and go back to the system when they are freed: glibc's

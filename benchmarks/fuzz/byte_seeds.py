@@ -48,7 +48,7 @@ def _calls() -> list[bytes]:
         [first, second, second],
         [opening, pb.DeleteSessionDataRequest(session_id=SESSION), pb.DeleteTenantDataRequest()],
         [pb.DraftRequest(context=PROMPT, vocabulary_fingerprint="ab" * 32)],
-        [pb.ListIndexesRequest()],
+        [pb.ListIndexesRequest(), pb.GetServerInfoRequest()],
     ]
     return [_row(messages, tenant) for messages in rows for tenant in (a, b)]
 

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -43,15 +43,15 @@ CHANGEABLE_LIMITS: Final = frozenset(
         "idle_eviction_s",
         "idle_session_s",
         "max_batch",
+        "max_bytes",
         "max_sequence_tokens",
         "max_sessions",
         "max_step_nodes",
+        "max_tenant_bytes",
         "max_tenant_sessions",
-        "max_tenant_tokens",
         "max_tenants",
-        "max_total_tokens",
     }
-).intersection(limit.name for limit in fields(Limits))
+)
 """Limits that are read for each request. The others were taken when something was made: pools, the
 log, a server, the room for trees."""
 

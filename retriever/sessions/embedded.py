@@ -68,7 +68,7 @@ from retriever.sessions.options import (
     opened_indexes,
 )
 from retriever.sessions.refreshed_corpora import IndexState, warm_kernels
-from retriever.sessions.session_table import CheckedRequest, OpenSession, Session, Sessions
+from retriever.sessions.session_table import CheckedRequest, Session, Sessions
 from retriever.tree import DraftTree, Explanation
 
 _READING_BYTES: Final = 16
@@ -142,7 +142,7 @@ class EmbeddedDrafter:
             self._ledger,
         )
         self._ledger.evictor = self._eviction = Eviction(
-            self.limits, self._ledger, self._sessions, self._pools, self._lock
+            self._ledger, self._sessions, self._pools, self._lock
         )
         self._named: dict[str, str] = {}  # fingerprints by tenant
         self._keeps_elsewhere = self._pools.is_logged or options.get("replication") is not None
@@ -377,52 +377,6 @@ class EmbeddedDrafter:
         check_client(client)
         with self._lock:
             return self._sessions.admit(tenant, client)
-
-    def open_sessions(self, tenant: str | None = None) -> list[OpenSession]:
-        """List the open sessions, the longest idle first; of one tenant, if it is named."""
-        with self._lock:
-            sessions = self._sessions.items() if tenant is None else self._sessions.of(tenant)
-        return self._sessions.listed(sessions)
-
-    def end_sessions(
-        self,
-        tenant: str | None = None,
-        *,
-        name: str | None = None,
-        client: str | None = None,
-        min_idle_s: float = 0.0,
-    ) -> int:
-        """End the open sessions that all conditions hold for; return how many.
-
-        Nothing is kept of them. Without a condition all end.
-
-        Args:
-            tenant: whose sessions.
-            name: of the session.
-            client: name of the client.
-            min_idle_s: shortest time since the last request, in seconds.
-        """
-        sessions = self._sessions
-
-        def is_meant(key: SessionKey, session: Session) -> bool:
-            owner = session.client.name if session.client else None
-            return (
-                tenant in {None, session.tenant}
-                and name in {None, key.name}
-                and client in {None, owner}
-                and (not min_idle_s or sessions.idle_s(session) >= min_idle_s)
-            )
-
-        with self._lock:
-            return sessions.end_where(is_meant)
-
-    def evict_tenant(self, tenant: str) -> bool:
-        """Take a tenant's outputs and weights out of memory; return whether they were there.
-
-        With a state directory they are loaded again when the tenant calls next; without one they
-        are lost. Open sessions of the tenant draft from them until they end.
-        """
-        return self._pools.evict(tenant)
 
     def end_idle(self) -> int:
         """End sessions idle for longer than `idle_session_s`; return how many."""
@@ -781,7 +735,11 @@ class EmbeddedDrafter:
         return entry.fate if entry is not None else Fate(Keeping.NOTHING), pieces
 
     def _take_limits(self, limits: Limits) -> None:
-        self.limits = self._sessions.limits = limits
+        self.limits = self._sessions.limits = limits = with_ceilings(limits)
+        self._ledger.max_bytes, self._ledger.max_tenant_bytes = (
+            limits.max_bytes,
+            limits.max_tenant_bytes,
+        )
         self._pools.take_limits(limits)
 
     def _remember(self, key: SessionKey, session: Session) -> None:

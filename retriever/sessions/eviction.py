@@ -6,7 +6,6 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Final
 
-from retriever.limits import Limits
 from retriever.log.pools import Pools
 from retriever.predict.ledger import Ledger
 from retriever.sessions.session_table import Sessions
@@ -27,7 +26,6 @@ class Eviction:
     of the ceiling for each such tenant.
 
     Args:
-        limits: idle times.
         ledger: of the memory.
         sessions: the open ones.
         pools: outputs.
@@ -37,10 +35,7 @@ class Eviction:
         counts: how often each of `EVICTED` has made room.
     """
 
-    def __init__(
-        self, limits: Limits, ledger: Ledger, sessions: Sessions, pools: Pools, lock: Lock
-    ) -> None:
-        self._limits = limits
+    def __init__(self, ledger: Ledger, sessions: Sessions, pools: Pools, lock: Lock) -> None:
         self._ledger = ledger
         self._sessions = sessions
         self._pools = pools
@@ -74,7 +69,10 @@ class Eviction:
 
     def _spared(self, tenant: str, num_bytes: int) -> set[str]:
         """Return the tenants that make no room for this one."""
-        active = {*self._sessions.tenants, *self._pools.used_within(self._limits.idle_session_s)}
+        active = {
+            *self._sessions.tenants,
+            *self._pools.used_within(self._sessions.limits.idle_session_s),
+        }
         share = self._ledger.max_bytes // len(active | {tenant})
         if self._ledger.of(tenant) + num_bytes <= share:
             return set()

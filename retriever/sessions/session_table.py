@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from retriever.drafter import DraftRequest, TokenIds
 from retriever.errors import LimitExceededError
-from retriever.limits import Limits
+from retriever.limits import RETRY_S, Limits
 from retriever.predict.databases import Corpus, Databases
 from retriever.predict.pool import Pool
 from retriever.sequences import OpenSessions, SessionKey
@@ -27,7 +27,6 @@ class Session:
         remember: whether its output joins the generations.
         last_used_s: time of the last request.
         drafted: its last draft, whose outcome is not known yet; None before the first.
-        opened_s: time of its opening, by the clock of the table.
         client: that it belongs to; None without one.
         is_open: whether it has not ended.
         is_committing: whether a long commit is under way, which nothing else may come between.
@@ -38,7 +37,6 @@ class Session:
     remember: bool
     last_used_s: float = 0.0
     drafted: DraftTree | None = None
-    opened_s: float = 0.0
     client: Client | None = None
     is_open: bool = True
     is_committing: bool = False
@@ -61,29 +59,6 @@ class CheckedRequest(NamedTuple):
     session: Session
     new_tokens: TokenIds
     request: DraftRequest
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSession:
-    """An open session, for those who run the service.
-
-    Attributes:
-        tenant: whose it is.
-        name: as its caller knows it.
-        client: that it belongs to; None without one.
-        num_tokens: of its sequence.
-        num_bytes: memory of its sequence.
-        idle_s: time since its last request, in seconds.
-        age_s: time since its opening, in seconds.
-    """
-
-    tenant: str
-    name: str
-    client: Client | None
-    num_tokens: int
-    num_bytes: int
-    idle_s: float
-    age_s: float
 
 
 class Sessions:
@@ -122,7 +97,7 @@ class Sessions:
         self._open.check_free(key)
         self.end_idle()
         self._make_place(session.tenant)
-        session.last_used_s = session.opened_s = self._clock()
+        session.last_used_s = self._clock()
         self._open.add(key, session)
         self._tenant_sessions[session.tenant] += 1
 
@@ -200,37 +175,17 @@ class Sessions:
         """
         if not self._clients.begins(tenant, client):
             return 0
-        return self.end_where(
-            lambda _, session: (
-                session.tenant == tenant
-                and session.client is not None
-                and session.client.name == client.name
-                and session.client.incarnation < client.incarnation
-            )
-        )
-
-    def end_where(self, is_meant: Callable[[SessionKey, Session], bool]) -> int:
-        """End the sessions that a predicate holds for; return how many. Nothing is kept."""
-        ended = [key for key, session in self._open.items() if is_meant(key, session)]
-        for key in ended:
-            self.remove(key)
-        return len(ended)
-
-    def listed(self, sessions: Iterable[tuple[SessionKey, Session]]) -> list[OpenSession]:
-        """Describe sessions, some of which may have ended since."""
-        now_s = self._clock()
-        return [
-            OpenSession(
-                tenant=session.tenant,
-                name=key.name,
-                client=session.client,
-                num_tokens=len(session.databases.context),
-                num_bytes=session.databases.context.num_bytes,
-                idle_s=now_s - session.last_used_s,
-                age_s=now_s - session.opened_s,
-            )
-            for key, session in sessions
+        earlier = [
+            key
+            for key, session in self._open.items()
+            if session.tenant == tenant
+            and session.client is not None
+            and session.client.name == client.name
+            and session.client.incarnation < client.incarnation
         ]
+        for key in earlier:
+            self.remove(key)
+        return len(earlier)
 
     def end_idle(self) -> int:
         """End sessions idle for longer than `idle_session_s`; return how many."""
@@ -328,4 +283,4 @@ class Sessions:
             self.remove(key)
             return
         # When that will be tells of other tenants' sessions, so the longest wait is told.
-        raise LimitExceededError(refusal, limit=limit, retry_after_s=idle_enough_s)
+        raise LimitExceededError(refusal, limit=limit, retry_after_s=RETRY_S)

@@ -35,6 +35,7 @@ class Replica:
     """A service in this process that can drain, end and begin again at its address."""
 
     def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008  (it is frozen)
+        self.limits = limits
         self.address = free_address()
         self.drafter = EmbeddedDrafter(limits=limits)
         self.begin()
@@ -67,7 +68,7 @@ def replicas(limits: Limits | None = None) -> Iterator[tuple[Replica, Replica]]:
     """Give the replica that prefers the session "s", and the other."""
     made = {each.address: each for each in (Replica(limits or Limits()), Replica())}
     home, other = (made[address] for address in ranked("s", made))
-    if limits is not None and home.drafter.limits is not limits:
+    if limits is not None and home.limits is not limits:
         home, other = _limited_home(made, limits)
     try:
         yield home, other
@@ -78,7 +79,7 @@ def replicas(limits: Limits | None = None) -> Iterator[tuple[Replica, Replica]]:
 
 def _limited_home(made: dict[str, Replica], limits: Limits) -> tuple[Replica, Replica]:
     """Move the limited replica to an address that the session prefers."""
-    limited = next(each for each in made.values() if each.drafter.limits is limits)
+    limited = next(each for each in made.values() if each.limits is limits)
     other = next(each for each in made.values() if each is not limited)
     while ranked("s", [limited.address, other.address])[0] != limited.address:
         on_loop(limited._server.stop(0))

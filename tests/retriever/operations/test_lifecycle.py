@@ -19,14 +19,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from numpy.typing import ArrayLike
 
-from retriever import DrafterUnavailableError, DraftRequest, DraftTree, RemoteDrafter
+from retriever import DrafterUnavailableError, DraftRequest, RemoteDrafter
 from retriever.operations.lifecycle import LIVENESS, SERVICE
 from retriever.operations.logs import JsonLines
 from retriever.operations.observer import End, ServiceObserver
+from retriever.predict.databases import Databases
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.patience import can_be_kept
@@ -166,8 +167,8 @@ def test_an_interrupt_while_nobody_is_there_ends_with_status_0() -> None:
 class Faulty(EmbeddedDrafter):
     """A drafter with a fault, whose error shows what somebody sent."""
 
-    def draft_context(self, context: ArrayLike, *_: Any, **__: Any) -> DraftTree:
-        raise ValueError(f"cannot cope with {context!r}")
+    def draft_read(self, databases: Databases, *_: Any, **__: Any) -> DraftTree:
+        raise ValueError(f"cannot cope with {databases.context.last(1)!r}")
 
 
 async def _fail(folder: Path) -> ServiceObserver:

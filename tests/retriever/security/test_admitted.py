@@ -78,10 +78,10 @@ class Slow(EmbeddedDrafter):
         super().__init__()
         self.began, self.released = Event(), Event()
 
-    def explain(self, *arguments: Any, **named: Any) -> Any:
+    def explaining(self, *arguments: Any, **named: Any) -> Any:
         self.began.set()
         assert self.released.wait(20)
-        return super().explain(*arguments, **named)
+        return (yield from super().explaining(*arguments, **named))
 
 
 def test_health_is_told_without_credentials_and_nothing_else_is(tmp_path: Path) -> None:

@@ -398,7 +398,11 @@ def test_new_limits_count_from_the_next_request(drafter: EmbeddedDrafter) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", sorted(CHANGEABLE_LIMITS - {"idle_session_s", "idle_eviction_s", "max_tenants"})
+    "name",
+    sorted(
+        CHANGEABLE_LIMITS
+        - {"idle_session_s", "idle_eviction_s", "max_bytes", "max_tenant_bytes", "max_tenants"}
+    ),
 )
 def test_every_limit_that_can_change_counts_at_once(drafter: EmbeddedDrafter, name: str) -> None:
     text = np.arange(30, dtype=np.int32)
@@ -411,6 +415,19 @@ def test_every_limit_that_can_change_counts_at_once(drafter: EmbeddedDrafter, na
         act()
     drafter.administration.change_limits({name: 1000})
     act()
+
+
+@pytest.mark.parametrize("name", ["max_bytes", "max_tenant_bytes"])
+def test_another_ceiling_counts_from_the_next_request(drafter: EmbeddedDrafter, name: str) -> None:
+    text = np.arange(30, dtype=np.int32)
+    drafter.open("a", text)
+    drafter.administration.change_limits({name: 1})
+    with pytest.raises(LimitExceededError, match=name):
+        drafter.open("b", text)
+    drafter.draft([DraftRequest("a", text[:1], 31, 8)])  # what is open goes on
+    drafter.administration.change_limits({name: 0})  # its default
+    assert getattr(drafter.limits, name) > 1 << 20
+    drafter.open("b", text)
 
 
 def test_fewer_tenants_stay_in_memory_as_others_come(drafter: EmbeddedDrafter) -> None:

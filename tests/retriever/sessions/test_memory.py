@@ -16,6 +16,7 @@ from retriever.predict.generations import POOL_BYTES, Generations, generations_b
 from retriever.predict.ledger import Ledger, default_max_bytes, with_ceilings
 from retriever.predict.stores import GENERATIONS_ALONE, GENERATIONS_LIMITS
 from retriever.sequences import SessionKey
+from retriever.sessions.administration import SessionFilter
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.log.states import drafter_on, knows, output
 
@@ -62,7 +63,7 @@ def test_what_is_taken_is_what_is_there() -> None:
     kept = drafter.census()
     expected = kept.generations_bytes + POOL_BYTES * kept.tenants + last_drafted
     assert kept.reserved_bytes == expected
-    assert drafter.evict_tenant("a")
+    assert drafter.administration.evict("a", lose=True)[0]
     assert drafter.census().reserved_bytes == POOL + last_drafted
 
 
@@ -119,7 +120,8 @@ def test_a_tenant_at_its_ceiling_takes_nothing_from_others() -> None:
         begin(drafter, "greedy", str(number), 1000)  # its own idle sessions make room
     assert drafter.census().reserved_bytes <= 3 << 20
     assert knows(drafter, 1, "idle")
-    assert [each.name for each in drafter.open_sessions("victim")] == ["s"]
+    (listed,) = drafter.administration.sessions(SessionFilter("victim"))
+    assert [each.name for each in listed] == ["s"]
     assert drafter.evictions["generations"] > 0
     assert drafter.evictions["sessions"] > 0
     assert drafter.evictions["pools"] == 0
