@@ -282,5 +282,5 @@ class Sessions:
                 break
             self.remove(key)
             return
-        # When that will be tells of other tenants' sessions, so the longest wait is told.
+        # When there will be room tells of other tenants' sessions, so a fixed wait is told.
         raise LimitExceededError(refusal, limit=limit, retry_after_s=RETRY_S)
