@@ -110,6 +110,7 @@ class DraftStream:
             self._lists = lists or {}
             return await self._answer(message, read_at_s)
         finally:
+            self._lists = {}  # they hold the bytes of the whole message
             self._line.leave()
 
     async def _answer(

@@ -229,6 +229,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
                     if self._pad_replies and not response.padding:
                         nodes = self._default_nodes
                         pad(response, [budget_in(step, nodes) for step in message.steps])
+                    del message, lists  # megabytes, and the next one may come late
                     yield response
 
     async def CloseSession(
