@@ -449,8 +449,7 @@ class Conversation:
                 refused = sent.requests.get(status.session_id)
                 names = [] if refused is None else [refused.session]
                 if reason is FailOpen.DRAINING and refused is None:
-                    while outputs:  # all of them, for the drain began before the message was read
-                        self._closes.tell(outputs.pop())
+                    self._tell_again(outputs)  # all, for it began before the message was read
                     continue
                 self._refuse(names, reason, status.message, refusal.retry_after_s)
                 reasons |= dict.fromkeys(names, reason)
@@ -458,9 +457,15 @@ class Conversation:
                 return Reply({}, {}, is_broken=True)
             elif reason is not FailOpen.TIMEOUT:
                 asked = [request.session for request in requests]
+                self._tell_again(outputs if reason is FailOpen.LIMIT else [])  # nothing was done
                 self._refuse(asked, reason, status.message, refusal.retry_after_s)
                 return Reply({}, dict.fromkeys(asked, reason))
         return answer_with_trees(response, requests, reasons, self._address)
+
+    def _tell_again(self, outputs: list[TokenIds]) -> None:
+        """Queue the outputs of a message that was refused, and leave none to be queued twice."""
+        while outputs:
+            self._closes.tell(outputs.pop())
 
     def _refuse(
         self, names: list[str], reason: FailOpen, text: str, retry_after_s: float | None

@@ -76,6 +76,7 @@ class GenerationsLog:
         self._unsynced = False
         self._num_freed = 0  # outputs whose bytes may be in free pages
         self._rewrite_at_s = 0.0
+        self._is_rewrite_due = False  # bytes of deleted outputs are in the file
         self._process = os.getpid()
         self._files = LogFiles(directory)
         try:
@@ -178,8 +179,10 @@ class GenerationsLog:
         with self._lock, self._sync_lock:
             try:
                 self._check_usable()
-                if action() != 0:  # no rewrite where nothing was removed
+                self._is_rewrite_due |= action() != 0  # still due if the disk refuses it
+                if self._is_rewrite_due:
                     self._rewrite()
+                    self._is_rewrite_due = False
             except REFUSALS as error:
                 _LOGGER.warning(
                     "what %s has of the tenant %r cannot be removed: %s; free space and ask again",

@@ -9,6 +9,7 @@ from typing import Final, Self
 
 from retriever.errors import AddressInUseError, SettingsError
 from retriever.operations.http_connections import Answer, Connections, Request
+from retriever.operations.lifecycle import Phase
 from retriever.operations.resolving import without_password
 from retriever.operations.service_report import Service
 from retriever.operations.status_page import HEADERS, History, page
@@ -134,8 +135,11 @@ class Web:
 
     def _readiness(self) -> Answer:
         lifecycle = self._service.observer.lifecycle
-        status = HTTPStatus.OK if lifecycle.is_ready else HTTPStatus.SERVICE_UNAVAILABLE
-        return Answer(status, _PLAIN, f"{lifecycle.phase.value}\n".encode())
+        if lifecycle.is_ready:
+            return Answer(HTTPStatus.OK, _PLAIN, b"ready\n")
+        is_up = lifecycle.phase is Phase.READY  # and lets nobody in
+        why = "credentials cannot be read" if is_up else lifecycle.phase.value
+        return Answer(HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN, f"{why}\n".encode())
 
 
 def _exposition(service: Service) -> Callable[[str], tuple[bytes, str]]:

@@ -4,9 +4,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final, NamedTuple, Self
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,7 +138,7 @@ class Generations:
         self._ends: deque[_End] = deque()
         self._expires_at_s = math.inf
         self._coming: deque[Output] = deque()
-        self._is_adding = False
+        self._adder: ref[Iterator[None]] | None = None
         self._epoch = 0
         self._settle()
 
@@ -173,6 +174,9 @@ class Generations:
         if self._is_adding:
             self._coming.extend(outputs)
             return
+        if self._coming:  # who was to add them has left
+            outputs = [*self._coming, *outputs]
+            self._coming.clear()
         self._expire()
         documents = [part for output in outputs for part in (output.tokens, _END)]
         if not documents:
@@ -186,19 +190,29 @@ class Generations:
         self._settle()
 
     def adding(self, output: Output) -> Iterator[None]:
-        """Remember an output; yield after each piece of work, of a millisecond.
+        """Remember an output, a long one by the iterator: in pieces of a millisecond.
 
-        Others may use this between pieces: they find what has been added so far. Outputs that come
-        meanwhile follow it. If everything is deleted meanwhile, nothing of it stays.
+        It is noted at once, so that a deletion before the first piece deletes it, too. Others may
+        use this between pieces: they find what has been added so far. Outputs that come meanwhile
+        follow it. If everything is deleted meanwhile, nothing of it stays.
         """
         if self._is_quick(len(output.tokens) + 1):
             self.extend([output])
-            return
+            return iter(())
         self._coming.append(output)
         if self._is_adding:
-            return  # the caller that adds the others adds this one, too
-        self._is_adding = True
-        epoch = self._epoch
+            return iter(())  # the caller that adds the others adds this one, too
+        pieces = self._adding_all(self._epoch)
+        self._adder = ref(pieces)
+        return pieces
+
+    @property
+    def _is_adding(self) -> bool:
+        """Whether somebody adds outputs in pieces."""
+        return self._adder is not None and self._adder() is not None
+
+    def _adding_all(self, epoch: int) -> Iterator[None]:
+        """Add the outputs that come, until there are none or all is deleted."""
         try:
             while self._coming and epoch == self._epoch:
                 yield from self._adding(self._coming[0], epoch)
@@ -206,7 +220,7 @@ class Generations:
                     self._coming.popleft()
         finally:
             if epoch == self._epoch:
-                self._is_adding = False
+                self._adder = None
 
     def _is_quick(self, num_tokens: int) -> bool:
         """Return whether adding so many tokens is a piece of work."""
@@ -235,6 +249,7 @@ class Generations:
     def outputs(self) -> list[Output]:
         """Return all outputs, oldest first; the oldest may have lost its beginning."""
         self._expire()
+        self._drop_ends()
         held, begin = self._store.live(), self._store.oldest
         found: list[Output] = []
         for end in self._ends:
@@ -283,7 +298,7 @@ class Generations:
         self._ends.clear()
         self._expires_at_s = math.inf
         self._coming.clear()
-        self._is_adding = False
+        self._adder = None
         self._epoch += 1
         self._settle()
 
@@ -298,7 +313,11 @@ class Generations:
         coming = list(self._coming)  # the first may be there in part
         kept: deque[Output] = deque()
         num_tokens = 0
-        for output in reversed([*self.outputs(), *coming]):
+        newest_first = [*self.outputs(), *coming][::-1]
+        if newest_first:  # of a longer one, its end stays
+            newest = newest_first[0]
+            newest_first[0] = replace(newest, tokens=newest.tokens[1 - size :])
+        for output in newest_first:
             num_tokens += len(output.tokens) + 1
             if num_tokens > size:
                 break

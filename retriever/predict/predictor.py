@@ -6,6 +6,7 @@ next commit learns from the tokens that followed.
 
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,14 +65,15 @@ class Predictor:
         self.num_rows = 0
         self._rate = prior.rate
         self._prior = prior.to_kernel()
-        self._last: Databases | None = None  # of the draft in the scratch memory
+        # Of the draft in the scratch memory; weak, so that an ended sequence leaves memory.
+        self._last: ref[Databases] | None = None
 
     def draft(self, databases: Databases, budget: int, min_probability: float) -> DraftTree:
         """Return the most probable tree of at most `budget` nodes."""
         if budget == 0 or len(databases.context) == 0:
             return DraftTree.empty()
         self.num_rows = databases.find(budget, self.scratch)
-        self._last = databases
+        self._last = ref(databases)
         return self._vote_and_grow(databases, budget, float(min_probability))
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
@@ -81,7 +83,7 @@ class Predictor:
 
     def note(self, databases: Databases, tokens: TokenIds) -> None:
         """Learn from int32[n], tokens that follow a sequence, if the last draft was for it."""
-        if len(tokens) and databases is self._last:
+        if len(tokens) and self._last is not None and self._last() is databases:
             self._last = None
             if databases.learns:
                 self.learn(databases.pool, tokens)

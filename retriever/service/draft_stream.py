@@ -229,17 +229,23 @@ class DraftStream:
         for first in range(0, len(requests), _COMMITS_AT_ONCE):
             part = requests[first : first + _COMMITS_AT_ONCE]
             committed = self._drafter.commit_each(part, self._tenant)
-            for request, done in zip(part, committed, strict=True):
-                step = done
-                if isinstance(step, LongCommit):
-                    step = await self._scheduler.commit(self._line, self._tenant, step)
-                use.tokens += len(request.new_tokens)
-                if not isinstance(step, RetrieverError):
-                    steps.append(step)
-                    continue
-                steps.append(None)
-                if request.session not in not_opened:  # its refusal is in the response already
-                    _refuse(response, request.session, step)
+            long = deque(each for each in committed if isinstance(each, LongCommit))
+            try:
+                for request, done in zip(part, committed, strict=True):
+                    step = done
+                    if isinstance(step, LongCommit):
+                        long.popleft()
+                        step = await self._scheduler.commit(self._line, self._tenant, step)
+                    use.tokens += len(request.new_tokens)
+                    if not isinstance(step, RetrieverError):
+                        steps.append(step)
+                        continue
+                    steps.append(None)
+                    if request.session not in not_opened:  # its refusal is there already
+                        _refuse(response, request.session, step)
+            finally:  # the caller may leave within one
+                for commit in long:
+                    self._drafter.withdraw(commit)
             await self._line.give_way()
         return steps
 

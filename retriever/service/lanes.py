@@ -166,6 +166,7 @@ class Lane:
                 raise
             finally:
                 self._let_go(work)
+                del work  # its answer holds the error, whose traceback holds this frame
             return result
 
     def close(self) -> None:
@@ -222,6 +223,7 @@ class Lane:
         except BaseException as error:  # noqa: BLE001  (raised again where it is waited for)
             work.seconds += time.monotonic() - began_s
             self._end(work, None, error)
+            del work
         else:
             work.seconds += time.monotonic() - began_s
             with self._lock:

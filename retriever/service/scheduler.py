@@ -299,7 +299,7 @@ class Scheduler:
     async def _loaded(self, line: Line, tenant: str) -> object:
         """Load a tenant's outputs in a lane, if they are not in memory; keep them by the result."""
         if self.drafter.is_loaded(tenant):
-            return None
+            return self.drafter.load(tenant)
         line.leave()
         pool = await self.lanes.loading.run(tenant, self.drafter.load, tenant)
         await line.take()

@@ -154,11 +154,6 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
     def answer_with(self, drafter: EmbeddedDrafter) -> None:
         """Set the drafter; no call may come before."""
         self._drafter = self._known = drafter
-        self._info = replace(
-            self._info,
-            limits={name: float(limit) for name, limit in asdict(drafter.limits).items()},
-            default_budget_nodes=min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes),
-        )
         self._default_nodes = min(DEFAULT_BUDGET_NODES, drafter.limits.max_budget_nodes)
         self._scheduler = Scheduler(drafter)
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
@@ -282,13 +277,19 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self, request: pb.GetServerInfoRequest, context: _Context
     ) -> pb.GetServerInfoResponse:
         del request, context
-        known = self._known.vocabulary if self._known is not None else None
-        return replace(
-            self._info,
-            phase=self._lifecycle.phase.value,
-            vocabulary_fingerprint=known.fingerprint if known else "",
-            vocabulary_size=known.size if known else 0,
-        ).to_message()
+        info = replace(self._info, phase=self._lifecycle.phase.value)
+        if self._known is not None:
+            limits = asdict(self._known.limits)  # those in force: they can change
+            info = replace(
+                info,
+                limits={name: float(limit) for name, limit in limits.items()},
+                default_budget_nodes=self._default_nodes,
+            )
+            if (known := self._known.vocabulary) is not None:
+                info = replace(
+                    info, vocabulary_fingerprint=known.fingerprint, vocabulary_size=known.size
+                )
+        return info.to_message()
 
 
 @asynccontextmanager

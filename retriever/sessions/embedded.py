@@ -714,6 +714,8 @@ class EmbeddedDrafter:
 
     def _draft(self, step: CheckedRequest) -> DraftTree:
         request, session = step.request, step.session
+        if session.is_committing:  # of another step, which is written without the lock
+            return DraftTree.empty()
         tree = self._grow(session.databases, request.budget_nodes, request.min_probability)
         session.drafted = tree
         return tree

@@ -20,10 +20,10 @@ class Eviction:
     """Makes room in a ledger; see `Evictor`.
 
     Where the service is at its ceiling, these go in turn: outputs of tenants without open sessions,
-    then sessions idle for longer than `idle_eviction_s`. Where a tenant is at its own ceiling, the
-    older half of its outputs goes, then its idle sessions. No tenant that has its share takes from
-    one that has no more than its own and called within `idle_session_s`; a share is an equal part
-    of the ceiling for each such tenant.
+    the older half of the tenant's own, then sessions idle for longer than `idle_eviction_s`. Where
+    a tenant is at its own ceiling, the older half of its outputs goes, then its idle sessions. No
+    tenant that has its share takes from one that has no more than its own and called within
+    `idle_session_s`; a share is an equal part of the ceiling for each such tenant.
 
     Args:
         ledger: of the memory.
@@ -62,6 +62,7 @@ class Eviction:
             spared = self._spared(tenant, num_bytes)
             return num_bytes <= self._ledger.max_bytes and (
                 self._drop_pool(tenant, spared)
+                or self._shrink(tenant)
                 or self._end_idle(tenant, lambda other: other not in spared)
             )
         finally:

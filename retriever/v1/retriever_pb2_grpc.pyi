@@ -35,7 +35,8 @@ class RetrieverServiceStub:
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
-    where it is known how long to wait. Messages are for people and may change. Reasons are
+    where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
+    reason STORAGE is a deletion that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
@@ -101,7 +102,8 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
-    where it is known how long to wait. Messages are for people and may change. Reasons are
+    where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
+    reason STORAGE is a deletion that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
@@ -163,7 +165,8 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
 
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
-    where it is known how long to wait. Messages are for people and may change. Reasons are
+    where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
+    reason STORAGE is a deletion that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.

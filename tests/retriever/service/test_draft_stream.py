@@ -242,7 +242,7 @@ def test_tenants_cannot_reach_one_anothers_sessions_and_share_limits_fairly() ->
     assert drafter.census().session_tokens == 20
     del full
     for key in (SessionKey("b", "s"), SessionKey("a", "t")):
-        drafter.end(key, np.zeros(5000, np.int32))  # there is no room: kept without these
+        drafter.end(key, np.zeros(5000, np.int32), remember=False)  # needs no room
     assert drafter.census().session_tokens == drafter.num_sessions == 0
     for tenant, name in ("aq", "ar", "bq", "br"):  # all of the room is there again
         begin(tenant, name)

@@ -44,7 +44,6 @@ def test_sizes_are_told_before_the_memory_is_taken(num_tokens: int) -> None:
 def test_what_is_taken_is_what_is_there() -> None:
     """Through growth, refusals, ends and bare drafts; and nothing is left at the end."""
     drafter = EmbeddedDrafter(limits=Limits(max_bytes=1 << 26, max_tenant_bytes=1 << 25))
-    last_drafted = SESSION  # stays until the next draft
     for number in range(5):
         begin(drafter, "a", str(number), 10 + 300 * number)
         length = 10 + 300 * number
@@ -55,16 +54,16 @@ def test_what_is_taken_is_what_is_there() -> None:
         drafter.draft_context(np.arange(5000, dtype=np.int32), 8, tenant="a")
         drafter.draft_context(PROMPT, 8)
         census = drafter.census()
-        expected = census.session_bytes + census.generations_bytes + last_drafted
+        expected = census.session_bytes + census.generations_bytes
         expected += SEQUENCE_BYTES * (number + 1) + POOL_BYTES * census.tenants
         assert census.reserved_bytes == expected
     for number in range(5):
         drafter.end(SessionKey("a", str(number)), np.arange(3000, dtype=np.int32))
     kept = drafter.census()
-    expected = kept.generations_bytes + POOL_BYTES * kept.tenants + last_drafted
+    expected = kept.generations_bytes + POOL_BYTES * kept.tenants
     assert kept.reserved_bytes == expected
     assert drafter.administration.evict("a", lose=True)[0]
-    assert drafter.census().reserved_bytes == POOL + last_drafted
+    assert drafter.census().reserved_bytes == POOL
 
 
 def test_a_step_that_is_refused_changes_nothing_and_is_taken_once_there_is_room() -> None:
