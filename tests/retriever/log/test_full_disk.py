@@ -230,3 +230,25 @@ def test_a_state_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StateError, match="choose another"):
         EmbeddedDrafter(state=tmp_path / "file")
+
+
+def test_a_deletion_that_is_asked_for_again_rewrites_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = GenerationsLog(tmp_path)
+    tokens = np.arange(70_000, 70_200, dtype=np.int32)
+    log.append(Entry("t", Output(tokens, 0.0, b"o" * 16)))
+    log.commit()
+    rewrite = log._rewrite
+
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(log, "_rewrite", refuse)
+    with pytest.raises(StateError):
+        log.delete_origin("t", b"o" * 16)
+    monkeypatch.setattr(log, "_rewrite", rewrite)
+    log.delete_origin("t", b"o" * 16)
+    log.close()
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(tokens[50:60].tobytes() in content for content in files)

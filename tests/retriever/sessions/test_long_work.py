@@ -13,6 +13,7 @@ from retriever.predict.databases import context_bytes
 from retriever.predict.generations import Generations, Output
 from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
+from retriever.sessions.session_table import CheckedRequest
 
 KEY = SessionKey("", "s")
 LONG = 60_000
@@ -207,3 +208,59 @@ def test_a_long_context_is_read_and_explained_in_pieces_as_at_once() -> None:
     explanation, num_pieces = whole(drafter.explaining(context, 24))
     assert num_pieces > 24
     assert explanation.tree.token_ids.tolist() == one.token_ids.tolist()
+
+
+def test_a_session_is_not_drafted_for_while_its_tokens_are_noted() -> None:
+    """Its memory is exchanged meanwhile, without the lock."""
+    drafter = drafter_with(tokens(100))
+    (step,) = drafter.commit_each([DraftRequest("s", tokens(1), 101, 8)], "")
+    assert isinstance(step, CheckedRequest)
+    commit = begun_commit(drafter, 101, tokens(LONG))
+    assert not len(drafter.draft_each([step])[0])
+    step, _ = whole(drafter.committing(commit))
+    assert len(drafter.draft_each([step])[0])
+
+
+@pytest.mark.parametrize("num_new", [50, LONG])
+@pytest.mark.parametrize("deleted", ["session", "tenant"])
+def test_a_deletion_before_the_first_piece_deletes_the_output_too(
+    num_new: int, deleted: str
+) -> None:
+    drafter = drafter_with(tokens(100))
+    _, pieces = drafter.ending(KEY, tokens(num_new, 3))
+    if deleted == "tenant":
+        drafter.delete_tenant("")
+    else:
+        drafter.delete_session(KEY)
+    whole(pieces)
+    assert drafter.census().generations_tokens == 0
+
+
+def test_outputs_that_come_when_an_adder_has_left_are_added_with_its_own() -> None:
+    generations = Generations(1 << 17)
+    pieces = generations.adding(Output(tokens(LONG), 0.0))
+    del pieces
+    generations.extend([Output(tokens(5), 1.0)])
+    assert outputs_of(generations) == [tokens(LONG).tolist(), tokens(5).tolist()]
+
+
+def test_what_is_overwritten_midway_is_not_taken_for_what_overwrites_it() -> None:
+    generations = Generations(1 << 13, clock=lambda: 0.0)
+    for seed in range(4):
+        generations.extend([Output(tokens(2000, seed), 0.0, bytes([seed]))])
+    pieces = generations.adding(Output(np.full(20_000, 7, np.int32), 0.0, b"c"))
+    for _ in pieces:
+        assert not any(7 in output.tokens for output in generations.outputs()[:-1])
+        found = {output.origin: output.tokens for output in generations.outputs()}
+        for seed in range(4):
+            kept = found.get(bytes([seed]), tokens(0))
+            assert kept.tolist() == tokens(2000, seed)[2000 - len(kept) :].tolist()
+
+
+def test_a_ring_that_shrinks_keeps_the_end_of_an_output_that_is_too_long() -> None:
+    generations = Generations(1 << 14, clock=lambda: 0.0)
+    generations.extend([Output(tokens(3000), 0.0), Output(tokens(9000, 1), 0.0)])
+    assert generations.shrink()
+    (kept,) = outputs_of(generations)
+    assert kept == tokens(9000, 1).tolist()[-len(kept) :]
+    assert len(kept) > 8000
