@@ -35,6 +35,7 @@ from retriever.operations.lifecycle import Phase
 from retriever.operations.live_settings import CHANGEABLE, LiveSettings, as_json
 from retriever.operations.resolving import shown
 from retriever.operations.service_report import Service
+from retriever.security.admission import caller_of
 from retriever.sessions.administration import (
     SLICE,
     Administration,
@@ -294,7 +295,7 @@ class AdminServicer(pb_grpc.AdminServiceServicer):
 
 def who_of(context: Any) -> str:
     """Return who calls, for the audit log."""
-    caller = getattr(context, "caller", None)
+    caller = caller_of(context)
     return "unix socket" if caller is None else f"credential {caller.name}"
 
 

@@ -23,6 +23,7 @@ from retriever.limits import check_draft
 from retriever.operations.lifecycle import Lifecycle
 from retriever.operations.logs import log_event
 from retriever.operations.service_report import installed_version
+from retriever.security.admission import caller_of
 from retriever.sequences import SessionKey
 from retriever.service.allowances import work_of_tokens
 from retriever.service.draft_stream import DraftStream
@@ -48,8 +49,8 @@ def tenant_of(context: Any) -> str:
     Raises:
         AccessRefusedError: the caller's credentials were revoked or have expired.
     """
-    caller = getattr(context, "caller", None)
-    return "" if caller is None else str(caller.tenant)
+    caller = caller_of(context)
+    return "" if caller is None else caller.tenant
 
 
 _MINUTE_S: Final = 60.0
