@@ -96,6 +96,16 @@ class Charge:
         self._ledger.reserve(self.tenant, num_bytes, is_locked=self.is_locked)
         self.num_bytes += num_bytes
 
+    def ensure(self, num_bytes: int) -> None:
+        """Take what is missing to so many bytes; called without the drafter's lock.
+
+        Raises:
+            LimitExceededError: there is no room for it.
+        """
+        if num_bytes > self.num_bytes:
+            self._ledger.reserve(self.tenant, num_bytes - self.num_bytes, is_locked=False)
+            self.num_bytes = num_bytes
+
     def settle(self, num_bytes: int) -> None:
         """State how much it is: less than was taken, or little more."""
         if num_bytes != self.num_bytes:

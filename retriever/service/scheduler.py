@@ -21,7 +21,7 @@ from retriever.service.allowances import Allowances, work_of_draft
 from retriever.service.lanes import Lane, Lanes
 from retriever.service.turns import Line, Turns
 from retriever.sessions.client_lives import Client
-from retriever.sessions.draft_counts import TenantUse, TenantUses
+from retriever.sessions.draft_counts import TenantUses
 from retriever.sessions.embedded import EmbeddedDrafter, LongCommit
 from retriever.sessions.session_table import CheckedRequest, Session
 from retriever.v1 import retriever_pb2 as pb
@@ -162,16 +162,9 @@ class Scheduler:
         Raises:
             RetrieverError: it is refused.
         """
-        self.take_allowance(tenant, work_of_draft(budget_nodes, tokens_in(request.context, long)))
-        charge = self.drafter.charge_reading(tenant, tokens_in(request.context, long))
-        await line.take()
-        pool = await self._loaded(line, tenant)
-        tokens = await self._tokens(line, tenant, request.context, long)
-        reading = self.drafter.reading(tokens, tenant)
-        databases = await self._read(line, tenant, len(tokens), reading)
-        tree = self.drafter.draft_read(databases, budget_nodes, request.min_probability)
-        del pool, charge
-        use = self._read_by(tenant, len(tokens))
+        context = await self._context(line, tenant, request, long, budget_nodes)
+        tree = self.drafter.draft_prepared(context, budget_nodes, request.min_probability)
+        use = self.uses.of(tenant)
         use.drafts += 1
         use.nodes += len(tree)
         return tree_to_message(tree)
@@ -189,23 +182,12 @@ class Scheduler:
         Raises:
             RetrieverError: it is refused.
         """
-        self.take_allowance(tenant, work_of_draft(budget_nodes, tokens_in(request.context, long)))
-        charge = self.drafter.charge_reading(tenant, tokens_in(request.context, long))
-        await line.take()
-        pool = await self._loaded(line, tenant)
-        tokens = await self._tokens(line, tenant, request.context, long)
+        context = await self._context(line, tenant, request, long, budget_nodes)
         line.leave()
         explaining = self.drafter.explaining(
-            tokens,
-            budget_nodes,
-            request.min_probability,
-            max_documents=request.max_documents,
-            tenant=tenant,
+            context, budget_nodes, request.min_probability, request.max_documents
         )
-        response = await self.lanes.explaining.work(tenant, _told(explaining))
-        del pool, charge
-        self._read_by(tenant, len(tokens))
-        return response
+        return await self.lanes.explaining.work(tenant, _told(explaining))
 
     async def open_session(
         self,
@@ -224,16 +206,12 @@ class Scheduler:
             RetrieverError: it is refused.
         """
         self.drafter.check_vocabulary(opening.vocabulary_fingerprint, tenant)
-        charge = self.drafter.charge_reading(tenant, tokens_in(opening.prompt, long))
-        pool = await self._loaded(line, tenant)
-        prompt = await self._tokens(line, tenant, opening.prompt, long)
-        preparing = self.drafter.preparing(prompt, remember=not opening.forget, tenant=tenant)
-        session = await self._read(line, tenant, len(prompt), preparing)
+        session = await self._prepared(
+            line, tenant, opening.prompt, long, remember=not opening.forget
+        )
         session.client = client
         # `begin` runs on the loop: a call cancelled before leaves no session.
         self.drafter.begin(SessionKey(tenant, opening.session_id), session)
-        del pool, charge
-        self._read_by(tenant, len(prompt))
         return session
 
     async def end_session(
@@ -296,6 +274,43 @@ class Scheduler:
         """End the lanes' threads once they have done what is begun."""
         self.lanes.close()
 
+    async def _context(
+        self,
+        line: Line,
+        tenant: str,
+        request: pb.DraftRequest | pb.ExplainRequest,
+        long: memoryview | None,
+        budget_nodes: int,
+    ) -> Session:
+        """Read the context of a bare draft, once it is its turn.
+
+        Raises:
+            RetrieverError: it is refused.
+        """
+        num_tokens = tokens_in(request.context, long)
+        self.take_allowance(tenant, work_of_draft(budget_nodes, num_tokens))
+        await line.take()
+        return await self._prepared(line, tenant, request.context, long, remember=False)
+
+    async def _prepared(
+        self,
+        line: Line,
+        tenant: str,
+        prompt: Sequence[int],
+        long: memoryview | None,
+        *,
+        remember: bool,
+    ) -> Session:
+        """Read a prompt, in a turn; a long one is given by its bytes, and read in a lane."""
+        charge = self.drafter.charge_reading(tenant, tokens_in(prompt, long))
+        pool = await self._loaded(line, tenant)
+        tokens = await self._tokens(line, tenant, prompt, long)
+        preparing = self.drafter.preparing(tokens, remember=remember, tenant=tenant, charge=charge)
+        prepared = await self._read(line, tenant, len(tokens), preparing)
+        del pool  # its outputs stayed in memory for this
+        self._read_by(tenant, len(tokens))
+        return prepared
+
     async def _loaded(self, line: Line, tenant: str) -> object:
         """Load a tenant's outputs in a lane, if they are not in memory; keep them by the result."""
         if self.drafter.is_loaded(tenant):
@@ -347,10 +362,8 @@ class Scheduler:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    def _read_by(self, tenant: str, num_tokens: int) -> TenantUse:
-        use = self.uses.of(tenant)
-        use.tokens += num_tokens
-        return use
+    def _read_by(self, tenant: str, num_tokens: int) -> None:
+        self.uses.of(tenant).tokens += num_tokens
 
 
 def client_of(message: pb.OpenSessionRequest | pb.DraftStreamRequest) -> Client | None:

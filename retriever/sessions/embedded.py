@@ -233,24 +233,55 @@ class EmbeddedDrafter:
         self.flush()
 
     def charge_reading(self, tenant: str, num_tokens: int) -> Charge:
-        """Take the memory that a prompt needs until it is read; hold the charge until then.
+        """Take the memory of a prompt, and what reading it needs, before it waits for its turn.
+
+        It is all taken at once: if those that wait held a part, none of them might find the rest.
+
+        Args:
+            tenant: whose prompt it is.
+            num_tokens: of the prompt, or about as many.
+
+        Returns:
+            The charge, for `preparing`, which takes it over.
 
         Raises:
             LimitExceededError: there is no room for it, or the prompt is too long.
         """
         check_length(num_tokens, self.limits)
-        return self._ledger.take(tenant, _READING_BYTES * num_tokens)
+        return self._ledger.take(tenant, _READING_BYTES * num_tokens + context_bytes(num_tokens))
 
     def prepare(self, prompt: ArrayLike, *, remember: bool = True, tenant: str = "") -> Session:
         """Return a session for `begin`: the part of `open` that is slow for a long prompt."""
         return _whole(self.preparing(prompt, remember=remember, tenant=tenant))
 
     def preparing(
-        self, prompt: ArrayLike, *, remember: bool = True, tenant: str = ""
+        self,
+        prompt: ArrayLike,
+        *,
+        remember: bool = True,
+        tenant: str = "",
+        charge: Charge | None = None,
     ) -> Generator[None, None, Session]:
-        """Do as `prepare` does, in pieces."""
-        databases = yield from self.reading(prompt, tenant, learns=remember)
-        return Session(databases, len(databases.context), remember)
+        """Do as `prepare` does, in pieces; `charge` is that of `charge_reading`, if it was called.
+
+        Raises:
+            InvalidRequestError: the prompt or the tenant is invalid.
+            LimitExceededError: there is no room for it, or the prompt is too long.
+        """
+        tokens = self._tokens(prompt)
+        check_length(len(tokens), self.limits)
+        check_tenant_name(tenant)
+        try:
+            charge = charge or self._ledger.take(tenant, 0)
+            charge.ensure(context_bytes(len(tokens)))  # before the memory is
+            context = yield from Context.reading(tokens, charge)
+        except MemoryError as error:
+            raise out_of_memory() from error
+        pool, phrases = self._pool(tenant), self._bindings.phrases(tenant)
+        cursor = phrases.cursor(tokens) if phrases else None
+        corpus = self._bindings.corpus(tenant)
+        databases = Databases(context, pool, corpus, learns=remember, phrases=cursor)
+        return Session(databases, len(tokens), remember)
 
     def begin(self, key: SessionKey, prepared: Session) -> None:
         """Begin a sequence as `open` does, under a name that no open session has."""
@@ -425,38 +456,19 @@ class EmbeddedDrafter:
             InvalidRequestError: the context, the budget or the tenant is invalid.
         """
         check_draft(budget_nodes, min_probability, self.limits)
-        return self.draft_read(_whole(self.reading(context, tenant)), budget_nodes, min_probability)
+        prepared = self.prepare(context, remember=False, tenant=tenant)
+        return self.draft_prepared(prepared, budget_nodes, min_probability)
 
-    def draft_read(
-        self, databases: Databases, budget_nodes: int, min_probability: float = 0.0
+    def draft_prepared(
+        self, prepared: Session, budget_nodes: int, min_probability: float = 0.0
     ) -> DraftTree:
-        """Draft for a context that `reading` has read."""
+        """Draft for a context that `prepare` has read."""
         check_draft(budget_nodes, min_probability, self.limits)
         began = perf_counter()
         with self._lock:
-            tree = self._grow(databases, budget_nodes, min_probability)
+            tree = self._grow(prepared.databases, budget_nodes, min_probability)
             self.draft_counts.drafted_bare(perf_counter() - began)
         return tree
-
-    def reading(
-        self, context: ArrayLike, tenant: str, *, learns: bool = False
-    ) -> Generator[None, None, Databases]:
-        """Return the databases of a context, integers[n], which is read in pieces.
-
-        Raises:
-            InvalidRequestError: the context or the tenant is invalid.
-        """
-        tokens = self._tokens(context)
-        check_length(len(tokens), self.limits)
-        check_tenant_name(tenant)
-        try:
-            charge = self._ledger.take(tenant, context_bytes(len(tokens)))  # before the memory is
-            read = yield from Context.reading(tokens, charge)
-        except MemoryError as error:
-            raise out_of_memory() from error
-        pool, phrases = self._pool(tenant), self._bindings.phrases(tenant)
-        cursor = phrases.cursor(tokens) if phrases else None
-        return Databases(read, pool, self._bindings.corpus(tenant), learns=learns, phrases=cursor)
 
     def load(self, tenant: str) -> Pool:
         """Load a tenant's outputs, if they are not in memory; they stay while the pool is held.
@@ -483,31 +495,24 @@ class EmbeddedDrafter:
             InvalidRequestError: the context, a number or the tenant is invalid.
             ProvenanceError: an index is damaged.
         """
-        pieces = self.explaining(
-            context, budget_nodes, min_probability, max_documents=max_documents, tenant=tenant
-        )
-        return _whole(pieces)
-
-    def explaining(
-        self,
-        context: ArrayLike,
-        budget_nodes: int,
-        min_probability: float = 0.0,
-        *,
-        max_documents: int = DEFAULT_DOCUMENTS,
-        tenant: str = "",
-    ) -> Generator[None, None, Explanation]:
-        """Do as `explain` does, in pieces."""
         check_documents(max_documents)
         check_draft(budget_nodes, min_probability, self.limits)
-        databases = yield from self.reading(context, tenant)
+        prepared = self.prepare(context, remember=False, tenant=tenant)
+        return _whole(self.explaining(prepared, budget_nodes, min_probability, max_documents))
+
+    def explaining(
+        self, prepared: Session, budget_nodes: int, min_probability: float, max_documents: int
+    ) -> Generator[None, None, Explanation]:
+        """Do as `explain` does, in pieces, for a context that `prepare` has read."""
+        check_documents(max_documents)
+        check_draft(budget_nodes, min_probability, self.limits)
         with self._lock:
-            tree = self._grow(databases, budget_nodes, min_probability)
+            tree = self._grow(prepared.databases, budget_nodes, min_probability)
             evidence = DraftedRows.of(self._predictor, budget_nodes)
-            indexes = self.indexes_of(tenant)  # of this draft, even after a refresh
+            indexes = self.indexes_of(prepared.tenant)  # of this draft, even after a refresh
         yield
         supports = []
-        for support in trace_nodes(tree, databases, evidence):
+        for support in trace_nodes(tree, prepared.databases, evidence):
             supports.append(support)
             yield
         nodes = []

@@ -24,9 +24,9 @@ from retriever import DrafterUnavailableError, DraftRequest, RemoteDrafter
 from retriever.operations.lifecycle import LIVENESS, SERVICE
 from retriever.operations.logs import JsonLines
 from retriever.operations.observer import End, ServiceObserver
-from retriever.predict.databases import Databases
 from retriever.service.serving import start
 from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.sessions.session_table import Session
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
@@ -167,8 +167,8 @@ def test_an_interrupt_while_nobody_is_there_ends_with_status_0() -> None:
 class Faulty(EmbeddedDrafter):
     """A drafter with a fault, whose error shows what somebody sent."""
 
-    def draft_read(self, databases: Databases, *_: Any, **__: Any) -> DraftTree:
-        raise ValueError(f"cannot cope with {databases.context.last(1)!r}")
+    def draft_prepared(self, prepared: Session, *_: Any, **__: Any) -> DraftTree:
+        raise ValueError(f"cannot cope with {prepared.databases.context.last(1)!r}")
 
 
 async def _fail(folder: Path) -> ServiceObserver:

@@ -201,11 +201,11 @@ def test_a_ring_that_grows_or_wraps_in_pieces_holds_the_same(held: int) -> None:
 def test_a_long_context_is_read_and_explained_in_pieces_as_at_once() -> None:
     drafter = EmbeddedDrafter()
     context = tokens(LONG)
-    databases, num_pieces = whole(drafter.reading(context, ""))
+    prepared, num_pieces = whole(drafter.preparing(context, remember=False))
     assert num_pieces > 3
-    one, other = drafter.draft_read(databases, 24), drafter.draft_context(context, 24)
+    one, other = drafter.draft_prepared(prepared, 24), drafter.draft_context(context, 24)
     assert one.token_ids.tolist() == other.token_ids.tolist()
-    explanation, num_pieces = whole(drafter.explaining(context, 24))
+    explanation, num_pieces = whole(drafter.explaining(prepared, 24, 0.0, 4))
     assert num_pieces > 24
     assert explanation.tree.token_ids.tolist() == one.token_ids.tolist()
 
