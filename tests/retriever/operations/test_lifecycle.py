@@ -40,7 +40,9 @@ NOT_READY = health_pb2.HealthCheckResponse.NOT_SERVING
 class SlowToWarm(EmbeddedDrafter):
     """A drafter that is warm when it is told to be."""
 
-    released = Event()
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = Event()
 
     def warm(self) -> None:
         assert self.released.wait(200)

@@ -85,7 +85,6 @@ def test_a_service_says_so_while_it_starts_and_drains(tmp_path: Path) -> None:
 
 async def _phases(folder: Path) -> list[int]:
     drafter, observer, address = SlowToWarm(), ServiceObserver(), f"unix:{folder}/draft.sock"
-    SlowToWarm.released.clear()
     starting = asyncio.create_task(start(drafter, address, observer))
     async with aio.insecure_channel(address) as channel:
         await channel.channel_ready()
