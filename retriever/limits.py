@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,6 +23,11 @@ MAX_DOCUMENTS: Final = 64
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """Longest message in either direction; a prompt of a million tokens fits."""
+
+Durability = Literal["process", "disk"]
+"""What an acknowledged output survives: a kill of the process, or also a power failure."""
+
+DEFAULT_DURABILITY: Final[Durability] = "process"
 
 MAX_FINGERPRINT: Final = 128
 """Longest fingerprint of a tokenizer, in hexadecimal digits: SHA-512 fits."""
@@ -230,8 +235,8 @@ RETRY_S: Final = 5.0
 """What a refusal for want of room tells to wait, in seconds: sessions end meanwhile."""
 
 MAPPED_BYTES: Final = 1 << 17
-"""Larger arrays are mapped one by one, and go back to the system when they are freed: glibc's
-default, which it raises as such are freed unless it is set (`retriever.service.serving`)."""
+"""Larger arrays of sequences are mapped one by one, and go back to the system when they are
+freed."""
 
 
 def out_of_memory() -> LimitExceededError:

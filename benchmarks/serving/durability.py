@@ -25,9 +25,9 @@ import numpy as np
 import typer
 
 from retriever.drafter import DraftRequest, TokenIds
-from retriever.limits import Limits
+from retriever.limits import Durability, Limits
 from retriever.log.generations_log import GenerationsLog
-from retriever.log.options import Durability, LogOptions
+from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.sessions.embedded import EmbeddedDrafter
 

@@ -2,19 +2,19 @@
 
 A victim asks for one-sequence steps, and now and then opens and closes a session, in a process of
 its own. It is measured alone, beside each attack (`fairness_attacks.ATTACKS`), and right before
-that beside a control: processes that take as many cores as the attack does and ask for nothing.
+that beside a control: processes that take the processor time that the attack takes, at full cores
+and a rest, and ask for nothing.
 Phases are short and repeated, so that a noisy machine is the same for both.
 """
 
 import json
-import math
 import os
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -174,18 +174,12 @@ def _running(target: Any, *arguments: Any) -> Iterator[int]:
 
 
 @contextmanager
-def _controls(number: int, go: Any) -> Iterator[None]:
-    with _running(spin, go) if number else _nothing():
-        if number <= 1:
-            yield
-            return
-        with _controls(number - 1, go):
-            yield
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def _controls(cores: float, go: Any) -> Iterator[None]:
+    with ExitStack() as running:
+        while cores > 0:
+            running.enter_context(_running(spin, min(1.0, cores), go))
+            cores -= 1
+        yield
 
 
 def measure(
@@ -229,8 +223,8 @@ def _beside(
         go.set()
         _, cores = phases.run(pid, attacker)
         go.clear()
-        number = min(os.cpu_count() or 1, max(1, math.ceil(cores - idle_cores)))
-        with _controls(number, spinning):
+        taken = max(0.0, min(os.cpu_count() or 1, cores - idle_cores))
+        with _controls(taken, spinning):
             time.sleep(1)
             for repeat in range(repeats):
                 _say(f"{kind}: {repeat + 1} of {repeats}")
@@ -260,7 +254,7 @@ def _beside(
     return {
         **ratios,
         **summaries,
-        "control_cores": number,
+        "control_cores": round(taken, 2),
         "answered": tally.answered,
         "refused": tally.refused,
         "failed": tally.failed,

@@ -5,6 +5,7 @@ attack runs while an event is set, in a process of its own.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
@@ -22,6 +23,7 @@ _LONG: Final = 1_000_000
 _VOCABULARY: Final = 32_000
 _NODES: Final = 32
 _PAUSED_S: Final = 0.01
+_SPUN_S: Final = 0.01  # in which a control takes its share of a core: as long as two drafts' passes
 
 
 @dataclass(slots=True)
@@ -244,9 +246,10 @@ async def _attack(kind: str, address: str, token: str, go: Event, outbox: Any) -
             outbox.put(tally)
 
 
-def spin(go: Event) -> None:
-    """Take one core while the event is set: a control that asks for nothing."""
-    while True:
-        if go.wait():
-            for _ in range(10_000):
-                pass
+def spin(share: float, go: Event) -> None:
+    """Take a share of one core while the event is set: a control that asks for nothing."""
+    while go.wait():
+        until_s = time.monotonic() + _SPUN_S * share
+        while time.monotonic() < until_s:
+            pass
+        time.sleep(_SPUN_S * (1.0 - share))

@@ -1,14 +1,9 @@
 """Options of the log of generations."""
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-from retriever.limits import Limits
-
-Durability = Literal["process", "disk"]
-"""What an acknowledged output survives: a kill of the process, or also a power failure."""
-
-DEFAULT_DURABILITY: Final[Durability] = "process"
+from retriever.limits import DEFAULT_DURABILITY, Durability, Limits
 
 _LIMITS: Final = Limits()
 

@@ -18,8 +18,11 @@ from indexer.flags import Metavar
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.client.credentials import VARIABLES, Credentials
 from retriever.errors import InvalidRequestError, SettingsError
-from retriever.limits import Limits
-from retriever.log.options import DEFAULT_DURABILITY, Durability
+from retriever.limits import (
+    DEFAULT_DURABILITY,
+    Durability,
+    Limits,
+)
 from retriever.replication.options import ReplicationOptions, without_credentials
 from retriever.security.private_files import DEFAULT_GRACE_S
 

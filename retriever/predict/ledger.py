@@ -127,7 +127,6 @@ class Ledger:
         evictor: makes room; None if nothing can.
         max_bytes: as given.
         max_tenant_bytes: as given.
-        num_freed: bytes given back so far.
     """
 
     def __init__(self, max_bytes: int, max_tenant_bytes: int) -> None:
@@ -138,7 +137,6 @@ class Ledger:
         self._of: Counter[str] = Counter()
         self._lock = Lock()
         self._released: deque[tuple[str, int]] = deque()
-        self.num_freed = 0
 
     @property
     def total(self) -> int:
@@ -205,7 +203,6 @@ class Ledger:
             tenant, num_bytes = self._released.popleft()
             self._total -= num_bytes
             self._of[tenant] -= num_bytes
-            self.num_freed += max(0, num_bytes)
             if not self._of[tenant]:
                 del self._of[tenant]
 

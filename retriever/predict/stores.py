@@ -1,5 +1,8 @@
 """Stores of tokens with hash chains that find earlier occurrences of the last tokens."""
 
+import math
+import mmap
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +31,7 @@ _MIN_LAST: Final = 4096
 """Least entries in the table of a sequence's last tokens: 16 KiB."""
 
 
-_ADVISED_BYTES: Final = 1 << 22  # numpy asks for huge pages for arrays from this size on
+_ADVISED_BYTES: Final = 1 << 22  # huge pages are asked for from this size on
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,37 @@ def _touched(array: NDArray[np.int32], used: int) -> int:
 
 @cache
 def _huge_page() -> int:
-    """Return the bytes of a huge page, which numpy asks for; 1 where there is none."""
+    """Return the bytes of a huge page; 1 where there is none."""
     folder = Path("/sys/kernel/mm/transparent_hugepage")
     with suppress(OSError, ValueError):
         if "[never]" not in (folder / "enabled").read_text():
             return int((folder / "hpage_pmd_size").read_text())
     return 1
+
+
+def _mapped(shape: tuple[int, ...], fill: int = 0) -> NDArray[np.int32]:
+    """Return int32 of a shape and value; a large array goes back to the system when it is freed.
+
+    Allocators keep what they were given back, and messages are faster to receive for it: but
+    memory of an ended sequence is far more, and may never be asked for again.
+
+    Raises:
+        MemoryError: the system has no memory left.
+    """
+    num_bytes = 4 * math.prod(shape)
+    if num_bytes < MAPPED_BYTES or os.name != "posix":
+        return np.full(shape, fill, np.int32) if fill else np.zeros(shape, np.int32)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError from error
+    if num_bytes >= _ADVISED_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(memory, np.int32).reshape(shape)
+    if fill:
+        array[:] = fill
+    return array
 
 
 class ChainStore:
@@ -123,11 +151,11 @@ class ChainStore:
         self.cursor = np.array([-1, 0], np.int64) if cursor is None else cursor
         self._source = int(source)
         self.chains = Chains(
-            np.zeros(size, np.int32),
-            np.full((len(limits.orders), size // 2), -1, np.int32),
-            np.zeros((len(limits.orders), size), np.int32),
+            _mapped((size,)),
+            _mapped((len(limits.orders), size // 2), -1),
+            _mapped((len(limits.orders), size)),
             np.array([start, start, start], np.int64),
-            np.full(max(size, _MIN_LAST) if source == Source.CONTEXT else 1, -1, np.int32),
+            _mapped((max(size, _MIN_LAST) if source == Source.CONTEXT else 1,), -1),
         )
         self.packed = pack(self.chains, self._orders, Cursor(self.cursor))
         self.num_bytes = sum(array.nbytes for array in self.chains)

@@ -129,6 +129,7 @@ class Lane:
         self._tenants: OrderedDict[str, _Queue] = OrderedDict()  # those whose turn comes first
         self._num_of: dict[str, int] = {}
         self._mean_s = 0.0
+        self._is_closed = False
 
     @property
     def num_tenants(self) -> int:
@@ -157,7 +158,7 @@ class Lane:
         with self._interval.short():
             with self._lock:
                 self._tenants.setdefault(tenant, _Queue()).fresh.append(work)
-            self._threads.submit(self._take_piece)
+            self._threads.submit(self._take_pieces)
             try:
                 result: _Result = await work.answer
             except asyncio.CancelledError:
@@ -170,7 +171,8 @@ class Lane:
             return result
 
     def close(self) -> None:
-        """End the threads once they have done what is begun."""
+        """End the threads after the pieces that are under way."""
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self, tenant: str) -> None:
@@ -205,12 +207,14 @@ class Lane:
                 if not queue.fresh and not queue.num_begun:
                     del self._tenants[work.tenant]
 
-    # Called in the lane's threads: there is one such call for every piece that waits.
+    # Called in the lane's threads: there is one such call for all work that came, at least.
 
-    def _take_piece(self) -> None:
-        work = self._next()
-        if work is None:
-            return
+    def _take_pieces(self) -> None:
+        while not self._is_closed and (work := self._next()) is not None:
+            self._take_piece(work)
+            del work  # its answer holds what it came to, which may be much
+
+    def _take_piece(self, work: _Work) -> None:
         if work.is_cancelled:
             self._end(work, None, None)
             return
@@ -228,7 +232,6 @@ class Lane:
             work.seconds += time.monotonic() - began_s
             with self._lock:
                 self._queue_of(work.tenant).begun.append(work)
-            self._threads.submit(self._take_piece)
 
     def _next(self) -> _Work | None:
         """Remove and return the work whose turn it is, and put its tenant behind the others."""
@@ -248,11 +251,8 @@ class Lane:
         with self._lock:
             queue = self._queue_of(work.tenant)
             queue.num_begun -= 1
-            has_next = bool(queue.fresh)
             if not queue.fresh and not queue.num_begun:
                 del self._tenants[work.tenant]
-        if has_next:  # its call may have found no work that might be begun
-            self._threads.submit(self._take_piece)
         work.answer.get_loop().call_soon_threadsafe(_resolve, work.answer, result, error)
 
 
@@ -279,7 +279,7 @@ class Lanes:
         self.loading = Lane("loading", 2, most, uses, interval)
 
     def close(self) -> None:
-        """End the threads once they have done what is begun."""
+        """End the threads after the pieces that are under way."""
         for lane in (self.reading, self.explaining, self.disk, self.loading):
             lane.close()
 

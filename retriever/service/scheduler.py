@@ -271,7 +271,7 @@ class Scheduler:
         return numbers
 
     def close(self) -> None:
-        """End the lanes' threads once they have done what is begun."""
+        """End the lanes' threads after the pieces that are under way."""
         self.lanes.close()
 
     async def _context(

@@ -160,7 +160,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
         self._deleting = Deleting(drafter.limits.max_tenant_deletions)
 
     def close(self) -> None:
-        """End the threads that work for calls, once they have done what is begun."""
+        """End the threads that work for calls, after what is under way."""
         self._scheduler.close()
 
     async def Draft(self, request: pb.DraftRequest, context: _Context) -> pb.DraftResponse:

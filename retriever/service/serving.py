@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from retriever.errors import InvalidRequestError
-from retriever.limits import MAPPED_BYTES, check_memory
+from retriever.limits import MAX_MESSAGE_BYTES, check_memory
 from retriever.operations.lifecycle import HEALTH_METHODS
 from retriever.operations.logs import log_event
 from retriever.operations.observer import ServiceObserver
@@ -31,6 +31,7 @@ from retriever.service.addresses import OWNER_ALONE, UNIX, SocketAccess, check_a
 from retriever.service.servicer import RetrieverServicer
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
+from retriever.wire import long_messages
 from retriever.wire.channels import server_options
 from retriever.wire.long_messages import name_of, parsed
 from retriever.wire.statuses import abort
@@ -38,6 +39,7 @@ from retriever.wire.statuses import abort
 _LIBRARY: Final[Any] = ctypes.CDLL(None) if os.name == "posix" else None
 _set_option: Final[Any] = getattr(_LIBRARY, "mallopt", None)
 _MMAP_THRESHOLD: Final = -3  # M_MMAP_THRESHOLD of malloc.h
+_TRIM_THRESHOLD: Final = -1  # M_TRIM_THRESHOLD
 _trim: Final[Any] = getattr(_LIBRARY, "malloc_trim", None)
 
 
@@ -50,14 +52,17 @@ def give_back() -> None:
         _trim(0)
 
 
-def map_large_arrays() -> None:
-    """Have glibc map large arrays one by one, so that they go back to the system when freed.
+def keep_message_memory() -> None:
+    """Have glibc keep the memory of messages for the next ones; `give_back` returns it.
 
-    It does so from 128 KiB on, but raises that up to 32 MiB as such arrays are freed: memory of
-    ended sessions then stays in its heaps. Source: mallopt(3).
+    A message of a million tokens is copied twice as it is received, which takes 1 ms into memory
+    that was used before, and 5 ms into new pages: all streams wait for it. By default glibc maps
+    the first such blocks one by one and gives back what is free at the end of its heap.
+    Source: mallopt(3).
     """
     if _set_option is not None:
-        _set_option(_MMAP_THRESHOLD, MAPPED_BYTES)
+        _set_option(_MMAP_THRESHOLD, 2 * MAX_MESSAGE_BYTES)
+        _set_option(_TRIM_THRESHOLD, 4 * MAX_MESSAGE_BYTES)
 
 
 def settle() -> None:
@@ -72,9 +77,7 @@ def settle() -> None:
 
 _SHORTEST_PERIOD_S: Final = 0.01  # a look takes microseconds
 _LONGEST_PERIOD_S: Final = 60.0  # idle sessions are found at most this late
-_GIVE_BACK_EVERY_S: Final = 10.0  # a call takes a few ms
-_GIVE_BACK_SOON_S: Final = 1.0  # where much was freed: at a ceiling, where sessions come and go
-_MUCH_FREED: Final = 1 << 25
+_GIVE_BACK_EVERY_S: Final = 5.0  # it takes a few ms, and a little more from each message after it
 
 
 @asynccontextmanager
@@ -83,7 +86,7 @@ async def sweeping(drafter: EmbeddedDrafter) -> AsyncIterator[None]:
 
     Freed memory is returned to the system regularly.
     """
-    tasks = [asyncio.create_task(_sweep(drafter)), asyncio.create_task(_give_back(drafter))]
+    tasks = [asyncio.create_task(_sweep(drafter)), asyncio.create_task(_give_back())]
     try:
         yield
     finally:
@@ -100,14 +103,10 @@ async def _sweep(drafter: EmbeddedDrafter) -> None:
         drafter.end_idle()
 
 
-async def _give_back(drafter: EmbeddedDrafter) -> None:
-    freed, waited_s = drafter.num_freed, 0.0
+async def _give_back() -> None:
     while True:
-        await asyncio.sleep(_GIVE_BACK_SOON_S)
-        waited_s += _GIVE_BACK_SOON_S
-        if waited_s >= _GIVE_BACK_EVERY_S or drafter.num_freed - freed > _MUCH_FREED:
-            await asyncio.to_thread(give_back)
-            freed, waited_s = drafter.num_freed, 0.0
+        await asyncio.sleep(_GIVE_BACK_EVERY_S)
+        await asyncio.to_thread(give_back)
 
 
 _NO_MESSAGE: Final = "the request is not a message of this call: see the contract for its form"
@@ -204,11 +203,12 @@ class _Listening:
 
     async def open(self, open_drafter: Callable[[], EmbeddedDrafter]) -> EmbeddedDrafter:
         """Open a drafter in another thread, warm it up, and take calls from then on."""
-        map_large_arrays()
+        keep_message_memory()
         try:
             drafter = await asyncio.to_thread(open_drafter)
             self.servicer.answer_with(drafter)
             await asyncio.to_thread(drafter.warm)
+            await asyncio.to_thread(long_messages.warm)
         except BaseException:
             await self.server.stop(None)
             raise

@@ -27,6 +27,7 @@ from retriever.errors import (
 )
 from retriever.limits import (
     DEFAULT_DOCUMENTS,
+    DEFAULT_DURABILITY,
     Limits,
     check_documents,
     check_draft,
@@ -38,7 +39,6 @@ from retriever.limits import (
     out_of_memory,
     shown,
 )
-from retriever.log.options import DEFAULT_DURABILITY
 from retriever.log.pools import Pools
 from retriever.predict.databases import Context, Databases, context_bytes
 from retriever.predict.generations import Scope, session_origin
@@ -660,11 +660,6 @@ class EmbeddedDrafter:
             sessions = self._sessions.all()
         census = census_of(sessions, self._pools.all(), self._ledger, self._lock)
         return replace(census, base_bytes=self._base_bytes + resident_bytes()[1])
-
-    @property
-    def num_freed(self) -> int:
-        """Bytes that what was kept has freed so far: allocators may hold them back."""
-        return self._ledger.num_freed
 
     @property
     def evictions(self) -> Mapping[str, int]:

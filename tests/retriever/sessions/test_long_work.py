@@ -17,6 +17,7 @@ from retriever.sessions.session_table import CheckedRequest
 
 KEY = SessionKey("", "s")
 LONG = 60_000
+VERY_LONG = 4 * LONG
 # Room for one long sequence, with the short one that it grows from, and not for two.
 ROOM = context_bytes(LONG + 100) + context_bytes(100) + (1 << 18)
 
@@ -67,10 +68,10 @@ def test_drafts_after_a_long_commit_are_those_of_a_commit_at_once(num_prompt: in
 
 
 def test_growth_of_a_long_sequence_is_cut_too() -> None:
-    prompt = tokens(LONG)
+    prompt = tokens(VERY_LONG)
     drafter = drafter_with(prompt)
-    known, num_long = LONG, 0
-    for new in np.array_split(tokens(LONG * 2, 1), 200):
+    known, num_long = VERY_LONG, 0
+    for new in np.array_split(tokens(VERY_LONG * 2, 1), 200):
         (step,) = drafter.commit_each([DraftRequest("s", new, known + len(new), 4)], "")
         known += len(new)
         if isinstance(step, LongCommit):
@@ -200,7 +201,7 @@ def test_a_ring_that_grows_or_wraps_in_pieces_holds_the_same(held: int) -> None:
 
 def test_a_long_context_is_read_and_explained_in_pieces_as_at_once() -> None:
     drafter = EmbeddedDrafter()
-    context = tokens(LONG)
+    context = tokens(VERY_LONG)
     prepared, num_pieces = whole(drafter.preparing(context, remember=False))
     assert num_pieces > 3
     one, other = drafter.draft_prepared(prepared, 24), drafter.draft_context(context, 24)
