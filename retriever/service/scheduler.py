@@ -252,9 +252,9 @@ class Scheduler:
             return await asyncio.shield(lasting)
         except LimitExceededError as error:
             self.drafter.withdraw(commit)
-            return error
+            return error.with_traceback(None)  # its frames hold the session
         except RetrieverError as error:
-            return error
+            return error.with_traceback(None)
         finally:
             await line.take()
 

@@ -304,7 +304,8 @@ class EmbeddedDrafter:
                     step = self._checked(request, namespace)
                     self._sessions.charge(step.session, len(step.new_tokens))
                 except RetrieverError as error:
-                    committed.append(error)
+                    # Its frames hold this list, and so sessions that may have ended.
+                    committed.append(error.with_traceback(None))
                     continue
                 if step.session.databases.context.is_long(len(step.new_tokens)):
                     step.session.is_committing = True

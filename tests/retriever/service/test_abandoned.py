@@ -1,0 +1,119 @@
+"""What a caller leaves behind in the middle of long work: nothing that is locked, nothing held."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from retriever.errors import LimitExceededError
+from retriever.limits import Limits
+from retriever.service.draft_stream import DraftStream
+from retriever.service.scheduler import Scheduler
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.v1 import retriever_pb2 as pb
+
+LONG = 200_000
+TOKENS = (np.arange(LONG) * 7919 % 5000).tolist()
+NAMES = ("a", "b", "c")
+
+_Result = TypeVar("_Result")
+
+
+def scheduled(limits: Limits, run: Callable[[Scheduler], Awaitable[_Result]]) -> _Result:
+    """Return what something comes to that uses a scheduler on one loop."""
+
+    async def alone() -> _Result:
+        drafter = EmbeddedDrafter(limits=limits)
+        scheduler = Scheduler(drafter)
+        try:
+            return await run(scheduler)
+        finally:
+            scheduler.close()
+            drafter.shut_down()
+
+    return asyncio.run(alone())
+
+
+async def nothing_is_held(drafter: EmbeddedDrafter) -> None:
+    """Wait until no memory is charged but that of empty pools."""
+    empty = EmbeddedDrafter()
+    empty.load("t")
+    least = empty.census().reserved_bytes
+    for _ in range(500):
+        held = (await asyncio.to_thread(drafter.census)).reserved_bytes
+        if held <= least:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{held} bytes are held, {least} by what is empty")
+
+
+def stepping(number: int, length: int, tokens: list[int]) -> pb.DraftStreamRequest:
+    steps = [
+        pb.SessionStep(session_id=name, new_token_ids=tokens, length=length, budget_nodes=4)
+        for name in NAMES
+    ]
+    return pb.DraftStreamRequest(sequence_number=number, steps=steps)
+
+
+@pytest.mark.parametrize("after", range(12))
+def test_sessions_can_go_on_after_a_message_was_given_up_within_long_steps(after: int) -> None:
+    """Wherever it was: a step is noted as a whole or not at all, and none stays under way."""
+
+    async def run(scheduler: Scheduler) -> None:
+        drafter = scheduler.drafter
+        with scheduler.turns.stream("t") as line:
+            stream = DraftStream(scheduler, "t", line)
+            openings = [pb.OpenSessionRequest(session_id=name, prompt=[1, 2]) for name in NAMES]
+            await stream.answer(pb.DraftStreamRequest(sequence_number=1, openings=openings))
+            given_up = asyncio.create_task(stream.answer(stepping(2, LONG + 2, TOKENS)))
+            for _ in range(after):
+                await asyncio.sleep(0.002)
+            given_up.cancel()
+            await asyncio.gather(given_up, return_exceptions=True)
+            was_done = not given_up.cancelled()
+            del given_up  # its error holds its frames
+            if was_done:
+                return
+            for name in NAMES:  # a commit that has begun is finished without its caller
+                for _ in range(500):
+                    taken = [await took(stream, name, length) for length in (3, LONG + 3)]
+                    if any(taken):
+                        break
+                    await asyncio.sleep(0.01)
+                assert sum(taken) == 1, name
+            stream.close()
+        await nothing_is_held(drafter)
+
+    async def took(stream: DraftStream, name: str, length: int) -> bool:
+        """Return whether a session takes a step of one token to a length."""
+        step = pb.SessionStep(session_id=name, new_token_ids=[7], length=length, budget_nodes=4)
+        answer = await stream.answer(pb.DraftStreamRequest(sequence_number=2, steps=[step]))
+        stream._number = 1  # noqa: SLF001  (of one message after another, each the second)
+        return not answer.statuses
+
+    scheduled(Limits(), run)
+
+
+def test_what_is_refused_or_given_up_holds_no_memory() -> None:
+    """Errors hold the frames in which they arose, and those the charges of what they were about."""
+
+    async def run(scheduler: Scheduler) -> int:
+        requests = [pb.DraftRequest(context=TOKENS, budget_nodes=4) for _ in range(20)]
+        calls = [asyncio.create_task(draft(scheduler, request)) for request in requests]
+        await asyncio.sleep(0.02)
+        for call in calls[::3]:
+            call.cancel()
+        came_to = await asyncio.gather(*calls, return_exceptions=True)
+        num_refused = sum(isinstance(each, LimitExceededError) for each in came_to)
+        del calls, came_to, call
+        await nothing_is_held(scheduler.drafter)
+        return num_refused
+
+    async def draft(scheduler: Scheduler, request: pb.DraftRequest) -> None:
+        with scheduler.call("t") as line:
+            await scheduler.draft(line, "t", request, None, 4)
+
+    room = 40 << 20
+    assert scheduled(Limits(max_bytes=room, max_tenant_bytes=room), run) > 0
