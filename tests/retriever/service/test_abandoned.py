@@ -90,7 +90,7 @@ def test_sessions_can_go_on_after_a_message_was_given_up_within_long_steps(after
         """Return whether a session takes a step of one token to a length."""
         step = pb.SessionStep(session_id=name, new_token_ids=[7], length=length, budget_nodes=4)
         answer = await stream.answer(pb.DraftStreamRequest(sequence_number=2, steps=[step]))
-        stream._number = 1  # noqa: SLF001  (of one message after another, each the second)
+        stream._number = 1  # of one message after another, each the second
         return not answer.statuses
 
     scheduled(Limits(), run)
