@@ -21,7 +21,7 @@ PARTS: Final[Mapping[str, str]] = MappingProxyType(
 SEEDS: Final = "seeds"
 """Marks tests that draw cases at random: a few of them always, all where this part is asked for."""
 
-_VARIABLE: Final = "FOREDRAFT_TEST_SEEDS"  # read by processes that tests start as well
+_VARIABLE: Final = "SEEDED_TEST_CASES"  # read by processes that tests start; `FOREDRAFT_…` are settings
 
 
 def draw_all_cases() -> None:
