@@ -96,6 +96,7 @@ _PROMPTS: Final = {
     "input": Shape.PROMPT,
 }
 _OUTPUTS: Final = ("output", "completion", "response", "answer", "choices")
+_SYSTEM: Final = ("system", "system_prompt")
 _TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text"})
 _MAX_DEPTH: Final = 8
 """Contents within contents: tools nest two or three, and deeper ones could exhaust the stack."""
@@ -120,6 +121,16 @@ def conversation_of(record: object, field: str = "") -> Conversation | None:
     if shape is None:
         return None
     return Conversation(shape, tuple(reading.turns), tuple(reading.left_out))
+
+
+def conversation_columns(names: Collection[str]) -> list[str]:
+    """Return the columns of a table that its conversations stand in; empty if it has none."""
+    is_log = "request" in names and "response" in names
+    has_pair = any(key in names for key in _PROMPTS) and any(key in names for key in _OUTPUTS)
+    if not (is_log or has_pair or any(key in names for key in (*_LISTS, "prompt"))):
+        return []
+    known = {*_LISTS, *_PROMPTS, *_OUTPUTS, *_SYSTEM, "request"}
+    return [name for name in names if name in known]
 
 
 def turns_of(conversation: Conversation, role: str) -> Iterator[tuple[int, str]]:
@@ -205,7 +216,7 @@ class _Reading:
     def _add_system(self, record: Mapping[str, Any], items: list[Any]) -> None:
         first = items[0] if items else None
         has_own = isinstance(first, Mapping) and _role(first) == "system"
-        for key in () if has_own else ("system", "system_prompt"):
+        for key in () if has_own else _SYSTEM:
             value = record.get(key)
             if isinstance(value, str) and value.strip():
                 self.turns.append(Turn("system", value))
