@@ -113,7 +113,7 @@ def _pieces_of(
     for file in files:
         num_files += 1
         try:
-            yield from _pieces(file, options)
+            yield from pieces_of_file(file, options)
         except TableError as error:
             refused.append(error)
             tally.drop(error.reason, file.name, error.remedy)
@@ -127,7 +127,15 @@ def _pieces_of(
         raise SourceError(f"{source}: {refused[0]}")
 
 
-def _pieces(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
+def pieces_of_file(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
+    """Cut a file into pieces, in the form that its name and its content say.
+
+    Raises:
+        TableError: it is a table without a column that can be used, or pyarrow is missing.
+        DamagedTableError: it is a damaged table.
+        texts.DAMAGED: it cannot be decompressed.
+        OSError: it cannot be read.
+    """
     file = with_form(file, options)
     if file.format.is_table:
         return cut_table(file, options)
