@@ -228,7 +228,7 @@ def _axes(content: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """
     if "cost_curve" in content:
         rows = content["cost_curve"]
-        widths = list(next(iter(rows.values())))
+        widths = list(next(iter(rows.values()), ()))
         return list(rows), widths, [[row[width] for width in widths] for row in rows.values()]
     if "contexts" in content:
         return content["contexts"], content["widths"], content["seconds"]
