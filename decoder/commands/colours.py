@@ -30,8 +30,13 @@ class Colouring(StrEnum):
         """
         if self is not Colouring.AUTO:
             return self is Colouring.ALWAYS
-        is_wanted = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+        is_wanted = not environment.get("NO_COLOR") and not is_dumb(environment)
         return is_wanted and stream.isatty()
+
+
+def is_dumb(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the terminal knows no escape sequences, by its own word."""
+    return environment.get("TERM") == "dumb"
 
 
 _UNLISTED: Final = {Source.MODEL: "#56b4e9", Source.UNSPECIFIED: "#d55e00"}
