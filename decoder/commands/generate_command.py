@@ -15,7 +15,6 @@ from decoder.commands.colours import Colouring, Palette
 from decoder.commands.generate import AnswerOptions, Interruption
 from decoder.commands.options import (
     AnsweredPrompts,
-    AsJson,
     ChoiceSettings,
     ModelSettings,
     ShownSettings,
@@ -27,7 +26,7 @@ from decoder.errors import ContradictoryOptionsError, InvalidPromptError, Unknow
 from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
 from decoder.sampling.constraint import check_regex
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
-from indexer.flags import with_flags
+from indexer.flags import AsJson, with_flags
 from indexer.launch import INTERRUPTED, errors_in_one_line
 
 

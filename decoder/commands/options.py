@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
-import typer
 from pydantic import BaseModel, ConfigDict, Field
 
 from decoder.commands.colours import Colouring
@@ -15,13 +14,6 @@ from decoder.model.pretrained import Attention, ModelOptions, Precision
 from decoder.sampling.sampling_settings import SamplingSettings
 from indexer.flags import Metavar, flag_of
 from indexer.tokenizer import DEFAULT_MODEL
-
-AsJson = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print the report as JSON, on standard output.", rich_help_panel="Output"
-    ),
-]
 
 _MODEL: Final = ModelOptions(DEFAULT_MODEL)
 _SAMPLING: Final = SamplingSettings()

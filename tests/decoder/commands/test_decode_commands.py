@@ -129,7 +129,7 @@ def test_help_names_the_commands_and_says_what_each_option_does(
     for name, subcommand in commands.items():
         assert name in listed
         assert run(monkeypatch, name, "--help") == 0
-        described = capsys.readouterr().out
+        described = " ".join(capsys.readouterr().out.split())
         for parameter in subcommand.params:
             is_argument = parameter.param_type_name == "argument"
             assert (parameter.metavar if is_argument else parameter.opts[0]) in described
@@ -138,7 +138,7 @@ def test_help_names_the_commands_and_says_what_each_option_does(
         ungrouped = [
             p.name for p in subcommand.params if not p.rich_help_panel and p.name != "help"
         ]
-        assert ungrouped == ([] if name != "trace" else ["file", "as_json"])
+        assert ungrouped == ([] if name != "trace" else ["file"])
 
 
 def test_listed_phrases_change_no_output(
