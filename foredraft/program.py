@@ -43,6 +43,7 @@ COMMANDS: Final = (
     Command("health", "serve", "retriever", "Say whether a service takes calls."),
     Command("info", "serve", "retriever", "Show a service's version, phase, models and limits."),
     Command("generate", "decode", "decoder", "Answer prompts with a model and drafts."),
+    Command("chat", "decode", "decoder", "Talk with a model, and see what each token came from."),
     Command("bench", "decode", "decoder", "Measure against decoding without drafts."),
     Command("documents", "look", "indexer", "List the documents of an index."),
     Command("inspect", "look", "indexer", "Say what an index holds, and for which tokenizer."),

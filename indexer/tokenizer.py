@@ -196,6 +196,19 @@ def encode_prompt(
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
+    return encode_chat(tokenizer, messages)
+
+
+def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]) -> list[int]:
+    """Return the token ids of a conversation, up to where the model answers.
+
+    Args:
+        tokenizer: the model's, with a chat template.
+        messages: objects with `role` and `content`, in order.
+
+    Raises:
+        TokenizerError: the template does not take them.
+    """
     return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
 
 

@@ -28,17 +28,13 @@ from indexer.commands.command_options import (
 from indexer.commands.progress import BuildProgress
 from indexer.commands.summary import summarise
 from indexer.errors import IndexerError
-from indexer.flags import AsJson, with_flags
+from indexer.flags import AsJson, CommandLine, with_flags
 from indexer.launch import errors_in_one_line
 from indexer.sources import Turns
 from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer
 
-app = typer.Typer(
-    help="Turn text into an index that drafts are looked up in, and look after such indexes.",
-    no_args_is_help=True,
-    epilog="--version, in place of a command, prints the version.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
+app = CommandLine(
+    "Turn text into an index that drafts are looked up in, and look after such indexes."
 )
 
 
@@ -53,6 +49,7 @@ def build(
             "--output",
             "-o",
             metavar="DIR",
+            rich_help_panel="Index",
             help="Where the index goes. It appears when it is whole; a build that fails or is "
             "killed leaves nothing there. Needed, except with --dry-run.",
         ),
@@ -61,6 +58,7 @@ def build(
         str,
         typer.Option(
             metavar="MODEL",
+            rich_help_panel="Index",
             help="The tokenizer of the model that will decode: a hub id, a folder or a .gguf "
             "file. An index serves models of this tokenizer only.",
         ),
@@ -70,6 +68,7 @@ def build(
         typer.Option(
             "--from",
             metavar="INDEX",
+            rich_help_panel="Index",
             help="Instead of sources: the documents of an index that was built with --keep-texts, "
             "as they are, for another tokenizer.",
         ),

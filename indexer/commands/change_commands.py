@@ -63,6 +63,7 @@ def remove_command(
         list[str] | None,
         typer.Option(
             metavar="NAME",
+            rich_help_panel="Documents",
             help="Of a document, as `documents` lists it. May be given several times.",
         ),
     ] = None,
@@ -70,12 +71,18 @@ def remove_command(
         list[str] | None,
         typer.Option(
             metavar="GLOB",
+            rich_help_panel="Documents",
             help="Every document whose whole name matches: * stands for any characters, slashes "
             "too, ? for one. May be given several times.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would go, and change nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="List what would go, and change nothing.",
+            rich_help_panel="Documents",
+        ),
     ] = False,
     work: WorkSettings,
     as_json: AsJson = False,

@@ -121,7 +121,7 @@ class ScreenSettings(BaseModel):
         Field(
             description="Replace keys, tokens, private keys, passwords in URLs and e-mail "
             "addresses by [REDACTED], in texts and names, before anything is indexed. Nothing is "
-            "sent anywhere. Needs: pip install 'foredraft\\[redact]'."
+            "sent anywhere. Needs: pip install 'foredraft[redact]'."
         ),
     ] = NO_SCREENING.redact
 
