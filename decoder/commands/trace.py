@@ -283,16 +283,16 @@ class _TracedSequence:
         return self.num_steps
 
 
-def check_trace(path: Path) -> None:
-    """Refuse a place that no trace can be written to, before anything is done for one.
+def check_trace(path: Path, what: str = "trace") -> None:
+    """Refuse a place that no trace, or what else is named, can be written to, before it is made.
 
     Raises:
         TraceFileError: it is a folder, or in one that is not there.
     """
     if path.is_dir():
-        raise TraceFileError(f"cannot write the trace {path}: it is a folder")
+        raise TraceFileError(f"cannot write the {what} {path}: it is a folder")
     if not path.parent.is_dir():
-        raise TraceFileError(f"cannot write the trace {path}: there is no folder {path.parent}")
+        raise TraceFileError(f"cannot write the {what} {path}: there is no folder {path.parent}")
 
 
 def read_trace(path: Path) -> Iterator[TracedStep]:
