@@ -53,6 +53,10 @@ class TraceFileError(DecoderError):
     """A trace cannot be written or read; the message says where and why."""
 
 
+class CutTraceError(TraceFileError):
+    """A trace ends in the middle of a line; the passes before it can be read."""
+
+
 class UnsupportedGenerationError(DecoderError):
     """`model.generate` got an option that drafts do not support; the message names it."""
 
