@@ -21,8 +21,8 @@ from decoder.assembly import assemble
 from decoder.budget.budget import MeasuredBudget
 from decoder.commands.bench import BenchPrompt, circumstances, compare, fitting
 from decoder.commands.bench_report import Comparison
-from decoder.commands.contenders import FOREDRAFT, UNDRAFTED, contenders
 from decoder.commands.prompts import read_prompts
+from decoder.contenders.contender import FOREDRAFT, UNDRAFTED, contenders
 from decoder.contenders.drafting_rules import OWN, drafting_rules
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.projection import PAYING, Outcome, project

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN
-from decoder.commands.options import AsJson, ModelSettings
+from decoder.commands.options import ModelSettings
 from decoder.commands.trace_command import print_table
 from decoder.contenders.drafting_rules import DraftingRule, drafting_rules
 from decoder.errors import ContradictoryOptionsError
@@ -37,7 +37,7 @@ from decoder.estimate.estimate_report import (
 from decoder.estimate.projection import PAYING, Nodes, Outcome, project
 from decoder.estimate.token_log import KIND_FIELDS, NO_FIELD, Record, TokenLog, token_log
 from decoder.model.pretrained import ModelOptions, Precision, load_model
-from indexer.flags import Metavar, with_flags
+from indexer.flags import AsJson, Metavar, with_flags
 from indexer.launch import errors_in_one_line
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.replay.traces import ChatEncoder, stream_traces
