@@ -79,3 +79,11 @@ class DeadEndError(DecoderError):
 
 class InvalidLogitsError(DecoderError):
     """The model's logits are not numbers, so that no token can be chosen."""
+
+
+class CostFileError(DecoderError):
+    """A file holds no costs of passes; the message says which forms are taken."""
+
+
+class PlotError(DecoderError):
+    """A plot cannot be drawn or written; the message says what is missing."""

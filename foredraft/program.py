@@ -43,12 +43,14 @@ COMMANDS: Final = (
     Command("health", "serve", "retriever", "Say whether a service takes calls."),
     Command("info", "serve", "retriever", "Show a service's version, phase, models and limits."),
     Command("generate", "decode", "decoder", "Answer prompts with a model and drafts."),
+    Command("chat", "decode", "decoder", "Talk with a model, and see what each token came from."),
     Command("bench", "decode", "decoder", "Measure against decoding without drafts."),
     Command("documents", "look", "indexer", "List the documents of an index."),
     Command("inspect", "look", "indexer", "Say what an index holds, and for which tokenizer."),
     Command("verify", "look", "indexer", "Check that an index is whole."),
     Command("explain", "look", "retriever", "Show where the tokens of a draft come from."),
     Command("replay", "look", "retriever", "Try drafts on recorded outputs, without a model."),
+    Command("estimate", "look", "decoder", "Say from recorded outputs whether drafts would help."),
     Command("trace", "look", "decoder", "Read what `generate --trace` wrote of every pass."),
 )
 

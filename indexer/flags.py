@@ -17,14 +17,18 @@ from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
 import typer
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the report as JSON, on standard output.")
+    bool,
+    typer.Option(
+        "--json", help="Print the report as JSON, on standard output.", rich_help_panel="Output"
+    ),
 ]
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Command = Callable[..., None]
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +132,23 @@ def _option(name: str, field: FieldInfo, panel: str | None, *, is_partial: bool)
         min=_bound(field, "ge"),
         max=_bound(field, "le"),
         parser=_path if _is_path(kind) else None,
-        help=field.description,
-        show_default=str(default).lower() if has_default and is_partial else has_default,
+        help=_described(field, _told(name, default) if has_default and is_partial else None),
+        show_default=has_default and not is_partial,
         rich_help_panel=panel,
     )
     return Annotated[kind | None, option]
+
+
+def _described(field: FieldInfo, default: str | None) -> str:
+    """Return the help of a flag; a default that the parser does not have is told with it."""
+    described = field.description or ""
+    return described if default is None else f"{described}  [default: {default}]"
+
+
+def _told(name: str, default: object) -> str:
+    """Return a default as the parser tells its own: of a pair of flags the one that holds."""
+    flag = flag_of(name if default else f"no_{name}").removeprefix("--")
+    return flag if isinstance(default, bool) else str(default)
 
 
 def _is_path(kind: Any) -> bool:
@@ -167,6 +183,72 @@ def _checked(schema: type[Schema], given: Mapping[str, object]) -> Schema:
         raise typer.BadParameter(f"{expected_by(error)}.", param_hint=hint) from error
 
 
+def _show_in_groups(command: TyperCommand | TyperGroup, context: Any, formatter: Any) -> None:
+    """Write parameters under the titles of their groups.
+
+    Names take the room that they need: what does not fit next to one begins below it.
+    """
+    shown: dict[str, list[Any]] = {}
+    for parameter in command.get_params(context):
+        default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+        title = getattr(parameter, "rich_help_panel", None) or default
+        if record := parameter.get_help_record(context):
+            shown.setdefault(title, []).append(record)
+    for title, records in shown.items():
+        with formatter.section(title):
+            formatter.write_dl(records)
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help shows its options in groups, and none of their names cut."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options."""
+        _show_in_groups(self, ctx, formatter)
+
+
+class Group(TyperGroup):
+    """Commands whose help shows their options in the same way."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options and the commands."""
+        _show_in_groups(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+class CommandLine(typer.Typer):
+    """One command, or several, with help that a terminal of 80 columns shows whole.
+
+    Args:
+        help_: what several commands are for; `None` for one that says so itself.
+        cls: of the group of commands.
+        epilog: what is said at the end.
+    """
+
+    def __init__(
+        self,
+        help_: str | None = None,
+        *,
+        cls: type[Group] = Group,
+        epilog: str | None = "--version, in place of a command, prints the version.",
+    ) -> None:
+        about: dict[str, Any] = {}
+        if help_ is not None:
+            about = {"cls": cls, "help": help_, "no_args_is_help": True, "epilog": epilog}
+        super().__init__(
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            rich_markup_mode=None,
+            **about,
+        )
+
+    def command(  # type: ignore[override]  # of its options only those that are used here
+        self, name: str | None = None
+    ) -> Callable[[Decorated], Decorated]:
+        """Add a command, as `typer.Typer.command` does."""
+        return super().command(name, cls=GroupedCommand)
+
+
 def command_line(help_: str, commands: Mapping[str, str]) -> typer.Typer:
     """Return a command line whose commands are imported when they are named, or listed.
 
@@ -175,21 +257,14 @@ def command_line(help_: str, commands: Mapping[str, str]) -> typer.Typer:
         commands: of each name the place, `module:function`, or `module:app` of further commands.
     """
 
-    class Commands(TyperGroup):
+    class Commands(Group):
         def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002  (its parent's signature)
             return list(commands)
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002  (its parent's signature)
             return _imported(cmd_name, commands[cmd_name]) if cmd_name in commands else None
 
-    app = typer.Typer(
-        cls=Commands,
-        help=help_,
-        no_args_is_help=True,
-        epilog="--version, in place of a command, prints the version.",
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
+    app = CommandLine(help_, cls=Commands)
     app.callback()(lambda: None)
     return app
 
@@ -198,7 +273,7 @@ def _imported(name: str, place: str) -> Any:
     module, _, attribute = place.partition(":")
     found = getattr(import_module(module), attribute)
     if not isinstance(found, typer.Typer):
-        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        alone = CommandLine()
         alone.command(name)(found)
         found = alone
     command = typer.main.get_command(found)

@@ -196,6 +196,37 @@ def encode_prompt(
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
+    return encode_chat(tokenizer, messages)
+
+
+def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]) -> list[int]:
+    """Return the token ids of a conversation, up to where the model answers.
+
+    Args:
+        tokenizer: the model's, with a chat template.
+        messages: objects with `role` and `content`, in order.
+
+    Raises:
+        TokenizerError: the template does not take them.
+    """
+    return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
+
+
+def encode_messages(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]
+) -> list[int]:
+    """Return the ids of a conversation so far, ready for the answer.
+
+    Args:
+        tokenizer: the model's; without a chat template, texts have an empty line between them.
+        messages: with `role` and `content` each.
+
+    Raises:
+        TokenizerError: the chat template does not take such messages.
+    """
+    if not tokenizer.chat_template:
+        text = "\n\n".join(message["content"] for message in messages)
+        return list(tokenizer.encode(text))
     return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
 
 
@@ -206,7 +237,7 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str
         )
     # Templates come with models, and each refuses messages with its own errors.
     except Exception as error:
-        roles = " and ".join(message["role"] for message in messages)
+        roles = " and ".join(dict.fromkeys(message["role"] for message in messages))
         raise TokenizerError(
             f"the chat template does not take a {roles} message: {reason_of(error)}"
         ) from error

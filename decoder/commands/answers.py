@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,16 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from decoder.budget.budget import MeasuredBudget
+from decoder.commands.colours import Painter, Palette
 from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
 from decoder.commands.prompts import Prompt
 from decoder.commands.trace import TraceWriter
+from decoder.commands.worth import Comparison, Worth
 from decoder.errors import DecoderError, TraceFileError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
-from decoder.observation import Statistics, counted
+from decoder.observation import ObservedPass, Observer, Statistics, counted
 from decoder.sampling.constraint import Grammar
 from indexer.errors import IndexerError, reason_of
 from retriever.errors import RetrieverError
@@ -84,26 +87,43 @@ class Printer:
         as_json: print an object a line instead of texts.
         is_single: there is one prompt, which was not read from a file.
         num_prompts: how many there are.
+        palette: colours of texts; `None` for none.
     """
 
-    def __init__(self, *, as_json: bool, is_single: bool, num_prompts: int) -> None:
+    def __init__(
+        self, *, as_json: bool, is_single: bool, num_prompts: int, palette: Palette | None = None
+    ) -> None:
         self._as_json = as_json
         self.is_single = is_single
         self._num_prompts = num_prompts
+        self.palette = palette
 
     def piece(self, text: str) -> None:
         """Show a part of an answer's text at once, where it streams."""
         if self.is_single and not self._as_json:
-            typer.echo(text, nl=False)
+            self._echo(text, nl=False)
 
-    def answer(self, number: int, prompt: Prompt, result: Answer) -> None:
-        """Show an answer that has ended, whole or not."""
-        if self._as_json:
-            self._print_json(prompt, result.report())
-        elif self.is_single:
+    def end_of_text(self) -> None:
+        """End the line of a text that streamed."""
+        if self.is_single and not self._as_json:
             typer.echo()
-        else:
-            self._print_block(number, prompt, result.text)
+
+    def answer(
+        self, number: int, prompt: Prompt, result: Answer, worth: Worth, painted: str
+    ) -> None:
+        """Show an answer that has ended, whole or not.
+
+        Args:
+            number: of the prompt, from 1.
+            prompt: what was answered.
+            result: the answer.
+            worth: what drafts were worth for it.
+            painted: its text in colours.
+        """
+        if self._as_json:
+            self._print_json(prompt, result.report() | {"worth": worth.report()})
+        elif not self.is_single:
+            self._print_block(number, prompt, painted)
 
     def failure(self, number: int, prompt: Prompt, error: Exception) -> None:
         """Show that a prompt has no answer, or only a part of one."""
@@ -119,9 +139,16 @@ class Printer:
         place = "" if self.is_single else f"prompt {number} (line {prompt.line}): "
         typer.echo(f"error: {place}{reason_of(error)}", err=True)
 
-    def statistics(self, total: Statistics, endings: Endings) -> None:
-        """Show the figures of all answers, and which ended at a limit."""
+    def statistics(self, total: Statistics, endings: Endings, worth: Worth) -> None:
+        """Show the figures of all answers, which ended at a limit, and what drafts were worth."""
+        if self.palette is not None:
+            legend = self.palette.legend(total.accepted, total.num_tokens)
+            typer.echo(f"tokens by colour: {legend}", err=True, color=True)
         typer.echo(total.summary() + endings.summary(), err=True)
+        typer.echo(worth.summary(), err=True)
+
+    def _echo(self, text: str, *, nl: bool = True) -> None:
+        typer.echo(text, nl=nl, color=None if self.palette is None else True)
 
     def _print_json(self, prompt: Prompt, report: dict[str, Any]) -> None:
         about = {"line": prompt.line, "category": prompt.category, "prompt": prompt.text}
@@ -131,7 +158,7 @@ class Printer:
         heading = " ".join(prompt.text.split())
         if len(heading) > _HEADING_CHARACTERS:
             heading = heading[:_HEADING_CHARACTERS] + "…"
-        typer.echo(f"[{number}/{self._num_prompts}] {heading}\n{text}\n")
+        self._echo(f"[{number}/{self._num_prompts}] {heading}\n{text}\n")
 
 
 class Answerer:
@@ -145,6 +172,7 @@ class Answerer:
         writer: writes every pass, if wanted.
         interruption: ends the answers.
         pattern: what whole answers match, if anything.
+        comparison: decodes plainly, too, if wanted.
 
     Attributes:
         num_failed: prompts without a whole answer.
@@ -161,6 +189,7 @@ class Answerer:
         writer: TraceWriter | None,
         interruption: Interruption,
         pattern: Grammar | None = None,
+        comparison: Comparison | None = None,
     ) -> None:
         self._decoder = decoder
         self._language_model = language_model
@@ -169,6 +198,8 @@ class Answerer:
         self._writer = writer
         self._interruption = interruption
         self._endings = Endings(options.max_new_tokens, pattern)
+        self._comparison = comparison
+        self._worth = Worth()
         self.num_failed = 0
         self.is_interrupted = False
 
@@ -189,11 +220,15 @@ class Answerer:
             self.is_interrupted = True
         finally:
             if total.num_passes or self.is_interrupted:
-                self._printer.statistics(total, self._endings)
+                self._printer.statistics(total, self._endings, self._worth)
 
     def _answer(self, number: int, prompt: Prompt, total: Statistics) -> None:
+        painter = Painter(
+            self._language_model.tokenizer, self._printer.piece, self._printer.palette
+        )
+        estimated = Worth()
         try:
-            result = self._answered(number, prompt)
+            result = self._answered(number, prompt, painter, estimated)
         except FORESEEN as error:
             if self._printer.is_single:
                 raise
@@ -202,21 +237,41 @@ class Answerer:
             return
         total.add(result.statistics)
         self._endings.count(result)
-        self._printer.answer(number, prompt, result)
         self.is_interrupted = result.finish_reason is FinishReason.INTERRUPTED
+        self._printer.end_of_text()
+        worth = self._compared(prompt, result) or estimated
+        self._worth.add(worth)
+        self._printer.answer(number, prompt, result, worth, painter.painted)
         if result.error is not None:
             self._report(number, prompt, result.error)
 
-    def _answered(self, number: int, prompt: Prompt) -> Answer:
-        return answer(
+    def _answered(self, number: int, prompt: Prompt, painter: Painter, worth: Worth) -> Answer:
+        tokens = self._language_model.encode(prompt.text)
+        observers: list[Observer] = [painter.observe]
+        if isinstance(self._decoder.budget, MeasuredBudget):
+            observers.append(worth.observer(self._decoder.budget, len(tokens)))
+        if self._writer is not None:
+            observers.append(self._writer.observer(number))
+        result = answer(
             self._decoder,
             self._language_model,
-            prompt.text,
+            tokens,
             self._options,
-            on_text=self._printer.piece,
-            observer=None if self._writer is None else self._writer.observer(number),
+            on_text=painter.text,
+            observer=together(observers),
             interruption=self._interruption,
         )
+        painter.finish()
+        return result
+
+    def _compared(self, prompt: Prompt, result: Answer) -> Worth | None:
+        """Return what drafts were worth as measured; `None` where that was not done."""
+        if self._comparison is None:
+            return None
+        if self.is_interrupted or result.error is not None:
+            self._comparison.skip()
+            return None
+        return self._comparison.worth(prompt.text, result, self._interruption)
 
     def _report(self, number: int, prompt: Prompt, error: Exception) -> None:
         """Report an error of this prompt alone, and go on."""
@@ -225,6 +280,16 @@ class Answerer:
             raise error
         self._printer.error(number, prompt, error)
         self.num_failed += 1
+
+
+def together(observers: Sequence[Observer]) -> Callable[[ObservedPass], None]:
+    """Return an observer that shows each pass to several, in order."""
+
+    def observe(step: ObservedPass) -> None:
+        for observer in observers:
+            observer(step)
+
+    return observe
 
 
 def _bar(num_prompts: int) -> Progress:

@@ -12,11 +12,11 @@ from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN
 from decoder.commands.bench import BenchOptions, run_benchmark
 from decoder.commands.bench_report import table_of
-from decoder.commands.options import AsJson, MeasuredOutput, MeasuredPrompts, ModelSettings
+from decoder.commands.options import MeasuredOutput, MeasuredPrompts, ModelSettings
 from decoder.commands.prompts import read_prompts
 from decoder.commands.trace_command import print_table
 from decoder.model.pretrained import prepare_model
-from indexer.flags import with_flags
+from indexer.flags import AsJson, with_flags
 from indexer.launch import errors_in_one_line
 
 

@@ -1,7 +1,7 @@
 """Answering one prompt: text as it comes, and figures at the end."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -116,7 +116,7 @@ class AnswerOptions:
 def answer(
     decoder: Decoder,
     language_model: LanguageModel,
-    prompt: str,
+    prompt: str | Sequence[int],
     options: AnswerOptions,
     *,
     on_text: Callable[[str], object] = lambda _: None,
@@ -128,7 +128,8 @@ def answer(
     Args:
         decoder: made for this model.
         language_model: whose tokenizer reads the prompt and writes the answer.
-        prompt: a user's message, or the beginning of a text where there is no chat template.
+        prompt: a user's message, or the beginning of a text where there is no chat template; or
+            its tokens.
         options: when to stop.
         on_text: is called with each piece of text as soon as it is certain.
         observer: is shown every pass.
@@ -141,7 +142,7 @@ def answer(
         language_model.tokenizer, options.stop_strings, include=options.include_stop
     )
     generation = decoder.generate(
-        language_model.encode(prompt),
+        language_model.encode(prompt) if isinstance(prompt, str) else prompt,
         options.max_new_tokens,
         remember=options.remember,
         stop_rule=text,

@@ -11,21 +11,22 @@ import typer
 from decoder.assembly import DrafterSettings, assemble, own_rule, pattern_of
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN, Answerer, Printer
+from decoder.commands.colours import Colouring, Palette
 from decoder.commands.generate import AnswerOptions, Interruption
 from decoder.commands.options import (
     AnsweredPrompts,
-    AnswerSettings,
-    AsJson,
     ChoiceSettings,
     ModelSettings,
+    ShownSettings,
 )
 from decoder.commands.prompts import DEFAULT_CATEGORY, Prompt, checked_text, read_prompts, read_text
 from decoder.commands.trace import TraceWriter, check_trace
+from decoder.commands.worth import Comparison
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError
 from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
 from decoder.sampling.constraint import check_regex
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
-from indexer.flags import with_flags
+from indexer.flags import AsJson, with_flags
 from indexer.launch import INTERRUPTED, errors_in_one_line
 
 
@@ -36,7 +37,7 @@ def run_generate(
     chosen: ModelSettings,
     drafts: DrafterSettings,
     given: AnsweredPrompts,
-    output: AnswerSettings,
+    output: ShownSettings,
     choice: ChoiceSettings,
     as_json: AsJson = False,
 ) -> None:
@@ -45,6 +46,7 @@ def run_generate(
     The text of one prompt streams. Those of a file are blocks, or (--json) an object a line, as
     each is done; a prompt that fails is reported, the others go on, and the status is 1.
     """
+    palette = _palette(output.colour, as_json=as_json)
     drafts.check()
     settings = choice.sampling()
     if choice.regex is not None:
@@ -63,7 +65,12 @@ def run_generate(
     options = AnswerOptions(
         output.max_new_tokens, stops, output.include_stop, remember=not given.forget
     )
-    printer = Printer(as_json=as_json, is_single=given.prompts is None, num_prompts=len(selected))
+    printer = Printer(
+        as_json=as_json,
+        is_single=given.prompts is None,
+        num_prompts=len(selected),
+        palette=palette,
+    )
     interruption = Interruption()
     with ExitStack() as stack:
         path = output.trace
@@ -85,6 +92,7 @@ def run_generate(
             writer=writer,
             interruption=interruption,
             pattern=pattern,
+            comparison=Comparison(decoder, language_model, options) if output.compare else None,
         )
         stack.enter_context(interruption.handled())
         answerer.run(selected)
@@ -92,6 +100,12 @@ def run_generate(
         raise typer.Exit(INTERRUPTED)
     if answerer.num_failed:
         raise typer.Exit(1)
+
+
+def _palette(colour: Colouring, *, as_json: bool) -> Palette | None:
+    if as_json and colour is Colouring.ALWAYS:
+        raise ContradictoryOptionsError("--colour always and --json exclude each other")
+    return Palette() if not as_json and colour.applies_to(sys.stdout) else None
 
 
 def _selected(prompt: str | None, path: Path | None, limit: int | None) -> list[Prompt]:

@@ -5,22 +5,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
-import typer
 from pydantic import BaseModel, ConfigDict, Field
 
+from decoder.commands.colours import Colouring
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.loop import DEFAULT_MAX_NEW_TOKENS
 from decoder.model.pretrained import Attention, ModelOptions, Precision
 from decoder.sampling.sampling_settings import SamplingSettings
 from indexer.flags import Metavar, flag_of
 from indexer.tokenizer import DEFAULT_MODEL
-
-AsJson = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print the report as JSON, on standard output.", rich_help_panel="Output"
-    ),
-]
 
 _MODEL: Final = ModelOptions(DEFAULT_MODEL)
 _SAMPLING: Final = SamplingSettings()
@@ -159,6 +152,25 @@ class AnswerSettings(OutputSettings):
             description="Write a line of JSON for every pass (.gz compresses); `trace` reads it."
         ),
     ] = None
+
+
+class ShownSettings(AnswerSettings):
+    """How answers are shown, and what is said of them."""
+
+    colour: Annotated[
+        Colouring,
+        Field(
+            description="Show each token in the colour of the source that drafted it: auto on "
+            "terminals, unless NO_COLOR is set."
+        ),
+    ] = Colouring.AUTO
+    compare: Annotated[
+        bool,
+        Field(
+            description="Decode without drafts, too, and say what drafts are worth by the clock "
+            "and whether the output is identical."
+        ),
+    ] = False
 
 
 class MeasuredOutput(OutputSettings):

@@ -26,6 +26,7 @@ from decoder.model.target import check_prompt_length
 from indexer.errors import TokenizerError, reason_of
 from indexer.tokenizer import (
     Vocabulary,
+    encode_chat,
     encode_prompt,
     load_tokenizer,
     locate_model,
@@ -114,6 +115,14 @@ class LanguageModel:
             TokenizerError: the chat template does not take it.
         """
         return _encode(self.tokenizer, prompt, self.use_chat_template, self.system)
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the tokens of a conversation; see `indexer.tokenizer.encode_chat`.
+
+        Raises:
+            TokenizerError: the chat template does not take it.
+        """
+        return encode_chat(self.tokenizer, messages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from indexer.change.choosing import ListedDocument, chosen_documents
 from indexer.commands.command_options import (
     SOURCE_HELP,
     AddedSettings,
+    DryRun,
     IndexPath,
     ScreenSettings,
     SegmentSettings,
@@ -17,6 +18,7 @@ from indexer.commands.command_options import (
     WorkSettings,
     build_options,
     show,
+    show_preview,
 )
 from indexer.commands.progress import BuildProgress
 from indexer.flags import AsJson, with_flags
@@ -32,6 +34,7 @@ def add_command(
     screen: ScreenSettings,
     added: AddedSettings,
     work: WorkSettings,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Add documents to an index, while it is read.
@@ -44,6 +47,9 @@ def add_command(
     For example: foredraft add my.index answers-of-today.jsonl
     """
     options = build_options(found, screen, added, work)
+    if dry_run:
+        show_preview(sources, options, as_json=as_json)
+        return
     with BuildProgress() as progress:
         report = add_documents(path, sources, options, progress)
     show(report, as_json=as_json)
@@ -57,6 +63,7 @@ def remove_command(
         list[str] | None,
         typer.Option(
             metavar="NAME",
+            rich_help_panel="Documents",
             help="Of a document, as `documents` lists it. May be given several times.",
         ),
     ] = None,
@@ -64,12 +71,18 @@ def remove_command(
         list[str] | None,
         typer.Option(
             metavar="GLOB",
+            rich_help_panel="Documents",
             help="Every document whose whole name matches: * stands for any characters, slashes "
             "too, ? for one. May be given several times.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would go, and change nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="List what would go, and change nothing.",
+            rich_help_panel="Documents",
+        ),
     ] = False,
     work: WorkSettings,
     as_json: AsJson = False,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from indexer.flags import CommandLine
 from retriever.commands.options import clear_errors
 from retriever.security.access import (
     Grant,
@@ -18,9 +19,8 @@ from retriever.security.access import (
 )
 from retriever.security.certificates import certified, read_certificates
 
-app = typer.Typer(
-    help="Say who may use a service: tokens and certificates, each for a tenant.",
-    no_args_is_help=True,
+app = CommandLine(
+    "Say who may use a service: tokens and certificates, each for a tenant.", epilog=None
 )
 
 File = Annotated[

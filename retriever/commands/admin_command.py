@@ -10,7 +10,7 @@ import typer
 from google.protobuf.message import Message
 from pydantic import Field
 
-from indexer.flags import AsJson, Metavar, with_flags
+from indexer.flags import AsJson, CommandLine, Metavar, with_flags
 from retriever.client.administrator import administering
 from retriever.client.administrator import messages as pb
 from retriever.commands.options import clear_errors
@@ -19,14 +19,13 @@ from retriever.operations.settings import CredentialSettings
 
 ADDRESS_VARIABLE: Final = "FOREDRAFT_ADMIN_ADDRESS"
 
-app = typer.Typer(
-    help="Look into a running service and change it: sessions, tenants, indexes, settings. "
+app = CommandLine(
+    "Look into a running service and change it: sessions, tenants, indexes, settings. "
     "The service needs --admin-address.",
     epilog="Where: --address, or FOREDRAFT_ADMIN_ADDRESS, as the service has --admin-address. "
     "Who: on its unix socket the user that the service runs as; where the service has --access, "
     "a token of the scope admin (`foredraft access token --scope admin`), by --credentials or "
     "FOREDRAFT_REMOTE_TOKEN_FILE.",
-    no_args_is_help=True,
 )
 
 
@@ -50,11 +49,22 @@ class PlaneSettings(CredentialSettings):
 
 Tenant = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help='Of this tenant; "" for callers without. Default: of all.'),
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel="Filter",
+        help='Of this tenant; "" for callers without. Default: of all.',
+    ),
 ]
-Client = Annotated[str, typer.Option(metavar="NAME", help="Of the client of this name.")]
-Name = Annotated[str, typer.Option(metavar="NAME", help="Of this name.")]
-Idle = Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Idle for at least this long.")]
+Client = Annotated[
+    str, typer.Option(metavar="NAME", rich_help_panel="Filter", help="Of the client of this name.")
+]
+Name = Annotated[str, typer.Option(metavar="NAME", rich_help_panel="Filter", help="Of this name.")]
+Idle = Annotated[
+    float,
+    typer.Option(
+        min=0, metavar="SECONDS", rich_help_panel="Filter", help="Idle for at least this long."
+    ),
+]
 Folder = Annotated[
     str, typer.Argument(metavar="DIR", help="An absolute path on the service's machine.")
 ]
@@ -101,8 +111,12 @@ def end_sessions(
     client: Client = "",
     name: Name = "",
     idle: Idle = 0.0,
-    everything: Annotated[bool, typer.Option("--all", help="End all that are open.")] = False,
-    forget: Annotated[bool, typer.Option(help="Keep nothing of their outputs.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", rich_help_panel="Filter", help="End all that are open.")
+    ] = False,
+    forget: Annotated[
+        bool, typer.Option(rich_help_panel="Filter", help="Keep nothing of their outputs.")
+    ] = False,
     *,
     plane: PlaneSettings,
     as_json: AsJson = False,

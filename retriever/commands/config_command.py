@@ -16,6 +16,7 @@ ConfigFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
+        rich_help_panel="Settings",
         help="Settings in TOML, `name = value`, weaker than the environment and flags. Default: "
         f"the file that {FILE_VARIABLE} names, if it does.",
     ),

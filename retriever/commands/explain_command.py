@@ -74,20 +74,40 @@ def explain(
     source: DraftSettings,
     texts: TokenizerSettings,
     context: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What comes before the draft, as text.")
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="What comes before the draft, as text.", rich_help_panel="Context"
+        ),
     ] = None,
     context_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same, in a file of UTF-8.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The same, in a file of UTF-8.", rich_help_panel="Context"
+        ),
     ] = None,
     context_ids: Annotated[
-        str | None, typer.Option(metavar="IDS", help="The same, as token ids: 12,7,401.")
+        str | None,
+        typer.Option(
+            metavar="IDS", help="The same, as token ids: 12,7,401.", rich_help_panel="Context"
+        ),
     ] = None,
     budget: Annotated[
         int,
-        typer.Option(min=0, max=DEFAULT_LIMITS.max_budget_nodes, help="Nodes in the tree."),
+        typer.Option(
+            min=0,
+            max=DEFAULT_LIMITS.max_budget_nodes,
+            help="Nodes in the tree.",
+            rich_help_panel="Context",
+        ),
     ] = 32,
     documents: Annotated[
-        int, typer.Option(min=0, max=MAX_DOCUMENTS, help="Most documents to name for a node.")
+        int,
+        typer.Option(
+            min=0,
+            max=MAX_DOCUMENTS,
+            help="Most documents to name for a node.",
+            rich_help_panel="Output",
+        ),
     ] = DEFAULT_DOCUMENTS,
     as_json: AsJson = False,
 ) -> None:

@@ -38,18 +38,23 @@ def replay_traces(
         typer.Option(
             metavar="FILE",
             help="Outputs that count as recent generations: files as TRACES. Repeatable.",
+            rich_help_panel="Drafts",
         ),
     ] = None,
     drafter: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Whose rule drafts: our own, or a name that --drafters knows."
+            metavar="NAME",
+            help="Whose rule drafts: our own, or a name that --drafters knows.",
+            rich_help_panel="Drafts",
         ),
     ] = OWN,
     drafters: Annotated[
         str,
         typer.Option(
-            metavar="MODULE", help="Module with a mapping DRAFTERS of names to factories."
+            metavar="MODULE",
+            help="Module with a mapping DRAFTERS of names to factories.",
+            rich_help_panel="Drafts",
         ),
     ] = "benchmarks.peers",
     budget: Annotated[
@@ -58,14 +63,27 @@ def replay_traces(
             min=0,
             max=DEFAULT_LIMITS.max_budget_nodes,
             help=f"Nodes in each draft tree, at most {DEFAULT_LIMITS.max_budget_nodes}.",
+            rich_help_panel="Drafts",
         ),
     ] = 32,
-    limit: Annotated[int | None, typer.Option(min=1, help="Replay only the first traces.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Replay only the first traces.", rich_help_panel="Report"),
+    ] = None,
     calibration: Annotated[
-        bool, typer.Option(help="Report too how often nodes of each probability were accepted.")
+        bool,
+        typer.Option(
+            help="Report too how often nodes of each probability were accepted.",
+            rich_help_panel="Report",
+        ),
     ] = False,
     calibration_after: Annotated[
-        int, typer.Option(min=0, help="With --calibration: leave out the first so many traces.")
+        int,
+        typer.Option(
+            min=0,
+            help="With --calibration: leave out the first so many traces.",
+            rich_help_panel="Report",
+        ),
     ] = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-import typer
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from typer.testing import CliRunner
 
-from indexer.flags import AsJson, Given, Metavar, with_flags
+from indexer.flags import AsJson, CommandLine, Given, Metavar, with_flags
 from indexer.launch import errors_in_one_line
 
 
@@ -29,7 +28,7 @@ class Derived(Base):
 
 
 def run(schema: Any, *arguments: str) -> Any:
-    app, taken = typer.Typer(pretty_exceptions_enable=False), []
+    app, taken = CommandLine(), []
 
     @app.command()
     @with_flags
@@ -76,8 +75,8 @@ def test_what_the_schema_refuses_is_named_by_its_flag(
 
 def test_the_help_shows_flags_under_the_schema_that_states_them() -> None:
     text = run(Derived, "--help").stdout
-    files, more = text.index("─ Files"), text.index("─ More")
-    assert files < text.index("--files") < text.index("FILE") < text.index("[default: 5]") < more
+    files, more = text.index("\nFiles:"), text.index("\nMore:")
+    assert files < text.index("--files") < text.index("FILE") < text.index("[default: 5;") < more
     assert more < text.index("Above 0.")
     assert "[default: careful]" in text
 

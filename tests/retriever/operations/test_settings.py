@@ -64,7 +64,7 @@ def test_serve_and_config_have_a_flag_for_every_setting_and_no_other() -> None:
         assert flags.keys() - own == Settings.model_fields.keys()
         for name, field in Settings.model_fields.items():
             assert flags[name].opts == ["--" + name.replace("_", "-")]
-            assert flags[name].help == field.description
+            assert flags[name].help.startswith(field.description)
             assert flags[name].default is None  # so that a file and the environment may say
 
 

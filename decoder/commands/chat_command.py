@@ -1,0 +1,347 @@
+"""The command that holds a conversation in the terminal."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Annotated, BinaryIO, Final, TextIO
+
+import typer
+from pydantic import ConfigDict, Field
+
+from decoder.assembly import DrafterSettings, assemble, own_rule
+from decoder.budget.budget import MeasuredBudget
+from decoder.budget.cost_store import store_at
+from decoder.commands.answers import FORESEEN, together
+from decoder.commands.colours import Colouring, Painter, Palette, is_dumb
+from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
+from decoder.commands.options import (
+    ChoiceSettings,
+    ModelSettings,
+    OutputSettings,
+    PromptSettings,
+)
+from decoder.commands.prompts import checked_text
+from decoder.commands.worth import Worth
+from decoder.errors import InvalidPromptError, PromptFileError
+from decoder.loop import Decoder
+from decoder.model.pretrained import LanguageModel, prepare_model
+from decoder.observation import ObservedPass, Observer, Statistics
+from indexer.errors import TokenizerError, reason_of
+from indexer.flags import Metavar, with_flags
+from indexer.launch import INTERRUPTED, errors_in_one_line
+
+_LEAST_ROOM: Final = 64
+"""Tokens that are left for an answer at least: a few sentences. Old turns go rather than those."""
+
+_PROMPT: Final = "> "
+
+
+class ChatSettings(OutputSettings):
+    """How a conversation is held and shown."""
+
+    model_config = ConfigDict(title="Output", extra="forbid", frozen=True)
+
+    system: Annotated[
+        str | None,
+        Metavar("TEXT"),
+        Field(description="The system message. Default: the chat template's own."),
+    ] = None
+    colour: Annotated[
+        Colouring,
+        Field(
+            description="Show each token in the colour of the source that drafted it: auto on "
+            "terminals, unless NO_COLOR is set."
+        ),
+    ] = Colouring.AUTO
+
+
+@errors_in_one_line(*FORESEEN)
+@with_flags
+def run_chat(
+    *,
+    chosen: ModelSettings,
+    drafts: DrafterSettings,
+    output: ChatSettings,
+    choice: ChoiceSettings,
+) -> None:
+    """Talk with a model: answers stream in the colours of the sources that drafted them.
+
+    Earlier answers are drafted from. Ctrl-C ends an answer, Ctrl-D the conversation. Without a
+    terminal each line of standard input is a message, and each answer goes to standard output.
+    """
+    drafts.check()
+    settings = choice.sampling()
+    prepared = prepare_model(chosen.options(PromptSettings()))
+    if not prepared.tokenizer.chat_template:
+        raise TokenizerError(
+            f"{chosen.model} has no chat template, so it takes no conversation: name a model that "
+            "was made for chats, or use `foredraft generate`"
+        )
+    drafts.check(prepared.vocabulary)
+    palette = Palette() if output.colour.applies_to(sys.stdout) else None
+    with ExitStack() as stack:
+        language_model = prepared.load()
+        drafter = stack.enter_context(drafts.connect(language_model))
+        rule = own_rule(language_model, settings)
+        decoder = assemble(language_model, drafter, rule, costs=store_at(chosen.cost_cache))
+        messages = Messages(language_model, decoder, output.system)
+        chat = Chat(messages, AnswerOptions(output.max_new_tokens), palette)
+        chat.run()
+
+
+@dataclass(slots=True)
+class Messages:
+    """The turns of a conversation, of which the oldest go where the model has no room for all.
+
+    Attributes:
+        language_model: whose chat template puts them.
+        decoder: whose target says how much room there is.
+        system: the message before all, if any.
+        turns: what user and assistant said, in order.
+    """
+
+    language_model: LanguageModel
+    decoder: Decoder
+    system: str | None = None
+    turns: list[tuple[str, str]] = field(default_factory=list)
+
+    def prompt(self, message: str, max_new_tokens: int) -> tuple[list[int], int]:
+        """Return the tokens of a conversation that ends with a message, and the turns dropped.
+
+        Raises:
+            InvalidPromptError: there is no room for the message alone.
+            TokenizerError: the chat template does not take it.
+        """
+        least = min(_LEAST_ROOM, max_new_tokens)
+        num_dropped = 0
+        while True:
+            tokens = self.language_model.encode_chat(self._listed(message))
+            if not self.turns or self.decoder.target.room(len(tokens), least) >= least:
+                return self.decoder.target.checked_prompt(tokens).tolist(), num_dropped
+            del self.turns[0]
+            num_dropped += 1
+
+    def _listed(self, message: str) -> list[dict[str, str]]:
+        listed = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for asked, answered in self.turns:
+            listed += [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": answered},
+            ]
+        return [*listed, {"role": "user", "content": message}]
+
+
+class Chat:
+    """A conversation: reads messages, streams answers, says what each was worth.
+
+    Args:
+        messages: the conversation.
+        options: of every answer.
+        palette: colours of answers; `None` for none.
+    """
+
+    def __init__(self, messages: Messages, options: AnswerOptions, palette: Palette | None) -> None:
+        self._messages = messages
+        self._options = options
+        self._palette = palette
+        self._total, self._worth = Statistics(), Worth()
+
+    def run(self) -> None:
+        """Answer messages until there are no more, and print the figures of all answers."""
+        is_live = sys.stdin.isatty() and sys.stdout.isatty()
+        is_interrupted = False
+        for message in _typed() if is_live else _lines(sys.stdin.buffer):
+            reason = self._answer(message)
+            is_interrupted = reason is FinishReason.INTERRUPTED and not is_live
+            if is_interrupted:
+                break
+        if self._total.num_passes:
+            typer.echo(f"{self._total.summary()}\n{self._worth.summary()}", err=True)
+        if is_interrupted:
+            raise typer.Exit(INTERRUPTED)
+
+    def _answer(self, message: str) -> FinishReason:
+        """Answer a message; one that cannot be answered is left out of the conversation."""
+        try:
+            limit = self._options.max_new_tokens
+            tokens, num_dropped = self._messages.prompt(checked_text(message), limit)
+        except (InvalidPromptError, TokenizerError) as error:
+            typer.echo(f"error: {reason_of(error)}", err=True)
+            return FinishReason.ERROR
+        if num_dropped:
+            typer.echo(f"oldest turns left out, for want of room: {num_dropped}", err=True)
+        worth = Worth()
+        with StatusLine.shown() as status:
+            result = self._decoded(tokens, worth, status)
+        typer.echo()
+        self._total.add(result.statistics)
+        self._worth.add(worth)
+        if result.error is not None:
+            raise result.error
+        if result.token_ids:
+            self._messages.turns.append((message, result.text))
+        if sys.stdout.isatty():
+            self._say(result, worth)
+        return result.finish_reason
+
+    def _decoded(self, tokens: list[int], worth: Worth, status: "StatusLine | None") -> Answer:
+        messages = self._messages
+        painter = Painter(messages.language_model.tokenizer, self._write, self._palette)
+        observers: list[Observer] = [painter.observe]
+        budget = messages.decoder.budget
+        if isinstance(budget, MeasuredBudget):
+            observers.append(worth.observer(budget, len(tokens)))
+        if status is not None:
+            observers.append(Pace(worth, status).observe)
+        interruption = Interruption()
+        with interruption.handled():
+            result = answer(
+                messages.decoder,
+                messages.language_model,
+                tokens,
+                self._options,
+                on_text=painter.text,
+                observer=together(observers),
+                interruption=interruption,
+            )
+        painter.finish()
+        return result
+
+    def _write(self, text: str) -> None:
+        typer.echo(text, nl=False, color=None if self._palette is None else True)
+
+    def _say(self, result: Answer, worth: Worth) -> None:
+        """Print what an answer took, in lines that fit."""
+        statistics = result.statistics
+        parts = [
+            f"{statistics.tokens_per_pass:.2f} tokens per step",
+            f"{statistics.tokens_per_second:.1f} tokens/s",
+        ]
+        if worth.times_plain is not None:
+            parts.append(f"{worth.times_plain:.1f}x plain decoding (estimated)")
+        if result.finish_reason is FinishReason.INTERRUPTED:
+            parts.append("stopped")
+        elif result.finish_reason is FinishReason.LENGTH:
+            parts.append("cut at the limit of tokens")
+        for line in folded(parts, shutil.get_terminal_size().columns):
+            typer.echo(line, err=True)
+        if self._palette is not None:
+            legend = self._palette.legend(statistics.accepted, statistics.num_tokens)
+            typer.echo(legend, err=True, color=True)
+
+
+class Pace:
+    """Counts the tokens of an answer, and shows tokens per step while it is written.
+
+    Args:
+        worth: of the answer so far, told of a pass before this.
+        status: where it is shown.
+    """
+
+    def __init__(self, worth: Worth, status: "StatusLine") -> None:
+        self._worth = worth
+        self._status = status
+        self._num_tokens = self._num_passes = 0
+
+    def observe(self, step: ObservedPass) -> None:
+        """Take in a pass, and show what all come to."""
+        self._num_tokens += len(step.tokens)
+        self._num_passes += 1
+        parts = [f"{self._num_tokens / self._num_passes:.2f} tokens per step"]
+        parts.append(f"this one {len(step.tokens)}")
+        if self._worth.times_plain is not None:
+            parts.append(f"{self._worth.times_plain:.1f}x plain")
+        self._status.show(folded(parts, self._status.columns - 1)[0])
+
+
+class StatusLine:
+    """The last line of a terminal, below a region in which all else scrolls.
+
+    Args:
+        stream: of the terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._size = (0, 0)
+
+    @classmethod
+    @contextmanager
+    def shown(cls) -> Iterator["StatusLine | None"]:
+        """Show one on standard output during the block; none where that is no terminal."""
+        is_able = sys.stdout.isatty() and not is_dumb()
+        status = cls(sys.stdout) if is_able else None
+        try:
+            yield status
+        finally:
+            if status is not None:
+                status.close()
+
+    @property
+    def columns(self) -> int:
+        """Columns of the terminal now."""
+        return shutil.get_terminal_size().columns
+
+    def show(self, text: str) -> None:
+        """Replace what the line says; the cursor stays where it is."""
+        columns, rows = size = tuple(shutil.get_terminal_size())
+        if size != self._size:
+            # A line feed and a step up make room below; setting the region moves the cursor.
+            self._stream.write(f"\n\x1b[A\x1b7\x1b[1;{rows - 1}r\x1b8")
+            self._size = (columns, rows)
+        self._stream.write(f"\x1b7\x1b[{rows};1H\x1b[2K{text}\x1b8")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Clear the line and let all lines scroll again."""
+        if self._size != (0, 0):
+            self._stream.write(f"\x1b7\x1b[r\x1b[{self._size[1]};1H\x1b[2K\x1b8")
+            self._stream.flush()
+
+
+def folded(parts: list[str], columns: int) -> list[str]:
+    """Return parts in lines of so many columns, with commas between; none is cut in two."""
+    lines: list[str] = []
+    for part in parts:
+        longer = f"{lines[-1]}, {part}" if lines else part
+        if lines and len(longer) <= columns:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
+
+
+def _lines(stream: BinaryIO) -> Iterator[str]:
+    """Return the messages of standard input, one a line; empty lines say nothing.
+
+    Raises:
+        PromptFileError: a line is not UTF-8.
+    """
+    for number, line in enumerate(stream, 1):
+        try:
+            message = line.decode("utf-8").strip("\r\n")
+        except UnicodeDecodeError as error:
+            raise PromptFileError(f"line {number} of standard input is not UTF-8") from error
+        if message.strip():
+            yield message
+
+
+def _typed() -> Iterator[str]:
+    """Return what is typed at a terminal, until Ctrl-D; Ctrl-C gives up a line."""
+    with suppress(ImportError):
+        import_module("readline")  # keys of the cursor, and earlier messages
+    typer.echo("Ctrl-C ends an answer, Ctrl-D the conversation.", err=True)
+    while True:
+        try:
+            message = input(_PROMPT)
+        except KeyboardInterrupt:
+            typer.echo()
+            continue
+        except EOFError:
+            typer.echo()
+            return
+        if message.strip():
+            yield message

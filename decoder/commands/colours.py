@@ -1,0 +1,151 @@
+"""Text in the colours of the sources that drafted it."""
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Final, TextIO
+
+from rich.color import ColorSystem
+from rich.console import COLOR_SYSTEMS, Console
+from rich.style import Style
+from transformers import PreTrainedTokenizerBase
+
+from decoder.observation import ObservedPass
+from decoder.stopping import TextStream
+from retriever.tree import Source
+
+
+class Colouring(StrEnum):
+    """When text is coloured."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+    def applies_to(self, stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
+        """Return whether text on a stream is coloured.
+
+        By itself on terminals alone, and not where `NO_COLOR` (https://no-color.org) is set.
+        """
+        if self is not Colouring.AUTO:
+            return self is Colouring.ALWAYS
+        is_wanted = not environment.get("NO_COLOR") and not is_dumb(environment)
+        return is_wanted and stream.isatty()
+
+
+def is_dumb(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the terminal knows no escape sequences, by its own word."""
+    return environment.get("TERM") == "dumb"
+
+
+_UNLISTED: Final = {Source.MODEL: "#56b4e9", Source.UNSPECIFIED: "#d55e00"}
+"""Of the sources that are no database, from the same palette as the others."""
+
+
+class Palette:
+    """Paints text for a terminal, in as many colours as that one has."""
+
+    def __init__(self) -> None:
+        name = Console(force_terminal=True, no_color=False).color_system
+        self._system = COLOR_SYSTEMS.get(name or "", ColorSystem.STANDARD)
+        self._styles = {
+            source: Style.parse(source.colour or _UNLISTED.get(source, "")) for source in Source
+        }
+
+    def painted(self, text: str, source: Source | None) -> str:
+        """Return text in the colour of a source; as it is where the model itself chose it."""
+        if source is None or not text:
+            return text
+        # Colours end with each line, so that none runs into what a pager or a log adds there.
+        style = self._styles[source]
+        lines = text.split("\n")
+        return "\n".join(style.render(line, color_system=self._system) for line in lines)
+
+    def legend(self, accepted: Counter[Source], num_tokens: int) -> str:
+        """Return a line that names the colours, with the tokens of each.
+
+        Args:
+            accepted: accepted tokens by source.
+            num_tokens: all tokens.
+        """
+        named = [
+            self.painted(f"{source.label} {count}", source)
+            for source, count in accepted.most_common()
+        ]
+        own = num_tokens - accepted.total()
+        return ", ".join([*named, f"uncoloured: the model's own {own}"])
+
+
+class Painter:
+    """Writes the text of an answer, each token in the colour of its source.
+
+    The text itself is what comes to `text`; what is drafted only says where colours change. So the
+    text without its colours is the same as without a painter.
+
+    Args:
+        tokenizer: decodes the tokens.
+        write: is called with each piece.
+        palette: `None` to write pieces as they come.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        write: Callable[[str], object],
+        palette: Palette | None,
+    ) -> None:
+        self._write = write
+        self._palette = palette
+        self._stream = TextStream(tokenizer)
+        self._lengths: deque[tuple[int, Source | None]] = deque()
+        self._waiting = ""
+        self._pieces: list[str] = []
+
+    @property
+    def painted(self) -> str:
+        """All that was written."""
+        return "".join(self._pieces)
+
+    def text(self, piece: str) -> None:
+        """Take in the text of a pass; its colours come with the pass itself, right behind it."""
+        if self._palette is None:
+            self._emit(piece)
+        else:
+            self._waiting += piece
+
+    def observe(self, step: ObservedPass) -> None:
+        """Take in a pass, and write its text."""
+        if self._palette is None:
+            return
+        sources = sources_of(step)
+        for token, source in zip(step.tokens, sources, strict=True):
+            self._lengths.append((len(self._stream.push([token])), source))
+        self._flush(self._palette)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        if self._palette is not None:
+            self._flush(self._palette)
+            self._emit(self._waiting)
+            self._waiting = ""
+
+    def _flush(self, palette: Palette) -> None:
+        painted = []
+        while self._lengths and self._waiting:
+            length, source = self._lengths.popleft()
+            part, self._waiting = self._waiting[:length], self._waiting[length:]
+            if len(part) < length:  # the rest is held back: it may become a stop string
+                self._lengths.appendleft((length - len(part), source))
+            painted.append(palette.painted(part, source))
+        self._emit("".join(painted))
+
+    def _emit(self, piece: str) -> None:
+        self._pieces.append(piece)
+        self._write(piece)
+
+
+def sources_of(step: ObservedPass) -> list[Source | None]:
+    """Return the source of each token of a pass; `None` for the target's own."""
+    drafted = [Source(number) for number in step.tree.sources[step.path].tolist()]
+    return [*drafted, *[None] * (len(step.tokens) - len(drafted))]

@@ -1,0 +1,102 @@
+"""Text in the colours of its sources: the colours are right, and the text is the same."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from decoder.commands.answers import together
+from decoder.commands.colours import Colouring, Painter, Palette, sources_of
+from decoder.commands.generate import AnswerOptions, answer
+from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.observation import ObservedPass
+from decoder.stopping import StopStrings
+from retriever.tree import ROOT, DraftTree, Source
+from tests.decoder.decoding import ScriptedDrafter, decoder_with, plainly, tree_of
+
+PROMPT = "abcabc"
+ESCAPES = re.compile("\x1b\\[[0-9;]*m")
+
+
+@pytest.fixture(scope="module")
+def tiny(model_directory: Path) -> LanguageModel:
+    return load_model(ModelOptions(str(model_directory)))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("colouring", "environment", "on_terminal", "elsewhere"),
+    [
+        ("auto", {}, True, False),
+        ("auto", {"NO_COLOR": "1"}, False, False),
+        ("auto", {"NO_COLOR": ""}, True, False),
+        ("auto", {"TERM": "dumb"}, False, False),
+        ("always", {"NO_COLOR": "1"}, True, True),
+        ("never", {}, False, False),
+    ],
+)
+def test_text_is_coloured_on_terminals_that_want_it(
+    colouring: str, environment: dict[str, str], *, on_terminal: bool, elsewhere: bool
+) -> None:
+    chosen = Colouring(colouring)
+    assert chosen.applies_to(Terminal(), environment) == on_terminal
+    assert chosen.applies_to(io.StringIO(), environment) == elsewhere
+
+
+@pytest.mark.parametrize("stops", [(), ("a",), ("\u00e9", "xyz")])
+def test_colours_follow_the_sources_and_change_no_text(
+    tiny: LanguageModel, stops: tuple[str, ...]
+) -> None:
+    prompt = tiny.encode(PROMPT)
+    truth = prompt + plainly(tiny.model, prompt, 60)
+
+    def guess(tokens: list[int], _budget: int) -> DraftTree:
+        """Three right tokens, from one source and then from another."""
+        source = (Source.CORPUS, Source.GENERATIONS, Source.MODEL)[len(tokens) % 3]
+        ahead = truth[len(tokens) : len(tokens) + 3]
+        return tree_of([(node - 1 if node else ROOT, t) for node, t in enumerate(ahead)], source)
+
+    def answered(palette: Palette | None) -> tuple[str, str, list[Source | None]]:
+        pieces: list[str] = []
+        sources: list[Source | None] = []
+        painter = Painter(tiny.tokenizer, pieces.append, palette)
+
+        def note(step: ObservedPass) -> None:
+            sources.extend(sources_of(step))
+
+        result = answer(
+            decoder_with(tiny.model, ScriptedDrafter(guess)),
+            tiny,
+            PROMPT,
+            AnswerOptions(40, StopStrings(stops)),
+            on_text=painter.text,
+            observer=together([painter.observe, note]),
+        )
+        painter.finish()
+        assert "".join(pieces) == painter.painted
+        return result.text, painter.painted, sources
+
+    palette = Palette()
+    plain, uncoloured, _ = answered(None)
+    text, coloured, sources = answered(palette)
+    assert uncoloured == plain == text == ESCAPES.sub("", coloured)
+    assert {Source.CORPUS, Source.GENERATIONS, None} <= set(sources)
+    # A token is a byte here, so where all bytes are characters each has its token's colour.
+    if plain.isascii() and not stops:
+        pairs = zip(plain, sources, strict=True)
+        assert coloured == "".join(palette.painted(c, source) for c, source in pairs)
+
+
+def test_every_source_has_a_colour_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    palette = Palette()
+    painted = {palette.painted("x", source) for source in Source}
+    assert len(painted) == len(Source)
+    assert "x" not in painted
+    assert palette.painted("a\nb", Source.CORPUS).count("\x1b[0m\n") == 1
+    assert palette.painted("a", None) == "a"

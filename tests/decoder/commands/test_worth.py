@@ -1,0 +1,94 @@
+"""What drafts were worth: an estimate from measured passes, or a comparison by the clock."""
+
+from pathlib import Path
+
+import pytest
+
+from decoder.budget.budget import MeasuredBudget
+from decoder.budget.costs import CostSurface
+from decoder.commands.generate import AnswerOptions, Interruption, answer
+from decoder.commands.worth import UNKNOWN, Comparison, Worth, first_difference
+from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.observation import ObservedPass, Times
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.sampling_settings import SamplingSettings
+from decoder.sampling.verification import AcceptRule, accept_greedy
+from retriever.tree import DraftTree
+from tests.decoder.decoding import ScriptedDrafter, at_random, decoder_with, nothing
+
+PROMPT = "abcabc"
+
+
+@pytest.fixture(scope="module")
+def tiny(model_directory: Path) -> LanguageModel:
+    return load_model(ModelOptions(str(model_directory)))
+
+
+def seen(num_tokens: int, target_s: float) -> ObservedPass:
+    tree = DraftTree.empty()
+    return ObservedPass(
+        tree, tree, tree.parents.astype("int64"), [1] * num_tokens, Times(0.25, target_s, 0.25)
+    )
+
+
+def test_plain_decoding_would_take_a_plain_pass_for_each_token() -> None:
+    costs = CostSurface((0, 100), (1, 8), ((1.0, 1.0), (2.0, 2.0)))
+    worth = Worth()
+    observe = worth.observer(MeasuredBudget(costs), 100)
+    observe(seen(1, 7.0))  # the prompt's own pass, which takes the same without drafts
+    assert worth.times_plain is None
+    assert worth.summary() == UNKNOWN
+    observe(seen(5, 2.0))
+    # Behind 101 tokens a plain pass takes 2.01 s.
+    assert worth.plain_s == pytest.approx(7 + 5 * 2.01)
+    assert worth.own_s == pytest.approx(7.5 + 2.5)
+    assert worth.summary() == "1.7x plain decoding on this machine, estimated from measured passes"
+    for _ in range(9):
+        observe(seen(1, 9.0))
+    assert worth.summary().endswith("measured passes: drafts do not pay here")
+
+
+def sampled() -> AcceptRule:
+    return accept_rule(SamplingSettings(temperature=1.0))
+
+
+@pytest.mark.parametrize("rule", ["greedy", "sampled"])
+def test_a_comparison_decodes_the_same_without_drafts(tiny: LanguageModel, rule: str) -> None:
+    accept = accept_greedy if rule == "greedy" else sampled()
+    drafted = decoder_with(tiny.model, ScriptedDrafter(at_random()), accept=accept)
+    options = AnswerOptions(20)
+    comparison = Comparison(drafted, tiny, options)
+    interrupted = answer(drafted, tiny, "cab", options)  # its random numbers are used up
+    assert interrupted.token_ids
+    comparison.skip()
+    total = Worth()
+    for _ in range(2):
+        result = answer(drafted, tiny, PROMPT, options)
+        worth = comparison.worth(PROMPT, result, Interruption())
+        assert worth is not None
+        assert (worth.num_compared, worth.num_different) == (1, 0)
+        assert worth.own_s == result.statistics.total_s
+        assert worth.summary().endswith("without drafts; the output is identical")
+        total.add(worth)
+    assert total.summary().endswith("all 2 are identical")
+
+
+def test_a_comparison_says_where_outputs_differ(tiny: LanguageModel) -> None:
+    decoder = decoder_with(tiny.model, ScriptedDrafter(nothing))
+    result = answer(decoder, tiny, PROMPT, AnswerOptions(20))
+    result.token_ids[7] += 1
+    worth = Comparison(decoder, tiny, AnswerOptions(20)).worth(PROMPT, result, Interruption())
+    assert worth is not None
+    assert worth.summary().endswith("; the output differs from token 8 on")
+    assert worth.report()["is_identical"] is False
+    assert first_difference([1, 2], [1, 2, 3]) == 3
+    assert first_difference([1, 2], [1, 2]) is None
+
+
+def test_a_comparison_tells_no_drafter(tiny: LanguageModel) -> None:
+    drafter = ScriptedDrafter(nothing)
+    decoder = decoder_with(tiny.model, drafter)
+    result = answer(decoder, tiny, PROMPT, AnswerOptions(5))
+    before = list(drafter.closed)
+    Comparison(decoder, tiny, AnswerOptions(5)).worth(PROMPT, result, Interruption())
+    assert drafter.closed == before
