@@ -119,6 +119,7 @@ class History:
 
 _WIDTH: Final = 720
 _HEIGHT: Final = 160
+_MILLISECOND: Final = 1e-3
 _FASTEST_S: Final = BOUNDS_S[0]
 _SLOWEST_S: Final = BOUNDS_S[-1]
 
@@ -278,6 +279,7 @@ def page(service: Service, history: History) -> str:
     _by_index(body, service)
     _memory(body, service, census)
     _refusals(body, service)
+    _label_cells(body)
     return "<!doctype html>\n" + tostring(html, encoding="unicode", method="html")
 
 
@@ -414,6 +416,15 @@ def _row(rows: Element, *values: str | int) -> Element:
     return row
 
 
+def _label_cells(body: Element) -> None:
+    """Have each cell carry its column's title, which narrow windows show next to it."""
+    for table in body.iter("table"):
+        titles = [each.text or "" for each in table.iter("th")]
+        for row in table.findall("tbody/tr"):
+            for title, cell in zip(titles, row, strict=True):
+                cell.set("data-title", title)
+
+
 def _share(accepted: int, nodes: int) -> str:
     return f"{accepted / nodes:.1%}" if nodes else "unknown"
 
@@ -437,6 +448,8 @@ def _shown(seconds: float) -> str:
         return "unknown"
     if seconds == float("inf"):
         return f"over {BOUNDS_S[-1]:g} s"
+    if seconds >= _MILLISECOND:
+        return f"within {seconds * 1e3:,.0f} ms"
     return f"within {seconds * 1e6:,.0f} µs"
 
 

@@ -274,8 +274,8 @@ def busy_history(num_samples: int = 361, seed: int = 3) -> History:
         now += SAMPLE_S
         counts.num_outcomes += 1000
         counts.num_committed += 1500 + 4 * each + rng.randint(0, 300)
-        counts.drafts.add(4e-5 * rng.uniform(0.5, 3), 990)
-        counts.drafts.add(4e-4 * rng.uniform(0.5, 20), 10)
+        counts.drafts.add(4e-5 * rng.uniform(0.5, 3), 980)
+        counts.drafts.add(4e-4 * rng.uniform(0.5, 20), 20)
         for source in (Source.CONTEXT, Source.GENERATIONS, Source.PHRASES, Source.CORPUS):
             counts.by_source[1, source] += rng.randint(10, 20 + each)
         history.sample()
