@@ -14,11 +14,17 @@ from numpy.typing import ArrayLike
 
 from indexer.errors import SourceError, reason_of
 from indexer.reader import Vocabulary
-from indexer.sources.conversations import Turn, conversation_of, exchanges_of, messages_of
+from indexer.sources.conversations import (
+    Turn,
+    conversation_of,
+    exchanges_of,
+    messages_of,
+    plain_text,
+)
 from indexer.sources.recordings import EXPECTED, is_table, read_recorded
 from indexer.tokenizer import (
     DEFAULT_MODEL,
-    encode_messages,
+    encode_chat,
     encode_prompt,
     load_tokenizer,
     vocabulary_of,
@@ -59,7 +65,9 @@ class ChatEncoder:
 
     def encode_turns(self, turns: tuple[Turn, ...]) -> list[int]:
         """Return the ids of a conversation in the chat template, ready for the next answer."""
-        return encode_messages(self.tokenizer, messages_of(turns))
+        if not self.tokenizer.chat_template:
+            return list(self.tokenizer.encode(plain_text(turns)))
+        return encode_chat(self.tokenizer, messages_of(turns))
 
     def encode_output(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
