@@ -22,7 +22,7 @@ from rich.table import Table
 
 from decoder.assembly import DrafterSettings, assemble
 from decoder.commands.bench import circumstances
-from decoder.commands.contenders import FOREDRAFT, PLAIN, Contender, Run, contenders
+from decoder.contenders.contender import FOREDRAFT, PLAIN, Contender, Run, contenders
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from indexer.errors import IndexerError
 from indexer.reader import Index

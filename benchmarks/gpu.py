@@ -32,8 +32,8 @@ from decoder.budget.cost_store import describe_machine, device_name, versions
 from decoder.budget.costs import measure_costs
 from decoder.commands.bench import BenchOptions, fitting, run_benchmark
 from decoder.commands.bench_report import table_of
-from decoder.commands.contenders import contenders
 from decoder.commands.prompts import Prompt, read_prompts
+from decoder.contenders.contender import contenders
 from decoder.errors import DecoderError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target

@@ -53,6 +53,10 @@ class TraceFileError(DecoderError):
     """A trace cannot be written or read; the message says where and why."""
 
 
+class CutTraceError(TraceFileError):
+    """A trace ends in the middle of a line; the passes before it can be read."""
+
+
 class UnsupportedGenerationError(DecoderError):
     """`model.generate` got an option that drafts do not support; the message names it."""
 
@@ -75,3 +79,11 @@ class DeadEndError(DecoderError):
 
 class InvalidLogitsError(DecoderError):
     """The model's logits are not numbers, so that no token can be chosen."""
+
+
+class CostFileError(DecoderError):
+    """A file holds no costs of passes; the message says which forms are taken."""
+
+
+class PlotError(DecoderError):
+    """A plot cannot be drawn or written; the message says what is missing."""

@@ -1,4 +1,4 @@
-"""Drafts inside llama-cpp-python: see docs/engines.md.
+"""Drafts inside llama-cpp-python: see docs/how-to/engines.md.
 
 python examples/llama_cpp_generate.py model.gguf "What is a trie?" --index my.index
 python examples/llama_cpp_generate.py model.gguf "What is a trie?" --server unix:drafts.sock

@@ -1,4 +1,4 @@
-"""Drafts inside ONNX Runtime GenAI: see docs/engines.md.
+"""Drafts inside ONNX Runtime GenAI: see docs/how-to/engines.md.
 
 The model must be exported with paged attention, for its engine to verify drafts:
 

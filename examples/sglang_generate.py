@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     options = parser.parse_args()
 
-    # SGLang's processes read the settings, as docs/engines.md lists them.
+    # SGLang's processes read the settings, as docs/how-to/engines.md lists them.
     for name in ("index", "server"):
         if getattr(options, name):
             os.environ[f"FOREDRAFT_{name.upper()}"] = getattr(options, name)

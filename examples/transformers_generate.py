@@ -1,4 +1,4 @@
-"""Drafts inside `model.generate` of transformers: see docs/engines.md.
+"""Drafts inside `model.generate` of transformers: see docs/how-to/engines.md.
 
 python examples/transformers_generate.py path/to/model "What is a trie?" --index my.index
 python examples/transformers_generate.py path/to/model "What is a trie?" --server unix:drafts.sock

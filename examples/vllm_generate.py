@@ -1,4 +1,4 @@
-"""Drafts inside vLLM: see docs/engines.md.
+"""Drafts inside vLLM: see docs/how-to/engines.md.
 
 python examples/vllm_generate.py path/to/model "What is a trie?" --index my.index
 python examples/vllm_generate.py path/to/model "What is a trie?" --server unix:drafts.sock

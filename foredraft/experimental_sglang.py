@@ -1,4 +1,4 @@
-"""Drafts inside SGLang, experimental: never run in a whole SGLang. See docs/engines.md.
+"""Drafts inside SGLang, experimental: never run in a whole SGLang. See docs/how-to/engines.md.
 
 SGLang finds `register` by an entry point in each of its processes: start it with
 `--speculative-algorithm FOREDRAFT`.

@@ -1,4 +1,4 @@
-"""Drafts for TensorRT-LLM, experimental: never run in TensorRT-LLM. See docs/engines.md."""
+"""Drafts for TensorRT-LLM, experimental: never run in TensorRT-LLM. See docs/how-to/engines.md."""
 
 from decoder.engines.experimental_tensorrt_llm import DraftsForTensorRtLlm
 

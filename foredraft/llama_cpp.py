@@ -1,4 +1,4 @@
-"""Drafts inside llama-cpp-python: see docs/engines.md."""
+"""Drafts inside llama-cpp-python: see docs/how-to/engines.md."""
 
 from foredraft.installation import needing
 

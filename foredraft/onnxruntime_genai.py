@@ -1,4 +1,4 @@
-"""Drafts inside ONNX Runtime GenAI: see docs/engines.md."""
+"""Drafts inside ONNX Runtime GenAI: see docs/how-to/engines.md."""
 
 from foredraft.installation import needing
 

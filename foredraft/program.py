@@ -50,6 +50,7 @@ COMMANDS: Final = (
     Command("verify", "look", "indexer", "Check that an index is whole."),
     Command("explain", "look", "retriever", "Show where the tokens of a draft come from."),
     Command("replay", "look", "retriever", "Try drafts on recorded outputs, without a model."),
+    Command("estimate", "look", "decoder", "Say from recorded outputs whether drafts would help."),
     Command("trace", "look", "decoder", "Read what `generate --trace` wrote of every pass."),
 )
 

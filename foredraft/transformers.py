@@ -1,4 +1,4 @@
-"""Drafts inside `model.generate` of transformers: see docs/plugging-in.md."""
+"""Drafts inside `model.generate` of transformers: see docs/how-to/plugging-in.md."""
 
 from foredraft.installation import needing
 

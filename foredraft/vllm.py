@@ -1,4 +1,4 @@
-"""Drafts inside vLLM: `"model": "foredraft.vllm.ForedraftProposer"`, see docs/engines.md."""
+"""Drafts inside vLLM: `"model": "foredraft.vllm.ForedraftProposer"`, see docs/how-to/engines.md."""
 
 from foredraft.installation import needing
 

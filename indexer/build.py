@@ -67,7 +67,8 @@ def build_index(
         on_progress: called as sources are read, with the counts so far.
 
     Raises:
-        SourceError: a source does not exist, or no document could be read.
+        SourceError: a source does not exist, no document could be read, or more records were
+            dropped than the options allow.
         TokenizerError: the tokenizer cannot be loaded or used.
         IndexExistsError: the output path is taken.
         IndexerError: the index cannot be written.
@@ -81,10 +82,12 @@ def build_index(
         blocks = planned(sources, options, tally, scratch)
         options = options.for_blocks(len(blocks))
         loaded = loaded_tokenizer(tokenizer)
+        options = options.with_template_of(loaded)
         started = time.perf_counter()
         vocabulary, stored = store_tokenizer(loaded, folder)
         tasks = part_tasks(blocks, scratch, folder / TOKENIZER_FILE, vocabulary, options)
         parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
+        options.check_dropped(tally)
         contents = write_index(folder, parts, vocabulary, stored, options, tally)
     return report_of(output, contents, tally, started)
 
@@ -153,6 +156,9 @@ def report_of(
         skipped_places=dict(sorted(tally.skipped_places.items())),
         screened=tally.screened,
         stage_seconds=dict(tally.stage_seconds),
+        remedies=dict(tally.remedies),
+        num_dropped=tally.num_dropped,
+        conversations=dict(tally.conversations),
     )
 
 

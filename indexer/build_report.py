@@ -10,6 +10,9 @@ from typing import Any, Final
 _MAX_PLACES: Final = 3
 """Documents or lines that a report names for each reason: enough to look at, few enough to read."""
 
+_MAX_FILES: Final = 10
+"""Files of conversations that a report names: a screen holds them all."""
+
 _LINES: Final = "lines with an excluded phrase"
 _DOCUMENTS: Final = "documents with an excluded phrase"
 
@@ -115,18 +118,82 @@ def _by_phrase(counts: Counter[int]) -> str:
     return f" by the list's {', '.join(shown + more)}" if shown else ""
 
 
-def describe_skipped(skipped: Mapping[str, int], places: Mapping[str, str]) -> str:
+def describe_skipped(
+    skipped: Mapping[str, int], places: Mapping[str, str], remedies: Mapping[str, str]
+) -> str:
     """Return reasons and counts in words, most frequent first; empty if nothing was skipped.
 
     Args:
         skipped: counts by reason.
         places: for some reasons, where the first was.
+        remedies: for some reasons, what to do.
     """
     reasons = sorted(skipped.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(
-        f"{count} {reason}" + (f" (first: {places[reason]})" if reason in places else "")
+        f"{count} {reason}{_in_brackets(places.get(reason), remedies.get(reason))}"
         for reason, count in reasons
     )
+
+
+def _in_brackets(place: str | None, remedy: str | None) -> str:
+    parts = ([f"first: {place}"] if place else []) + ([remedy] if remedy else [])
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+@dataclass(slots=True)
+class ConversationTally:
+    """The conversations that were found in one file in one shape.
+
+    Attributes:
+        kind: of the turns that are taken, in words: "assistant turns".
+        num_conversations: of which any was taken or not.
+        num_turns: turns that were taken.
+        left_out: of the conversations, by kind: images, empty turns, turns of unknown roles.
+    """
+
+    kind: str
+    num_conversations: int = 0
+    num_turns: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "ConversationTally") -> None:
+        """Add the counts of another part of the file."""
+        self.num_conversations += other.num_conversations
+        self.num_turns += other.num_turns
+        self.left_out.update(other.left_out)
+
+    def describe(self) -> str:
+        """Return the counts in words."""
+        counts = ", ".join(f"{count:,} x {what}" for what, count in self.left_out.most_common())
+        without = f"; left out: {counts}" if counts else ""
+        return (
+            f"{self.num_turns:,} {self.kind} of {self.num_conversations:,} conversations{without}"
+        )
+
+
+Conversations = dict[tuple[str, str], ConversationTally]
+"""By the file's name and the shape."""
+
+
+def describe_conversations(found: Conversations) -> list[str]:
+    """Return a line for each file, at most `_MAX_FILES`, and one for all others together."""
+    lines = [f"{name}: {shape}, {tally.describe()}" for (name, shape), tally in found.items()]
+    num_more = len(lines) - _MAX_FILES
+    return lines if num_more <= 0 else [*lines[:_MAX_FILES], f"and {num_more} more such files"]
+
+
+def list_conversations(found: Conversations) -> list[dict[str, Any]]:
+    """Return the conversations of files for machines to read."""
+    return [
+        {
+            "file": name,
+            "shape": shape,
+            "conversations": tally.num_conversations,
+            "turns": tally.num_turns,
+            "left_out": dict(tally.left_out),
+        }
+        for (name, shape), tally in found.items()
+    ]
 
 
 @dataclass(slots=True)
@@ -139,6 +206,10 @@ class BuildTally:
         num_bytes: their text in UTF-8.
         skipped: documents and files left out, by reason.
         skipped_places: where the first was, by reason, if known.
+        remedies: what to do, by reason, where something can be done.
+        num_dropped: of those that were skipped, the documents and files that were meant to be
+            read and could not be. The others were passed over by a rule.
+        conversations: that records held, by file and shape.
         num_bytes_read: bytes of the source files, as on disk, that were read or skipped.
         num_bytes_found: size of the source files; 0 where documents do not come from files.
         screened: what screening took out; None where nothing was screened for.
@@ -150,6 +221,9 @@ class BuildTally:
     num_bytes: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     skipped_places: dict[str, str] = field(default_factory=dict)
+    remedies: dict[str, str] = field(default_factory=dict)
+    num_dropped: int = 0
+    conversations: Conversations = field(default_factory=dict)
     num_bytes_read: int = 0
     num_bytes_found: int = 0
     screened: ScreenTally | None = None
@@ -162,18 +236,46 @@ class BuildTally:
         yield
         self.stage_seconds[name] = time.perf_counter() - begun
 
-    def skip(self, reason: str, place: str) -> None:
-        """Count a document that is left out, and keep the place of the first one."""
+    @property
+    def dropped_share(self) -> float:
+        """Share of the documents and files that could not be read, from 0 to 1."""
+        return self.num_dropped / max(self.num_dropped + self.num_documents, 1)
+
+    def skip(self, reason: str, place: str, remedy: str = "") -> None:
+        """Count a document that is left out, and keep the place of the first one.
+
+        Args:
+            reason: under which it is counted.
+            place: a file, or a file and a line or row.
+            remedy: what to do; that of the first one is kept.
+        """
         self.skipped[reason] += 1
         self.skipped_places.setdefault(reason, place)
+        if remedy:
+            self.remedies.setdefault(reason, remedy)
+
+    def drop(self, reason: str, place: str, remedy: str = "") -> None:
+        """Count a document or a file that was meant to be read and cannot be; see `skip`."""
+        self.num_dropped += 1
+        self.skip(reason, place, remedy)
+
+    def count_conversation(self, place: tuple[str, str], counted: ConversationTally) -> None:
+        """Count conversations of a file in a shape."""
+        if place in self.conversations:
+            self.conversations[place].add(counted)
+        else:
+            self.conversations[place] = counted
 
     def merge(self, other: "BuildTally") -> None:
         """Add the counts of another process, except for documents and tokens."""
         self.num_bytes += other.num_bytes
         self.num_bytes_read += other.num_bytes_read
+        self.num_dropped += other.num_dropped
         self.skipped.update(other.skipped)
-        for reason, place in other.skipped_places.items():
-            self.skipped_places.setdefault(reason, place)
+        self.skipped_places = {**other.skipped_places, **self.skipped_places}
+        self.remedies = {**other.remedies, **self.remedies}
+        for place, counted in other.conversations.items():
+            self.count_conversation(place, counted)
         if self.screened is None:
             self.screened = other.screened
         elif other.screened is not None:
@@ -181,7 +283,7 @@ class BuildTally:
 
     def describe_skipped(self) -> str:
         """Return the skipped documents and files in words; empty if there are none."""
-        return describe_skipped(self.skipped, self.skipped_places)
+        return describe_skipped(self.skipped, self.skipped_places, self.remedies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +301,9 @@ class BuildReport:
         skipped_places: where the first was, by reason, if known: a file, or a file and a line.
         screened: what screening took out; None where nothing was screened for.
         stage_seconds: of the time, what reading and tokenising, sorting and counting n-grams took.
+        remedies: what to do about what was skipped, by reason.
+        num_dropped: documents and files that were meant to be read and could not be.
+        conversations: that records held, by file and shape.
     """
 
     output: str
@@ -211,6 +316,9 @@ class BuildReport:
     skipped_places: dict[str, str] = field(default_factory=dict)
     screened: ScreenTally | None = None
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    remedies: dict[str, str] = field(default_factory=dict)
+    num_dropped: int = 0
+    conversations: Conversations = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -230,16 +338,19 @@ class BuildReport:
             "stage_seconds": {name: round(s, 3) for name, s in self.stage_seconds.items()},
             "skipped": self.skipped,
             "skipped_places": self.skipped_places,
+            "dropped": self.num_dropped,
+            "conversations": list_conversations(self.conversations),
             "screened": self.screened.to_json() if self.screened is not None else None,
         }
 
     def describe(self) -> str:
         """Return the report for people to read."""
-        skipped = describe_skipped(self.skipped, self.skipped_places) or "nothing"
+        skipped = describe_skipped(self.skipped, self.skipped_places, self.remedies) or "nothing"
+        found = "".join(f"{line}\n" for line in describe_conversations(self.conversations))
         screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
         stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.stage_seconds.items())
         return (
-            f"{self.output}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
+            f"{found}{self.output}: {self.num_documents:,} documents, {self.num_tokens:,} tokens "
             f"in {self.num_segments} segment(s)\n"
             f"{self.num_bytes:,} bytes of text in {self.seconds:.1f} s, "
             f"{self.tokens_per_s:,.0f} tokens/s ({stages})\n"
@@ -262,6 +373,9 @@ class ChangeReport:
         skipped: documents and files left out, by reason.
         skipped_places: where the first was, by reason, if known.
         screened: what screening took out; None where nothing was screened for.
+        remedies: what to do about what was skipped, by reason.
+        num_dropped: documents and files that were meant to be read and could not be.
+        conversations: that records held, by file and shape.
     """
 
     path: str
@@ -274,6 +388,9 @@ class ChangeReport:
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_places: dict[str, str] = field(default_factory=dict)
     screened: ScreenTally | None = None
+    remedies: dict[str, str] = field(default_factory=dict)
+    num_dropped: int = 0
+    conversations: Conversations = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report for machines to read."""
@@ -286,19 +403,22 @@ class ChangeReport:
             "seconds": round(self.seconds, 3),
             "skipped": self.skipped,
             "skipped_places": self.skipped_places,
+            "dropped": self.num_dropped,
+            "conversations": list_conversations(self.conversations),
             "screened": self.screened.to_json() if self.screened is not None else None,
         }
 
     def describe(self) -> str:
         """Return the report for people to read."""
-        skipped = describe_skipped(self.skipped, self.skipped_places)
+        skipped = describe_skipped(self.skipped, self.skipped_places, self.remedies)
+        found = "".join(f"{line}\n" for line in describe_conversations(self.conversations))
         older = f"{self.num_older} snapshot(s) from before are still read: their files go with the "
         screened = f"\nscreened: {self.screened.describe()}" if self.screened is not None else ""
         what = f"{self.verb} {self.num_documents:,} documents, {self.num_tokens:,} tokens"
         if self.verb == "merged":
             what = f"{self.num_documents:,} segments fewer"
         return (
-            f"{self.path}: {what} "
+            f"{found}{self.path}: {what} "
             f"in {self.seconds:.1f} s; {self.num_segments} segment(s) now"
             + (f"\nskipped: {skipped}" if skipped else "")
             + (f"\n{older}next change, or `compact`, after their readers" if self.num_older else "")

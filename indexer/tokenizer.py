@@ -379,6 +379,24 @@ def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, s
     return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
 
 
+def encode_messages(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]
+) -> list[int]:
+    """Return the ids of a conversation so far, ready for the answer.
+
+    Args:
+        tokenizer: the model's; without a chat template, texts have an empty line between them.
+        messages: with `role` and `content` each.
+
+    Raises:
+        TokenizerError: the chat template does not take such messages.
+    """
+    if not tokenizer.chat_template:
+        text = "\n\n".join(message["content"] for message in messages)
+        return list(tokenizer.encode(text))
+    return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
+
+
 def _rendered(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]) -> str:
     try:
         return str(

@@ -21,7 +21,8 @@ PARTS: Final[Mapping[str, str]] = MappingProxyType(
 SEEDS: Final = "seeds"
 """Marks tests that draw cases at random: a few of them always, all where this part is asked for."""
 
-_VARIABLE: Final = "FOREDRAFT_TEST_SEEDS"  # read by processes that tests start as well
+# Read by processes that tests start; names with FOREDRAFT_ are settings.
+_VARIABLE: Final = "SEEDED_TEST_CASES"
 
 
 def draw_all_cases() -> None:

@@ -16,12 +16,15 @@ MAY_IMPORT = {
     "retriever": {"indexer", "retriever"},
     "decoder": {"indexer", "retriever", "decoder"},
 }
-# Of the indexer, drafting needs to read indexes and tokenizers and to state flags, never to build.
+# Of the indexer, drafting needs to read indexes, tokenizers and recorded conversations and to state
+# flags, never to build.
 READER = {
     "indexer.errors",
     "indexer.flags",
     "indexer.launch",
     "indexer.reader",
+    "indexer.sources.conversations",
+    "indexer.sources.recordings",
     "indexer.tokenizer",
 }
 # Adapters of decoder/engines and the libraries that are theirs alone. The decoder is built on

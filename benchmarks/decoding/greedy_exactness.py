@@ -24,8 +24,8 @@ from rich.progress import track
 
 from decoder.assembly import DrafterSettings, assemble
 from decoder.commands.bench import BenchPrompt, circumstances, fitting
-from decoder.commands.contenders import FOREDRAFT, PLAIN, Contender, contenders
 from decoder.commands.prompts import read_prompts
+from decoder.contenders.contender import FOREDRAFT, PLAIN, Contender, contenders
 from decoder.errors import DecoderError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from indexer.errors import IndexerError

@@ -3,7 +3,8 @@
 They are here to be replayed on the same recordings at the same budget of nodes. They are readings
 of rules and not the programs of their authors: what a draft costs in microseconds is what our
 reading of it costs. Each module says where its rule stands, and where ours is kinder to it. Nodes
-of rules that give no probabilities bear 1.
+of rules that give no probabilities bear 1. Those that `foredraft estimate` replays, too, stand in
+`decoder.contenders`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,10 @@ from typing import Final
 
 from benchmarks.peers.hierarchy import HierarchyDrafting
 from benchmarks.peers.infini_gram import InfiniGram
-from benchmarks.peers.prompt_lookup import PromptLookup
 from benchmarks.peers.rest import Rest
 from benchmarks.peers.sam_decoding import SamDecoding
-from benchmarks.peers.suffix_decoding import BEST_PATH, BEST_TREE, SuffixDecoding, documents_of
+from decoder.contenders.prompt_lookup import PromptLookup
+from decoder.contenders.suffix_decoding import BEST_PATH, BEST_TREE, SuffixDecoding, documents_of
 from indexer.reader import Index
 from retriever.commands.factories import DrafterFactory
 from retriever.drafter import TokenIds

@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.peers.datastore import SortedText, continuations, texts_of
-from benchmarks.peers.sequence_drafter import SequenceDrafter
+from decoder.contenders.sequence_drafter import SequenceDrafter
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence

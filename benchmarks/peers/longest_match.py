@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.peers.counting import most_frequent
 from benchmarks.peers.datastore import Datastore, continuations, longest_match
-from benchmarks.peers.sequence_drafter import SequenceDrafter
+from decoder.contenders.sequence_drafter import SequenceDrafter
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source

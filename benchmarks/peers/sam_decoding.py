@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from benchmarks.peers.datastore import Datastore, continuation, first_occurrence, longest_match
-from benchmarks.peers.kernels.scanning import longest_repeat
-from benchmarks.peers.sequence_drafter import SequenceDrafter, chain
+from decoder.contenders.kernels.scanning import longest_repeat
+from decoder.contenders.sequence_drafter import SequenceDrafter, chain
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence

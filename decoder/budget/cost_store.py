@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -197,12 +197,27 @@ def _surface(content: dict[str, Any], key: Key) -> CostSurface:
     """
     if content["format"] != _FORMAT or content["key"] != json.loads(json.dumps(key)):
         raise ValueError("written for something else")
-    contexts = tuple(map(int, content["contexts"]))
-    widths = tuple(map(int, content["widths"]))
-    seconds = tuple(tuple(map(float, row)) for row in content["seconds"])
+    return checked_surface(content["contexts"], content["widths"], content["seconds"])
+
+
+def checked_surface(
+    contexts: Sequence[Any], widths: Sequence[Any], seconds: Sequence[Sequence[Any]]
+) -> CostSurface:
+    """Return a surface of values that were read from somewhere.
+
+    Args:
+        contexts: tokens before a pass, rising.
+        widths: tokens in a pass, rising from 1.
+        seconds: a row for each context, a column for each width.
+
+    Raises:
+        ValueError or TypeError: they are not that.
+    """
+    contexts, widths = tuple(map(int, contexts)), tuple(map(int, widths))
+    rows = tuple(tuple(map(float, row)) for row in seconds)
     rising = all(low < high for axis in (contexts, widths) for low, high in pairwise(axis))
-    whole = len(seconds) == len(contexts) and all(len(row) == len(widths) for row in seconds)
-    sound = all(isfinite(s) and s > 0 for row in seconds for s in row)
+    whole = len(rows) == len(contexts) and all(len(row) == len(widths) for row in rows)
+    sound = all(isfinite(s) and s > 0 for row in rows for s in row)
     if not (contexts and rising and whole and sound and widths[:1] == (1,) and contexts[0] >= 0):
         raise ValueError("not a table of costs")
-    return CostSurface(contexts, widths, seconds)
+    return CostSurface(contexts, widths, rows)

@@ -1,4 +1,4 @@
-"""The commands: generate answers, read traces, or measure against transformers' own decoding."""
+"""The commands: generate answers, read traces, measure, or estimate from recorded outputs."""
 
 from decoder.errors import DecoderError
 from indexer.errors import IndexerError
@@ -12,6 +12,7 @@ app = command_line(
         "generate": "decoder.commands.generate_command:run_generate",
         "chat": "decoder.commands.chat_command:run_chat",
         "bench": "decoder.commands.bench_command:run_bench",
+        "estimate": "decoder.commands.estimate_command:run_estimate",
         "trace": "decoder.commands.trace_command:run_trace",
     },
 )

@@ -9,8 +9,8 @@ from typing import Any
 from decoder.budget.budget import Budget, MeasuredBudget
 from decoder.budget.cost_store import describe_machine, versions
 from decoder.commands.bench_report import Comparison, summarize
-from decoder.commands.contenders import Contender, Run, contenders
 from decoder.commands.prompts import Prompt
+from decoder.contenders.contender import Contender, Run, contenders
 from decoder.errors import InvalidPromptError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel

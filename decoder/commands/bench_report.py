@@ -7,7 +7,7 @@ from typing import Any, Final
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from decoder.commands.contenders import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED, Run
+from decoder.contenders.contender import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED, Run
 from decoder.observation import Statistics, counted
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from decoder.errors import InvalidPromptError, PromptFileError
-from indexer.errors import reason_of
+from indexer.errors import SourceError, reason_of
+from indexer.sources.conversations import conversation_of, prompt_of
+from indexer.sources.recordings import EXPECTED, is_table, read_recorded
 
 DEFAULT_CATEGORY = "prompts"
 
@@ -22,7 +24,7 @@ class Prompt:
     Attributes:
         category: the kind of task that it stands for.
         text: a user's message.
-        line: where it stands, from 1.
+        line: where it stands: a line, from 1, or a row, from 0.
     """
 
     category: str
@@ -36,26 +38,43 @@ def read_prompts(
     """Read a file of prompts, which may be compressed with gzip (`.gz`).
 
     Args:
-        path: JSON lines in the format of Spec-Bench's questions (Xia et al., 2024,
-            arXiv:2401.07851), `{"question_id", "category", "turns"}`, of which the first turn
-            is used; or one prompt a line.
+        path: one prompt a line; or records in JSON lines, JSON, CSV or Parquet. A record is a
+            question of Spec-Bench (Xia et al., 2024, arXiv:2401.07851), `{"question_id",
+            "category", "turns"}`, of which the first turn is used; or a conversation as
+            `conversation_of` knows it, of which all that the user says before the first answer is
+            used, but no system message. Conversations in which no user speaks are passed over.
         limit: most prompts to return, spread evenly over the categories.
         per_category: most prompts of each category.
 
     Raises:
-        PromptFileError: the file cannot be read, holds no prompt, or a line is malformed.
+        PromptFileError: the file cannot be read, holds no prompt, or a record is malformed.
     """
+    prompts = list(_prompts_in_table(path) if is_table(path) else _prompts_in_lines(path))
+    if not prompts:
+        raise PromptFileError(f"{path} holds no prompt")
+    return list(islice(_spread(prompts, per_category), limit))
+
+
+def _prompts_in_lines(path: Path) -> Iterator[Prompt]:
     try:
         with _opened(path) as lines:
-            numbered = list(enumerate(map(str.strip, lines), start=1))
+            for number, line in enumerate(map(str.strip, lines), start=1):
+                if line.startswith("{"):
+                    yield from _prompts_of(_parsed(line, f"{path}:{number}"), path, number)
+                elif line:
+                    yield Prompt(DEFAULT_CATEGORY, line, number)
     except UnicodeDecodeError as error:
         raise PromptFileError(f"{path} is not text in UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         raise PromptFileError(f"cannot read {path}: {reason_of(error)}") from error
-    prompts = [_parsed(line, path, number) for number, line in numbered if line]
-    if not prompts:
-        raise PromptFileError(f"{path} holds no prompt")
-    return list(islice(_spread(prompts, per_category), limit))
+
+
+def _prompts_in_table(path: Path) -> Iterator[Prompt]:
+    try:
+        for number, (record, _) in enumerate(read_recorded(path)):
+            yield from _prompts_of(record, path, number)
+    except SourceError as error:
+        raise PromptFileError(str(error)) from error
 
 
 def read_text(stream: BinaryIO) -> str:
@@ -97,14 +116,35 @@ def _spread(prompts: list[Prompt], per_category: int | None) -> Iterator[Prompt]
     return (prompt for prompt in rounds if prompt is not None)
 
 
-def _parsed(line: str, path: Path, number: int) -> Prompt:
-    if not line.startswith("{"):
-        return Prompt(DEFAULT_CATEGORY, line, number)
-    place = f"{path}:{number}"
+def _parsed(line: str, place: str) -> Any:
     try:
-        question = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         raise PromptFileError(f"{place} is not JSON: {reason_of(error)}") from error
+
+
+def _prompts_of(record: Any, path: Path, number: int) -> Iterator[Prompt]:
+    """Yield the prompt of a record, if its conversation has one.
+
+    Raises:
+        PromptFileError: the record is neither a question nor a conversation.
+    """
+    if isinstance(record, dict) and "turns" in record:
+        yield _question(record, f"{path}:{number}", number)
+        return
+    conversation = conversation_of(record)
+    if conversation is None:
+        keys = ", ".join(map(repr, record)) if isinstance(record, dict) else ""
+        raise PromptFileError(
+            f'{path}:{number}: expected {{"category": …, "turns": [TEXT, …]}}, or a conversation: '
+            f"{EXPECTED}; its keys are {keys or 'none'}"
+        )
+    said = [turn.text for turn in prompt_of(conversation) if turn.role == "user"]
+    if said:
+        yield Prompt(DEFAULT_CATEGORY, "\n\n".join(said), number)
+
+
+def _question(question: dict[str, Any], place: str, number: int) -> Prompt:
     try:
         category, text = question["category"], question["turns"][0]
     except (KeyError, IndexError, TypeError) as error:

@@ -2,10 +2,11 @@
 
 import gzip
 import json
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -13,11 +14,12 @@ from typing import Any, Self, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
-from decoder.errors import TraceFileError
+from decoder.commands.traced_documents import DocumentFinder, TracedEvidence
+from decoder.errors import CutTraceError, TraceFileError
 from decoder.observation import ObservedPass, Observer
-from decoder.stopping import plain_text
+from decoder.stopping import TextStream, plain_text
 from indexer.errors import reason_of
-from retriever.tree import Source
+from retriever.tree import ROOT, Source
 
 _MICROSECONDS = 1e6
 
@@ -51,11 +53,13 @@ class TracedTree:
             list(map(int, fields["tokens"])),
             list(map(str, fields["texts"])),
             list(map(int, fields["parents"])),
-            list(map(float, fields["probabilities"])),
+            list(map(_finite, fields["probabilities"])),
             list(map(str, fields["sources"])),
         )
         if len({len(values) for values in asdict(tree).values()}) != 1:
             raise ValueError("the columns of its tree differ in length")
+        if not all(ROOT <= parent < node for node, parent in enumerate(tree.parents)):
+            raise ValueError("a parent in its tree is no earlier node")
         return tree
 
 
@@ -74,6 +78,10 @@ class TracedStep:
         draft_us: microseconds in the drafter.
         target_us: microseconds in the target.
         host_us: microseconds in the loop itself.
+        pieces: the text that each committed token adds; empty for one that ends within a character,
+            whose text comes with a later token. Older traces have none.
+        evidence: where an index holds the verified nodes, as far as it was asked.
+        prompt_text: what was asked, with the prompt's own pass.
     """
 
     prompt: int
@@ -86,6 +94,9 @@ class TracedStep:
     draft_us: float
     target_us: float
     host_us: float
+    pieces: list[str] = field(default_factory=list)
+    evidence: list[TracedEvidence] = field(default_factory=list)
+    prompt_text: str = ""
 
     @property
     def width(self) -> int:
@@ -110,19 +121,38 @@ class TracedStep:
         """
         fields = _object(json.loads(line), "it")
         tree = TracedTree.parsed(_object(fields["tree"], "its tree"))
-        path = list(map(int, fields["path"]))
-        if not all(0 <= node < len(tree.tokens) for node in path):
-            raise ValueError("its path leaves its tree")
-        return cls(
+        traced = cls(
             int(fields["prompt"]),
             int(fields["step"]),
             tree,
             int(fields["num_kept"]),
-            path,
+            list(map(int, fields["path"])),
             list(map(int, fields["tokens"])),
             str(fields["text"]),
-            *(float(fields[name]) for name in ("draft_us", "target_us", "host_us")),
+            _finite(fields["draft_us"]),
+            _finite(fields["target_us"]),
+            _finite(fields["host_us"]),
+            pieces=list(map(str, fields.get("pieces", []))),
+            evidence=[
+                TracedEvidence.parsed(_object(each, "evidence"))
+                for each in fields.get("evidence", [])
+            ],
+            prompt_text=str(fields.get("prompt_text", "")),
         )
+        traced._check()
+        return traced
+
+    def _check(self) -> None:
+        """Raise ValueError where the parts of a line do not fit together."""
+        num_nodes = len(self.tree.tokens)
+        if not all(0 <= node < num_nodes for node in self.path):
+            raise ValueError("its path leaves its tree")
+        if not all(0 <= each.node < num_nodes for each in self.evidence):
+            raise ValueError("it has evidence for a node outside of its tree")
+        if not 0 <= self.num_kept <= num_nodes:
+            raise ValueError("more nodes were verified than its tree has")
+        if self.pieces and len(self.pieces) != len(self.tokens):
+            raise ValueError("it has other pieces of text than tokens")
 
 
 class TraceWriter:
@@ -131,14 +161,18 @@ class TraceWriter:
     Args:
         path: where to; a file that is there is replaced.
         tokenizer: tells the text of tokens.
+        finder: finds the documents of verified nodes, between two passes.
 
     Raises:
         TraceFileError: the file cannot be written, now or while observing or closing.
     """
 
-    def __init__(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, finder: DocumentFinder | None = None
+    ) -> None:
         self._path = path
         self._tokenizer = tokenizer
+        self._finder = finder
         self._text_of = cache(lambda token: plain_text(tokenizer, [token]))
         with self._translating():
             self._file: TextIO = _opened(path, "wt")
@@ -163,10 +197,17 @@ class TraceWriter:
         with self._translating():
             self._file.close()
 
-    def observer(self, prompt: int) -> Observer:
-        """Return what writes the passes of a prompt, whose number is given."""
-        numbers = iter(range(1, 2**63))
-        return lambda step: self._write(self._traced(prompt, next(numbers), step))
+    def observer(self, prompt: int, text: str = "", context: Sequence[int] = ()) -> Observer:
+        """Return what writes the passes of a prompt.
+
+        Args:
+            prompt: its number.
+            text: what was asked, to be kept in the trace.
+            context: its tokens, behind which documents are looked for.
+        """
+        last = list(context)[-DocumentFinder.MAX_MATCH :]
+        sequence = _TracedSequence(prompt, text, TextStream(self._tokenizer), last)
+        return lambda step: self._write(self._traced(sequence, step))
 
     def _write(self, traced: TracedStep) -> None:
         with self._translating():
@@ -174,20 +215,23 @@ class TraceWriter:
             if self._path.suffix != ".gz":
                 self._file.flush()
 
-    def _traced(self, prompt: int, number: int, step: ObservedPass) -> TracedStep:
-        times = step.times
+    def _traced(self, sequence: "_TracedSequence", step: ObservedPass) -> TracedStep:
+        times, finder, context = step.times, self._finder, sequence.context
+        number = sequence.advance(step.tokens)
         return TracedStep(
-            prompt,
+            sequence.prompt,
             number,
             self._traced_tree(step),
             len(step.tree),
             step.path.tolist(),
             step.tokens,
             plain_text(self._tokenizer, step.tokens),
-            *(
-                round(seconds * _MICROSECONDS, 1)
-                for seconds in (times.draft_s, times.target_s, times.host_s)
-            ),
+            _microseconds(times.draft_s),
+            _microseconds(times.target_s),
+            _microseconds(times.host_s),
+            pieces=[sequence.stream.push([token]) for token in step.tokens],
+            evidence=[] if finder is None else finder.evidence(context, step.tree),
+            prompt_text=sequence.text if number == 1 else "",
         )
 
     def _traced_tree(self, step: ObservedPass) -> TracedTree:
@@ -214,32 +258,103 @@ class TraceWriter:
             ) from error
 
 
-def check_trace(path: Path) -> None:
-    """Refuse a place that no trace can be written to, before anything is done for one.
+@dataclass(slots=True)
+class _TracedSequence:
+    """One sequence as its passes come.
+
+    Attributes:
+        prompt: number of its prompt.
+        text: what was asked.
+        stream: decodes its tokens.
+        context: the last tokens before the next pass.
+        num_steps: passes so far.
+    """
+
+    prompt: int
+    text: str
+    stream: TextStream
+    context: list[int]
+    num_steps: int = 0
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Take in the tokens of a pass, and return its number."""
+        self.context = [*self.context, *tokens][-DocumentFinder.MAX_MATCH :]
+        self.num_steps += 1
+        return self.num_steps
+
+
+def check_trace(path: Path, what: str = "trace") -> None:
+    """Refuse a place that no trace, or what else is named, can be written to, before it is made.
 
     Raises:
         TraceFileError: it is a folder, or in one that is not there.
     """
     if path.is_dir():
-        raise TraceFileError(f"cannot write the trace {path}: it is a folder")
+        raise TraceFileError(f"cannot write the {what} {path}: it is a folder")
     if not path.parent.is_dir():
-        raise TraceFileError(f"cannot write the trace {path}: there is no folder {path.parent}")
+        raise TraceFileError(f"cannot write the {what} {path}: there is no folder {path.parent}")
 
 
 def read_trace(path: Path) -> Iterator[TracedStep]:
     """Read the passes of a trace, in order.
 
     Raises:
+        CutTraceError: the file ends in the middle of a line; all passes before it were given.
         TraceFileError: the file cannot be read, or a line is not one of a trace.
     """
+    number = 0
     try:
-        with _opened(path, "rt") as lines:
+        with _opened(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
-                yield _parsed(line, f"{path}:{number}")
+                yield _parsed_or_cut(line, path, number)
     except UnicodeDecodeError as error:
         raise TraceFileError(f"{path} is not text in UTF-8") from error
-    except (OSError, EOFError, zlib.error) as error:
+    except (EOFError, zlib.error) as error:
+        if number:
+            raise _cut(path, number + 1) from error
         raise TraceFileError(f"cannot read {path}: {reason_of(error)}") from error
+    except OSError as error:
+        raise TraceFileError(f"cannot read {path}: {reason_of(error)}") from error
+
+
+def read_as_far(path: Path) -> tuple[list[TracedStep], str]:
+    """Read a trace that may have been cut, as by a full disk or a process that was ended.
+
+    Returns:
+        Its passes, and a sentence that says where it was cut; empty where it is whole.
+
+    Raises:
+        TraceFileError: the file cannot be read, a whole line is not one of a trace, or there is
+            no pass in it.
+    """
+    steps: list[TracedStep] = []
+    note = ""
+    try:
+        steps.extend(read_trace(path))
+    except CutTraceError as error:
+        note = str(error)
+    if not steps:
+        raise TraceFileError(f"{path} holds no pass: nothing was generated while it was written")
+    return steps, note
+
+
+def _parsed_or_cut(line: bytes, path: Path, number: int) -> TracedStep:
+    """Read a line; what is no JSON and has no end, behind whole lines, was cut."""
+    try:
+        return _parsed(line.decode(), f"{path}:{number}")
+    except (TraceFileError, UnicodeDecodeError) as error:
+        is_json = isinstance(error, TraceFileError) and not isinstance(
+            error.__cause__, json.JSONDecodeError
+        )
+        if number == 1 or line.endswith(b"\n") or is_json:
+            raise
+        raise _cut(path, number) from error
+
+
+def _cut(path: Path, number: int) -> CutTraceError:
+    return CutTraceError(
+        f"{path} is cut in the middle of line {number}: it goes as far as the lines before"
+    )
 
 
 def _parsed(line: str, place: str) -> TracedStep:
@@ -253,6 +368,17 @@ def _parsed(line: str, place: str) -> TracedStep:
         raise TraceFileError(f"{place} is no pass of a trace: {reason_of(error)}") from error
 
 
+def _microseconds(seconds: float) -> float:
+    return round(seconds * _MICROSECONDS, 1)
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no number to be shown")
+    return number
+
+
 def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError(f"{name} is no JSON object")
@@ -261,4 +387,4 @@ def _object(value: Any, name: str) -> dict[str, Any]:
 
 def _opened(path: Path, mode: str) -> Any:
     opening = partial(gzip.open, path) if path.suffix == ".gz" else path.open
-    return opening(mode, encoding="utf-8")
+    return opening(mode, encoding=None if "b" in mode else "utf-8")

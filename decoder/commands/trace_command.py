@@ -17,8 +17,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from decoder.commands.trace import TracedStep, read_trace
-from decoder.errors import TraceFileError
+from decoder.commands.trace import TracedStep, check_trace, read_as_far
+from decoder.commands.viewer.trace_page import write_page
 from indexer.flags import AsJson
 
 _UNBOUNDED: Final = 100_000
@@ -130,12 +130,29 @@ def run_trace(
         Path, typer.Argument(metavar="FILE", help="What `generate --trace` wrote (.gz too).")
     ],
     *,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PAGE",
+            help="Write a page for a browser instead: the text by source, and each pass's tree.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the passes of a trace and what they come to; --json gives the totals alone."""
-    steps = list(read_trace(file))
-    if not steps:
-        raise TraceFileError(f"{file} holds no pass: nothing was generated while it was written")
+    """Show the passes of a trace and what they come to; --json gives the totals alone.
+
+    A trace that was cut in the middle of a line is shown as far as it goes.
+    """
+    if html is not None:
+        check_trace(html, "page")
+    steps, note = read_as_far(file)
+    if note:
+        typer.echo(f"note: {note}", err=True)
+    if html is not None:
+        write_page(html, steps, file.name, note)
+        typer.echo(f"wrote {html}: open it in a browser", err=True)
+        if not as_json:
+            return
     summary = summarize(steps)
     if as_json:
         typer.echo(json.dumps(summary.report()))

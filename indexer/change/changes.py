@@ -52,7 +52,8 @@ def add_documents(
 
     Raises:
         IndexBusyError: another process is changing the index.
-        SourceError: a source does not exist, or no document could be read.
+        SourceError: a source does not exist, no document could be read, or more records were
+            dropped than the options allow.
         IndexerError: the index has no tokenizer, or cannot be written.
     """
     started = time.perf_counter()
@@ -67,6 +68,7 @@ def add_documents(
         parts = read_parts(options.engine, tasks, tally, on_progress, write_part)
         if not any(part.num_documents for part in parts):
             raise no_document(tally)
+        options.check_dropped(tally)
         known = [part.documents().digests for part in _parts_of(writer)]
         pieces = chosen_pieces(parts, known, options, tally)
         groups = gather(pieces, options.segment_tokens(contents.vocabulary.size))
@@ -249,4 +251,7 @@ def _report(  # noqa: PLR0913, PLR0917
         dict(sorted(tally.skipped.items())),
         dict(sorted(tally.skipped_places.items())),
         tally.screened,
+        dict(tally.remedies),
+        tally.num_dropped,
+        dict(tally.conversations),
     )

@@ -16,19 +16,22 @@ from indexer.commands.change_commands import add_command, compact_command, remov
 from indexer.commands.command_options import (
     SOURCE_HELP,
     BuiltSettings,
+    DryRun,
     IndexPath,
     ScreenSettings,
     SourceSettings,
     WorkSettings,
     build_options,
     show,
+    show_preview,
 )
 from indexer.commands.progress import BuildProgress
 from indexer.commands.summary import summarise
 from indexer.errors import IndexerError
 from indexer.flags import AsJson, CommandLine, with_flags
 from indexer.launch import errors_in_one_line
-from indexer.tokenizer import DEFAULT_MODEL
+from indexer.sources import Turns
+from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer
 
 app = CommandLine(
     "Turn text into an index that drafts are looked up in, and look after such indexes."
@@ -41,16 +44,16 @@ def build(
     sources: Annotated[list[str] | None, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)] = None,
     *,
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--output",
             "-o",
             metavar="DIR",
             rich_help_panel="Index",
             help="Where the index goes. It appears when it is whole; a build that fails or is "
-            "killed leaves nothing there.",
+            "killed leaves nothing there. Needed, except with --dry-run.",
         ),
-    ],
+    ] = None,
     tokenizer: Annotated[
         str,
         typer.Option(
@@ -74,9 +77,10 @@ def build(
     screen: ScreenSettings,
     built: BuiltSettings,
     work: WorkSettings,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Build an index from folders, repositories, files, JSON lines and tables.
+    """Build an index from folders, repositories, files, logs of conversations and tables.
 
     For example: foredraft build src docs answers.jsonl.gz --output my.index
     """
@@ -87,6 +91,15 @@ def build(
         keep_texts=built.keep_texts,
         overwrite=built.overwrite,
     )
+    if dry_run:
+        if sources is None:
+            raise typer.BadParameter("--dry-run is for sources: leave out --from")
+        if options.sources.turns == Turns.ALL:
+            options = options.with_template_of(load_tokenizer(tokenizer))
+        show_preview(sources, options, as_json=as_json)
+        return
+    if output is None:
+        raise typer.BadParameter("say where the index goes", param_hint="'--output' / '-o'")
     with BuildProgress() as progress:
         if from_index is not None:
             report = build_from_index(from_index, output, tokenizer, options, progress)

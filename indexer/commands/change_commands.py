@@ -10,6 +10,7 @@ from indexer.change.choosing import ListedDocument, chosen_documents
 from indexer.commands.command_options import (
     SOURCE_HELP,
     AddedSettings,
+    DryRun,
     IndexPath,
     ScreenSettings,
     SegmentSettings,
@@ -17,6 +18,7 @@ from indexer.commands.command_options import (
     WorkSettings,
     build_options,
     show,
+    show_preview,
 )
 from indexer.commands.progress import BuildProgress
 from indexer.flags import AsJson, with_flags
@@ -32,6 +34,7 @@ def add_command(
     screen: ScreenSettings,
     added: AddedSettings,
     work: WorkSettings,
+    dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Add documents to an index, while it is read.
@@ -44,6 +47,9 @@ def add_command(
     For example: foredraft add my.index answers-of-today.jsonl
     """
     options = build_options(found, screen, added, work)
+    if dry_run:
+        show_preview(sources, options, as_json=as_json)
+        return
     with BuildProgress() as progress:
         report = add_documents(path, sources, options, progress)
     show(report, as_json=as_json)

@@ -1,6 +1,7 @@
 """Settings that several commands take, each set in one schema."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Protocol
 
@@ -13,15 +14,18 @@ from indexer.flags import Metavar
 from indexer.format.names import MAX_POSITIONS
 from indexer.screening.exclusion import ExcludedPhrases
 from indexer.screening.screen import NO_SCREENING, ExcludeScope, ScreenOptions
-from indexer.sources import Git, SourceOptions, StdinFormat
+from indexer.sources import Git, SourceOptions, StdinFormat, Turns
 from indexer.stages.build_options import DEFAULTS, ENGINES, BuildOptions, engine_of
+from indexer.stages.preview import preview_of
 
 IndexPath = Annotated[Path, typer.Argument(metavar="DIR", help="The index's folder.")]
 SOURCE_HELP: Final = (
     "Folders (searched for text and code; of a git repository the tracked files), files of text, "
-    ".jsonl files with one document a line, .parquet files, datasets saved to disk, the same as "
-    ".gz or .zst where they are text, and - for standard input. What is closest to what the model "
-    "will write helps most."
+    "records in .jsonl, .json, .csv and .parquet files, datasets saved to disk, the same as .gz or "
+    ".zst where they are text, and - for standard input. A record holds a text (--field) or a "
+    "conversation (--turns): `messages` of OpenAI, `conversations` of ShareGPT, prompt and output, "
+    "instruction and output, question and answer, request and response of a server. What is "
+    "closest to what the model will write helps most."
 )
 
 
@@ -33,8 +37,19 @@ class SourceSettings(BaseModel):
     field: Annotated[
         str,
         Metavar("KEY"),
-        Field(description="The text's key in JSON lines, or its column in tables."),
+        Field(
+            description="The text's key in JSON, or its column in tables; or that of a list of "
+            "turns. Records without it are read as conversations."
+        ),
     ] = DEFAULTS.sources.field
+    turns: Annotated[
+        Turns,
+        Field(
+            description="Of conversations, index each turn of the assistant, each of the user, or "
+            "all turns of one together: as the tokenizer's chat template writes them, where "
+            "`build` finds one, else with empty lines between them."
+        ),
+    ] = DEFAULTS.sources.turns
     include: Annotated[
         tuple[str, ...],
         Metavar("GLOB"),
@@ -143,6 +158,17 @@ class AddedSettings(SegmentSettings):
             "is equal to that of one before are left out and counted."
         ),
     ] = not DEFAULTS.deduplicate
+    strict: Annotated[
+        float | None,
+        Metavar("SHARE"),
+        Field(
+            ge=0,
+            le=1,
+            description="End with status 1, and change nothing, if more than this share of records "
+            "and files could not be read: 0.01 tolerates one in a hundred, 0 none. Files passed "
+            "over by their names, empty texts and duplicates do not count.",
+        ),
+    ] = DEFAULTS.max_dropped_share
 
 
 class BuiltSettings(AddedSettings):
@@ -205,9 +231,31 @@ def build_options(
         SourceOptions(**sources.model_dump()),
         index.segment_tokens,
         deduplicate=not index.keep_duplicates,
+        max_dropped_share=index.strict,
         screen=screen.options(),
         engine=work.chosen(),
     )
+
+
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Read the sources and say what would be indexed: files, conversations, first words, "
+        "and what would be skipped. Nothing is written.",
+    ),
+]
+
+
+def show_preview(sources: Sequence[str], options: BuildOptions, *, as_json: bool) -> None:
+    """Print what would be indexed.
+
+    Raises:
+        SourceError: a source does not exist, or more would be dropped than the options allow.
+    """
+    preview = preview_of(sources, options)
+    show(preview, as_json=as_json)
+    options.check_dropped(preview.tally)
 
 
 class Report(Protocol):

@@ -1,4 +1,4 @@
-"""The names and numbers of the on-disk format; docs/format.md specifies them.
+"""The names and numbers of the on-disk format; docs/reference/format.md specifies them.
 
 Writers and readers agree on these values; `indexer.format.records` has the JSON of records.
 """

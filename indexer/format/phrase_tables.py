@@ -1,7 +1,8 @@
 """Phrase tables: which tokens followed the frequent short n-grams of a corpus, and how often.
 
 An n-gram trie of four levels in plain arrays. Each count is one byte: exact where counts are small,
-then on a scale of equal ratios. Both are part of the on-disk format; docs/format.md specifies them.
+then on a scale of equal ratios. Both are part of the on-disk format, which
+docs/reference/format.md specifies.
 """
 
 from dataclasses import dataclass

@@ -5,14 +5,17 @@ process. Documents of all blocks, in order, are those of the sources in order.
 """
 
 from indexer.sources.blocks import SourceBlock, SourceDocument
+from indexer.sources.conversations import Turns
 from indexer.sources.planning import plan, read
 from indexer.sources.source_options import (
     DEFAULT_BLOCK_BYTES,
     DEFAULT_FIELD,
     DEFAULT_MAX_DOCUMENT_BYTES,
     NOT_TEXT,
+    RAISE_LIMIT,
     STANDARD_INPUT,
     TOO_LARGE,
+    ChatTemplate,
     Git,
     SourceOptions,
     StdinFormat,
@@ -23,13 +26,16 @@ __all__ = [
     "DEFAULT_FIELD",
     "DEFAULT_MAX_DOCUMENT_BYTES",
     "NOT_TEXT",
+    "RAISE_LIMIT",
     "STANDARD_INPUT",
     "TOO_LARGE",
+    "ChatTemplate",
     "Git",
     "SourceBlock",
     "SourceDocument",
     "SourceOptions",
     "StdinFormat",
+    "Turns",
     "plan",
     "read",
 ]

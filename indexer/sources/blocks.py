@@ -10,10 +10,12 @@ from typing import Final
 
 
 class FileForm(StrEnum):
-    """The form of a file: one text, lines, or a kind of table."""
+    """The form of a file: one text, lines, an array of JSON, or a kind of table."""
 
     TEXT = "text"
     LINES = "JSON lines"
+    JSON = "JSON"
+    CSV = "CSV"
     PARQUET = "Parquet"
     ARROW = "Arrow"
 
@@ -35,13 +37,19 @@ class Format:
 
     @property
     def is_table(self) -> bool:
-        """Whether the file has columns."""
+        """Whether pyarrow reads the file."""
         return self.form in _TABLES.values()
 
 
 _COMPRESSIONS: Final = {".gz": Compression.GZIP, ".zst": Compression.ZSTD}
 _TABLES: Final = {".parquet": FileForm.PARQUET, ".arrow": FileForm.ARROW}
-_LINES: Final = frozenset({".jsonl", ".ndjson"})
+_RECORDS: Final = {
+    ".jsonl": FileForm.LINES,
+    ".ndjson": FileForm.LINES,
+    ".json": FileForm.JSON,
+    ".csv": FileForm.CSV,
+    ".tsv": FileForm.CSV,
+}
 _TEXT_LIST: Final = """
     .adoc .asm .bash .bat .c .cc .cfg .cjs .clj .cmake .conf .cpp .cs .css .csv .cu .cuh .cxx .dart
     .diff .el .erl .ex .exs .f90 .fs .go .gradle .graphql .groovy .h .hh .hpp .hs .htm .html .ini
@@ -61,8 +69,8 @@ def format_of(name: str) -> Format | None:
     """Return how a file of that name is read, or None if the name does not say."""
     inner, compression = _decompressed(name.lower())
     suffix = PurePath(inner).suffix
-    if suffix in _LINES:
-        return Format(FileForm.LINES, compression)
+    if suffix in _RECORDS:
+        return Format(_RECORDS[suffix], compression)
     if suffix in _TABLES and not compression:
         return Format(_TABLES[suffix])
     if suffix in _TEXT or inner.partition(".")[0] in _NAMES:
@@ -96,7 +104,16 @@ def name_of(path: Path) -> str:
 
 
 class UnusableError(Exception):
-    """A document cannot be used; the message is the reason that it is counted under."""
+    """A document cannot be used.
+
+    Args:
+        reason: under which it is counted; also the message.
+        remedy: what to do.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +122,8 @@ class SourceDocument:
 
     Attributes:
         name: its path; in JSON lines followed by `:` and the line, counted from 1; in tables by
-            `:` and the row, counted from 0.
+            `:` and the row, counted from 0. That of a conversation's turn ends in `#` and the
+            turn's number, counted from 1.
         licence: an SPDX identifier or whatever the source says; empty if unknown.
         text: may be empty, or hold characters that cannot be indexed, such as NUL.
     """

@@ -22,6 +22,7 @@ from indexer.sources.licences import (
 )
 from indexer.sources.source_options import EXCLUDED, Git, Patterns, SourceOptions
 
+_UNKNOWN_SUFFIX: Final = "unknown suffix"
 _SUBMODULE_MODE: Final = b"160000"
 _POINTERS: Final = frozenset(
     {
@@ -167,7 +168,7 @@ class Walk:
                     elif not entry.is_symlink():
                         folders.append(entry.name)
         except OSError as error:
-            self._tally.skip(f"unreadable: {reason_of(error)}", name_of(folder))
+            self._tally.drop(f"unreadable: {reason_of(error)}", name_of(folder))
         return folders, names
 
     def _tracked_in(self, folder: Path, *, is_source: bool) -> list[str] | None:
@@ -182,7 +183,7 @@ class Walk:
                     f"git does not list the files of {name_of(folder)}: {error}: "
                     "mend that, or read it as a plain folder with --git never"
                 ) from error
-            self._tally.skip("unreadable: git does not list the files", name_of(folder))
+            self._tally.drop("unreadable: git does not list the files", name_of(folder))
             return []
 
     def _enters(self, source: Path, path: str) -> bool:
@@ -201,7 +202,7 @@ class Walk:
         try:
             return listing(folder)
         except (OSError, ValueError):
-            self._tally.skip("unreadable: damaged dataset", name_of(folder))
+            self._tally.drop("unreadable: damaged dataset", name_of(folder))
             return []
 
 
@@ -264,11 +265,12 @@ class Finder:
             form = text_format_of(name)
         objection = self._patterns.objection(relative)
         if objection is None and form is None:
-            objection = "unknown suffix"
+            objection = _UNKNOWN_SUFFIX
         if objection is None and path.is_symlink():
             objection = "symbolic link"
         if objection is not None:
-            self._tally.skip(objection, name_of(path))
+            remedy = "take such files with --include" if objection == _UNKNOWN_SUFFIX else ""
+            self._tally.skip(objection, name_of(path), remedy)
             return None
         return form
 
@@ -292,7 +294,7 @@ class Finder:
         try:
             status = path.stat()
         except OSError as error:
-            self._tally.skip(f"unreadable: {reason_of(error)}", name)
+            self._tally.drop(f"unreadable: {reason_of(error)}", name)
             return
         if stat.S_ISREG(status.st_mode):
             yield SourceFile(path, name, form, licence, status.st_size)

@@ -12,8 +12,15 @@ from indexer.sources.blocks import (
     SourcePiece,
     UnusableError,
 )
-from indexer.sources.licences import licence_in
-from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions
+from indexer.sources.record_documents import documents_of
+from indexer.sources.record_files import NOT_JSON, Record, max_record_characters, said_of
+from indexer.sources.source_options import (
+    NAME_ENCODING,
+    NOT_TEXT,
+    RAISE_LIMIT,
+    TOO_LARGE,
+    SourceOptions,
+)
 from indexer.sources.texts import (
     BOM_BYTES,
     bounded_lines,
@@ -24,10 +31,6 @@ from indexer.sources.texts import (
 )
 
 _READ_BYTES: Final = 1 << 20
-
-# JSON writes a byte of text with up to six characters; the rest of a line is names and marks.
-_ESCAPED_BYTES: Final = 6
-_LINE_OVERHEAD_BYTES: Final = 1 << 16
 
 
 def cut_lines(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
@@ -75,7 +78,16 @@ def _cuts(stream: Any, block_bytes: int) -> Iterator[tuple[int, int]]:
 def read_lines(
     piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourceDocument]:
-    """Yield the documents of a piece; count the lines that are none.
+    """Yield the documents of a piece; count the lines that hold none; see `line_records`."""
+    for name, record in line_records(piece, options, tally):
+        try:
+            yield from documents_of(record, name, piece.file, options, tally)
+        except UnusableError as unusable:
+            tally.drop(str(unusable), name, unusable.remedy)
+
+
+def line_records(piece: SourcePiece, options: SourceOptions, tally: BuildTally) -> Iterator[Record]:
+    """Yield the values of the lines of a piece; count the lines that are none.
 
     Raises:
         OSError: the file cannot be read.
@@ -94,38 +106,29 @@ def read_lines(
                 try:
                     text = _text_of(line, encoding)
                     if not text.isspace():
-                        yield _document(_parsed(text), name, piece.file, options)
+                        yield name, _parsed(text)
                 except UnusableError as unusable:
-                    tally.skip(str(unusable), name)
+                    tally.drop(str(unusable), name, unusable.remedy)
 
 
 def _numbered(
     piece: SourcePiece, stream: Any, options: SourceOptions
 ) -> Iterator[tuple[int, str | bytes | None]]:
-    max_line = _ESCAPED_BYTES * options.max_document_bytes + _LINE_OVERHEAD_BYTES
-    lines = bounded_lines(stream, max_line, piece.end - piece.start)
+    lines = bounded_lines(stream, max_record_characters(options), piece.end - piece.start)
     return enumerate(lines, piece.first + 1)
 
 
 def _text_of(line: str | bytes | None, encoding: str) -> str:
     if line is None:
-        raise UnusableError(TOO_LARGE)
+        raise UnusableError(TOO_LARGE, RAISE_LIMIT)
     try:
         return line if isinstance(line, str) else line.decode(encoding)
     except UnicodeError:
-        raise UnusableError(NOT_TEXT) from None
+        raise UnusableError(NOT_TEXT, NAME_ENCODING) from None
 
 
 def _parsed(line: str) -> Any:
     try:
         return json.loads(line)
-    except (ValueError, RecursionError):
-        raise UnusableError("not JSON") from None
-
-
-def _document(value: Any, name: str, file: SourceFile, options: SourceOptions) -> SourceDocument:
-    text = value.get(options.field) if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        raise UnusableError(f"no text in field {options.field!r}")
-    own = licence_in(value.get(options.licence_field)) if options.licence_field else ""
-    return SourceDocument(name, options.licence or own or file.licence, text)
+    except (ValueError, RecursionError) as error:
+        raise UnusableError(NOT_JSON, f"{said_of(error)}: mend or remove such lines") from None

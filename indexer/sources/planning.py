@@ -17,14 +17,23 @@ from indexer.sources.blocks import (
 )
 from indexer.sources.finding import Finder
 from indexer.sources.lines import cut_lines, read_lines
-from indexer.sources.source_options import NOT_TEXT, STANDARD_INPUT, SourceOptions
-from indexer.sources.tables import DamagedTableError, TableError, cut_table, read_table
+from indexer.sources.record_documents import TableError
+from indexer.sources.record_files import check_columns, read_csv, read_json, with_form
+from indexer.sources.source_options import (
+    NAME_ENCODING,
+    NOT_TEXT,
+    STANDARD_INPUT,
+    SourceOptions,
+)
+from indexer.sources.tables import DamagedTableError, cut_table, read_table
 from indexer.sources.texts import DAMAGED, keep_standard_input, read_text
 
 _Reader = Callable[[SourcePiece, SourceOptions, BuildTally], Iterator[SourceDocument]]
 _READERS: Final[dict[FileForm, _Reader]] = {
     FileForm.TEXT: read_text,
     FileForm.LINES: read_lines,
+    FileForm.JSON: read_json,
+    FileForm.CSV: read_csv,
     FileForm.PARQUET: read_table,
     FileForm.ARROW: read_table,
 }
@@ -47,15 +56,15 @@ def read(block: SourceBlock, options: SourceOptions, tally: BuildTally) -> Itera
         try:
             yield from _READERS[piece.file.format.form](piece, options, tally)
         except DAMAGED:
-            tally.skip(f"unreadable: damaged {piece.file.format.compression}", name)
+            tally.drop(f"unreadable: damaged {piece.file.format.compression}", name)
         except DamagedTableError as error:
-            tally.skip(f"unreadable: {error}", name)
+            tally.drop(f"unreadable: {error}", name)
         except TableError as error:
-            tally.skip(error.reason, name)
+            tally.drop(error.reason, name, error.remedy)
         except UnicodeError:
-            tally.skip(NOT_TEXT, name)
+            tally.drop(NOT_TEXT, name, NAME_ENCODING)
         except OSError as error:
-            tally.skip(f"unreadable: {reason_of(error)}", name)
+            tally.drop(f"unreadable: {reason_of(error)}", name)
         tally.num_bytes_read = read_before + piece.num_bytes
 
 
@@ -104,21 +113,34 @@ def _pieces_of(
     for file in files:
         num_files += 1
         try:
-            yield from _pieces(file, options)
+            yield from pieces_of_file(file, options)
         except TableError as error:
             refused.append(error)
-            tally.skip(error.reason, file.name)
+            tally.drop(error.reason, file.name, error.remedy)
+        except DAMAGED:
+            tally.drop(f"unreadable: damaged {file.format.compression}", file.name)
         except DamagedTableError as error:
-            tally.skip(f"unreadable: {error}", file.name)
+            tally.drop(f"unreadable: {error}", file.name)
         except OSError as error:
-            tally.skip(f"unreadable: {reason_of(error)}", file.name)
+            tally.drop(f"unreadable: {reason_of(error)}", file.name)
     if refused and len(refused) == num_files:
         raise SourceError(f"{source}: {refused[0]}")
 
 
-def _pieces(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
+def pieces_of_file(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
+    """Cut a file into pieces, in the form that its name and its content say.
+
+    Raises:
+        TableError: it is a table without a column that can be used, or pyarrow is missing.
+        DamagedTableError: it is a damaged table.
+        texts.DAMAGED: it cannot be decompressed.
+        OSError: it cannot be read.
+    """
+    file = with_form(file, options)
     if file.format.is_table:
         return cut_table(file, options)
+    if file.format.form == FileForm.CSV:
+        check_columns(file, options)
     if file.format.form == FileForm.LINES:
         return cut_lines(file, options)
     return [SourcePiece(file, file.num_bytes)]

@@ -8,6 +8,7 @@ from typing import Final
 from pathspec import GitIgnoreSpec
 
 from indexer.errors import SourceError
+from indexer.sources.conversations import Turns
 
 EXCLUDED: Final = "excluded by a pattern"
 NOT_INCLUDED: Final = "not included by a pattern"
@@ -70,6 +71,8 @@ STANDARD_INPUT: Final = "-"
 
 TOO_LARGE: Final = "too large"
 NOT_TEXT: Final = "not text"
+RAISE_LIMIT: Final = "raise the limit with --max-document-bytes"
+NAME_ENCODING: Final = "name the encoding with --encoding"
 
 
 class Git(StrEnum):
@@ -87,11 +90,25 @@ class StdinFormat(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """How a tokenizer writes a conversation; can be pickled, unlike the tokenizer.
+
+    Attributes:
+        source: the template, in Jinja.
+        special_tokens: names and texts of the tokens that it uses.
+    """
+
+    source: str
+    special_tokens: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SourceOptions:
     """How sources are found and read; every value has a default that fits most corpora.
 
     Attributes:
-        field: key of the text in a line of JSON, or name of the column in a table.
+        field: key of the text in a record of JSON, or name of the column in a table; also of a
+            list of turns. Records without it are read as conversations.
         include: of the files in folders, only those that match one of these patterns, whatever
             their suffix. Patterns are those of `.gitignore`, matched against the path below the
             source.
@@ -101,6 +118,10 @@ class SourceOptions:
         licence_field: key or column that holds a document's licence; empty if there is none.
         encoding: of text that does not begin with a byte order mark.
         stdin_format: what standard input holds.
+        turns: which turns of conversations are documents: each of the assistant's, each of the
+            user's, or all turns of a conversation together.
+        template: writes all turns of a conversation as one text; without one their texts are
+            joined by empty lines.
         max_document_bytes: of longer documents no more than this is read, and they are skipped.
         block_bytes: how much on disk a block is to hold, about.
 
@@ -116,6 +137,8 @@ class SourceOptions:
     licence_field: str = ""
     encoding: str = "utf-8"
     stdin_format: StdinFormat = StdinFormat.JSONL
+    turns: Turns = Turns.ASSISTANT
+    template: ChatTemplate | None = None
     max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
     block_bytes: int = DEFAULT_BLOCK_BYTES
 

@@ -14,37 +14,30 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from indexer.build_report import BuildTally
-from indexer.errors import SourceError
 from indexer.sources.blocks import FileForm, SourceDocument, SourceFile, SourcePiece, UnusableError
 from indexer.sources.licences import licence_in
-from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions
+from indexer.sources.record_documents import TableError, documents_of, record_columns
+from indexer.sources.record_files import Record
+from indexer.sources.source_options import (
+    NAME_ENCODING,
+    NOT_TEXT,
+    RAISE_LIMIT,
+    TOO_LARGE,
+    SourceOptions,
+)
 
 if TYPE_CHECKING:
     from pyarrow import Array, RecordBatch, Scalar, Schema
 
 
-class TableError(SourceError):
-    """A table out of which no document can be read; `reason` is what it is counted under."""
-
-    def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(f"{reason}: {remedy}")
-        self.reason = reason
-
-
 def wanted_columns(schema: "Schema", options: SourceOptions) -> list[int]:
-    """Return the numbers of the columns of texts and, where there is one, of licences.
+    """Return the numbers of the columns of texts or of conversations, and of licences.
 
     Raises:
-        TableError: there is no column of texts.
+        TableError: there is neither a column of texts nor any of conversations.
     """
     names = list(schema.names)
-    if options.field not in names:
-        listed = ", ".join(map(repr, names)) or "none"
-        raise TableError(
-            f"no column {options.field!r}", f"name one of these with --field: {listed}"
-        )
-    wanted = [options.field, options.licence_field] if options.licence_field else [options.field]
-    return [names.index(name) for name in wanted if name in names]
+    return [names.index(name) for name in record_columns(names, options)]
 
 
 class Rows:
@@ -81,11 +74,11 @@ class Rows:
         if content is None:
             raise UnusableError(f"no text in field {self._options.field!r}")
         if content.size > self._options.max_document_bytes:
-            raise UnusableError(TOO_LARGE)
+            raise UnusableError(TOO_LARGE, RAISE_LIMIT)
         try:
             return bytes(content).decode(self._options.encoding)
         except UnicodeError:
-            raise UnusableError(NOT_TEXT) from None
+            raise UnusableError(NOT_TEXT, NAME_ENCODING) from None
 
 
 def _checked(column: "Array") -> "Array":
@@ -243,25 +236,81 @@ def cut_table(file: SourceFile, options: SourceOptions) -> list[SourcePiece]:
 def read_table(
     piece: SourcePiece, options: SourceOptions, tally: BuildTally
 ) -> Iterator[SourceDocument]:
-    """Yield the documents of a piece; count the rows that are none.
+    """Yield the documents of a piece; count the rows that are none; see `table_records`."""
+    row = piece.first
+    for batch in _batches(piece, options):
+        if _holds_texts(batch, options):
+            yield from _texts_in(batch, row, piece.file, options, tally)
+        else:
+            yield from _conversations_in(batch, row, piece.file, options, tally)
+        row += batch.num_rows
+
+
+def table_records(piece: SourcePiece, options: SourceOptions) -> Iterator[Record]:
+    """Yield the rows of a piece as mappings.
 
     Raises:
         TableError: as `cut_table` does.
         DamagedTableError: the rest is damaged.
         OSError: the file cannot be read.
     """
-    batches = parquet_batches if piece.file.format.form == FileForm.PARQUET else arrow_batches
     row = piece.first
+    for batch in _batches(piece, options):
+        for number, record in enumerate(_records_in(batch)):
+            yield f"{piece.file.name}:{row + number}", record
+        row += batch.num_rows
+
+
+def _batches(piece: SourcePiece, options: SourceOptions) -> Iterator["RecordBatch"]:
+    batches = parquet_batches if piece.file.format.form == FileForm.PARQUET else arrow_batches
     with _translated(piece.file):
-        for batch in batches(piece, options):
-            rows = Rows(batch, piece.file, options)
-            for number in range(batch.num_rows):
-                name = f"{piece.file.name}:{row + number}"
-                try:
-                    yield rows.document(number, name)
-                except UnusableError as unusable:
-                    tally.skip(str(unusable), name)
-            row += batch.num_rows
+        yield from batches(piece, options)
+
+
+def _holds_texts(batch: "RecordBatch", options: SourceOptions) -> bool:
+    from pyarrow import types  # noqa: PLC0415  (an optional extra)
+
+    names = batch.schema.names
+    if options.field not in names:
+        return False
+    return not types.is_nested(batch.schema.field(options.field).type)
+
+
+def _texts_in(
+    batch: "RecordBatch", row: int, file: SourceFile, options: SourceOptions, tally: BuildTally
+) -> Iterator[SourceDocument]:
+    with _translated(file):
+        rows = Rows(batch, file, options)
+        for number in range(batch.num_rows):
+            name = f"{file.name}:{row + number}"
+            try:
+                yield rows.document(number, name)
+            except UnusableError as unusable:
+                tally.drop(str(unusable), name, unusable.remedy)
+
+
+def _conversations_in(
+    batch: "RecordBatch", row: int, file: SourceFile, options: SourceOptions, tally: BuildTally
+) -> Iterator[SourceDocument]:
+    with _translated(file):
+        for number, record in enumerate(_records_in(batch), row):
+            name = f"{file.name}:{number}"
+            try:
+                yield from documents_of(record, name, file, options, tally)
+            except UnusableError as unusable:
+                tally.drop(str(unusable), name, unusable.remedy)
+
+
+def _records_in(batch: "RecordBatch") -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch, each made when it is its turn.
+
+    Raises:
+        pyarrow.ArrowInvalid: the batch is damaged: its offsets lead outside of it.
+    """
+    batch.validate(full=True)
+    names = batch.schema.names
+    for number in range(batch.num_rows):
+        yield {name: batch.column(place)[number].as_py() for place, name in enumerate(names)}
 
 
 def _pieces(file: SourceFile, num_rows: Sequence[int], block_bytes: int) -> list[SourcePiece]:

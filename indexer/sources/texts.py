@@ -23,7 +23,14 @@ from indexer.sources.blocks import (
     SourcePiece,
 )
 from indexer.sources.licences import declared_licence
-from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions, StdinFormat
+from indexer.sources.source_options import (
+    NAME_ENCODING,
+    NOT_TEXT,
+    RAISE_LIMIT,
+    TOO_LARGE,
+    SourceOptions,
+    StdinFormat,
+)
 
 BOM_BYTES: Final = 4
 """How much of the beginning of a file tells its encoding."""
@@ -127,12 +134,12 @@ def read_text(
     with opened(file) as (stream, _):
         content = stream.read(options.max_document_bytes + 1)
     if len(content) > options.max_document_bytes:
-        tally.skip(TOO_LARGE, file.name)
+        tally.drop(TOO_LARGE, file.name, RAISE_LIMIT)
         return
     try:
         text = content.decode(encoding_of(content[:BOM_BYTES], options.encoding))
     except UnicodeError:
-        tally.skip(NOT_TEXT, file.name)
+        tally.drop(NOT_TEXT, file.name, NAME_ENCODING)
         return
     licence = options.licence or declared_licence(text) or file.licence
     yield SourceDocument(file.name, licence, text)

@@ -5,17 +5,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from indexer.build_report import BuildTally
 from indexer.engines import Engine, Serial
 from indexer.engines.memory import default_limit, describe_size
 from indexer.engines.processes import ProcessPool
 from indexer.engines.ray import RayCluster
-from indexer.errors import IndexerError
+from indexer.errors import IndexerError, SourceError
 from indexer.format.names import MAX_POSITIONS
 from indexer.screening.screen import NO_SCREENING, ScreenOptions
-from indexer.sources import SourceOptions
+from indexer.sources import ChatTemplate, SourceOptions, Turns
 from indexer.stages.segments import MAX_SEGMENT_TOKENS, sorting_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ENGINES: Final = ("processes", "ray", "serial")
 
@@ -41,12 +45,15 @@ class BuildOptions:
         overwrite: replace an index that is at the output path already.
         deduplicate: leave out documents that are equal to one before.
         keep_texts: store the texts as well, so that the index can be built for another tokenizer.
+        max_dropped_share: the build fails if more than this share of the records and files could
+            not be read, from 0 to 1; None if any share will do. What a rule passes over does not
+            count.
         screen: what must not get into the index; texts are screened, not tokens.
         engine: where the stages run. Segments are smaller if sorting one would take more than the
             engine's memory; otherwise the engine does not affect how the index is divided.
 
     Raises:
-        IndexerError: `max_segment_tokens` is out of its range.
+        IndexerError: `max_segment_tokens` or `max_dropped_share` is out of its range.
     """
 
     sources: SourceOptions = SourceOptions()  # noqa: RUF009  (it never changes)
@@ -54,6 +61,7 @@ class BuildOptions:
     overwrite: bool = False
     deduplicate: bool = True
     keep_texts: bool = False
+    max_dropped_share: float | None = None
     screen: ScreenOptions = NO_SCREENING
     engine: Engine = Serial()  # noqa: RUF009  (it has no state)
 
@@ -63,6 +71,37 @@ class BuildOptions:
                 f"a segment cannot be limited to {self.max_segment_tokens} tokens: "
                 f"choose from 1 to {MAX_POSITIONS}"
             )
+        if self.max_dropped_share is not None and not 0 <= self.max_dropped_share <= 1:
+            raise IndexerError(
+                f"a share of {self.max_dropped_share} cannot be dropped: choose from 0 to 1, "
+                "such as 0.01 for one record in a hundred"
+            )
+
+    def with_template_of(self, tokenizer: "PreTrainedTokenizerBase") -> "BuildOptions":
+        """Return the options with a tokenizer's chat template, where one is needed and there."""
+        if self.sources.turns != Turns.ALL or not tokenizer.chat_template:
+            return self
+        special = tokenizer.special_tokens_map.items()
+        template = ChatTemplate(
+            str(tokenizer.get_chat_template()),
+            tuple((name, text) for name, text in special if isinstance(text, str)),
+        )
+        return replace(self, sources=replace(self.sources, template=template))
+
+    def check_dropped(self, tally: BuildTally) -> None:
+        """Check that no more than the allowed share could not be read.
+
+        Raises:
+            SourceError: more was dropped.
+        """
+        most = self.max_dropped_share
+        if most is None or tally.dropped_share <= most:
+            return
+        raise SourceError(
+            f"{tally.num_dropped:,} of {tally.num_dropped + tally.num_documents:,} records and "
+            f"files ({tally.dropped_share:.1%}) could not be read, more than --strict {most:g} "
+            f"allows: {tally.describe_skipped()}"
+        )
 
     def for_blocks(self, num_blocks: int) -> "BuildOptions":
         """Return the options for so many blocks: a single one is read in this process."""

@@ -67,7 +67,7 @@ def write_phrases(  # noqa: PLR0913, PLR0917
     scratch: Path,
     place: Path,
 ) -> dict[str, FileRecord]:
-    """Write the phrase tables of all documents in segments; docs/format.md says which.
+    """Write the phrase tables of all documents in segments; docs/reference/format.md says which.
 
     Memory holds one range of n-grams for each process, whatever the corpus. The scratch folder
     needs two to three bytes for each token of it.

@@ -164,7 +164,8 @@ class AsyncResilientDrafter(FailOpenClient):
         lost_after_s: time without an answer after which a stream is given up, in seconds.
         vocabulary_fingerprint: of the caller's tokenizer; a service for another one is not used.
         credentials: to send and to verify the server with; None for services that need none.
-        pad_requests: pad messages to hide the size of sequences; see `docs/security.md`.
+        pad_requests: pad messages to hide the size of sequences; see
+            `docs/explanation/security.md`.
         client: a name for this process that outlives it; see `ResilientDrafter`.
         open_channel: opens a channel to an address; replaces the default, which uses the
             credentials.

@@ -133,7 +133,7 @@ class ResilientDrafter(FailOpenClient):
 
     Several servers are replicas. Sessions are spread over them by rendezvous hashing. A session
     moves while its own server is down, drains, or has no room, and returns once that is over; see
-    `docs/scale.md`. Thread-safe, also after a fork.
+    `docs/explanation/scale.md`. Thread-safe, also after a fork.
 
     Args:
         addresses: one address, or several; `host:port` or `unix:/path`.
@@ -144,7 +144,8 @@ class ResilientDrafter(FailOpenClient):
         lost_after_s: time without an answer after which a stream is given up, in seconds.
         vocabulary_fingerprint: of the caller's tokenizer; a service for another one is not used.
         credentials: to send and to verify the server with; None for services that need none.
-        pad_requests: pad messages to hide the size of sequences; see `docs/security.md`.
+        pad_requests: pad messages to hide the size of sequences; see
+            `docs/explanation/security.md`.
         client: a name for this process that outlives it, which no other has at the same time: a
             service then ends the sessions that it left open when it crashed. Empty for none.
         open_channel: opens a channel to an address; replaces the default, which uses the

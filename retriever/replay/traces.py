@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from numpy.typing import ArrayLike
 
-from indexer.errors import reason_of
+from indexer.errors import SourceError, reason_of
 from indexer.reader import Vocabulary
-from indexer.tokenizer import DEFAULT_MODEL, encode_prompt, load_tokenizer, vocabulary_of
+from indexer.sources.conversations import Turn, conversation_of, exchanges_of, messages_of
+from indexer.sources.recordings import EXPECTED, is_table, read_recorded
+from indexer.tokenizer import (
+    DEFAULT_MODEL,
+    encode_messages,
+    encode_prompt,
+    load_tokenizer,
+    vocabulary_of,
+)
 from retriever.drafter import TokenIds
 from retriever.errors import TraceError
 from retriever.limits import checked_tokens
@@ -49,6 +57,10 @@ class ChatEncoder:
         """Return the ids of a user's message in the chat template, ready for the answer."""
         return encode_prompt(self.tokenizer, text)
 
+    def encode_turns(self, turns: tuple[Turn, ...]) -> list[int]:
+        """Return the ids of a conversation in the chat template, ready for the next answer."""
+        return encode_messages(self.tokenizer, messages_of(turns))
+
     def encode_output(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -63,6 +75,10 @@ class TextEncoder(Protocol):
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt as the model would see it."""
+        ...
+
+    def encode_turns(self, turns: tuple[Turn, ...]) -> list[int]:
+        """Return the ids of a conversation so far, as the model would see it."""
         ...
 
     def encode_output(self, text: str) -> list[int]:
@@ -84,23 +100,43 @@ class Trace:
 
 
 def read_traces(path: Path, encoder: TextEncoder, limit: int | None = None) -> Iterator[Trace]:
-    """Read JSON lines (`.gz` or plain) with `prompt` and `output`, or `prompt_ids`/`output_ids`.
+    """Read recorded outputs: of each conversation, every turn of the assistant.
 
     The file is read and checked at once; texts are encoded as the result is iterated over.
+
+    Args:
+        path: JSON lines (`.gz` or plain), JSON, CSV or Parquet. A record is a conversation as
+            `conversation_of` knows it, or has `prompt_ids` and `output_ids`. Conversations in
+            which the assistant does not speak are passed over.
+        encoder: for texts.
+        limit: most traces.
 
     Raises:
         TraceError: the file cannot be read, holds no trace, or a row is not one; the line is named.
     """
-    rows = [
-        (_field(row, "prompt", place), _field(row, "output", place))
-        for row, place in islice(_rows(path), limit)
-    ]
-    if not rows:
-        raise TraceError(f"{path} holds no trace")
+    sides = (each for row, place in _rows(path) for each in _sides(row, place))
+    recorded = list(islice(sides, limit))
+    if not recorded:
+        raise TraceError(f"{path} holds no trace: {EXPECTED}")
     return (
-        Trace(_ids(prompt, encoder.encode_prompt), _ids(output, encoder.encode_output))
-        for prompt, output in rows
+        Trace(_prompt_ids(prompt, encoder), _ids(output, encoder.encode_output))
+        for prompt, output in recorded
     )
+
+
+def stream_traces(path: Path, encoder: TextEncoder) -> Iterator[tuple[Trace, dict[str, Any]]]:
+    """Read what `read_traces` reads one by one, each with its row, so that a log may be large.
+
+    Raises:
+        TraceError: as the result is iterated over; see `read_traces`.
+    """
+    place = None
+    for row, place in _rows(path):
+        prompt, output = _field(row, "prompt", place), _field(row, "output", place)
+        trace = Trace(_ids(prompt, encoder.encode_prompt), _ids(output, encoder.encode_output))
+        yield trace, row
+    if place is None:
+        raise TraceError(f"{path} holds no trace")
 
 
 def read_outputs(path: Path, encoder: TextEncoder) -> Iterator[TokenIds]:
@@ -109,8 +145,55 @@ def read_outputs(path: Path, encoder: TextEncoder) -> Iterator[TokenIds]:
     Raises:
         TraceError: the file cannot be read, or a row has no output; the line is named.
     """
-    outputs = [_field(row, "output", place) for row, place in _rows(path)]
+    outputs = [output for row, place in _rows(path) for output in _outputs(row, place)]
     return (_ids(output, encoder.encode_output) for output in outputs)
+
+
+_Text = str | TokenIds
+_Prompt = _Text | tuple[Turn, ...]
+
+
+def _sides(row: Any, place: str) -> Iterator[tuple[_Prompt, _Text]]:
+    """Yield the prompts and outputs of a record."""
+    if _is_plain(row):
+        yield _field(row, "prompt", place), _field(row, "output", place)
+        return
+    conversation = conversation_of(row)
+    exchanges = list(exchanges_of(conversation)) if conversation else []
+    if conversation is None or ("prompt" in row and not exchanges):
+        yield _field(row, "prompt", place), _field(row, "output", place)
+        return
+    for exchange in exchanges:
+        yield exchange.prompt, _encodable(exchange.output, f"{place}: the assistant's turn")
+
+
+def _outputs(row: Any, place: str) -> Iterator[_Text]:
+    """Yield the outputs of a record, which may lack a prompt."""
+    conversation = None if _is_plain(row) else conversation_of(row)
+    if conversation is None:
+        yield _field(row, "output", place)
+        return
+    for exchange in exchanges_of(conversation):
+        yield _encodable(exchange.output, f"{place}: the assistant's turn")
+
+
+def _is_plain(row: Any) -> bool:
+    """Return whether a record has ids, or `prompt` or `output` that must be texts."""
+    if not isinstance(row, dict) or "prompt_ids" in row or "output_ids" in row:
+        return True
+    return (
+        "output" in row and not {"messages", "conversations", "instruction", "input"} & row.keys()
+    )
+
+
+def _prompt_ids(prompt: _Prompt, encoder: TextEncoder) -> TokenIds:
+    if not isinstance(prompt, tuple):
+        return _ids(prompt, encoder.encode_prompt)
+    for turn in prompt:
+        _encodable(turn.text, "a turn")
+    if not prompt:
+        return checked_tokens([], None)
+    return checked_tokens(encoder.encode_turns(prompt), None)
 
 
 def _ids(field: str | TokenIds, encode: Callable[[str], list[int]]) -> TokenIds:
@@ -128,10 +211,14 @@ def _field(row: Any, name: str, place: str) -> str | TokenIds:
     if not isinstance(text, str):
         problem = "is no text" if name in row else "is missing"
         raise TraceError(f"{place}: `{name}` {problem}: give it as text, or `{name}_ids` as a list")
+    return _encodable(text, f"{place}: `{name}`")
+
+
+def _encodable(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise TraceError(f"{place}: `{name}` holds half of a surrogate pair") from error
+        raise TraceError(f"{what} holds half of a surrogate pair") from error
     return text
 
 
@@ -148,6 +235,12 @@ def _checked(ids: ArrayLike, place: str) -> TokenIds:
 
 def _rows(path: Path) -> Iterator[tuple[Any, str]]:
     """Yield the rows of a file, each with its place."""
+    if is_table(path):
+        try:
+            yield from read_recorded(path)
+        except SourceError as error:
+            raise TraceError(str(error)) from error
+        return
     opener = gzip.open if path.suffix == ".gz" else open
     line = 0
     try:

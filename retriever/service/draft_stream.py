@@ -32,6 +32,7 @@ from retriever.wire.statuses import late_status, session_status
 
 _COMMITS_AT_ONCE: Final = 32  # commits between two looks at the clock
 
+_MESSAGE_S: Final = 0.0002  # that gRPC takes on the loop to receive a message and to answer it
 _SEQUENCE_S: Final = 60e-6
 """What a sequence of a step is expected to take: how many short steps a turn of a tenant holds."""
 
@@ -105,7 +106,7 @@ class DraftStream:
             self._client = client_of(message)
         if self._client is not None:
             self._drafter.admit_client(self._tenant, self._client)
-        await self._line.take((1 + len(message.steps)) * _SEQUENCE_S)
+        await self._line.take((1 + len(message.steps)) * _SEQUENCE_S, _MESSAGE_S)
         try:
             self._lists = lists or {}
             return await self._answer(message, read_at_s)

@@ -226,7 +226,7 @@ class Line:
         key: of the stream among the tenant's.
     """
 
-    __slots__ = ("_began_s", "_expected_s", "_key", "_name", "_tenant", "_turns")
+    __slots__ = ("_began_s", "_beyond_s", "_expected_s", "_key", "_name", "_tenant", "_turns")
 
     def __init__(self, turns: Turns, name: str, tenant: _Tenant, key: Hashable) -> None:
         self._turns = turns
@@ -234,16 +234,18 @@ class Line:
         self._tenant = tenant
         self._key = key
         self._began_s: float | None = None
-        self._expected_s = 0.0
+        self._expected_s = self._beyond_s = 0.0
 
-    async def take(self, expected_s: float = SLICE_S) -> None:
+    async def take(self, expected_s: float = SLICE_S, beyond_s: float = 0.0) -> None:
         """Wait for a turn, which begins now; `leave` ends it.
 
         A tenant that is alone, or has some of its slice left, waits for nothing.
 
         Args:
             expected_s: of the work, in seconds; what goes beyond a slice is cut by `give_way`.
+            beyond_s: that the event loop works for it outside of its turn; counted with that.
         """
+        self._beyond_s = beyond_s
         if not self._turns.may_go(self._tenant):
             await self._wait(min(expected_s, self._tenant.quantum_s))
         self._began_s = self._turns.clock()
@@ -266,7 +268,8 @@ class Line:
         """End the turn: before waiting for anything but a turn."""
         if self._began_s is None:
             return
-        seconds = self._turns.clock() - self._began_s
+        seconds = self._turns.clock() - self._began_s + self._beyond_s
+        self._beyond_s = 0.0
         expected_s, self._expected_s, self._began_s = self._expected_s, 0.0, None
         self._turns.worked(self._name, self._tenant, seconds, expected_s)
 

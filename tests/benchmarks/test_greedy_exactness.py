@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.decoding import greedy_exactness
 from decoder.budget.cost_store import DIRECTORY_VARIABLE
-from decoder.commands.contenders import FOREDRAFT, Contender, Run, contenders
+from decoder.contenders.contender import FOREDRAFT, Contender, Run, contenders
 
 PROMPTS = ["a b c a b", "c c d", "b a b a", "d e d"]
 

@@ -15,7 +15,7 @@ def test_the_examples_of_plugging_in_run(
     (tmp_path / "path" / "to").mkdir(parents=True)
     (tmp_path / "path" / "to" / "model").symlink_to(model_directory)
     monkeypatch.chdir(tmp_path)
-    text = (DOCS / "plugging-in.md").read_text(encoding="utf-8")
+    text = (DOCS / "how-to" / "plugging-in.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(blocks) == text.count("```") // 2 >= 8
     names: dict[str, Any] = {"__name__": "examples"}

@@ -137,10 +137,15 @@ def test_engines_find_the_adapters_that_they_import_by_name() -> None:
     assert "SpeculativeAlgorithm" not in vars(import_module("foredraft.experimental_sglang"))
 
 
+def for_users(page: Path) -> bool:
+    """Whether a page tells how to use it; others tell how it works, and why."""
+    return page.stem != "architecture" and page.parent.name != "decisions"
+
+
 def pages() -> list[Path]:
     """All that tells users what to type and what to import."""
     found = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
-    found += [path for path in (ROOT / "docs").glob("*.md") if path.stem != "architecture"]
+    found += [path for path in (ROOT / "docs").rglob("*.md") if for_users(path)]
     found += (path for path in (ROOT / "docs" / "deploy").iterdir() if path.is_file())
     return found + sorted((ROOT / "examples").glob("*.py"))
 
@@ -169,7 +174,7 @@ def test_an_adapter_that_never_ran_in_its_engine_says_so(name: str) -> None:
     text = documented.__doc__ if documented else (ENGINES / f"{name}.py").read_text()
     assert "Experimental: " in str(text)
     engine = {"experimental_sglang": "SGLang", "experimental_tensorrt_llm": "TensorRT-LLM"}[name]
-    rows = (ROOT / "docs" / "engines.md").read_text().splitlines()
+    rows = (ROOT / "docs" / "how-to" / "engines.md").read_text().splitlines()
     [row] = [line for line in rows if line.startswith(f"| {engine}")]
     assert "**experimental**" in row
     assert "never run in" in row

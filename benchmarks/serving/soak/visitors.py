@@ -53,7 +53,7 @@ async def _refused(caller: Caller) -> None:
     requests: list[tuple[str, Any, str, grpc.StatusCode]] = [
         ("Draft", pb.DraftRequest(context=[1], budget_nodes=1 << 20), "", FULL),
         ("Draft", pb.DraftRequest(context=[1 << 31]), "", status.INVALID_ARGUMENT),
-        ("Draft", pb.DraftRequest(vocabulary_fingerprint="x"), "", status.FAILED_PRECONDITION),
+        ("Draft", pb.DraftRequest(vocabulary_fingerprint="0" * 64), "", status.FAILED_PRECONDITION),
         ("OpenSession", pb.OpenSessionRequest(session_id="x" * 300), "", status.INVALID_ARGUMENT),
         ("CloseSession", pb.CloseSessionRequest(session_id="none"), "", status.NOT_FOUND),
         ("ListIndexes", pb.ListIndexesRequest(), wrong, status.UNAUTHENTICATED),

@@ -3,21 +3,10 @@ import pytest
 
 from benchmarks.peers.counting import most_frequent
 from benchmarks.peers.datastore import END, continuations, longest_match, occurrences, sorted_text
-from benchmarks.peers.kernels import scanning
 from retriever.tree import DraftTree, Source
 from tests.benchmarks.drafting import ids, paths
-from tests.benchmarks.peers.peer_twins import longest_repeat, prefix_counts
+from tests.benchmarks.peers.peer_twins import prefix_counts
 from tests.suite_parts import cases
-
-
-@pytest.mark.seeds
-def test_longest_repeat_equals_its_twin() -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(cases(300, of=2000)):
-        tokens = rng.integers(0, int(rng.integers(1, 6)), int(rng.integers(1, 40)))
-        max_length = int(rng.integers(1, 12))
-        found = scanning.longest_repeat(tokens.astype(np.int32), max_length)
-        assert found == longest_repeat(tokens.tolist(), max_length)
 
 
 @pytest.mark.seeds

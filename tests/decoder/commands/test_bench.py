@@ -10,8 +10,8 @@ from decoder.assembly import assemble
 from decoder.commands import main
 from decoder.commands.bench import BenchOptions, run_benchmark
 from decoder.commands.bench_report import Comparison, summarize, table_of, time_per_step
-from decoder.commands.contenders import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED, Run
 from decoder.commands.prompts import Prompt, read_prompts
+from decoder.contenders.contender import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED, Run
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.observation import Statistics
 from indexer.reader import Vocabulary

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from decoder.assembly import assemble, own_rule
-from decoder.commands.contenders import contenders
+from decoder.contenders.contender import contenders
 from decoder.drafters.following import NoDrafter
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.sampling.rule import accept_rule

@@ -1,4 +1,5 @@
 import gzip
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,34 @@ def test_missing_and_broken_files_are_refused(tmp_path: Path) -> None:
     for path in (broken, damaged, cut, tmp_path / "missing"):
         with pytest.raises(PromptFileError, match=path.name):
             read_prompts(path)
+
+
+CONVERSATIONS = [
+    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]},
+    {"messages": [{"role": "assistant", "content": "nobody asked"}]},
+    {"prompt": "two", "completion": "2"},
+    {"conversations": [{"from": "human", "value": "three"}, {"from": "gpt", "value": "3"}]},
+    {"request": {"messages": [{"role": "user", "content": "four"}]}, "response": None},
+]
+
+
+def test_prompts_of_logs_are_what_users_said_first(tmp_path: Path) -> None:
+    lines, array = tmp_path / "log.jsonl", tmp_path / "log.json"
+    lines.write_text("".join(json.dumps(each) + "\n" for each in CONVERSATIONS))
+    array.write_text(json.dumps(CONVERSATIONS))
+    for path in (lines, array):
+        assert [prompt.text for prompt in read_prompts(path)] == ["one", "two", "three", "four"]
+    table = tmp_path / "log.csv"
+    table.write_text("id,prompt\n1,one\n2,two\n")
+    assert [prompt.text for prompt in read_prompts(table)] == ["one", "two"]
+
+
+def test_records_without_a_prompt_are_refused_with_their_keys(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"body": "x", "id": 1}\n')
+    with pytest.raises(PromptFileError, match=r"log.jsonl:1: expected .* keys are 'body', 'id'"):
+        read_prompts(path)
+    damaged = tmp_path / "cut.json"
+    damaged.write_text('[{"prompt": "x"}, {"pro')
+    with pytest.raises(PromptFileError, match="not JSON"):
+        read_prompts(damaged)

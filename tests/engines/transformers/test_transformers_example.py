@@ -1,4 +1,4 @@
-"""The example of docs/engines.md runs as a user would run it."""
+"""The example of docs/how-to/engines.md runs as a user would run it."""
 
 import os
 import subprocess

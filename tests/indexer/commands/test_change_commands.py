@@ -51,6 +51,8 @@ def test_add_reports_what_it_did_and_shows_that_it_moves(
         "older_snapshots": 0,
         "skipped": {"too large": 1},
         "skipped_places": {"too large": f"{tmp_path}/c.jsonl:2"},
+        "dropped": 1,
+        "conversations": [],
         "screened": None,
     }
 

@@ -55,6 +55,8 @@ def test_build_reports_what_it_did(
         "segments": 1,
         "bytes": 11,
         "skipped": {"not text": 1},
+        "dropped": 1,
+        "conversations": [],
         "screened": None,
     }
 

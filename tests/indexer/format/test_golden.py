@@ -1,4 +1,4 @@
-"""The format, byte for byte: what docs/format.md says and what readers in the field rely on."""
+"""The format, byte for byte: docs/reference/format.md, and what readers in the field rely on."""
 
 import json
 from pathlib import Path

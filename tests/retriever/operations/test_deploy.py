@@ -29,7 +29,7 @@ from tests.retriever.security.authorities import signed
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "docs" / "deploy"
-OPERATIONS = ROOT / "docs" / "operations.md"
+OPERATIONS = ROOT / "docs" / "how-to" / "operations.md"
 ADDED_BY_PROMETHEUS = {"instance", "job", "le", "severity"}
 
 

@@ -142,3 +142,35 @@ def test_report_for_people_shows_the_same_figures(tmp_path: Path) -> None:
     traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [2, 3], "output_ids": [2, 3]}])
     result = CliRunner().invoke(app, ["replay", str(traces)])
     assert "mean_accepted_tokens" in result.stdout
+
+
+def test_every_turn_of_the_assistant_is_replayed_with_all_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding.ChatEncoder, "encode_turns", lambda _, turns: [len(turns)])
+    monkeypatch.setattr(encoding.ChatEncoder, "encode_output", lambda _, text: [ord(text)])
+    said = [("user", "?"), ("assistant", "a"), ("user", "?"), ("assistant", "b")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    log = {"request": {"messages": messages[:1]}, "response": {"choices": [{"text": "c"}]}}
+    path = write(tmp_path / "log.jsonl", [{"messages": messages}, log, {"messages": []}])
+    expected = [([1], [97]), ([3], [98]), ([1], [99])]
+    for name in ("log.jsonl", "log.json"):
+        (tmp_path / "log.json").write_text(json.dumps([{"messages": messages}, log]))
+        encoder = encoding.ChatEncoder(None)
+        read = list(encoding.read_traces(tmp_path / name, encoder))
+        assert [(t.prompt.tolist(), t.output.tolist()) for t in read] == expected
+        assert [ids.tolist() for ids in encoding.read_outputs(tmp_path / name, encoder)] == [
+            [97],
+            [98],
+            [99],
+        ]
+    assert len(list(encoding.read_traces(path, encoder, 2))) == 2
+
+
+def test_a_damaged_table_of_traces_is_refused_with_its_cause(tmp_path: Path) -> None:
+    cut = tmp_path / "cut.json"
+    cut.write_text('[{"prompt": "a", "output": "b"}, {"prompt": "c"')
+    assert "not JSON (first: " in refused(cut)
+    columns = tmp_path / "columns.csv"
+    columns.write_text("id,body\n1,x\n")
+    assert "`messages`" in refused(columns)

@@ -283,3 +283,31 @@ def test_work_in_pieces_gives_way_and_returns_its_result() -> None:
     assert results == ("a", "b")
     assert "".join(order) == "ab" * 10
     assert turns.uses.of("a").seconds == pytest.approx(10 * WHOLE_S)
+
+
+def test_what_messages_cost_outside_of_turns_is_counted() -> None:
+    """A tenant whose messages need little work, but as much again to be received, has half."""
+    clock = Clock()
+    turns = Turns(clock=clock)
+
+    async def endless(tenant: str, beyond_s: float) -> None:
+        with turns.stream(tenant) as line:
+            await asyncio.sleep(0)  # until all are there
+            while True:
+                await line.take(PIECE_S, beyond_s)
+                clock.work(tenant, PIECE_S)
+                line.leave()
+                await asyncio.sleep(0)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(endless("dear", PIECE_S)) for _ in range(8)]
+        tasks += [asyncio.create_task(endless("cheap", 0.0)) for _ in range(8)]
+        for _ in range(20 * ROUNDS):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    assert clock.worked_s["cheap"] / clock.worked_s["dear"] == pytest.approx(2.0, rel=0.1)
+    assert turns.uses.of("dear").seconds == pytest.approx(turns.uses.of("cheap").seconds, rel=0.1)

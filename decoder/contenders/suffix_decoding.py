@@ -20,9 +20,9 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.peers.kernels.speculation import speculate
-from benchmarks.peers.sequence_drafter import SequenceDrafter
-from benchmarks.peers.suffix_tree import OpenSequence, SuffixTree
+from decoder.contenders.kernels.speculation import speculate
+from decoder.contenders.sequence_drafter import SequenceDrafter
+from decoder.contenders.suffix_tree import OpenSequence, SuffixTree
 from indexer.reader import Index
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence

@@ -7,8 +7,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from benchmarks.peers.kernels.peer_siblings import NONE, ROOT_NODE
-from benchmarks.peers.kernels.peer_tree import find_child
+from decoder.contenders.kernels.suffix_nodes import find_child
+from decoder.contenders.kernels.suffix_siblings import NONE, ROOT_NODE
 
 
 @njit(cache=True, nogil=True)

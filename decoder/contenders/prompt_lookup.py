@@ -8,8 +8,8 @@ from the left that is followed by anything, and draft what followed.
 
 from typing import Final
 
-from benchmarks.peers.kernels.scanning import longest_repeat
-from benchmarks.peers.sequence_drafter import SequenceDrafter, chain
+from decoder.contenders.kernels.scanning import longest_repeat
+from decoder.contenders.sequence_drafter import SequenceDrafter, chain
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree, Source

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from benchmarks.peers.kernels.peer_siblings import (
+from decoder.contenders.kernels.suffix_siblings import (
     NONE,
     NUM_NODES,
     ROOT_NODE,

@@ -1,0 +1,283 @@
+"""The pictures of the README: a chart of kept results, and the demo as an animated terminal.
+
+`python -m benchmarks.pictures chart` and `terminal` draw them from files in `results/` and write
+them to `docs/pictures/`; `record` runs the demo and keeps its output with times, for `terminal`.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+from xml.sax.saxutils import escape
+
+import typer
+
+HERE: Final = Path(__file__).parent
+PICTURES: Final = HERE.parent / "docs" / "pictures"
+RESULT: Final = HERE / "results" / "decoding" / "2026-11-22-spec-bench-bfloat16.json"
+RECORDING: Final = HERE / "results" / "decoding" / "2026-11-22-demo.jsonl"
+
+# Names of Spec-Bench's categories in words; the others are words already.
+WORDS: Final = {
+    "math": "mathematics",
+    "math_reasoning": "word problems",
+    "qa": "questions",
+    "rag": "answers from sources",
+    "stem": "sciences",
+    "roleplay": "role play",
+    "summarization": "summaries",
+}
+
+# One card, light or dark as the reader's system is.
+CHART_STYLE: Final = """
+text { font: 15px system-ui, "Segoe UI", "Liberation Sans", Helvetica, Arial, sans-serif;
+  fill: #1f2328 }
+.title { font-weight: 600; font-size: 19px }
+.note { font-size: 13px; fill: #59636e }
+.card { fill: #ffffff; stroke: #d1d9e0 }
+.plain { fill: #9aa4af } .passes { fill: #7fb2ee } .drafts { fill: #0b62d0 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .note { fill: #a5b0bb }
+  .card { fill: #0d1117; stroke: #3d444d }
+  .plain { fill: #78838f } .passes { fill: #2f5f9e } .drafts { fill: #5aa7ff }
+}"""
+
+WIDTH: Final = 640
+LABEL_END: Final = 172
+BARS_FROM: Final = 182
+BARS_WIDTH: Final = 338  # of the fastest; the figures stand behind it
+ROW: Final = 32
+FIRST_ROW: Final = 116
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Tokens per second on one workload.
+
+    Attributes:
+        workload: its name, in words.
+        plain: of `model.generate`.
+        undrafted: of this decoder's loop without drafts: its passes are quicker.
+        drafted: of the same loop with drafts.
+    """
+
+    workload: str
+    plain: float
+    undrafted: float
+    drafted: float
+
+
+def paces(result: Mapping[str, Any]) -> list[Pace]:
+    """Return the pace of each category of a report of `foredraft bench --json`, fastest first."""
+    found = [
+        Pace(
+            WORDS.get(name, name),
+            figures["tokens_per_second"]["plain"],
+            figures["tokens_per_second"]["undrafted"],
+            figures["tokens_per_second"]["foredraft"],
+        )
+        for name, figures in result["categories"].items()
+    ]
+    return sorted(found, key=lambda pace: -pace.drafted / pace.plain)
+
+
+def chart(result: Mapping[str, Any]) -> str:
+    """Return an SVG of tokens per second, plain and with drafts, by workload."""
+    rows = paces(result)
+    scale = BARS_WIDTH / max(pace.drafted for pace in rows)
+    height = FIRST_ROW + ROW * len(rows) + 66
+    machine, num_prompts = result["machine"], result["overall"]["num_prompts"]
+    after = f"after {result['warm']['num_prompts']} other answers"
+    lines = [
+        svg_opening(WIDTH, height, "Tokens per second, plain and with drafts, by workload"),
+        f"<style>{CHART_STYLE}</style>",
+        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
+        text(20, 34, "Tokens per second, plain and with drafts", "title"),
+        text(
+            20, 58, f"{result['model']}, {result['dtype']}, {machine['num_cpus']} CPU cores", "note"
+        ),
+        *legend(86),
+        *(line for place, pace in enumerate(rows) for line in bars(pace, place, scale)),
+        text(
+            20,
+            height - 38,
+            f"{num_prompts} prompts of Spec-Bench, greedy, one at a time, {after}.",
+            "note",
+        ),
+        text(
+            20,
+            height - 18,
+            "In bfloat16 rounding can change a choice; in float32 the output is identical.",
+            "note",
+        ),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def legend(y: int) -> Iterator[str]:
+    """Yield what the colours mean."""
+    x = 20
+    for name, words, width in (
+        ("plain", "plain generate", 142),
+        ("passes", "our loop, no drafts", 174),
+        ("drafts", "gained by drafts", 140),
+    ):
+        yield f'<rect class="{name}" x="{x}" y="{y - 11}" width="12" height="12" rx="2"/>'
+        yield text(x + 18, y, words)
+        x += width
+
+
+def bars(pace: Pace, place: int, scale: float) -> Iterator[str]:
+    """Yield one row: its name, the plain bar, the drafted one in two parts, and the figures."""
+    y = FIRST_ROW + ROW * place
+    yield text(LABEL_END, y + 17, pace.workload, anchor="end")
+    yield bar("plain", BARS_FROM, y + 2, pace.plain * scale)
+    yield bar("passes", BARS_FROM, y + 12, min(pace.undrafted, pace.drafted) * scale)
+    gained = max(pace.drafted - pace.undrafted, 0.0)
+    yield bar("drafts", BARS_FROM + (pace.drafted - gained) * scale, y + 12, gained * scale)
+    figures = f"{pace.drafted:.0f}, {pace.drafted / pace.plain:.1f}\u00d7"
+    yield text(round(BARS_FROM + pace.drafted * scale) + 8, y + 19, figures)
+
+
+def bar(name: str, x: float, y: int, width: float) -> str:
+    """Return one bar of a chart."""
+    return f'<rect class="{name}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="10"/>'
+
+
+def text(x: int, y: int, words: str, style: str = "", anchor: str = "start") -> str:
+    """Return a line of text of a picture."""
+    kind = f' class="{style}"' if style else ""
+    ends = f' text-anchor="{anchor}"' if anchor != "start" else ""
+    return f'<text x="{x}" y="{y}"{kind}{ends}>{escape(words)}</text>'
+
+
+def svg_opening(width: int, height: int, title: str) -> str:
+    """Return the first lines of a picture of this size in pixels."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img">\n<title>{escape(title)}</title>'
+    )
+
+
+# A terminal is dark in either scheme, so that its colours are the same for everybody.
+TERMINAL_STYLE: Final = """
+text { font: 12.6px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  fill: #d6dde5; white-space: pre }
+.title { fill: #a5b0bb } .typed { fill: #7ee2a0 } .win { fill: #8cc4ff }
+.card { fill: #11161d; stroke: #4b5561 } .dot { fill: #4b5561 }"""
+
+COLUMNS: Final = 80
+LINE: Final = 18
+SCREEN_FROM: Final = 58
+LONGEST_PAUSE_S: Final = 1.2  # of the picture, however long the demo took there
+SHORTEST_PAUSE_S: Final = 0.15
+SHOWN_AT_END_S: Final = 9.0
+IS_RATIO: Final = re.compile(r"\d\.\d\dx")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a program's output, and when it came, in seconds from the program's start."""
+
+    at_s: float
+    words: str
+
+
+def record(command: list[str]) -> Iterator[Line]:
+    """Run a command that prints for people, and yield its lines as they come, errors included."""
+    environment = {**os.environ, "COLUMNS": str(COLUMNS), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+    start = time.monotonic()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        for line in process.stdout or ():
+            yield Line(round(time.monotonic() - start, 2), line.rstrip())
+    if process.returncode:
+        raise SystemExit(f"error: the demo ended with {process.returncode}: nothing is kept")
+
+
+def shortened(lines: list[Line]) -> list[float]:
+    """Return when each line appears in the picture, pauses cut short, in seconds."""
+    times: list[float] = []
+    now, before = 1.5, 0.0
+    for line in lines:
+        now += min(max(line.at_s - before, SHORTEST_PAUSE_S), LONGEST_PAUSE_S)
+        before = line.at_s
+        times.append(round(now, 2))
+    return times
+
+
+def terminal(lines: list[Line]) -> str:
+    """Return an SVG of a terminal in which these lines appear; all at once without animation."""
+    times = shortened(lines)
+    end = times[-1] + SHOWN_AT_END_S
+    height = SCREEN_FROM + LINE * (len(lines) + 1) + 14
+    took = f"{lines[-1].at_s:.0f} s, shortened here"
+    drawn = [
+        svg_opening(WIDTH, height, "make demo: the same tasks decoded plainly and with drafts"),
+        f"<style>{TERMINAL_STYLE}",
+        *(appearance(place, at, end) for place, at in enumerate(times)),
+        "@media (prefers-reduced-motion: reduce) { text { animation: none !important } }</style>",
+        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
+        *(f'<circle class="dot" cx="{x}" cy="20" r="5"/>' for x in (20, 38, 56)),
+        text(WIDTH // 2, 25, f"foredraft ({took})", "title", anchor="middle"),
+        text(12, SCREEN_FROM, "$ make demo", "typed"),
+    ]
+    for place, line in enumerate(lines):
+        kind = " win" if IS_RATIO.search(line.words) else ""
+        drawn.append(text(12, SCREEN_FROM + LINE * (place + 1), line.words, f"l{place}{kind}"))
+    return "\n".join([*drawn, "</svg>"]) + "\n"
+
+
+def appearance(place: int, at_s: float, end_s: float) -> str:
+    """Return the rules by which a line is there from a time on, again in every round."""
+    share = 100 * at_s / end_s
+    frames = f"0%, {share:.2f}% {{ opacity: 0 }} {share + 0.01:.2f}%, 100% {{ opacity: 1 }}"
+    rule = f".l{place} {{ animation: a{place} {end_s:.2f}s infinite }}"
+    return f"@keyframes a{place} {{ {frames} }} {rule}"
+
+
+def read_recording(path: Path) -> list[Line]:
+    """Return the lines of a recording that `record` kept."""
+    return [Line(*json.loads(line)) for line in path.read_text().splitlines()]
+
+
+app: Final = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+@app.command("chart")
+def chart_command(
+    result: Annotated[Path, typer.Argument(help="A report of `foredraft bench --json`.")] = RESULT,
+    output: Annotated[Path, typer.Option(help="The picture.")] = PICTURES / "speed.svg",
+) -> None:
+    """Draw tokens per second by workload."""
+    output.write_text(chart(json.loads(result.read_text())))
+
+
+@app.command("terminal")
+def terminal_command(
+    recording: Annotated[Path, typer.Argument(help="What `record` kept.")] = RECORDING,
+    output: Annotated[Path, typer.Option(help="The picture.")] = PICTURES / "demo.svg",
+) -> None:
+    """Draw the demo as an animated terminal."""
+    output.write_text(terminal(read_recording(recording)))
+
+
+@app.command("record")
+def record_command(
+    output: Annotated[Path, typer.Option(help="Where the lines go.")] = RECORDING,
+) -> None:
+    """Run the demo, and keep what it prints and when."""
+    lines = list(record([sys.executable, str(HERE / "demo.py")]))
+    output.write_text("".join(json.dumps([line.at_s, line.words]) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,215 @@
+"""A trace as one page that needs nothing else: no network and no other file."""
+
+import json
+import re
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.resources import files
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from transformers import PreTrainedTokenizerBase
+
+from decoder.commands.trace import TracedStep, TraceWriter, read_as_far
+from decoder.commands.traced_documents import DocumentFinder
+from decoder.errors import TraceFileError
+from indexer.errors import reason_of
+from indexer.reader import Index
+from retriever.operations.design import colours, hash_of, style_of
+
+_WHOLE: Final = 10_000  # probabilities travel as shares of it: four digits, as in a trace
+_UNKNOWN: Final = "unspecified"  # the class of sources that this version does not know
+
+
+class _Numbers:
+    """Gives each value a number, in the order of their first use."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+
+    def of(self, value: Hashable) -> int:
+        """Return the number of a value."""
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def of_each(self, values: Iterable[Hashable]) -> list[int]:
+        """Return the number of each value."""
+        return [self.of(value) for value in values]
+
+    def values(self) -> list[Any]:
+        """Return all values; each stands at its number."""
+        return list(self._numbers)
+
+
+class _Collected:
+    """What the page's script is given: passes as columns, and tables of what they repeat."""
+
+    def __init__(self) -> None:
+        self._texts, self._sources, self._documents = _Numbers(), _Numbers(), _Numbers()
+        self._prompts = _Numbers()
+        self._sources.of_each(colours())  # known ones first, always in the same order
+        self._asked: dict[int, str] = {}
+        self._passes: list[dict[str, Any]] = []
+
+    def add(self, step: TracedStep) -> None:
+        """Add a pass."""
+        tree = step.tree
+        prompt = self._prompts.of(step.prompt)
+        if step.prompt_text:
+            self._asked[prompt] = step.prompt_text
+        self._passes.append(
+            {
+                "prompt": prompt,
+                "step": step.step,
+                "kept": step.num_kept,
+                "path": step.path,
+                "pieces": self._texts.of_each(pieces_of(step)),
+                "ids": tree.tokens,
+                "texts": self._texts.of_each(tree.texts),
+                "parents": tree.parents,
+                "probabilities": [round(_WHOLE * each) for each in tree.probabilities],
+                "sources": self._sources.of_each(tree.sources),
+                "times": [round(us) for us in (step.draft_us, step.target_us, step.host_us)],
+                "evidence": [
+                    [
+                        each.node,
+                        each.match_length,
+                        each.count,
+                        [
+                            [self._documents.of((at.index, at.name, at.licence)), at.position]
+                            for at in each.documents
+                        ],
+                    ]
+                    for each in step.evidence
+                ],
+            }
+        )
+
+    def told(self, title: str, note: str) -> dict[str, Any]:
+        """Return all of it as plain values."""
+        known = colours()
+        return {
+            "title": title,
+            "note": note,
+            "sources": [
+                {"name": name, "css": name if name in known else _UNKNOWN}
+                for name in self._sources.values()
+            ],
+            "texts": self._texts.values(),
+            "documents": self._documents.values(),
+            "prompts": [
+                {"number": number, "text": self._asked.get(at, "")}
+                for at, number in enumerate(self._prompts.values())
+            ],
+            "passes": self._passes,
+        }
+
+
+def pieces_of(step: TracedStep) -> list[str]:
+    """Return the text of each committed token; together they are what the pass added.
+
+    Older traces tell the text of a pass as a whole: there its beginning is cut as the accepted
+    nodes' own texts allow, and the last token has the remainder.
+    """
+    if step.pieces:
+        return step.pieces
+    pieces, rest = [""] * len(step.tokens), step.text
+    for place, node in enumerate(step.path[: len(step.tokens) - 1]):
+        text = step.tree.texts[node]
+        if not rest.startswith(text):
+            break
+        pieces[place], rest = text, rest[len(text) :]
+    if pieces:
+        pieces[-1] = rest
+    return pieces
+
+
+def page_of(steps: Iterable[TracedStep], title: str, note: str = "") -> str:
+    """Return a trace as HTML.
+
+    What models and documents say is data in it, never markup or script: the page's policy allows
+    its own script and style alone, by their hashes.
+
+    Args:
+        steps: the passes, at least one.
+        title: the heading.
+        note: what is to be known of the trace, as where it was cut.
+    """
+    collected = _Collected()
+    for step in steps:
+        collected.add(step)
+    style, script = style_of(_part("viewer.css")), _part("viewer.js")
+    policy = (
+        f"default-src 'none'; script-src {hash_of(script)}; style-src {hash_of(style)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    parts = {
+        "policy": policy,
+        "style": style,
+        "script": script,
+        "data": _embeddable(collected.told(title, note)),
+    }
+    return re.sub("@(policy|style|script|data)@", lambda at: parts[at[1]], _part("viewer.html"))
+
+
+def write_page(path: Path, steps: Iterable[TracedStep], title: str, note: str = "") -> None:
+    """Write a trace as a page; see `page_of`.
+
+    Raises:
+        TraceFileError: the file cannot be written.
+    """
+    try:
+        path.write_text(page_of(steps, title, note), encoding="utf-8")
+    except OSError as error:
+        raise TraceFileError(f"cannot write the page {path}: {reason_of(error)}") from error
+
+
+@contextmanager
+def written_passes(
+    trace: Path | None,
+    page: Path | None,
+    tokenizer: PreTrainedTokenizerBase,
+    indexes: Sequence[Path],
+) -> Iterator[TraceWriter | None]:
+    """Write the passes of the block to a trace, a page, or both; without either, give `None`.
+
+    The page is written at the end, also where an error ends the block.
+
+    Args:
+        trace: where the trace goes, if wanted.
+        page: where the page goes, if wanted.
+        tokenizer: tells the text of tokens.
+        indexes: that are drafted from, in which documents are looked up.
+
+    Raises:
+        TraceFileError: a file cannot be written.
+        IndexerError: an index cannot be opened.
+    """
+    if trace is None and page is None:
+        yield None
+        return
+    with ExitStack() as stack:
+        opened = [stack.enter_context(Index.open(path)) for path in indexes]
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="foredraft-")))
+        path = folder / "passes.jsonl" if trace is None else trace
+        if page is not None:
+            stack.callback(_write_what_came, path, page)
+        yield stack.enter_context(TraceWriter(path, tokenizer, DocumentFinder(opened)))
+
+
+def _write_what_came(trace: Path, page: Path) -> None:
+    if trace.stat().st_size:
+        steps, note = read_as_far(trace)
+        write_page(page, steps, page.stem, note)
+
+
+def _embeddable(values: Any) -> str:
+    """Return JSON that no text in it can leave: HTML ends a script at the first `</`."""
+    text = json.dumps(values, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _part(name: str) -> str:
+    return files("decoder.commands.viewer").joinpath(name).read_text(encoding="utf-8")

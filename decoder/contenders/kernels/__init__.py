@@ -1,0 +1,1 @@
+"""Compiled loops of the contenders' rules, over plain arrays."""

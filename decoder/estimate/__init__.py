@@ -1,0 +1,1 @@
+"""What drafts would gain on recorded outputs: tokens per step, and time by a cost curve."""

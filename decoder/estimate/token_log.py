@@ -1,0 +1,130 @@
+"""A log of prompts and outputs as token ids on disk: read once, gone through many times."""
+
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+
+from retriever.errors import TraceError
+from retriever.replay.traces import Trace
+
+KIND_FIELDS: Final = ("category", "kind", "task", "model")
+"""Fields that say what kind of traffic a record is, the first that the log has."""
+
+NO_FIELD: Final = "none"
+"""In place of a field: do not tell kinds apart."""
+
+ALL: Final = "all"
+OTHERS: Final = "others"
+MAX_KINDS: Final = 12
+"""Kinds that are told apart, the first of the log: as many rows as a screen shows."""
+
+_HEADER: Final = 3
+"""Numbers before the tokens of a record: its kind, and the lengths of prompt and output."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """A recorded prompt and output.
+
+    Attributes:
+        kind: of traffic.
+        trace: the tokens.
+    """
+
+    kind: str
+    trace: Trace
+
+
+class TokenLog:
+    """Records in a temporary file, of which one at a time is in memory.
+
+    Attributes:
+        kinds: in order of appearance.
+        field: that tells them; empty if none does.
+        num_records: how many there are.
+        num_tokens: of their outputs.
+    """
+
+    def __init__(self, file: BinaryIO, field: str | None) -> None:
+        self._file = file
+        self._stated = field
+        self.kinds: list[str] = []
+        self.field = ""
+        self.num_records = 0
+        self.num_tokens = 0
+
+    def write(self, trace: Trace, row: dict[str, Any]) -> None:
+        """Append a record.
+
+        Raises:
+            TraceError: it is the first and has no such field as was stated.
+        """
+        if self.num_records == 0:
+            self.field = self._field_of(row)
+        header = array("i", [self._number(row), len(trace.prompt), len(trace.output)])
+        self._file.write(header.tobytes())
+        self._file.write(trace.prompt.astype(np.int32).tobytes())
+        self._file.write(trace.output.astype(np.int32).tobytes())
+        self.num_records += 1
+        self.num_tokens += len(trace.output)
+
+    def __iter__(self) -> Iterator[Record]:
+        self._file.seek(0)
+        for _ in range(self.num_records):
+            kind, num_prompt, num_output = self._read(_HEADER).tolist()
+            tokens = self._read(num_prompt + num_output)
+            yield Record(self.kinds[kind], Trace(tokens[:num_prompt], tokens[num_prompt:]))
+
+    def _read(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        return np.frombuffer(self._file.read(4 * count), np.int32)
+
+    def _field_of(self, row: dict[str, Any]) -> str:
+        if self._stated == NO_FIELD:
+            return ""
+        if self._stated is None:
+            return next((name for name in KIND_FIELDS if isinstance(row.get(name), str)), "")
+        if self._stated not in row:
+            raise TraceError(
+                f"--by {self._stated}: the first record has no such field, but "
+                f"{', '.join(row)}: name one of these, or {NO_FIELD}"
+            )
+        return self._stated
+
+    def _number(self, row: dict[str, Any]) -> int:
+        kind = str(row.get(self.field, OTHERS)) if self.field else ALL
+        if kind not in self.kinds:
+            if len(self.kinds) >= MAX_KINDS:
+                kind = OTHERS
+            if kind not in self.kinds:
+                self.kinds.append(kind)
+        return self.kinds.index(kind)
+
+
+@contextmanager
+def token_log(
+    rows: Iterable[tuple[Trace, dict[str, Any]]], field: str | None = None
+) -> Iterator[TokenLog]:
+    """Write a log to a temporary file and have it during the block.
+
+    Args:
+        rows: traces with the rows that they were read from.
+        field: of a row that tells its kind; None for the first of `KIND_FIELDS` that the first row
+            has, `NO_FIELD` for none.
+
+    Raises:
+        TraceError: a row is no trace, or no output has two tokens.
+    """
+    with tempfile.TemporaryFile() as file:
+        log = TokenLog(file, field)
+        longest = 0
+        for trace, row in rows:
+            longest = max(longest, len(trace.output))
+            log.write(trace, row)
+        if longest < 2:  # noqa: PLR2004  (the prompt's pass brings the first)
+            raise TraceError("no output of the log has two tokens: there is nothing to draft")
+        yield log

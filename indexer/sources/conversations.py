@@ -1,0 +1,415 @@
+"""Conversations in records as chat tools, trainers and servers write them.
+
+A record is an object of JSON or a row of a table. `conversation_of` recognises its shape by its
+keys and returns plain values; keys that it does not know are ignored.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, TypeGuard
+
+
+class Shape(StrEnum):
+    """How a record writes a conversation; the value names it in reports."""
+
+    MESSAGES = "OpenAI messages"
+    SHAREGPT = "ShareGPT conversations"
+    SERVER_LOG = "requests and responses of a server"
+    INSTRUCTION = "instructions and outputs"
+    PROMPT = "prompts and outputs"
+    QUESTION = "questions and answers"
+
+
+class Turns(StrEnum):
+    """Which turns of a conversation are taken."""
+
+    ASSISTANT = "assistant"
+    USER = "user"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one side said.
+
+    Attributes:
+        role: `system`, `user`, `assistant` or `tool`; other names for these are translated.
+        text: never empty. Its parts, such as several texts, or a text and tool calls, are joined
+            by line ends; a tool call is an object of JSON with `name` and `arguments`.
+    """
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation.
+
+    Attributes:
+        shape: how the record wrote it.
+        turns: in order; there may be none.
+        left_out: what of the record is in no turn, a noun for each: `image`, `empty turn`.
+    """
+
+    shape: Shape
+    turns: tuple[Turn, ...]
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a model was given, and what it wrote then.
+
+    Attributes:
+        prompt: all turns before; there may be none.
+        output: the text of an assistant's turn.
+    """
+
+    prompt: tuple[Turn, ...]
+    output: str
+
+
+_ROLES: Final = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter", "customer"), "user"),
+    **dict.fromkeys(
+        ("assistant", "gpt", "chatgpt", "model", "ai", "bot", "chatbot", "bing", "bard"),
+        "assistant",
+    ),
+    "function_call": "assistant",
+    **dict.fromkeys(
+        ("tool", "function", "observation", "ipython", "function_response", "tool_response"), "tool"
+    ),
+}
+_LISTS: Final = {
+    "messages": Shape.MESSAGES,
+    "conversations": Shape.SHAREGPT,
+    "conversation": Shape.SHAREGPT,
+}
+_PROMPTS: Final = {
+    "instruction": Shape.INSTRUCTION,
+    "prompt": Shape.PROMPT,
+    "question": Shape.QUESTION,
+    "input": Shape.PROMPT,
+}
+_OUTPUTS: Final = ("output", "completion", "response", "answer", "choices")
+_SYSTEM: Final = ("system", "system_prompt")
+_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text"})
+_MAX_DEPTH: Final = 8
+"""Contents within contents: tools nest two or three, and deeper ones could exhaust the stack."""
+
+
+def conversation_of(record: object, field: str = "") -> Conversation | None:
+    """Return the conversation that a record holds, or None if its shape is not recognised.
+
+    Recognised are, in this order: `request` and `response` of a server with OpenAI's interface;
+    lists of turns under `messages` or `conversations`; `instruction` (with `input`), `prompt`,
+    `question` or `input` with `output`, `completion`, `response` or `answer`. A value may be
+    the JSON text of what is expected, as tables have it.
+
+    Args:
+        record: an object of JSON, or a row as a mapping of columns to values.
+        field: a further key of a list of turns, which comes before all others.
+    """
+    if not isinstance(record, Mapping):
+        return None
+    reading = _Reading()
+    shape = reading.read(record, field)
+    if shape is None:
+        return None
+    return Conversation(shape, tuple(reading.turns), tuple(reading.left_out))
+
+
+def conversation_columns(names: Collection[str]) -> list[str]:
+    """Return the columns of a table that its conversations stand in; empty if it has none."""
+    is_log = "request" in names and "response" in names
+    has_pair = any(key in names for key in _PROMPTS) and any(key in names for key in _OUTPUTS)
+    if not (is_log or has_pair or any(key in names for key in (*_LISTS, "prompt"))):
+        return []
+    known = {*_LISTS, *_PROMPTS, *_OUTPUTS, *_SYSTEM, "request"}
+    return [name for name in names if name in known]
+
+
+def turns_of(conversation: Conversation, role: str) -> Iterator[tuple[int, str]]:
+    """Yield the number, counted from 1, and the text of every turn of a role."""
+    for number, turn in enumerate(conversation.turns, 1):
+        if turn.role == role:
+            yield number, turn.text
+
+
+def exchanges_of(conversation: Conversation) -> Iterator[Exchange]:
+    """Yield each of the assistant's turns with all turns before it."""
+    for number, text in turns_of(conversation, "assistant"):
+        yield Exchange(conversation.turns[: number - 1], text)
+
+
+def prompt_of(conversation: Conversation) -> tuple[Turn, ...]:
+    """Return the turns up to the first that a user ends; empty if no user speaks."""
+    for number, _ in turns_of(conversation, "user"):
+        following = conversation.turns[number : number + 1]
+        if not following or following[0].role != "user":
+            return conversation.turns[:number]
+    return ()
+
+
+def plain_text(turns: tuple[Turn, ...]) -> str:
+    """Return the texts of turns, with an empty line between two."""
+    return "\n\n".join(turn.text for turn in turns)
+
+
+def messages_of(turns: tuple[Turn, ...]) -> list[dict[str, str]]:
+    """Return turns as chat templates take them."""
+    return [{"role": turn.role, "content": turn.text} for turn in turns]
+
+
+class _Reading:
+    """The turns of a record so far, and what was left out."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.left_out: list[str] = []
+
+    def read(self, record: Mapping[str, Any], field: str) -> Shape | None:
+        """Add the turns of a record, and return its shape; None if it has none that is known."""
+        request = _body(record.get("request"), (*_LISTS, *_PROMPTS))
+        response = _body(record.get("response"), _OUTPUTS)
+        if isinstance(request, Mapping) and not _LISTS.keys() & record.keys():
+            if not self._add_request(request):
+                return None
+            self._add_output(response if response is not None else record)
+            return Shape.SERVER_LOG
+        if self._add_request(record, field):
+            return self._shape(record, field)
+        return None
+
+    @staticmethod
+    def _shape(record: Mapping[str, Any], field: str) -> Shape:
+        if _is_turns(record.get(field)):
+            items = _decoded(record[field])
+            return Shape.SHAREGPT if "from" in items[0] else Shape.MESSAGES
+        shapes = {**_LISTS, **_PROMPTS}
+        return next(shapes[key] for key in shapes if key in record)
+
+    def _add_request(self, record: Mapping[str, Any], field: str = "") -> bool:
+        """Add what a model was given and, of records, what it wrote; return whether there is."""
+        for key in (field, *_LISTS):
+            value = _decoded(record.get(key))
+            if isinstance(value, list) and (key != field or _is_turns(value)):
+                self._add_system(record, value)
+                self._add_turns(value, "")
+                if self.turns and self.turns[-1].role != "assistant":
+                    self._add_output(record, is_needed=False)
+                return True
+        key = next((key for key in _PROMPTS if key in record), "")
+        if not key or (key == "input" and "output" not in record):
+            return False
+        if not isinstance(record[key], str | list | None):
+            return False
+        self._add_system(record, [])
+        self._add_side(self._prompt(record, key), "user")
+        self._add_output(record, is_needed=False)
+        return True
+
+    def _add_system(self, record: Mapping[str, Any], items: list[Any]) -> None:
+        first = items[0] if items else None
+        has_own = isinstance(first, Mapping) and _role(first) == "system"
+        for key in () if has_own else _SYSTEM:
+            value = record.get(key)
+            if isinstance(value, str) and value.strip():
+                self.turns.append(Turn("system", value))
+                return
+
+    @staticmethod
+    def _prompt(record: Mapping[str, Any], key: str) -> Any:
+        value, further = record[key], record.get("input")
+        if key != "instruction" or not isinstance(further, str) or not further.strip():
+            return value
+        return f"{value}\n\n{further}" if isinstance(value, str) and value.strip() else further
+
+    def _add_output(self, record: Any, *, is_needed: bool = True) -> None:
+        """Add what a model wrote: of the first choice, or under one of the usual keys."""
+        if not isinstance(record, Mapping):
+            self._add_side(record, "assistant")
+            return
+        for key in _OUTPUTS:
+            value = _body(record.get(key), _OUTPUTS)
+            if value is None:
+                continue
+            if isinstance(value, Mapping) and "choices" in value:
+                value, key = value["choices"], "choices"  # noqa: PLW2901  (the same one level down)
+            if key == "choices":
+                self._add_choices(value)
+            else:
+                self._add_side(value, "assistant")
+            return
+        if is_needed:
+            self.left_out.append("response without an answer")
+
+    def _add_choices(self, choices: Any) -> None:
+        found = [each for each in choices if isinstance(each, Mapping)] if _is_list(choices) else []
+        if not found:
+            self.left_out.append("response without an answer")
+            return
+        self.left_out += ["further choice"] * (len(found) - 1)
+        message = found[0].get("message")
+        if isinstance(message, Mapping):
+            self._add_turn(message, "assistant")
+        else:
+            self._add_side(found[0].get("text"), "assistant")
+
+    def _add_side(self, value: Any, role: str) -> None:
+        """Add one side of an exchange: a text, a message, or a list of either."""
+        if _is_turns(value):
+            self._add_turns(_decoded(value), role)
+        elif isinstance(value, Mapping) and ("role" in value or "content" in value):
+            self._add_turn(value, role)
+        elif _is_list(value) and any(isinstance(each, int) for each in value):
+            self.left_out.append("text that is given as token ids")
+        else:
+            self._add_text(role, self._texts(value))
+
+    def _add_turns(self, items: list[Any], role: str) -> None:
+        for item in items:
+            if isinstance(item, Mapping):
+                self._add_turn(item, role)
+            else:
+                self.left_out.append("turn that is no object")
+
+    def _add_turn(self, item: Mapping[str, Any], role: str) -> None:
+        role = _role(item) or role
+        known = _ROLES.get(role)
+        if known is None:
+            self.left_out.append(f"turn of unknown role {role!r}" if role else "turn without role")
+            return
+        texts = []
+        if known == "assistant":
+            texts = self._texts(item.get("reasoning_content") or item.get("reasoning"))
+        texts += self._texts(_content(item))
+        calls = item.get("tool_calls")
+        texts += self._calls(calls if isinstance(calls, list) else [item.get("function_call")])
+        self._add_text(known, texts)
+
+    def _add_text(self, role: str, texts: list[str]) -> None:
+        text = "\n".join(texts)
+        if text and not text.isspace():
+            self.turns.append(Turn(role, text))
+        else:
+            self.left_out.append("empty turn")
+
+    def _texts(self, content: Any, depth: int = 0) -> list[str]:
+        """Return the texts of a content: a text, a part, or a list of these."""
+        if content is None:
+            return []
+        if isinstance(content, str):
+            return [content] if content else []
+        if depth == _MAX_DEPTH:
+            self.left_out.append("content that is nested too deeply")
+            return []
+        if _is_list(content):
+            return [text for part in content for text in self._texts(part, depth + 1)]
+        if isinstance(content, Mapping):
+            return self._part(content, depth + 1)
+        self.left_out.append("content that is no text")
+        return []
+
+    def _part(self, part: Mapping[str, Any], depth: int) -> list[str]:
+        kind = part.get("type", part.get("content_type"))
+        if kind == "tool_use":
+            return self._calls([part])
+        if isinstance(kind, str) and kind not in _TEXT_PARTS:
+            for key in ("thinking", "refusal", "content"):
+                if part.get(key) is not None and kind in {key, "tool_result"}:
+                    return self._texts(part[key], depth)
+            self.left_out.append(_named(kind))
+            return []
+        for key in ("text", "value", "content", "parts"):
+            if part.get(key) is not None:
+                return self._texts(part[key], depth)
+        others = [_named(key) for key in part if key in {"image_url", "image", "input_audio"}]
+        self.left_out += others or ["content that is no text"]
+        return []
+
+    def _calls(self, calls: list[Any]) -> list[str]:
+        """Return tool calls as texts; those without a name are left out."""
+        written = []
+        for call in calls:
+            if call is None:
+                continue
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            given: Mapping[str, Any] = function if isinstance(function, Mapping) else {}
+            name, arguments = given.get("name"), given.get("arguments", given.get("input"))
+            if not isinstance(name, str) or not name:
+                self.left_out.append("tool call without a name")
+                continue
+            written.append(f'{{"name": {_json(name)}, "arguments": {_arguments(arguments)}}}')
+        return written
+
+
+def _role(item: Mapping[str, Any]) -> str:
+    for key in ("role", "from"):
+        if isinstance(item.get(key), str):
+            return str(item[key]).strip().lower()
+    return ""
+
+
+def _content(item: Mapping[str, Any]) -> Any:
+    return next((item[key] for key in ("content", "value", "text") if key in item), None)
+
+
+def _arguments(value: Any) -> str:
+    """Return arguments as the model wrote them, or as JSON; `{}` if there are none."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return "{}"
+    if not isinstance(value, str):
+        return _json(value)
+    try:
+        json.loads(value)
+    except (ValueError, RecursionError):
+        return _json(value)
+    return value
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _named(kind: str) -> str:
+    """Return what a part of a content is, by its type: an image is called so in several ways."""
+    return next((name for name in ("image", "audio", "video", "file") if name in kind), kind)
+
+
+def _is_list(value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
+
+
+def _is_turns(value: Any) -> bool:
+    value = _decoded(value)
+    if not _is_list(value) or not value:
+        return False
+    return all(isinstance(each, Mapping) and {"role", "from"} & each.keys() for each in value)
+
+
+def _body(value: Any, keys: Collection[str]) -> Any:
+    """Return a request or a response, taken out of the envelope of its transport.
+
+    A text is decoded only where it has one of the keys: answers may be JSON themselves.
+    """
+    inner = _decoded(value)
+    if isinstance(inner, Mapping) and inner.get("body") is not None:
+        inner = _decoded(inner["body"])
+    has_key = isinstance(inner, Mapping) and any(key in inner for key in keys)
+    return inner if has_key or not isinstance(value, str) else value
+
+
+def _decoded(value: Any) -> Any:
+    """Return a list or an object that is written as JSON text, as tables do; else the value."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in {"[", "{"}:
+        return value
+    try:
+        decoded = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return decoded

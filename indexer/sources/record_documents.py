@@ -1,0 +1,150 @@
+"""Records as documents: the text under a key, or turns of a conversation."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import shorten
+from typing import Any, Final
+
+from indexer.build_report import BuildTally, ConversationTally
+from indexer.errors import SourceError, reason_of
+from indexer.sources.blocks import SourceDocument, SourceFile, UnusableError
+from indexer.sources.conversations import (
+    Conversation,
+    Turns,
+    conversation_columns,
+    conversation_of,
+    messages_of,
+    plain_text,
+    turns_of,
+)
+from indexer.sources.licences import licence_in
+from indexer.sources.source_options import SourceOptions
+
+_MAX_KEYS: Final = 12
+"""Keys that a message names: records of logs have some ten, those of a wide table hundreds."""
+
+_MAX_KEY_CHARACTERS: Final = 40
+
+
+class TableError(SourceError):
+    """A table out of which no document can be read; `reason` is what it is counted under."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}: {remedy}")
+        self.reason = reason
+        self.remedy = remedy
+
+
+def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
+    """Return the columns that are read of a table: texts or conversations, and licences.
+
+    Raises:
+        TableError: there is neither a column of texts nor any of conversations.
+    """
+    wanted = [options.field] if options.field in names else conversation_columns(names)
+    if not wanted:
+        listed = listed_keys(names)
+        raise TableError(
+            f"no column {options.field!r}", f"name one of these with --field: {listed}"
+        )
+    licence = options.licence_field
+    return [*wanted, licence] if licence in names and licence not in wanted else wanted
+
+
+def documents_of(
+    record: object, name: str, file: SourceFile, options: SourceOptions, tally: BuildTally
+) -> Iterator[SourceDocument]:
+    """Yield the documents in a record: its text, or the turns of its conversation that are wanted.
+
+    Args:
+        record: an object of JSON, or a row.
+        name: of the record.
+        file: that it stands in.
+        options: which key and which turns.
+        tally: counts conversations.
+
+    Raises:
+        UnusableError: there is none.
+    """
+    if not isinstance(record, Mapping):
+        raise UnusableError(f"no text in field {options.field!r}", "it is no object with keys")
+    own = licence_in(record.get(options.licence_field)) if options.licence_field else ""
+    licence = options.licence or own or file.licence
+    text = record.get(options.field)
+    if isinstance(text, str):
+        yield SourceDocument(name, licence, text)
+        return
+    conversation = conversation_of(record, options.field)
+    if conversation is None:
+        raise UnusableError(
+            f"no text in field {options.field!r}",
+            f"its keys are {listed_keys(record)}: name the text's with --field",
+        )
+    try:
+        taken = list(_texts(conversation, options))
+    finally:
+        place = file.name, str(conversation.shape)
+        tally.count_conversation(place, _counted(conversation, options.turns))
+    if not taken:
+        raise _without_turns(conversation, record, options.turns)
+    for number, text in taken:
+        yield SourceDocument(f"{name}#{number}" if number else name, licence, text)
+
+
+def listed_keys(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """Return keys in words, the first of many."""
+    shown = [
+        repr(shorten(str(name), _MAX_KEY_CHARACTERS, placeholder="…"))
+        for name in list(names)[:_MAX_KEYS]
+    ]
+    more = [f"{len(names) - _MAX_KEYS} more"] if len(names) > _MAX_KEYS else []
+    return ", ".join(shown + more) or "none"
+
+
+def _texts(conversation: Conversation, options: SourceOptions) -> Iterator[tuple[int, str]]:
+    """Yield the turns that are wanted with their numbers; all together have the number 0."""
+    if options.turns != Turns.ALL:
+        yield from turns_of(conversation, options.turns.value)
+    elif conversation.turns:
+        yield 0, _together(conversation, options)
+
+
+def _together(conversation: Conversation, options: SourceOptions) -> str:
+    if options.template is None:
+        return plain_text(conversation.turns)
+    from transformers.utils.chat_template_utils import (  # noqa: PLC0415  (takes a second)
+        render_jinja_template,
+    )
+
+    special: dict[str, Any] = dict(options.template.special_tokens)
+    messages: Any = [messages_of(conversation.turns)]
+    try:
+        rendered: Any = render_jinja_template(
+            messages, chat_template=options.template.source, **special
+        )
+    # Templates come with models, and each refuses messages with its own errors.
+    except Exception as error:
+        raise UnusableError(
+            "refused by the chat template",
+            f"it says: {reason_of(error)}; take single turns with --turns assistant",
+        ) from error
+    return str(rendered[0][0])
+
+
+def _counted(conversation: Conversation, turns: Turns) -> ConversationTally:
+    taken = [turn for turn in conversation.turns if turns in {Turns.ALL, turn.role}]
+    kind = "turns" if turns == Turns.ALL else f"{turns} turns"
+    return ConversationTally(kind, 1, len(taken), Counter(conversation.left_out))
+
+
+def _without_turns(
+    conversation: Conversation, record: Mapping[str, Any], turns: Turns
+) -> UnusableError:
+    if not conversation.turns:
+        return UnusableError("empty conversation", "it has no turn with a text")
+    roles = ", ".join(dict.fromkeys(turn.role for turn in conversation.turns))
+    return UnusableError(
+        f"no {turns} turn",
+        f"its keys are {listed_keys(record)}, its roles {roles}: choose others with --turns, "
+        "or the key of a text with --field",
+    )

@@ -1,0 +1,123 @@
+"""What a build or an addition would index, without writing anything."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import shorten
+from typing import Any, Final
+
+from indexer.build_report import BuildTally, describe_conversations, list_conversations
+from indexer.sources import SourceBlock, plan, read
+from indexer.stages.build_options import BuildOptions
+from indexer.stages.tokenise import UsableText, usable_texts
+
+_MAX_SAMPLES: Final = 5
+_MAX_FILES: Final = 10
+"""Files and documents that people are shown: together they fit on a screen."""
+
+_MAX_WORDS_CHARACTERS: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewedFile:
+    """A file that would be read: its form, and how many documents it holds."""
+
+    name: str
+    form: str
+    num_documents: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What would be indexed.
+
+    Attributes:
+        files: those that would be read, in order.
+        samples: names and first words of the first document of each of the first files.
+        num_bytes: text of all documents in UTF-8; equal documents count each.
+        tally: what is skipped and why, and the conversations.
+    """
+
+    files: tuple[PreviewedFile, ...]
+    samples: tuple[tuple[str, str], ...]
+    num_bytes: int
+    tally: BuildTally
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the preview for machines to read."""
+        return {
+            "documents": self.tally.num_documents,
+            "bytes": self.num_bytes,
+            "files": [
+                {"file": file.name, "form": file.form, "documents": file.num_documents}
+                for file in self.files
+            ],
+            "conversations": list_conversations(self.tally.conversations),
+            "samples": [{"document": name, "text": words} for name, words in self.samples],
+            "skipped": dict(self.tally.skipped),
+            "skipped_places": self.tally.skipped_places,
+            "dropped": self.tally.num_dropped,
+        }
+
+    def describe(self) -> str:
+        """Return the preview for people to read."""
+        files = [
+            f"  {file.name}: {file.form}, {file.num_documents:,} documents"
+            for file in self.files[:_MAX_FILES]
+        ]
+        num_more = len(self.files) - _MAX_FILES
+        found = f"{self.tally.num_documents:,} documents, {self.num_bytes:,} bytes of text"
+        return "\n".join(
+            [
+                f"would index {found}, of {len(self.files):,} files; nothing was written",
+                *files,
+                *([f"  and {num_more:,} more files"] if num_more > 0 else []),
+                *describe_conversations(self.tally.conversations),
+                *(f"  {name}: {words}" for name, words in self.samples),
+                f"skipped: {self.tally.describe_skipped() or 'nothing'}",
+            ]
+        )
+
+
+def preview_of(sources: Sequence[Path | str], options: BuildOptions) -> Preview:
+    """Read sources as a build does, up to where texts would be tokenised.
+
+    Args:
+        sources: as for `build_index`.
+        options: as for `build_index`.
+
+    Raises:
+        SourceError: a source does not exist, or consists of tables without a usable column.
+    """
+    tally = BuildTally()
+    files: dict[str, PreviewedFile] = {}
+    samples: list[tuple[str, str]] = []
+    num_bytes = 0
+    with TemporaryDirectory() as scratch:
+        for block in plan(sources, options.sources, tally, Path(scratch)):
+            for file, texts in _texts_of(block, options, tally):
+                num_documents = 0
+                for number, text in enumerate(texts, 1):
+                    num_documents = number
+                    num_bytes += text.num_bytes
+                    if number == 1 and len(samples) < _MAX_SAMPLES:
+                        samples.append((text.name, _first_words(text.text)))
+                before = files.get(file.name, file).num_documents
+                files[file.name] = PreviewedFile(file.name, file.form, before + num_documents)
+                tally.num_documents += num_documents
+    return Preview(tuple(files.values()), tuple(samples), num_bytes, tally)
+
+
+def _texts_of(
+    block: SourceBlock, options: BuildOptions, tally: BuildTally
+) -> Iterator[tuple[PreviewedFile, Iterator[UsableText]]]:
+    for piece in block.pieces:
+        documents = read(SourceBlock((piece,)), options.sources, tally)
+        most = options.sources.max_document_bytes
+        file = PreviewedFile(piece.file.name, str(piece.file.format.form), 0)
+        yield file, usable_texts(documents, most, tally, options.screen)
+
+
+def _first_words(text: str) -> str:
+    return shorten(text[: 10 * _MAX_WORDS_CHARACTERS], _MAX_WORDS_CHARACTERS, placeholder=" …")

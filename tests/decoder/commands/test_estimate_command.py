@@ -1,0 +1,100 @@
+"""`foredraft estimate` as a user types it."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.decoder.commands.command_line import run
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Twelve records of two kinds: outputs that repeat, and outputs that never do."""
+    rows = []
+    for number in range(6):
+        repeating = list(range(50, 70)) * 3
+        novel = list(range(1000 * number + 100, 1000 * number + 160))
+        rows += [
+            {"category": "edits", "prompt_ids": [1, 2, number], "output_ids": repeating},
+            {"category": "poems", "prompt_ids": [3, 4, number], "output_ids": novel},
+        ]
+    path = tmp_path / "log.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+def test_it_answers_in_the_last_line_and_states_what_it_assumes(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "estimate", str(log), "--budget", "8") == 0
+    shown = capsys.readouterr().out
+    last = shown.splitlines()[-1]
+    assert last.startswith("foredraft: about ")
+    assert "it won't help with poems (" in last
+    for told in ("tokens per step", "speed-up", "prompt lookup", "SuffixDecoding", "data sheet"):
+        assert told in shown
+
+
+def test_values_are_json_and_the_costs_are_those_of_a_file(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dear = tmp_path / "dear.json"
+    dear.write_text(json.dumps({"widths": [1, 2, 5], "seconds": [1, 2.01, 5.04]}))
+    plot = tmp_path / "plot.svg"
+    arguments = ["--costs", str(dear), "--budget", "4", "--json", "--by", "none", "--limit", "5"]
+    assert run(monkeypatch, "estimate", str(log), *arguments, "--plot", str(plot)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"].startswith("it won't help: ")
+    assert report["helps"] is False
+    plain = report["plain"]["all"]
+    assert (plain["records"], plain["tokens"], plain["pass_s"]) == (5, 5 * 59, 5 * 59)
+    fixed = next(o for o in report["outcomes"] if (o["drafter"], o["nodes"]) == ("foredraft", 4))
+    figures = fixed["kinds"]["all"]
+    assert figures["tokens_per_step"] == figures["tokens"] / figures["steps"]
+    assert figures["speedup"] == plain["pass_s"] / (figures["pass_s"] + figures["draft_s"])
+    assert plot.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--costs", "a.json", "--model", "b"], "--model and --costs exclude each other"),
+        (["--model", "b", "--batch", "2"], "--batch is for --roofline"),
+        (["--roofline", "9b-abacus"], "there are 1b-h100, "),
+        (["--budget", "0"], "--budget is from 1 to 256"),
+        (["--budget", "257"], "--budget is from 1 to 256"),
+        (["--costs", "none.json"], "none.json cannot be read"),
+        (["--plot", "plot.pdf"], ".png or .svg"),
+        (["--by", "tier"], "no such field"),
+        (["--index", "none"], "none"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(
+    arguments: list[str],
+    told: str,
+    log: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, "estimate", str(log), *arguments) == 1
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[-1].startswith("error: ")
+    assert told in shown[-1]
+
+
+@pytest.mark.parametrize("content", ["", "no log\n", '{"a": 1}\n', "[1]\n", '{"prompt": "p"}\n'])
+def test_what_is_no_log_is_said_with_its_place(
+    content: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(content)
+    assert run(monkeypatch, "estimate", str(path)) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert str(path) in shown
