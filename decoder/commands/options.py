@@ -17,7 +17,10 @@ from indexer.tokenizer import DEFAULT_MODEL
 
 _MODEL: Final = ModelOptions(DEFAULT_MODEL)
 _SAMPLING: Final = SamplingSettings()
-_PROMPT_FILE: Final = "Spec-Bench's questions (.gz too), or a prompt a line."
+_PROMPT_FILE: Final = (
+    "A prompt a line, Spec-Bench's questions, or conversations in .jsonl (.gz too), .json, .csv or "
+    ".parquet, of which what users say first is answered."
+)
 
 
 class PromptSettings(BaseModel):

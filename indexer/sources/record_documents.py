@@ -104,7 +104,7 @@ def listed_keys(names: Sequence[str] | Mapping[str, Any]) -> str:
 def _texts(conversation: Conversation, options: SourceOptions) -> Iterator[tuple[int, str]]:
     """Yield the turns that are wanted with their numbers; all together have the number 0."""
     if options.turns != Turns.ALL:
-        yield from turns_of(conversation, options.turns.value)
+        yield from turns_of(conversation, str(options.turns))
     elif conversation.turns:
         yield 0, _together(conversation, options)
 
