@@ -243,6 +243,7 @@ DryRun = Annotated[
         "--dry-run",
         help="Read the sources and say what would be indexed: files, conversations, first words, "
         "and what would be skipped. Nothing is written.",
+        rich_help_panel="Documents",
     ),
 ]
 
