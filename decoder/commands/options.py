@@ -174,6 +174,13 @@ class ShownSettings(AnswerSettings):
             "and whether the output is identical."
         ),
     ] = False
+    html: Annotated[
+        Path | None,
+        Metavar("PAGE"),
+        Field(
+            description="Write a page for a browser: the text by source, and the tree of each pass."
+        ),
+    ] = None
 
 
 class MeasuredOutput(OutputSettings):
