@@ -41,7 +41,9 @@ def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
     Raises:
         TableError: there is neither a column of texts nor any of conversations.
     """
-    wanted = [options.field] if options.field in names else conversation_columns(names)
+    wanted = [options.field]
+    if options.field not in names:
+        wanted = conversation_columns(names, with_outputs=bool(options.field))
     if not wanted:
         listed = listed_keys(names)
         raise TableError(

@@ -82,6 +82,7 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
         "no text in field 'text'",
         "'id', 'body': .* --field",
     ),
+    ("a.parquet", {"prompt": ["x"], "chosen": ["y"]}, "", "no column 'text'", "'prompt', 'chosen'"),
     # what is no JSON, or not in the form that the name says
     (
         "a.jsonl",
@@ -130,7 +131,7 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
     ("a.jsonl", f'{{"text": "{LATIN}"}}\n'.encode("latin-1"), "", "1 not text", "with --encoding"),
     ("a.csv", f"text\n{LATIN}\n".encode("latin-1"), "", "1 not text", "with --encoding"),
     ("a.txt", LATIN.encode("latin-1"), "", "1 not text", "name the encoding with --encoding"),
-    ("a.txt", LATIN.encode("utf-16-le"), "", "1 not text", "it holds NUL: name .* --encoding"),
+    ("a.txt", "plain".encode("utf-16-le"), "", "1 not text", "it holds NUL: name .* --encoding"),
     (
         "a.txt",
         LATIN,
