@@ -33,7 +33,13 @@ from indexer.stages.gathering import (
 from indexer.stages.parts import Part, TokenisedDocument
 from indexer.stages.segments import gather
 from indexer.stages.tokenise import EMPTY, stored_encoder, stored_form, tokenise, usable_texts
-from indexer.tokenizer import DEFAULT_MODEL, Vocabulary, loaded_tokenizer, vocabulary_of
+from indexer.tokenizer import (
+    DEFAULT_MODEL,
+    CoreTokenizer,
+    Vocabulary,
+    loaded_tokenizer,
+    vocabulary_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +52,7 @@ TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 def build_index(
     sources: Sequence[Path | str],
     output: Path | str,
-    tokenizer: "str | PreTrainedTokenizerBase" = DEFAULT_MODEL,
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase" = DEFAULT_MODEL,
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
@@ -89,7 +95,7 @@ def build_index(
 def build_from_texts(
     documents: Iterable[tuple[str, str]],
     output: Path | str,
-    tokenizer: "str | PreTrainedTokenizerBase" = DEFAULT_MODEL,
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase" = DEFAULT_MODEL,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
     """Index pairs of name and text; see `build_index`."""
@@ -157,7 +163,7 @@ def report_of(
 
 
 def store_tokenizer(
-    tokenizer: "PreTrainedTokenizerBase", folder: Path
+    tokenizer: "CoreTokenizer | PreTrainedTokenizerBase", folder: Path
 ) -> tuple[Vocabulary, FileRecord]:
     """Write the tokenizer into an index."""
     content = stored_form(tokenizer)

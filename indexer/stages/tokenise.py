@@ -19,6 +19,8 @@ from indexer.stages.parts import TokenisedDocument
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from indexer.tokenizer import CoreTokenizer
+
 EMPTY: Final = "empty"
 
 _BATCH_BYTES: Final = 1 << 20
@@ -160,7 +162,7 @@ def _pieces(text: str) -> Iterator[str]:
         begin = end
 
 
-def stored_form(tokenizer: "PreTrainedTokenizerBase") -> bytes:
+def stored_form(tokenizer: "CoreTokenizer | PreTrainedTokenizerBase") -> bytes:
     """Return a tokenizer's core as an index stores it: its JSON, compressed.
 
     Raises:

@@ -133,18 +133,18 @@ def read_traces(path: Path, encoder: TextEncoder, limit: int | None = None) -> I
 
 
 def stream_traces(path: Path, encoder: TextEncoder) -> Iterator[tuple[Trace, dict[str, Any]]]:
-    """Read what `read_traces` reads one by one, each with its row, so that a log may be large.
+    """Read what `read_traces` reads one by one, each with its record: a log may be large.
 
     Raises:
         TraceError: as the result is iterated over; see `read_traces`.
     """
-    place = None
+    is_empty = True
     for row, place in _rows(path):
-        prompt, output = _field(row, "prompt", place), _field(row, "output", place)
-        trace = Trace(_ids(prompt, encoder.encode_prompt), _ids(output, encoder.encode_output))
-        yield trace, row
-    if place is None:
-        raise TraceError(f"{path} holds no trace")
+        for prompt, output in _sides(row, place):
+            is_empty = False
+            yield Trace(_prompt_ids(prompt, encoder), _ids(output, encoder.encode_output)), row
+    if is_empty:
+        raise TraceError(f"{path} holds no trace: {EXPECTED}")
 
 
 def read_outputs(path: Path, encoder: TextEncoder) -> Iterator[TokenIds]:

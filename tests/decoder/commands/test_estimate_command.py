@@ -98,3 +98,21 @@ def test_what_is_no_log_is_said_with_its_place(
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")
     assert str(path) in shown
+
+
+def test_a_log_of_conversations_is_replayed_turn_by_turn(
+    tmp_path: Path,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = [("user", "abcd"), ("assistant", "bcdbcd"), ("user", "dcb"), ("assistant", "cdcdcd")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps([{"messages": messages, "model": "m"}, {"messages": messages[:2]}]))
+    arguments = ["--tokenizer", str(model_directory), "--budget", "4", "--json"]
+    assert run(monkeypatch, "estimate", str(path), *arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["kinds"] == {"field": "model", "names": ["m", "others"]}
+    assert report["plain"]["m"]["records"] == 2
+    assert report["plain"]["others"]["records"] == 1
