@@ -249,7 +249,7 @@ DryRun = Annotated[
 
 
 def show_preview(sources: Sequence[str], options: BuildOptions, *, as_json: bool) -> None:
-    """Print what would be indexed.
+    """Print what would be indexed; end with status 1 if nothing would be.
 
     Raises:
         SourceError: a source does not exist, or more would be dropped than the options allow.
@@ -257,6 +257,8 @@ def show_preview(sources: Sequence[str], options: BuildOptions, *, as_json: bool
     preview = preview_of(sources, options)
     show(preview, as_json=as_json)
     options.check_dropped(preview.tally)
+    if not preview.tally.num_documents:
+        raise typer.Exit(1)
 
 
 class Report(Protocol):
