@@ -265,6 +265,14 @@ def test_a_folder_of_them_is_read_as_they_are(tmp_path: Path) -> None:
     assert describe_conversations(tally.conversations)[-1] == "and 2 more such files"
 
 
+def test_the_field_of_a_table_may_hold_turns(tmp_path: Path) -> None:
+    path = tmp_path / "preferences.parquet"
+    pairs = {name: [[user("?"), model(name)]] for name in ("chosen", "rejected")}
+    pq.write_table(pa.table({"prompt": ["?"], **pairs}), path)
+    documents, _ = read_all(path, field="chosen")
+    assert texts(documents) == {f"{path}:0#2": "chosen"}
+
+
 def test_users_turns_and_whole_conversations_are_documents_on_request(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     fine_tuning(path)
