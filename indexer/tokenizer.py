@@ -161,6 +161,26 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def load_indexed(name: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer that an index names, as `load_tokenizer` does.
+
+    Raises:
+        TokenizerError: it is not here; the message says what to do.
+    """
+    try:
+        return load_tokenizer(name)
+    except TokenizerError as error:
+        raise TokenizerError(not_here(name, error)) from error
+
+
+def not_here(name: str, error: Exception) -> str:
+    """Return what to say where the tokenizer, or the model, that an index names is not here."""
+    return (
+        f"the index was built with the tokenizer {name!r}, which is not to be had here "
+        f"({reason_of(error)}): name the same one by --tokenizer, or a model that has it by --model"
+    )
+
+
 class TextTokenizer(Protocol):
     """What an index needs of a tokenizer: one of transformers, or a `CoreTokenizer`."""
 
@@ -363,20 +383,7 @@ def encode_prompt(
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return encode_chat(tokenizer, messages)
-
-
-def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]) -> list[int]:
-    """Return the token ids of a conversation, up to where the model answers.
-
-    Args:
-        tokenizer: the model's, with a chat template.
-        messages: objects with `role` and `content`, in order.
-
-    Raises:
-        TokenizerError: the template does not take them.
-    """
-    return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
+    return encode_messages(tokenizer, messages)
 
 
 def encode_messages(

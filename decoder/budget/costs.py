@@ -302,7 +302,7 @@ def still_holds(
     table = surface.table(context)
     loads = plain_s / float(table[0]), wide_s / float(table[width - 1])
     is_alike = max(loads) <= min(loads) * _STILL_HOLDS
-    return is_alike and min(loads) >= 1 / _STILL_HOLDS and max(loads) <= _MOST_LOAD
+    return bool(is_alike and min(loads) >= 1 / _STILL_HOLDS and max(loads) <= _MOST_LOAD)
 
 
 def _run_once(

@@ -26,7 +26,7 @@ from decoder.model.target import check_prompt_length
 from indexer.errors import TokenizerError, reason_of
 from indexer.tokenizer import (
     Vocabulary,
-    encode_chat,
+    encode_messages,
     encode_prompt,
     load_tokenizer,
     locate_model,
@@ -117,12 +117,12 @@ class LanguageModel:
         return _encode(self.tokenizer, prompt, self.use_chat_template, self.system)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the tokens of a conversation; see `indexer.tokenizer.encode_chat`.
+        """Return the tokens of a conversation; see `indexer.tokenizer.encode_messages`.
 
         Raises:
             TokenizerError: the chat template does not take it.
         """
-        return encode_chat(self.tokenizer, messages)
+        return encode_messages(self.tokenizer, messages)
 
 
 @dataclass(frozen=True, slots=True)
