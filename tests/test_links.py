@@ -73,3 +73,36 @@ def test_pages_and_programs_that_are_named_are_there() -> None:
 def test_the_readme_has_no_placeholder() -> None:
     text = (ROOT / "README.md").read_text()
     assert not re.search(r"REPOSITORY|TODO|FIXME|example\.(?:com|org)|your-org", text)
+
+
+def test_the_site_shows_every_page_once() -> None:
+    """Its generator would say so as well, but takes a minute."""
+    settings = (ROOT / "docs" / "site" / "mkdocs.yml").read_text()
+    shown = re.findall(r": (\S+\.md)$", settings, re.MULTILINE)
+    of_docs = [path for path in pages() if (ROOT / "docs") in path.parents]
+    expected = {
+        str(path.relative_to(ROOT)) for path in of_docs if path.parent.name != "decisions"
+    } | {"README.md", "CHANGELOG.md", "benchmarks/README.md"}
+    assert set(shown) == expected
+    assert len(shown) == len(expected)
+
+
+def test_pages_that_are_made_from_the_code_have_a_maker() -> None:
+    source = (ROOT / "docs" / "site" / "site_source.py").read_text()
+    marks = [
+        mark
+        for path in pages()
+        for mark in re.findall(r"<!-- made from the code: (\w+) -->", path.read_text())
+    ]
+    assert sorted(marks) == ["commands", "python", "settings", "wire"]
+    for mark in marks:
+        assert f'"{mark}": {mark}' in source
+
+
+def test_folders_of_the_docs_can_be_seen_at_once() -> None:
+    counts: dict[Path, int] = {}
+    for path in tracked():
+        if (ROOT / "docs") in path.parents:
+            counts[path.parent] = counts.get(path.parent, 0) + 1
+    assert counts
+    assert {str(folder): n for folder, n in counts.items() if n > 16} == {}

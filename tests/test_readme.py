@@ -1,4 +1,4 @@
-"""The README's commands run as they are written, in order."""
+"""The commands of the README and of the docs run as they are written, in order."""
 
 import re
 import subprocess
@@ -8,13 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pictures import WIDTH
+from foredraft.program import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 READY = "serving on "
+# Each page with those whose commands come before its own.
+PAGES = {
+    "README.md": ["README.md"],
+    "tutorial": ["docs/tutorial.md"],
+    "how-to": [f"docs/how-to/{name}.md" for name in ("indexing", "generating", "serving")],
+}
+MOST_WORDS = 750
+MOST_COLUMNS = 100
 
 
-def blocks() -> list[tuple[str, str]]:
+def blocks(page: str) -> list[tuple[str, str]]:
     """Language and text of each fenced block that is meant to be run."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / page).read_text()
     return re.findall(r"^```(sh|python)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -27,35 +38,110 @@ def services() -> Iterator[list["subprocess.Popen[str]"]]:
         process.communicate(timeout=60)
 
 
-def run(script: list[str], services: list["subprocess.Popen[str]"], given: str = "") -> None:
-    """Run a command to its end, or until it says that it serves."""
+def run(script: list[str], services: list["subprocess.Popen[str]"], given: str = "") -> str:
+    """Run a command to its end, or until it says that it serves; return what it printed."""
     if "serve" not in script:
         done = subprocess.run(
             script, cwd=ROOT, capture_output=True, text=True, check=False, input=given
         )
         assert done.returncode == 0, (script, done.stdout, done.stderr)
-        return
+        return done.stdout
     process = subprocess.Popen(script, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     services.append(process)
     assert process.stdout is not None
-    assert process.stdout.readline().startswith(READY)
+    first = process.stdout.readline()
+    assert first.startswith(READY)
+    return first
+
+
+def run_block(language: str, text: str, services: list["subprocess.Popen[str]"]) -> Iterator[str]:
+    if language == "python":
+        yield run([sys.executable, "-W", "error", "-c", text], services)
+        return
+    for line in text.splitlines():
+        source, _, command = line.rpartition(" | ")
+        given = subprocess.check_output(source.split(), cwd=ROOT, text=True) if source else ""
+        words = re.findall(r'"[^"]*"|\S+', command)
+        assert words[0] == "foredraft"
+        yield run([sys.executable, "-m", *(word.strip('"') for word in words)], services, given)
 
 
 @pytest.mark.programs
-def test_readme_commands_run(tmp_path: Path, services: list["subprocess.Popen[str]"]) -> None:
-    found = blocks()
+@pytest.mark.parametrize("pages", PAGES.values(), ids=PAGES)
+def test_commands_run(
+    pages: list[str], tmp_path: Path, services: list["subprocess.Popen[str]"]
+) -> None:
+    found = [block for page in pages for block in blocks(page)]
     assert {language for language, _ in found} == {"sh", "python"}
     for language, block in found:
-        text = block.replace("my.index", f"{tmp_path}/my.index")
-        text = text.replace("drafts.sock", f"{tmp_path}/drafts.sock")
-        text = text.replace("passes.jsonl", f"{tmp_path}/passes.jsonl")
-        if language == "python":
-            run([sys.executable, "-W", "error", "-c", text], services)
-            continue
-        for line in text.splitlines():
-            source, _, command = line.rpartition(" | ")
-            given = subprocess.check_output(source.split(), cwd=ROOT, text=True) if source else ""
-            words = re.findall(r'"[^"]*"|\S+', command)
-            assert words[0] == "foredraft"
-            command_line = [sys.executable, "-m", *(word.strip('"') for word in words)]
-            run(command_line, services, given)
+        text = block
+        for name in ("my.index", "drafts.sock", "passes.jsonl"):
+            text = text.replace(name, f"{tmp_path}/{name}")
+        for printed in run_block(language, text, services):
+            if language == "python" and pages == ["README.md"]:
+                assert in_shape(printed.splitlines()[-1], shown_output()), printed
+
+
+def shown_output() -> str:
+    """The line that the README shows as the output of its program."""
+    [output] = re.findall(r"^```text\n(.*)\n```$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    return str(output)
+
+
+def in_shape(line: str, shown: str) -> bool:
+    """Whether a summary says as much, and of as much gain, as the one that is shown."""
+    tokens = [
+        re.search(r"^(\d+) tokens, .* ([\d.]+) tokens per pass", each) for each in (line, shown)
+    ]
+    assert all(tokens), (line, shown)
+    printed, expected = (each.groups() for each in tokens if each)
+    return printed[0] == expected[0] and float(printed[1]) > 1.0
+
+
+def test_the_readme_is_short_and_wrapped() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= MOST_WORDS
+    prose = (line for line in text.splitlines() if not line.startswith(("|", "64 tokens")))
+    assert max(map(len, prose)) <= MOST_COLUMNS
+
+
+def test_the_readme_shows_both_pictures_at_their_width() -> None:
+    text = (ROOT / "README.md").read_text()
+    shown = re.findall(r'<img src="docs/pictures/(\w+)\.svg" width="(\d+)" alt="[^"]{40,}"', text)
+    assert shown == [("speed", str(WIDTH))]
+
+
+def test_every_command_that_pages_show_is_one() -> None:
+    known = {command.name for command in COMMANDS}
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        fenced = re.findall(r"^```(?:sh)?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+        for line in "\n".join(fenced).splitlines():
+            for name in re.findall(r"(?:^|\| )foredraft (\w+)", line):
+                assert name in known, f"{page.relative_to(ROOT)}: {line}"
+
+
+def test_make_targets_that_pages_show_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    for page in (
+        ROOT / "README.md",
+        ROOT / "docs" / "CONTRIBUTING.md",
+        ROOT / "docs" / "tutorial.md",
+    ):
+        named = re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(), re.MULTILINE)
+        assert named
+        for name in named:
+            assert name in targets or name == "test-all", f"{page.name}: make {name}"
+
+
+def test_the_lines_for_vllm_name_the_proposer_and_settings_that_there_are() -> None:
+    """With vLLM itself they are run by the example that `make test-engine-vllm` tests."""
+    [block] = re.findall(
+        r"^```\n(from vllm .*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    compile(block, "README.md", "exec")
+    module, name = re.findall(r'"foredraft\.(\w+)\.(\w+)"', block)[0]
+    assert f'"{name}"' in (ROOT / "foredraft" / f"{module}.py").read_text()
+    example = (ROOT / "examples" / "vllm_generate.py").read_text()
+    for word in re.findall(r'(\w+)=|"(\w+)":', block):
+        assert any(each and each in example for each in word), word

@@ -19,7 +19,10 @@ from retriever.sessions.options import indexed_tokenizer
 
 _MODEL: Final = ModelOptions(DEFAULT_MODEL)
 _SAMPLING: Final = SamplingSettings()
-_PROMPT_FILE: Final = "Spec-Bench's questions (.gz too), or a prompt a line."
+_PROMPT_FILE: Final = (
+    "A prompt a line, Spec-Bench's questions, or conversations in .jsonl (.gz too), .json, .csv or "
+    ".parquet, of which what users say first is answered."
+)
 
 
 class PromptSettings(BaseModel):
@@ -196,6 +199,13 @@ class ShownSettings(AnswerSettings):
             "and whether the output is identical."
         ),
     ] = False
+    html: Annotated[
+        Path | None,
+        Metavar("PAGE"),
+        Field(
+            description="Write a page for a browser: the text by source, and the tree of each pass."
+        ),
+    ] = None
 
 
 class MeasuredOutput(OutputSettings):

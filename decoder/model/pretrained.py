@@ -26,7 +26,7 @@ from decoder.model.target import check_prompt_length
 from indexer.errors import TokenizerError, reason_of
 from indexer.tokenizer import (
     Vocabulary,
-    encode_messages,
+    encode_chat,
     encode_prompt,
     load_tokenizer,
     locate_model,
@@ -117,12 +117,12 @@ class LanguageModel:
         return _encode(self.tokenizer, prompt, self.use_chat_template, self.system)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the tokens of a conversation; see `indexer.tokenizer.encode_messages`.
+        """Return the tokens of a conversation; see `indexer.tokenizer.encode_chat`.
 
         Raises:
             TokenizerError: the chat template does not take it.
         """
-        return encode_messages(self.tokenizer, messages)
+        return encode_chat(self.tokenizer, messages)
 
 
 @dataclass(frozen=True, slots=True)

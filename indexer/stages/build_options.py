@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 from indexer.build_report import BuildTally
 from indexer.engines import Engine, Serial
@@ -17,10 +17,6 @@ from indexer.format.names import MAX_POSITIONS
 from indexer.screening.screen import NO_SCREENING, ScreenOptions
 from indexer.sources import ChatTemplate, SourceOptions, Turns
 from indexer.stages.segments import MAX_SEGMENT_TOKENS, sorting_bytes
-from indexer.tokenizer import CoreTokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ENGINES: Final = ("processes", "ray", "serial")
 
@@ -78,15 +74,14 @@ class BuildOptions:
                 "such as 0.01 for one record in a hundred"
             )
 
-    def with_template_of(
-        self, tokenizer: "CoreTokenizer | PreTrainedTokenizerBase"
-    ) -> "BuildOptions":
+    @property
+    def needs_template(self) -> bool:
+        """Whether documents are whole conversations, as the model reads them."""
+        return self.sources.turns == Turns.ALL
+
+    def with_template_of(self, tokenizer: Any) -> "BuildOptions":
         """Return the options with a tokenizer's chat template, where one is needed and there."""
-        if self.sources.turns != Turns.ALL:
-            return self
-        if isinstance(tokenizer, CoreTokenizer):  # which has no template
-            tokenizer = load_tokenizer(tokenizer.name_or_path)
-        if not tokenizer.chat_template:
+        if not self.needs_template or not getattr(tokenizer, "chat_template", None):
             return self
         special = tokenizer.special_tokens_map.items()
         template = ChatTemplate(

@@ -32,7 +32,9 @@ def replay_traces(
         Path,
         typer.Argument(
             metavar="TRACES",
-            help="JSON lines (.gz too): `prompt` and `output`, or `prompt_ids` and `output_ids`.",
+            help="Conversations, of which each turn of the assistant is replayed: .jsonl (.gz "
+            "too), .json, .csv or .parquet with `messages`, `conversations`, `prompt` and "
+            "`output`, `request` and `response` and the like; or `prompt_ids` and `output_ids`.",
         ),
     ],
     *,

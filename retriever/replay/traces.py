@@ -14,11 +14,17 @@ from numpy.typing import ArrayLike
 
 from indexer.errors import SourceError, reason_of
 from indexer.reader import Vocabulary
-from indexer.sources.conversations import Turn, conversation_of, exchanges_of, messages_of
+from indexer.sources.conversations import (
+    Turn,
+    conversation_of,
+    exchanges_of,
+    messages_of,
+    plain_text,
+)
 from indexer.sources.recordings import EXPECTED, is_table, read_recorded
 from indexer.tokenizer import (
     DEFAULT_MODEL,
-    encode_messages,
+    encode_chat,
     encode_prompt,
     load_indexed,
     load_tokenizer,
@@ -64,7 +70,9 @@ class ChatEncoder:
 
     def encode_turns(self, turns: tuple[Turn, ...]) -> list[int]:
         """Return the ids of a conversation in the chat template, ready for the next answer."""
-        return encode_messages(self.tokenizer, messages_of(turns))
+        if not self.tokenizer.chat_template:
+            return list(self.tokenizer.encode(plain_text(turns)))
+        return encode_chat(self.tokenizer, messages_of(turns))
 
     def encode_output(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
@@ -130,18 +138,18 @@ def read_traces(path: Path, encoder: TextEncoder, limit: int | None = None) -> I
 
 
 def stream_traces(path: Path, encoder: TextEncoder) -> Iterator[tuple[Trace, dict[str, Any]]]:
-    """Read what `read_traces` reads one by one, each with its row, so that a log may be large.
+    """Read what `read_traces` reads one by one, each with its record: a log may be large.
 
     Raises:
         TraceError: as the result is iterated over; see `read_traces`.
     """
-    place = None
+    is_empty = True
     for row, place in _rows(path):
-        prompt, output = _field(row, "prompt", place), _field(row, "output", place)
-        trace = Trace(_ids(prompt, encoder.encode_prompt), _ids(output, encoder.encode_output))
-        yield trace, row
-    if place is None:
-        raise TraceError(f"{path} holds no trace")
+        for prompt, output in _sides(row, place):
+            is_empty = False
+            yield Trace(_prompt_ids(prompt, encoder), _ids(output, encoder.encode_output)), row
+    if is_empty:
+        raise TraceError(f"{path} holds no trace: {EXPECTED}")
 
 
 def read_outputs(path: Path, encoder: TextEncoder) -> Iterator[TokenIds]:

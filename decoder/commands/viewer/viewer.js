@@ -85,6 +85,9 @@
       const cells = [sum.drafted, sum.verified, sum.accepted, sum.verified - sum.accepted];
       const row = make("tr", {}, name, ...cells.map((value) => make("td", {}, number.format(value))));
       row.append(make("td", {}, share(sum.accepted, sum.verified)));
+      [...row.cells].forEach((cell, column) => {
+        cell.dataset.title = byId("vain").tHead.rows[0].cells[column].textContent;
+      });
       rows.append(row);
     });
   }

@@ -124,7 +124,7 @@ def test_help_names_the_commands_and_says_what_each_option_does(
     monkeypatch.setenv("COLUMNS", "200")
     command: Any = get_command(app)
     commands = {name: command.get_command(None, name) for name in command.list_commands(None)}
-    assert set(commands) == {"generate", "chat", "bench", "trace"}
+    assert set(commands) == {"generate", "chat", "bench", "trace", "estimate"}
     assert run(monkeypatch, "--help") == 0
     listed = capsys.readouterr().out
     for name, subcommand in commands.items():
@@ -139,7 +139,7 @@ def test_help_names_the_commands_and_says_what_each_option_does(
         ungrouped = [
             p.name for p in subcommand.params if not p.rich_help_panel and p.name != "help"
         ]
-        assert ungrouped == ([] if name != "trace" else ["file"])
+        assert ungrouped == {"trace": ["file"], "estimate": ["log"]}.get(name, [])
 
 
 def test_listed_phrases_change_no_output(
@@ -178,7 +178,7 @@ def test_an_answer_that_ends_at_a_limit_says_so(
 ) -> None:
     def figures(*arguments: str) -> str:
         assert generate(monkeypatch, model_directory, "--max-new-tokens", *arguments) == 0
-        return capsys.readouterr().err.splitlines()[-1]
+        return capsys.readouterr().err.splitlines()[-2]  # the last says what drafts were worth
 
     one = figures("1", "--prompt", PROMPT)
     assert one.startswith("1 token, ")
@@ -200,11 +200,11 @@ def test_a_pattern_that_the_limit_cut_off_is_told(
     arguments = ("--prompt", PROMPT, "--regex", "[0-9]{3,}", "--max-new-tokens")
     for limit, is_whole in (("2", False), ("3", True)):
         assert generate(monkeypatch, model_directory, *arguments, limit) == 0
-        told = capsys.readouterr().err.splitlines()[-1]
+        told = capsys.readouterr().err.splitlines()[-2]
         assert f"; ended at the limit of {limit} tokens" in told
         assert told.endswith("before the pattern was complete") == (not is_whole)
     assert generate(monkeypatch, model_directory, *arguments[:3], "[0-9]{3}") == 0
-    assert "limit" not in capsys.readouterr().err.splitlines()[-1]
+    assert "limit" not in capsys.readouterr().err.splitlines()[-2]
 
 
 def test_the_answer_matches_a_regular_expression(

@@ -15,14 +15,14 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from decoder.commands.trace import TracedStep, TraceWriter, read_as_far, read_trace
-from decoder.commands.traced_documents import DocumentFinder
 from decoder.commands.viewer.trace_page import page_of, pieces_of, written_passes
+from decoder.commands.viewer.traced_documents import DocumentFinder
 from decoder.errors import CutTraceError, TraceFileError
-from indexer.build import build_from_tokens
+from indexer.build import build_from_texts, build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever.operations.design import hash_of
 from retriever.tree import DocumentOccurrence, DraftTree, Source
-from tests.decoder.commands.command_line import run
+from tests.decoder.commands.command_line import generate, run
 from tests.decoder.commands.trace_samples import made_steps
 from tests.headless import Tab, browser_tab, needs_browser
 
@@ -168,6 +168,30 @@ def test_a_page_is_written_without_a_trace_and_after_an_error(
         writer._write(made_steps(1)[0])
         raise KeyError
     assert len(data_of(page.read_text())["passes"]) == 1
+
+
+def test_generate_writes_a_page(
+    model_directory: Path,
+    tmp_path: Path,
+    byte_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By itself, and next to a trace that says the same."""
+    page, trace, index = tmp_path / "t.html", tmp_path / "t.jsonl", tmp_path / "abc.index"
+    build_from_texts([("letters", "abcabcabc" * 20)], index, byte_tokenizer)
+    asked = "abcabc<b>abc"
+    arguments = ("--prompt", asked, "--max-new-tokens", "30", "--html", str(page), "--json")
+    for more in ((), ("--index", str(index), "--trace", str(trace))):
+        assert generate(monkeypatch, model_directory, *arguments, *more) == 0
+        report = json.loads(capsys.readouterr().out)
+        data = data_of(page.read_text())
+        assert len(data["passes"]) == report["num_passes"]
+        assert sum(len(each["pieces"]) for each in data["passes"]) == report["num_tokens"]
+        assert data["prompts"] == [{"number": 1, "text": asked}]
+    assert data_of(page_of(read_trace(trace), page.stem)) == data
+    assert generate(monkeypatch, model_directory, "--prompt", "x", "--html", "/no/such/p") == 1
+    assert "cannot write the page /no/such/p: there is no folder" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,140 @@
+"""Lays out what the site is built from: all pages, those made from the code filled in.
+
+`python docs/site/site_source.py` writes to `build/site-source`; `make docs` then builds the site.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import foredraft
+from foredraft.program import COMMANDS
+
+ROOT: Final = Path(__file__).parents[2]
+SOURCE: Final = ROOT / "build" / "site-source"
+MARK: Final = re.compile(r"<!-- made from the code: (\w+) -->")
+LINK: Final = re.compile(r"\]\(([^)\s:#]+)")
+# The pages; what they link to is copied as well. All lies as in the repository: links are relative.
+PAGES: Final = ("README.md", "CHANGELOG.md", "benchmarks/README.md", "docs")
+NOT_COPIED: Final = ("node_modules", "__pycache__", "site", "*.pyc")
+
+
+def main() -> None:
+    """Write the source of the site anew."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    for name in PAGES:
+        copy(ROOT / name)
+    copy_linked()
+    for page in SOURCE.rglob("*.md"):
+        page.write_text(MARK.sub(lambda found: MAKERS[found[1]](), page.read_text()))
+    for folder in ("decisions", "deploy"):
+        (SOURCE / "docs" / folder / "index.md").write_text(listing(SOURCE / "docs" / folder))
+    link_to_listings()
+
+
+def copy(original: Path) -> None:
+    """Copy a file or a folder of the repository."""
+    target = SOURCE / original.relative_to(ROOT)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if original.is_dir():
+        shutil.copytree(original, target, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    else:
+        shutil.copyfile(original, target)
+
+
+def copy_linked() -> None:
+    """Copy the files that pages link to, and those that these link to."""
+    pages = sorted(SOURCE.rglob("*.md"))
+    while pages:
+        page = pages.pop()
+        for link in LINK.findall(page.read_text()):
+            linked = (page.parent / link).resolve()
+            original = ROOT / linked.relative_to(SOURCE)
+            if original.is_file() and not linked.exists():
+                copy(original)
+                pages += [linked] if linked.suffix == ".md" else []
+
+
+def listing(folder: Path) -> str:
+    """Return a page that lists the files of a folder, pages by their title."""
+    names = sorted(path.name for path in folder.iterdir())
+    lines = [f"- [{title(folder / name)}]({name})" for name in names]
+    return f"# {folder.name.capitalize()}\n\n" + "\n".join(lines) + "\n"
+
+
+def title(path: Path) -> str:
+    """Return the first heading of a page, of other files the name."""
+    found = re.search(r"^# (.+)$", path.read_text(), re.MULTILINE) if path.suffix == ".md" else None
+    return found[1] if found else path.name
+
+
+def link_to_listings() -> None:
+    """Have links to a folder lead to its listing: a site has pages alone."""
+    for page in SOURCE.rglob("*.md"):
+        text = re.sub(r"(\]\([^)\s:#]*(?:decisions|deploy)/)\)", r"\1index.md)", page.read_text())
+        page.write_text(text)
+
+
+def commands() -> str:
+    """Return the help of every command."""
+    names = [[command.name] for command in COMMANDS]
+    with ThreadPoolExecutor(2) as pool:
+        helps = dict(zip(map(tuple, names), pool.map(help_of, names), strict=True))
+        inner = [[*words, each] for words, text in helps.items() for each in inner_commands(text)]
+        helps |= dict(zip(map(tuple, inner), pool.map(help_of, inner), strict=True))
+    sections = (
+        f"## foredraft {' '.join(words)}\n\n```text\n{text}\n```\n"
+        for words, text in sorted(helps.items())
+    )
+    return "\n".join(sections)
+
+
+def help_of(words: list[str]) -> str:
+    """Return what `--help` prints, 80 columns wide."""
+    environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
+    command = [sys.executable, "-m", "foredraft", *words, "--help"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True
+    )
+    return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+
+
+def inner_commands(text: str) -> list[str]:
+    """Return the names of the commands that the help of a group lists."""
+    _, _, listed = text.partition("\nCommands:\n")
+    return re.findall(r"^  (\w[\w-]*) ", listed.partition("\n\n")[0], re.MULTILINE)
+
+
+def settings() -> str:
+    """Return what `foredraft config` prints where nothing is set."""
+    clean = {name: value for name, value in os.environ.items() if "FOREDRAFT" not in name}
+    command = [sys.executable, "-m", "foredraft", "config"]
+    done = subprocess.run(command, cwd=ROOT, env=clean, check=True, capture_output=True, text=True)
+    return f"```toml\n{done.stdout.strip()}\n```\n"
+
+
+def wire() -> str:
+    """Return the contracts as they stand."""
+    files = sorted((ROOT / "proto" / "retriever" / "v1").glob("*.proto"), reverse=True)
+    return "\n".join(f"## {path.name}\n\n```proto\n{path.read_text()}```\n" for path in files)
+
+
+def python() -> str:
+    """Return a directive for each public name; the site's generator reads their docstrings."""
+    names = sorted(foredraft.__all__, key=str.lower)
+    return "\n".join(f"::: foredraft.{name}\n" for name in names if name != "errors")
+
+
+MAKERS: Final[Mapping[str, Callable[[], str]]] = MappingProxyType(
+    {"commands": commands, "settings": settings, "wire": wire, "python": python}
+)
+
+if __name__ == "__main__":
+    main()
