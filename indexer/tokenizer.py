@@ -161,6 +161,26 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def load_indexed(name: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer that an index names, as `load_tokenizer` does.
+
+    Raises:
+        TokenizerError: it is not here; the message says what to do.
+    """
+    try:
+        return load_tokenizer(name)
+    except TokenizerError as error:
+        raise TokenizerError(not_here(name, error)) from error
+
+
+def not_here(name: str, error: Exception) -> str:
+    """Return what to say where the tokenizer, or the model, that an index names is not here."""
+    return (
+        f"the index was built with the tokenizer {name!r}, which is not to be had here "
+        f"({reason_of(error)}): name the same one by --tokenizer, or a model that has it by --model"
+    )
+
+
 class TextTokenizer(Protocol):
     """What an index needs of a tokenizer: one of transformers, or a `CoreTokenizer`."""
 
