@@ -161,6 +161,26 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def load_indexed(name: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer that an index names, as `load_tokenizer` does.
+
+    Raises:
+        TokenizerError: it is not here; the message says what to do.
+    """
+    try:
+        return load_tokenizer(name)
+    except TokenizerError as error:
+        raise TokenizerError(not_here(name, error)) from error
+
+
+def not_here(name: str, error: Exception) -> str:
+    """Return what to say where the tokenizer, or the model, that an index names is not here."""
+    return (
+        f"the index was built with the tokenizer {name!r}, which is not to be had here "
+        f"({reason_of(error)}): name the same one by --tokenizer, or a model that has it by --model"
+    )
+
+
 class TextTokenizer(Protocol):
     """What an index needs of a tokenizer: one of transformers, or a `CoreTokenizer`."""
 
@@ -292,17 +312,10 @@ def _keep_core(path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def loaded_tokenizer(
-    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase", *, has_template: bool = False
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase",
 ) -> "CoreTokenizer | PreTrainedTokenizerBase":
-    """Return a tokenizer that is named, as `load_core` does, or one that is loaded already.
-
-    Args:
-        tokenizer: its name, or itself.
-        has_template: whether its chat template is needed, which `load_core` leaves out.
-    """
-    if not isinstance(tokenizer, str):
-        return tokenizer
-    return load_tokenizer(tokenizer) if has_template else load_core(tokenizer)
+    """Return a tokenizer that is named, as `load_core` does, or one that is loaded already."""
+    return load_core(tokenizer) if isinstance(tokenizer, str) else tokenizer
 
 
 def recorded_name(tokenizer: object) -> str:

@@ -209,7 +209,7 @@ class CostSettings(BaseModel):
             return roofline(self.roofline or DEFAULT_ROOFLINE, self.batch, max_nodes)
         chosen = ModelSettings(model=self.model, dtype=self.dtype, device=self.device)
         language_model = load_model(
-            ModelOptions(chosen.model, chosen.device, chosen.dtype, chosen.attention)
+            ModelOptions(self.model, chosen.device, chosen.dtype, chosen.attention)
         )
         return measured(language_model, store_at(self.cost_cache)).reaching(max_nodes)
 

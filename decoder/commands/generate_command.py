@@ -58,7 +58,7 @@ def run_generate(
         check_trace(output.html, "page")
     stops = StopStrings(output.stop)
     selected = _selected(given.prompt, given.prompts, given.limit)
-    prepared = prepare_model(chosen.options(given))
+    prepared = prepare_model(chosen.options(given, drafts.index))
     drafts.check(prepared.vocabulary)
     check_stop_strings(stops, prepared.tokenizer)
     extra_ids = [*_known(output.stop_id, prepared), *special_ids(stops, prepared.tokenizer)]

@@ -17,7 +17,12 @@ from retriever.errors import InvalidRequestError
 from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.replay import replay, tables
 from retriever.replay.traces import ChatEncoder, read_outputs, read_traces
-from retriever.sessions.options import DEFAULT_LIMITS, check_files, load_phrases
+from retriever.sessions.options import (
+    DEFAULT_LIMITS,
+    check_files,
+    indexed_tokenizer,
+    load_phrases,
+)
 
 
 @clear_errors()
@@ -98,7 +103,7 @@ def replay_traces(
         raise InvalidRequestError(
             "--phrases and --server are for our own drafter: leave out --drafter"
         )
-    encoder = ChatEncoder(texts.tokenizer)
+    encoder = ChatEncoder(texts.tokenizer, indexed_tokenizer(source.index))
     check_files(source.index, source.phrases)
     read = read_traces(traces, encoder, limit)
     warming = [read_outputs(path, encoder) for path in warm or []]

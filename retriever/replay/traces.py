@@ -26,6 +26,7 @@ from indexer.tokenizer import (
     DEFAULT_MODEL,
     encode_chat,
     encode_prompt,
+    load_indexed,
     load_tokenizer,
     vocabulary_of,
 )
@@ -41,15 +42,19 @@ class ChatEncoder:
     """Encodes with a model's own tokenizer, which is loaded at the first use: it takes seconds.
 
     Args:
-        name: hub id, directory or `.gguf` file; None for the default model.
+        name: hub id, directory or `.gguf` file; None for that of an index, or the default model.
+        index_name: what an index says that its tokenizer is called; see `indexed_tokenizer`.
     """
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: str | None, index_name: str | None = None) -> None:
         self._name = name
+        self._index_name = index_name
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer of transformers."""
+        if self._name is None and self._index_name is not None:
+            return load_indexed(self._index_name)
         return load_tokenizer(self._name or DEFAULT_MODEL)
 
     @property
@@ -189,9 +194,8 @@ def _is_plain(row: Any) -> bool:
     """Return whether a record has ids, or `prompt` or `output` that must be texts."""
     if not isinstance(row, dict) or "prompt_ids" in row or "output_ids" in row:
         return True
-    return (
-        "output" in row and not {"messages", "conversations", "instruction", "input"} & row.keys()
-    )
+    others = {"messages", "conversations", "conversation", "instruction", "question", "input"}
+    return "output" in row and not others & row.keys()
 
 
 def _prompt_ids(prompt: _Prompt, encoder: TextEncoder) -> TokenIds:

@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import shutil
 import sys
 from datetime import UTC, date, datetime
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from decoder.model.pretrained import (
     PreparedModel,
     load_model,
 )
-from indexer.build import build_from_tokens
+from indexer.build import build_from_texts, build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.commands.command_line import PROMPT, generate, never, run
@@ -380,3 +381,25 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted(
     prompts.write_text("b" * 128)
     assert run(monkeypatch, "bench", *arguments) == 1
     assert "none of the 1 prompts" in capsys.readouterr().err
+
+
+def test_an_index_names_the_model_that_it_was_built_for(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_directory, folder)
+    path = tmp_path / "texts"
+    build_from_texts([("a", PROMPT * 9)], path, str(folder))
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "5", "--json", "--index", str(path))
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    expected = json.loads(capsys.readouterr().out)["token_ids"]
+    assert run(monkeypatch, "generate", *arguments) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == expected
+    shutil.rmtree(folder)
+    assert run(monkeypatch, "generate", *arguments) == 1
+    said = capsys.readouterr().err
+    assert f"was built with the tokenizer '{folder}', which is not to be had here" in said
+    assert said.strip().endswith("by --model")
