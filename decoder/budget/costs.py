@@ -210,8 +210,13 @@ _CHECKS: Final = 5
 """Passes of which the shortest counts: five take a tenth of a second for a pass of 20 ms."""
 
 _STILL_HOLDS: Final = 1.3
-"""A machine that is busy or throttled differs by less, another version or setting by more. What is
-within it, `AdaptiveCosts` corrects."""
+"""How much quicker than kept a pass may be, and how much the ratio of two widths may differ:
+another version or setting differs by more. What is within it, `AdaptiveCosts` corrects."""
+
+_MOST_LOAD: Final = 8.0
+"""How much slower than kept passes may be: what else runs slows all widths alike, which
+`AdaptiveCosts` follows, and a measurement that is taken meanwhile would be the worse table. Two
+cores that ten processes share give a fifth of them."""
 
 Samples = dict[tuple[int, int], list[float]]
 """(context, width) to the seconds of the passes timed so far."""
@@ -280,18 +285,24 @@ def still_holds(
     surface: CostSurface,
     timed: Callable[[Target, DraftTree], float] = time_pass,
 ) -> bool:
-    """Return whether passes of one width take within 30% of what a surface says.
+    """Return whether passes take what a surface says, but for what a busy machine adds to all.
+
+    A plain pass and one of a usual width are timed in turn. Neither may be quicker than 30% below
+    the surface, nor their ratio differ by more; both may be slower together.
 
     A sequence in progress is lost; the target is left without one.
     """
     context = surface.contexts[0]
     width = max(width for width in surface.widths if width <= _CHECKED_WIDTH)
-    tree = _trial(width - 1, context, target)
+    trees = [_trial(each - 1, context, target) for each in (1, width)]
     target.pretend(context)
-    seconds = min(timed(target, tree) for _ in range(_CHECKS))
+    rounds = [[timed(target, tree) for tree in trees] for _ in range(_CHECKS)]
     target.reset()
-    expected = float(surface.table(context)[width - 1])
-    return expected / _STILL_HOLDS <= seconds <= expected * _STILL_HOLDS
+    plain_s, wide_s = map(min, zip(*rounds, strict=True))
+    table = surface.table(context)
+    loads = plain_s / float(table[0]), wide_s / float(table[width - 1])
+    is_alike = max(loads) <= min(loads) * _STILL_HOLDS
+    return bool(is_alike and min(loads) >= 1 / _STILL_HOLDS and max(loads) <= _MOST_LOAD)
 
 
 def _run_once(
