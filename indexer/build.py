@@ -37,6 +37,7 @@ from indexer.tokenizer import (
     DEFAULT_MODEL,
     CoreTokenizer,
     Vocabulary,
+    load_tokenizer,
     loaded_tokenizer,
     vocabulary_of,
 )
@@ -81,7 +82,9 @@ def build_index(
     ):
         blocks = planned(sources, options, tally, scratch)
         options = options.for_blocks(len(blocks))
-        loaded = loaded_tokenizer(tokenizer, has_template=options.needs_template)
+        if options.needs_template and isinstance(tokenizer, str):
+            tokenizer = load_tokenizer(tokenizer)
+        loaded = loaded_tokenizer(tokenizer)
         options = options.with_template_of(loaded)
         started = time.perf_counter()
         vocabulary, stored = store_tokenizer(loaded, folder)

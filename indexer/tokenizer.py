@@ -312,17 +312,10 @@ def _keep_core(path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def loaded_tokenizer(
-    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase", *, has_template: bool = False
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase",
 ) -> "CoreTokenizer | PreTrainedTokenizerBase":
-    """Return a tokenizer that is named, as `load_core` does, or one that is loaded already.
-
-    Args:
-        tokenizer: its name, or itself.
-        has_template: whether its chat template is needed, which `load_core` leaves out.
-    """
-    if not isinstance(tokenizer, str):
-        return tokenizer
-    return load_tokenizer(tokenizer) if has_template else load_core(tokenizer)
+    """Return a tokenizer that is named, as `load_core` does, or one that is loaded already."""
+    return load_core(tokenizer) if isinstance(tokenizer, str) else tokenizer
 
 
 def recorded_name(tokenizer: object) -> str:

@@ -46,8 +46,8 @@ class SourceSettings(BaseModel):
         Turns,
         Field(
             description="Of conversations, index each turn of the assistant, each of the user, or "
-            "all turns of one together: as the tokenizer's chat template writes them, where "
-            "`build` finds one, else with empty lines between them."
+            "all turns of one together: as the tokenizer's chat template writes them, if it has "
+            "one, else with empty lines between them."
         ),
     ] = DEFAULTS.sources.turns
     include: Annotated[

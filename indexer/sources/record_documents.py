@@ -38,6 +38,8 @@ class TableError(SourceError):
 def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
     """Return the columns that are read of a table: texts or conversations, and licences.
 
+    Without a field, where conversations alone are wanted, all columns are.
+
     Raises:
         TableError: there is neither a column of texts nor any of conversations.
     """
@@ -49,6 +51,8 @@ def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
         raise TableError(
             f"no column {options.field!r}", f"name one of these with --field: {listed}"
         )
+    if not options.field:
+        return list(names)
     licence = options.licence_field
     return [*wanted, licence] if licence in names and licence not in wanted else wanted
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from indexer.build_report import BuildTally
 from indexer.engines import Engine, Serial
@@ -17,6 +17,10 @@ from indexer.format.names import MAX_POSITIONS
 from indexer.screening.screen import NO_SCREENING, ScreenOptions
 from indexer.sources import ChatTemplate, SourceOptions, Turns
 from indexer.stages.segments import MAX_SEGMENT_TOKENS, sorting_bytes
+from indexer.tokenizer import CoreTokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ENGINES: Final = ("processes", "ray", "serial")
 
@@ -76,12 +80,18 @@ class BuildOptions:
 
     @property
     def needs_template(self) -> bool:
-        """Whether documents are whole conversations, as the model reads them."""
-        return self.sources.turns == Turns.ALL
+        """Whether conversations are written by a chat template, if the tokenizer has one."""
+        return self.sources.turns == Turns.ALL and self.sources.template is None
 
-    def with_template_of(self, tokenizer: Any) -> "BuildOptions":
+    def with_template_of(
+        self, tokenizer: "CoreTokenizer | PreTrainedTokenizerBase"
+    ) -> "BuildOptions":
         """Return the options with a tokenizer's chat template, where one is needed and there."""
-        if not self.needs_template or not getattr(tokenizer, "chat_template", None):
+        if (
+            not self.needs_template
+            or isinstance(tokenizer, CoreTokenizer)
+            or not tokenizer.chat_template
+        ):
             return self
         special = tokenizer.special_tokens_map.items()
         template = ChatTemplate(

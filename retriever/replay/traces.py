@@ -194,9 +194,8 @@ def _is_plain(row: Any) -> bool:
     """Return whether a record has ids, or `prompt` or `output` that must be texts."""
     if not isinstance(row, dict) or "prompt_ids" in row or "output_ids" in row:
         return True
-    return (
-        "output" in row and not {"messages", "conversations", "instruction", "input"} & row.keys()
-    )
+    others = {"messages", "conversations", "conversation", "instruction", "question", "input"}
+    return "output" in row and not others & row.keys()
 
 
 def _prompt_ids(prompt: _Prompt, encoder: TextEncoder) -> TokenIds:

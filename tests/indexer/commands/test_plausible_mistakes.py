@@ -18,7 +18,7 @@ import pytest
 
 from indexer.build_report import BuildTally
 from indexer.sources.recordings import read_conversations
-from tests.indexer.conftest import Cli
+from tests.indexer.conftest import Cli, TextsOf
 
 Content = str | bytes | list[Any] | dict[str, list[Any]]
 TEXT = {"text": "a text"}
@@ -297,7 +297,7 @@ def test_build_and_add_say_which_conversations_they_found(
 
 
 def test_all_turns_are_written_by_the_chat_template_where_there_is_one(
-    cli: Cli, tmp_path: Path, tokenizer_folder: Path
+    cli: Cli, tmp_path: Path, tokenizer_folder: Path, texts_of: TextsOf
 ) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -316,6 +316,16 @@ def test_all_turns_are_written_by_the_chat_template_where_there_is_one(
     assert "1 refused by the chat template" in out
     assert "it says: no tools; take single turns with --turns assistant" in out
     assert "a.jsonl:1: Hello? Yes.\n" in cli(*arguments, tokenizer_folder)[1]
+
+    index = tmp_path / "x"
+    build = ("build", tmp_path / "a.jsonl", "--turns", "all", "-o", index)
+    assert cli(*build, "--tokenizer", folder)[0] == 0
+    write(tmp_path / "b.jsonl", chat(USER, assistant("No.")))
+    assert cli("add", index, tmp_path / "b.jsonl", "--turns", "all")[0] == 0
+    assert list(texts_of(index).values()) == [
+        "<user>Hello?<eos><assistant>Yes.<eos>",
+        "<user>Hello?<eos><assistant>No.<eos>",
+    ]
 
 
 def test_a_long_array_of_records_is_streamed(tmp_path: Path) -> None:
