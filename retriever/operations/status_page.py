@@ -296,13 +296,14 @@ def _figures(body: Element, service: Service, census: Census) -> None:
     steps = counts.num_committed / counts.num_outcomes if counts.num_outcomes else 0.0
     tail = _shown(quantile(counts.drafts, 0.99))
     memory = resident_bytes()[0]
+    tenants = f"{census.tenants:,} {'tenant' if census.tenants == 1 else 'tenants'}"
     figures = SubElement(body, "dl", {"id": "figures", "class": "figures"})
     for name, value, more in (
         ("tokens per step", f"{steps:.2f}" if steps else "unknown", "since the start"),
         ("drafts", f"{sum(counts.drafts.counts):,}", f"{counts.num_outcomes:,} with an outcome"),
         ("median latency", _shown(quantile(counts.drafts, 0.5)), f"99%: {tail}"),
         ("memory", f"{memory / 1e6:,.0f} MB" if memory else "unknown", "resident"),
-        ("sessions", f"{sum(census.sessions.values()):,}", f"{census.tenants:,} tenants"),
+        ("sessions", f"{sum(census.sessions.values()):,}", tenants),
     ):
         figure = SubElement(figures, "div")
         SubElement(figure, "dt").text = name

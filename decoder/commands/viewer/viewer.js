@@ -448,7 +448,8 @@
   drawText();
   drawTimeline();
   const longest = passes.reduce((best, pass, at) => (pass.path.length > passes[best].path.length ? at : best), 0);
-  select(longest);
+  const named = Number(location.hash.slice(1)); // page.html#12 opens pass 12
+  select(Number.isInteger(named) && passes[named - 1] ? named - 1 : longest);
   new ResizeObserver(drawTimeline).observe(timeline);
   document.documentElement.dataset.ready = "true";
 })();

@@ -298,6 +298,17 @@ def test_a_tree_is_walked_by_keyboard(tab: Tab, tmp_path: Path) -> None:
 
 
 @needs_browser
+def test_an_address_names_a_pass(tab: Tab, tmp_path: Path) -> None:
+    path = tmp_path / "named.html"
+    path.write_text(page_of(made_steps(60), "t.jsonl"))
+    for name, shown_as in (("3", "Pass 3"), ("0", "Pass "), ("x", "Pass ")):
+        tab.show(f"{path.as_uri()}?{name}#{name}")
+        tab.wait("document.documentElement.dataset.ready === 'true'")
+        assert tab.value("document.getElementById('pass-heading').textContent").startswith(shown_as)
+    assert tab.console == []
+
+
+@needs_browser
 def test_the_timeline_is_a_slider(tab: Tab, tmp_path: Path) -> None:
     steps = made_steps(300)
     shown(tab, tmp_path / "t.html", page_of(steps, "t.jsonl"))
