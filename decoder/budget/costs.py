@@ -210,13 +210,8 @@ _CHECKS: Final = 5
 """Passes of which the shortest counts: five take a tenth of a second for a pass of 20 ms."""
 
 _STILL_HOLDS: Final = 1.3
-"""How much quicker than kept a pass may be, and how much the ratio of two widths may differ:
-another version or setting differs by more. What is within it, `AdaptiveCosts` corrects."""
-
-_MOST_LOAD: Final = 8.0
-"""How much slower than kept passes may be: what else runs slows all widths alike, which
-`AdaptiveCosts` follows, and a measurement that is taken meanwhile would be the worse table. Two
-cores that ten processes share give a fifth of them."""
+"""How much quicker or slower than kept a pass may be on a machine at rest: another version or
+setting differs by more. What is within it, `AdaptiveCosts` corrects."""
 
 Samples = dict[tuple[int, int], list[float]]
 """(context, width) to the seconds of the passes timed so far."""
@@ -285,10 +280,12 @@ def still_holds(
     surface: CostSurface,
     timed: Callable[[Target, DraftTree], float] = time_pass,
 ) -> bool:
-    """Return whether passes take what a surface says, but for what a busy machine adds to all.
+    """Return whether passes take what a surface says, or a busy machine slows them all.
 
-    A plain pass and one of a usual width are timed in turn. Neither may be quicker than 30% below
-    the surface, nor their ratio differ by more; both may be slower together.
+    A plain pass and one of a usual width are timed in turn. A pass that is more than 30% quicker
+    than kept was not measured like this, and nor was one that alone is slower. Where both are
+    slower the machine is busy: `AdaptiveCosts` follows that, and what is measured meanwhile would
+    be the worse table.
 
     A sequence in progress is lost; the target is left without one.
     """
@@ -301,8 +298,9 @@ def still_holds(
     plain_s, wide_s = map(min, zip(*rounds, strict=True))
     table = surface.table(context)
     loads = plain_s / float(table[0]), wide_s / float(table[width - 1])
-    is_alike = max(loads) <= min(loads) * _STILL_HOLDS
-    return bool(is_alike and min(loads) >= 1 / _STILL_HOLDS and max(loads) <= _MOST_LOAD)
+    least, most = min(loads), max(loads)
+    is_busy = least > _STILL_HOLDS
+    return bool(least >= 1 / _STILL_HOLDS and (is_busy or most <= least * _STILL_HOLDS))
 
 
 def _run_once(

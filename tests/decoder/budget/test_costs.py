@@ -230,10 +230,10 @@ def test_a_file_in_the_directorys_place_costs_a_measurement_only(
         (1.0, 1.0, True),
         (1.2, 0.95, True),
         (5.0, 5.5, True),  # a busy machine slows all widths alike
-        (20.0, 20.0, False),
+        (20.0, 30.0, True),
         (0.6, 0.6, False),  # no load makes a pass quicker
         (1.0, 1.6, False),  # nor one width alone slower
-        (5.0, 3.0, False),
+        (5.0, 1.0, False),
     ],
 )
 def test_kept_costs_hold_on_a_busy_machine_and_not_on_another(

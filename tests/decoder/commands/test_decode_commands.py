@@ -403,3 +403,19 @@ def test_an_index_names_the_model_that_it_was_built_for(
     said = capsys.readouterr().err
     assert f"was built with the tokenizer '{folder}', which is not to be had here" in said
     assert said.strip().endswith("by --model")
+
+
+def test_generate_ends_with_what_drafts_were_worth(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "20")
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    plain = capsys.readouterr()
+    assert "x plain decoding on this machine, estimated from measured" in plain.err.splitlines()[-1]
+    assert generate(monkeypatch, model_directory, *arguments, "--compare", "--colour=always") == 0
+    compared = capsys.readouterr()
+    assert re.sub("\x1b\\[[0-9;]*m", "", compared.out) == plain.out
+    assert compared.err.splitlines()[-1].endswith("; the output is identical")
+    assert "tokens by colour: " in compared.err
+    assert generate(monkeypatch, model_directory, *arguments, "--json", "--colour=always") == 1
+    assert "--colour always and --json exclude each other" in capsys.readouterr().err
