@@ -28,7 +28,7 @@ WORDS: Final = {
     "math": "mathematics",
     "math_reasoning": "word problems",
     "qa": "questions",
-    "rag": "answers from sources",
+    "rag": "from sources",
     "stem": "sciences",
     "roleplay": "role play",
     "summarization": "summaries",
