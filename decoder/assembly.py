@@ -118,8 +118,8 @@ def check_draft_vocabulary(prepared: PreparedModel, target: LanguageModel) -> No
     """
     if prepared.vocabulary.fingerprint != target.vocabulary.fingerprint:
         raise VocabularyMismatchError(
-            f"the draft model {prepared.options.name} ({_described(prepared.vocabulary)}) has "
-            f"another tokenizer than {target.name} ({_described(target.vocabulary)}): "
+            f"the draft model ({prepared.vocabulary.describe()}) has "
+            f"another tokenizer than the model ({target.vocabulary.describe()}): "
             "draft with a smaller model of the same family"
         )
 
@@ -142,10 +142,6 @@ def _kept(
 def _num_logits(target: LanguageModel) -> int:
     head: torch.nn.Module = target.model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
     return int(head.get_parameter("weight").shape[0])
-
-
-def _described(vocabulary: Vocabulary) -> str:
-    return f"vocabulary {vocabulary.size}, fingerprint {vocabulary.fingerprint[:12]}\u2026"
 
 
 class DrafterSettings(DraftSettings):

@@ -33,7 +33,14 @@ from indexer.stages.gathering import (
 from indexer.stages.parts import Part, TokenisedDocument
 from indexer.stages.segments import gather
 from indexer.stages.tokenise import EMPTY, stored_encoder, stored_form, tokenise, usable_texts
-from indexer.tokenizer import DEFAULT_MODEL, Vocabulary, loaded_tokenizer, vocabulary_of
+from indexer.tokenizer import (
+    DEFAULT_MODEL,
+    CoreTokenizer,
+    Vocabulary,
+    load_tokenizer,
+    loaded_tokenizer,
+    vocabulary_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +53,7 @@ TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 def build_index(
     sources: Sequence[Path | str],
     output: Path | str,
-    tokenizer: "str | PreTrainedTokenizerBase" = DEFAULT_MODEL,
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase" = DEFAULT_MODEL,
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
@@ -75,6 +82,8 @@ def build_index(
     ):
         blocks = planned(sources, options, tally, scratch)
         options = options.for_blocks(len(blocks))
+        if options.needs_template and isinstance(tokenizer, str):
+            tokenizer = load_tokenizer(tokenizer)
         loaded = loaded_tokenizer(tokenizer)
         options = options.with_template_of(loaded)
         started = time.perf_counter()
@@ -89,7 +98,7 @@ def build_index(
 def build_from_texts(
     documents: Iterable[tuple[str, str]],
     output: Path | str,
-    tokenizer: "str | PreTrainedTokenizerBase" = DEFAULT_MODEL,
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase" = DEFAULT_MODEL,
     options: BuildOptions = DEFAULTS,
 ) -> BuildReport:
     """Index pairs of name and text; see `build_index`."""
@@ -157,7 +166,7 @@ def report_of(
 
 
 def store_tokenizer(
-    tokenizer: "PreTrainedTokenizerBase", folder: Path
+    tokenizer: "CoreTokenizer | PreTrainedTokenizerBase", folder: Path
 ) -> tuple[Vocabulary, FileRecord]:
     """Write the tokenizer into an index."""
     content = stored_form(tokenizer)

@@ -12,7 +12,7 @@ from functools import wraps
 from importlib import import_module
 from inspect import Parameter, Signature, get_annotations
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Final, Generic, TypeVar, get_args, get_origin
 
 import typer
 from pydantic import BaseModel, SecretStr, ValidationError
@@ -25,6 +25,9 @@ AsJson = Annotated[
         "--json", help="Print the report as JSON, on standard output.", rich_help_panel="Output"
     ),
 ]
+
+_WHOLE: Final = 1000
+"""Characters of a command's first sentence in a list of commands: all of it."""
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Command = Callable[..., None]
@@ -213,7 +216,14 @@ class Group(TyperGroup):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options and the commands."""
         _show_in_groups(self, ctx, formatter)
-        self.format_commands(ctx, formatter)
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, command.get_short_help_str(_WHOLE))
+                    for name in self.list_commands(ctx)
+                    if (command := self.get_command(ctx, name)) is not None
+                ]
+            )
 
 
 class CommandLine(typer.Typer):

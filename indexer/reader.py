@@ -233,11 +233,7 @@ def _nothing(_identity: Identity) -> Before:
 def _check_vocabulary(path: Path, built_for: Vocabulary, at_hand: Vocabulary) -> None:
     if built_for != at_hand:
         raise TokenizerMismatchError(
-            f"index {path} was built for another tokenizer ({_describe(built_for)}), "
-            f"not for this one ({_describe(at_hand)}): use the model or tokenizer that it was "
+            f"index {path} was built for another tokenizer ({built_for.describe()}), "
+            f"not for this one ({at_hand.describe()}): use the model or tokenizer that it was "
             "built for (decoder: --model; retriever: --tokenizer), or build it again for this one"
         )
-
-
-def _describe(vocabulary: Vocabulary) -> str:
-    return f"vocabulary {vocabulary.size}, fingerprint {vocabulary.fingerprint[:12]}\u2026"

@@ -1,21 +1,25 @@
 """Finding and loading models' tokenizers, and the properties that an index depends on.
 
 transformers takes seconds to import, so it is imported where it is used: an index can be opened
-and searched without it.
+and searched without it, and built without it once it has loaded a tokenizer for the first time.
 """
 
 import hashlib
 import importlib.util
 import json
+import os
+import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from indexer.errors import TokenizerError, reason_of
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_MODEL: Final = "smollm2-135m-instruct"
@@ -29,6 +33,11 @@ _HUB_TIMEOUT_S: Final = 5.0
 """A hub that does not answer by then counts as out of reach, and its cache is used: longer would
 delay every start without a network, shorter would give up on slow ones."""
 
+CACHE_VARIABLE: Final = "FOREDRAFT_CACHE"
+NOWHERE: Final = "none"
+"""As the name of a directory for caches: keep nothing."""
+
+_CORE_FORMAT: Final = 1
 _log = getLogger(__name__)
 
 # Touches case, accents, digits, runs of space, code, several scripts and emoji, where normalisers,
@@ -78,6 +87,8 @@ class Vocabulary:
     Attributes:
         size: largest token id plus one; from 1 to `MAX_VOCABULARY`.
         fingerprint: 64 hexadecimal digits; equal for tokenizers that give equal ids.
+        name: what the tokenizer was loaded by, as `load_tokenizer` takes it; empty where that is
+            not known. Vocabularies of other names and equal fingerprints are equal.
 
     Raises:
         TokenizerError: the size is out of its range.
@@ -85,6 +96,7 @@ class Vocabulary:
 
     size: int
     fingerprint: str
+    name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_VOCABULARY:
@@ -92,6 +104,11 @@ class Vocabulary:
                 f"a vocabulary of {self.size} tokens is not supported: ids are from 0 to "
                 f"{MAX_VOCABULARY - 1}, as engines and drafts have them in four bytes with a sign"
             )
+
+    def describe(self) -> str:
+        """Return name, size and the beginning of the fingerprint, for messages."""
+        named = f"{self.name}, " if self.name else ""
+        return f"{named}vocabulary {self.size}, fingerprint {self.fingerprint[:12]}\u2026"
 
 
 def locate_model(name: str) -> ModelFiles:
@@ -140,21 +157,190 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         raise TokenizerError(
             f"cannot load the tokenizer {name!r}: {_reason(error, options)}"
         ) from error
+    tokenizer.name_or_path = name  # the default model's, and a GGUF file's, would be their folder
     return tokenizer
 
 
-def loaded_tokenizer(tokenizer: "str | PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
-    """Return a tokenizer that is named, as `load_tokenizer` does, or one that is loaded already."""
-    return load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+def load_indexed(name: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer that an index names, as `load_tokenizer` does.
+
+    Raises:
+        TokenizerError: it is not here; the message says what to do.
+    """
+    try:
+        return load_tokenizer(name)
+    except TokenizerError as error:
+        raise TokenizerError(not_here(name, error)) from error
 
 
-def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> Vocabulary:
+def not_here(name: str, error: Exception) -> str:
+    """Return what to say where the tokenizer, or the model, that an index names is not here."""
+    return (
+        f"the index was built with the tokenizer {name!r}, which is not to be had here "
+        f"({reason_of(error)}): name the same one by --tokenizer, or a model that has it by --model"
+    )
+
+
+class TextTokenizer(Protocol):
+    """What an index needs of a tokenizer: one of transformers, or a `CoreTokenizer`."""
+
+    @property
+    def all_special_ids(self) -> Any:
+        """Ids of special tokens."""
+        ...
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of all tokens."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTokenizer:
+    """A model's tokenizer without transformers: texts to ids and back, and no chat template.
+
+    Attributes:
+        backend_tokenizer: of the tokenizers library.
+        all_special_ids: ids of special tokens, as transformers names them.
+        name_or_path: what it was loaded by.
+    """
+
+    backend_tokenizer: "Tokenizer"
+    all_special_ids: tuple[int, ...]
+    name_or_path: str
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of all tokens, added ones included."""
+        return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's ids."""
+        encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included."""
+        return str(self.backend_tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def load_core(name: str) -> "CoreTokenizer | PreTrainedTokenizerBase":
+    """Load the tokenizer of a model that `locate_model` can find, without transformers if possible.
+
+    That is so for local files that it has read once on this machine: what it made of them is kept
+    in the user's directory for caches, until a file or a version changes.
+
+    Raises:
+        TokenizerError: there is no such tokenizer, or it cannot be read.
+    """
+    files = locate_model(name)
+    kept = None if files.is_on_hub else _kept_core(files)
+    core = None if kept is None else _read_core(kept, name)
+    if core is not None:
+        return core
+    if kept is not None:
+        _log.info("preparing the tokenizer %s, once on this machine", name)
+    tokenizer = load_tokenizer(name)
+    if kept is not None:
+        _keep_core(kept, tokenizer)
+    return tokenizer
+
+
+def _kept_core(files: ModelFiles) -> Path | None:
+    """Return where the core of a model's tokenizer is kept; `None` where nothing is."""
+    import platformdirs  # noqa: PLC0415  (a reader of an index needs none)
+
+    stated = os.environ.get(CACHE_VARIABLE)
+    if stated == NOWHERE:
+        return None
+    folder = Path(files.location)
+    states = ((path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file())
+    content = [
+        _CORE_FORMAT,
+        str(folder.resolve()),
+        files.gguf_file,
+        [version("transformers"), version("tokenizers")],
+        [(each, state.st_size, state.st_mtime_ns) for each, state in states],
+    ]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    cache = Path(stated or platformdirs.user_cache_dir("foredraft", appauthor=False))
+    return cache / f"tokenizer-{digest[:24]}.json"
+
+
+def _read_core(path: Path, name: str) -> CoreTokenizer | None:
+    """Read a core that is kept; what cannot be read counts as not kept."""
+    from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
+
+    # The library raises plain exceptions for what it cannot read.
+    with suppress(Exception):
+        content = json.loads(path.read_bytes())
+        core = CoreTokenizer(
+            Tokenizer.from_str(content["core"]), tuple(map(int, content["special_ids"])), name
+        )
+        if vocabulary_of(core).fingerprint == content["fingerprint"]:
+            return core
+    return None
+
+
+def _keep_core(path: Path, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Keep a tokenizer's core, if it has one that does the same; the file appears whole."""
+    from tokenizers import Tokenizer  # noqa: PLC0415  (a reader of an index needs none)
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        return
+    special = tuple(sorted({int(token_id) for token_id in tokenizer.all_special_ids}))
+    core = Tokenizer.from_str(backend.to_str())
+    core.no_padding()
+    core.no_truncation()
+    fingerprint = vocabulary_of(tokenizer).fingerprint
+    if vocabulary_of(CoreTokenizer(core, special, "")).fingerprint != fingerprint:
+        return
+    content = {"core": core.to_str(), "special_ids": special, "fingerprint": fingerprint}
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".tokenizer-")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(content, file)
+            Path(partial).replace(path)
+        except OSError:
+            Path(partial).unlink(missing_ok=True)
+            raise
+
+
+def loaded_tokenizer(
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase",
+) -> "CoreTokenizer | PreTrainedTokenizerBase":
+    """Return a tokenizer that is named, as `load_core` does, or one that is loaded already."""
+    return load_core(tokenizer) if isinstance(tokenizer, str) else tokenizer
+
+
+def recorded_name(tokenizer: object) -> str:
+    """Return a tokenizer's name as an index records it; empty where it has none.
+
+    That of local files is their absolute path, so that it holds in other folders, too.
+    """
+    name = str(getattr(tokenizer, "name_or_path", None) or "")
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name and path.exists() else name
+
+
+def vocabulary_of(
+    tokenizer: "TextTokenizer | PreTrainedTokenizerBase", name: str | None = None
+) -> Vocabulary:
     """Return the size of a tokenizer's vocabulary and its fingerprint.
 
     The fingerprint is the SHA-256 of the compact JSON, in ASCII, of three things: the pairs of id
     and token in order of id, the sorted ids of special tokens, and the ids of a fixed probe text.
     The pairs say what ids mean; the probe captures normaliser, pre-tokenizer and merges by what
     they do and not by how a library version writes them down.
+
+    Args:
+        tokenizer: whose.
+        name: what it was loaded by; `None` for what the tokenizer itself says.
 
     Raises:
         TokenizerError: the tokenizer knows no token at all.
@@ -166,7 +352,8 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerBase") -> Vocabulary:
     probe = list(tokenizer.encode(_PROBE, add_special_tokens=False))
     content = json.dumps([tokens, special, probe], separators=(",", ":"))
     size = max(tokens[-1][0], *special, *probe, 0) + 1
-    return Vocabulary(size, hashlib.sha256(content.encode("ascii")).hexdigest())
+    named = recorded_name(tokenizer) if name is None else name
+    return Vocabulary(size, hashlib.sha256(content.encode("ascii")).hexdigest(), named)
 
 
 def encode_prompt(
@@ -209,24 +396,6 @@ def encode_chat(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, s
     Raises:
         TokenizerError: the template does not take them.
     """
-    return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
-
-
-def encode_messages(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]]
-) -> list[int]:
-    """Return the ids of a conversation so far, ready for the answer.
-
-    Args:
-        tokenizer: the model's; without a chat template, texts have an empty line between them.
-        messages: with `role` and `content` each.
-
-    Raises:
-        TokenizerError: the chat template does not take such messages.
-    """
-    if not tokenizer.chat_template:
-        text = "\n\n".join(message["content"] for message in messages)
-        return list(tokenizer.encode(text))
     return list(tokenizer.encode(_rendered(tokenizer, messages), add_special_tokens=False))
 
 

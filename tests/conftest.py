@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the tests and the number of cases, before any test's module is loaded."""
+    os.environ.setdefault("FOREDRAFT_CACHE", str(ROOT / ".cache" / "foredraft"))
     for part, content in PARTS.items():
         config.addinivalue_line("markers", f"{part}: {content} (--part {part})")
     config.addinivalue_line("markers", f"{SEEDS}: draws cases at random; --part {SEEDS} draws all")

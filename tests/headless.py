@@ -105,17 +105,14 @@ class Tab:
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
 
     def overflowing(self) -> list[str]:
-        """Return elements that stand out of the window, or whose text is cut off in them.
-
-        What scrolls by itself is as wide as it may be.
-        """
+        """Return elements that stand out of the window, or whose text is cut off in them."""
         found: list[str] = self.value(
             """(() => {
   const name = (e) => `${e.tagName.toLowerCase()}#${e.id}.${e.getAttribute("class") || ""}`;
   const found = [];
   if (document.documentElement.scrollWidth > innerWidth) found.push("the page");
   for (const e of document.body.querySelectorAll("*")) {
-    if (e.closest(".scroll") || e.closest("svg")) continue;
+    if (e.closest("thead") || e.closest("svg")) continue;
     const box = e.getBoundingClientRect();
     if (box.width && (box.right > innerWidth + 1 || box.left < -1)) found.push(name(e));
     if (e.clientWidth && e.scrollWidth > e.clientWidth + 1) found.push(`within ${name(e)}`);

@@ -10,6 +10,7 @@ are left out, as a log holds none.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -39,12 +40,16 @@ ALLOWED: Final = 0.15
 
 
 def measure(
-    language_model: LanguageModel, decoder: Decoder, cases: list[BenchPrompt], max_new_tokens: int
+    language_model: LanguageModel,
+    decoder: Decoder,
+    cases: list[BenchPrompt],
+    max_new_tokens: int,
+    repeat: int,
 ) -> list[Comparison]:
-    """Decode every prompt with drafts and without."""
+    """Decode every prompt with drafts and without, and keep the fastest run of each."""
     ways = contenders(language_model, decoder, max_new_tokens)
     own = {name: ways[name] for name in (UNDRAFTED, FOREDRAFT)}
-    return compare(language_model, own, track(cases, "prompts"))
+    return compare(language_model, own, track(cases, "prompts"), repeat)
 
 
 def measured_figures(comparisons: list[Comparison]) -> dict[str, float]:
@@ -89,6 +94,7 @@ def main(  # noqa: PLR0913  as many as a command has
     per_category: Annotated[int | None, typer.Option(help="Most prompts of each category.")] = None,
     limit: Annotated[int | None, typer.Option(help="Most prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens for each.")] = 64,
+    repeat: Annotated[int, typer.Option(help="Runs of each, the fastest of which counts.")] = 1,
 ) -> None:
     """Compare a projection with a measurement; ends with 1 where they differ by more than 15%."""
     language_model = load_model(ModelOptions(model, precision=dtype))
@@ -99,7 +105,7 @@ def main(  # noqa: PLR0913  as many as a command has
     curve = CostCurve(decoder.budget.costs.surface, "measured")
     read = read_prompts(prompts, limit, per_category)
     cases = fitting(language_model, decoder.target, read)
-    comparisons = measure(language_model, decoder, cases, max_new_tokens)
+    comparisons = measure(language_model, decoder, cases, max_new_tokens, repeat)
     drafter.shut_down()
     measured, projected = (
         measured_figures(comparisons),
@@ -111,6 +117,8 @@ def main(  # noqa: PLR0913  as many as a command has
         "prompts": prompts.name,
         "num_prompts": len(cases),
         "max_new_tokens": max_new_tokens,
+        "repeat": repeat,
+        "load": round(os.getloadavg()[0], 1),
         "measured": measured,
         "projected": projected,
         "error": error,

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from decoder.budget.costs import CostSurface, measure_costs, still_holds
 from decoder.model.target import Target
+from indexer.tokenizer import CACHE_VARIABLE, NOWHERE
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -57,10 +58,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
-DIRECTORY_VARIABLE: Final = "FOREDRAFT_CACHE"
-NOWHERE: Final = "none"
-"""As a directory's name: keep nothing."""
-
+DIRECTORY_VARIABLE: Final = CACHE_VARIABLE
 _log = getLogger(__name__)
 _FORMAT: Final = 1
 _UNSPECIFIC: Final = ("_name_or_path", "name_or_path", "transformers_version")

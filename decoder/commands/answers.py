@@ -251,7 +251,7 @@ class Answerer:
         if isinstance(self._decoder.budget, MeasuredBudget):
             observers.append(worth.observer(self._decoder.budget, len(tokens)))
         if self._writer is not None:
-            observers.append(self._writer.observer(number))
+            observers.append(self._writer.observer(number, prompt.text, tokens))
         result = answer(
             self._decoder,
             self._language_model,

@@ -35,7 +35,7 @@ def run_bench(
     selected = read_prompts(given.prompts, given.limit, given.per_category)
     others = [] if given.warm is None else read_prompts(given.warm)
     options = BenchOptions(output.max_new_tokens, output.repeat, others, given.warm_limit)
-    prepared = prepare_model(chosen.options(given))
+    prepared = prepare_model(chosen.options(given, drafts.index))
     drafts.check(prepared.vocabulary)
     language_model = prepared.load()
     progress = Progress(console=Console(stderr=True))

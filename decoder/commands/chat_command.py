@@ -74,11 +74,11 @@ def run_chat(
     """
     drafts.check()
     settings = choice.sampling()
-    prepared = prepare_model(chosen.options(PromptSettings()))
+    prepared = prepare_model(chosen.options(PromptSettings(), drafts.index))
     if not prepared.tokenizer.chat_template:
         raise TokenizerError(
-            f"{chosen.model} has no chat template, so it takes no conversation: name a model that "
-            "was made for chats, or use `foredraft generate`"
+            f"{prepared.options.name} has no chat template, so it takes no conversation: name a "
+            "model that was made for chats, or use `foredraft generate`"
         )
     drafts.check(prepared.vocabulary)
     palette = Palette() if output.colour.applies_to(sys.stdout) else None

@@ -4,7 +4,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Final, TextIO
+from typing import TextIO
 
 from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoder.observation import ObservedPass
 from decoder.stopping import TextStream
+from retriever.operations.design import colours
 from retriever.tree import Source
 
 
@@ -39,19 +40,14 @@ def is_dumb(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("TERM") == "dumb"
 
 
-_UNLISTED: Final = {Source.MODEL: "#56b4e9", Source.UNSPECIFIED: "#d55e00"}
-"""Of the sources that are no database, from the same palette as the others."""
-
-
 class Palette:
     """Paints text for a terminal, in as many colours as that one has."""
 
     def __init__(self) -> None:
         name = Console(force_terminal=True, no_color=False).color_system
         self._system = COLOR_SYSTEMS.get(name or "", ColorSystem.STANDARD)
-        self._styles = {
-            source: Style.parse(source.colour or _UNLISTED.get(source, "")) for source in Source
-        }
+        known = colours()
+        self._styles = {source: Style.parse(known.get(source.label, "")) for source in Source}
 
     def painted(self, text: str, source: Source | None) -> str:
         """Return text in the colour of a source; as it is where the model itself chose it."""

@@ -76,8 +76,8 @@ class LogSettings(BaseModel):
         int,
         Field(
             ge=1,
-            description="Replay only the first so many records. The more there are, the more "
-            "earlier outputs there are to draft from, and the longer it takes.",
+            description="Replay only the first so many outputs. The more there are, the more "
+            "earlier ones there are to draft from, and the longer it takes.",
         ),
     ] = 200
     tokenizer: Annotated[
@@ -209,7 +209,7 @@ class CostSettings(BaseModel):
             return roofline(self.roofline or DEFAULT_ROOFLINE, self.batch, max_nodes)
         chosen = ModelSettings(model=self.model, dtype=self.dtype, device=self.device)
         language_model = load_model(
-            ModelOptions(chosen.model, chosen.device, chosen.dtype, chosen.attention)
+            ModelOptions(self.model, chosen.device, chosen.dtype, chosen.attention)
         )
         return measured(language_model, store_at(self.cost_cache)).reaching(max_nodes)
 
@@ -221,8 +221,9 @@ def run_estimate(
         Path,
         typer.Argument(
             metavar="LOG",
-            help="Recorded traffic, JSON lines (.gz too): `prompt` and `output`, or `prompt_ids` "
-            "and `output_ids`.",
+            help="Recorded traffic, of which each turn of the assistant is an output: .jsonl (.gz "
+            "too), .json, .csv or .parquet with `messages`, `conversations`, `prompt` and "
+            "`output`, `request` and `response` and the like; or `prompt_ids` and `output_ids`.",
         ),
     ],
     *,

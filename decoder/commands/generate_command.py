@@ -20,7 +20,8 @@ from decoder.commands.options import (
     ShownSettings,
 )
 from decoder.commands.prompts import DEFAULT_CATEGORY, Prompt, checked_text, read_prompts, read_text
-from decoder.commands.trace import TraceWriter, check_trace
+from decoder.commands.trace import check_trace
+from decoder.commands.viewer.trace_page import written_passes
 from decoder.commands.worth import Comparison
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError
 from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
@@ -53,9 +54,11 @@ def run_generate(
         check_regex(choice.regex)
     if output.trace is not None:
         check_trace(output.trace)
+    if output.html is not None:
+        check_trace(output.html, "page")
     stops = StopStrings(output.stop)
     selected = _selected(given.prompt, given.prompts, given.limit)
-    prepared = prepare_model(chosen.options(given))
+    prepared = prepare_model(chosen.options(given, drafts.index))
     drafts.check(prepared.vocabulary)
     check_stop_strings(stops, prepared.tokenizer)
     extra_ids = [*_known(output.stop_id, prepared), *special_ids(stops, prepared.tokenizer)]
@@ -73,8 +76,9 @@ def run_generate(
     )
     interruption = Interruption()
     with ExitStack() as stack:
-        path = output.trace
-        writer = stack.enter_context(TraceWriter(path, prepared.tokenizer)) if path else None
+        writer = stack.enter_context(
+            written_passes(output.trace, output.html, prepared.tokenizer, drafts.index)
+        )
         language_model = _stopping_at(extra_ids, prepared.load())
         pattern = pattern_of(language_model, choice.regex)
         drafter = stack.enter_context(drafts.connect(language_model))

@@ -1,6 +1,6 @@
 """Settings that commands take, each set in one schema."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
@@ -12,12 +12,17 @@ from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.loop import DEFAULT_MAX_NEW_TOKENS
 from decoder.model.pretrained import Attention, ModelOptions, Precision
 from decoder.sampling.sampling_settings import SamplingSettings
+from indexer.errors import TokenizerError
 from indexer.flags import Metavar, flag_of
-from indexer.tokenizer import DEFAULT_MODEL
+from indexer.tokenizer import DEFAULT_MODEL, locate_model, not_here
+from retriever.sessions.options import indexed_tokenizer
 
 _MODEL: Final = ModelOptions(DEFAULT_MODEL)
 _SAMPLING: Final = SamplingSettings()
-_PROMPT_FILE: Final = "Spec-Bench's questions (.gz too), or a prompt a line."
+_PROMPT_FILE: Final = (
+    "A prompt a line, Spec-Bench's questions, or conversations in .jsonl (.gz too), .json, .csv or "
+    ".parquet, of which what users say first is answered."
+)
 
 
 class PromptSettings(BaseModel):
@@ -82,8 +87,13 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(title="Model", extra="forbid", frozen=True)
 
     model: Annotated[
-        str, Metavar("MODEL"), Field(description="The model: a hub id, a folder or a .gguf file.")
-    ] = _MODEL.name
+        str | None,
+        Metavar("MODEL"),
+        Field(
+            description="The model: a hub id, a folder or a .gguf file. Default: the one whose "
+            f"tokenizer --index was built with, where it says so, else {_MODEL.name}."
+        ),
+    ] = None
     dtype: Annotated[Precision, Field(description="What the model computes in.")] = _MODEL.precision
     device: Annotated[
         str,
@@ -102,21 +112,39 @@ class ModelSettings(BaseModel):
         ),
     ] = None
 
-    def options(self, prompting: PromptSettings) -> ModelOptions:
+    def options(self, prompting: PromptSettings, indexes: Sequence[Path] = ()) -> ModelOptions:
         """Return how the model is loaded for prompts.
+
+        Args:
+            prompting: how they are read.
+            indexes: what is drafted from; their tokenizer names the model where nothing else does.
 
         Raises:
             ContradictoryOptionsError: two settings exclude each other.
+            IndexerError: an index cannot be opened.
+            TokenizerError: the model that an index names is not here.
         """
         system = prompting.system if isinstance(prompting, AnsweredPrompts) else _MODEL.system
         return ModelOptions(
-            self.model,
+            self.model or _model_of(indexes),
             self.device,
             self.dtype,
             self.attention,
             not prompting.no_chat_template,
             system,
         )
+
+
+def _model_of(indexes: Sequence[Path]) -> str:
+    """Return the model that indexes were built for, else the default one."""
+    name = indexed_tokenizer(indexes)
+    if name is None:
+        return _MODEL.name
+    try:
+        locate_model(name)
+    except TokenizerError as error:
+        raise TokenizerError(not_here(name, error)) from error
+    return name
 
 
 class OutputSettings(BaseModel):
@@ -171,6 +199,13 @@ class ShownSettings(AnswerSettings):
             "and whether the output is identical."
         ),
     ] = False
+    html: Annotated[
+        Path | None,
+        Metavar("PAGE"),
+        Field(
+            description="Write a page for a browser: the text by source, and the tree of each pass."
+        ),
+    ] = None
 
 
 class MeasuredOutput(OutputSettings):

@@ -14,7 +14,7 @@ from typing import Any, Self, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
-from decoder.commands.traced_documents import DocumentFinder, TracedEvidence
+from decoder.commands.viewer.traced_documents import DocumentFinder, TracedEvidence
 from decoder.errors import CutTraceError, TraceFileError
 from decoder.observation import ObservedPass, Observer
 from decoder.stopping import TextStream, plain_text
@@ -163,6 +163,9 @@ class TraceWriter:
         tokenizer: tells the text of tokens.
         finder: finds the documents of verified nodes, between two passes.
 
+    Attributes:
+        num_passes: written so far.
+
     Raises:
         TraceFileError: the file cannot be written, now or while observing or closing.
     """
@@ -173,6 +176,7 @@ class TraceWriter:
         self._path = path
         self._tokenizer = tokenizer
         self._finder = finder
+        self.num_passes = 0
         self._text_of = cache(lambda token: plain_text(tokenizer, [token]))
         with self._translating():
             self._file: TextIO = _opened(path, "wt")
@@ -212,6 +216,7 @@ class TraceWriter:
     def _write(self, traced: TracedStep) -> None:
         with self._translating():
             self._file.write(json.dumps(asdict(traced), ensure_ascii=False) + "\n")
+            self.num_passes += 1
             if self._path.suffix != ".gz":
                 self._file.flush()
 

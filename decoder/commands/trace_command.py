@@ -135,6 +135,7 @@ def run_trace(
         typer.Option(
             metavar="PAGE",
             help="Write a page for a browser instead: the text by source, and each pass's tree.",
+            rich_help_panel="Output",
         ),
     ] = None,
     as_json: AsJson = False,

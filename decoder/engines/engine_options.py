@@ -90,8 +90,8 @@ def checked_vocabulary_size(
         return None if own is None else own.size
     if own is not None and own.fingerprint != theirs.fingerprint:
         raise VocabularyMismatchError(
-            f"drafts are for a tokenizer of {theirs.size} tokens ({theirs.fingerprint[:12]}…), "
-            f"the model's has {own.size} ({own.fingerprint[:12]}…): "
+            f"drafts are for another tokenizer ({theirs.describe()}) than the model's "
+            f"({own.describe()}): "
             "draft from an index built with the model's own tokenizer"
         )
     if theirs.size > model_vocabulary:

@@ -116,7 +116,7 @@ def assumptions(estimate: Estimate) -> list[str]:
         f"passes: {estimate.curve.source}",
         *estimate.curve.assumptions,
         *estimate.assumptions,
-        f"drafting, measured here and part of the time, at most in a step: {times}{many}",
+        f"drafting, in processor time measured here, counts too; at most in a step: {times}{many}",
     ]
 
 

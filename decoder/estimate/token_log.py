@@ -87,8 +87,8 @@ class TokenLog:
         if self._stated == NO_FIELD:
             return ""
         if self._stated is None:
-            return next((name for name in KIND_FIELDS if isinstance(row.get(name), str)), "")
-        if self._stated not in row:
+            return next((name for name in KIND_FIELDS if isinstance(_value(row, name), str)), "")
+        if _value(row, self._stated) is None:
             raise TraceError(
                 f"--by {self._stated}: the first record has no such field, but "
                 f"{', '.join(row)}: name one of these, or {NO_FIELD}"
@@ -96,13 +96,21 @@ class TokenLog:
         return self._stated
 
     def _number(self, row: dict[str, Any]) -> int:
-        kind = str(row.get(self.field, OTHERS)) if self.field else ALL
+        value = _value(row, self.field)
+        kind = ALL if not self.field else OTHERS if value is None else str(value)
         if kind not in self.kinds:
             if len(self.kinds) >= MAX_KINDS:
                 kind = OTHERS
             if kind not in self.kinds:
                 self.kinds.append(kind)
         return self.kinds.index(kind)
+
+
+def _value(row: dict[str, Any], field: str) -> Any:
+    """Return a field of a record, or of the request in it, as servers log it."""
+    request = row.get("request")
+    inner = request if isinstance(request, dict) else {}
+    return row.get(field, inner.get(field))
 
 
 @contextmanager

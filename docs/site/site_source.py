@@ -108,8 +108,8 @@ def help_of(words: list[str]) -> str:
 
 def inner_commands(text: str) -> list[str]:
     """Return the names of the commands that the help of a group lists."""
-    _, _, box = text.partition("─ Commands ─")
-    return re.findall(r"^│ (\w[\w-]*) ", box.partition("╰")[0], re.MULTILINE)
+    _, _, listed = text.partition("\nCommands:\n")
+    return re.findall(r"^  (\w[\w-]*) ", listed.partition("\n\n")[0], re.MULTILINE)
 
 
 def settings() -> str:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from logging import getLogger
 from pathlib import Path
 from typing import Final
 
@@ -10,7 +11,7 @@ from indexer.build_report import BuildTally, ChangeReport
 from indexer.change.choosing import Choice
 from indexer.change.writer import IndexWriter, writing
 from indexer.engines import Engine
-from indexer.errors import IndexerError, SourceError
+from indexer.errors import IndexerError, SourceError, TokenizerError
 from indexer.format.names import SEGMENTS_FOLDER, STARTS_FILE, SUFFIXES_FILE, TOKENIZER_FILE
 from indexer.format.opening import check_file
 from indexer.format.records import Contents, SegmentRecord
@@ -29,6 +30,9 @@ from indexer.stages.gathering import (
 )
 from indexer.stages.parts import Part
 from indexer.stages.segments import Piece, gather
+from indexer.tokenizer import load_tokenizer
+
+_log = getLogger(__name__)
 
 _NOT_COPIED: Final = frozenset({SUFFIXES_FILE, STARTS_FILE})
 
@@ -62,6 +66,7 @@ def add_documents(
         contents = writer.contents
         options = replace(options, keep_texts=contents.keeps_texts)
         tokenizer = _checked_tokenizer(writer)
+        options = _with_template(options, contents.vocabulary.name)
         blocks = planned(sources, options, tally, scratch)
         options = options.for_blocks(len(blocks))
         tasks = part_tasks(blocks, scratch, tokenizer, contents.vocabulary, options)
@@ -151,6 +156,17 @@ def compact(path: Path | str, options: BuildOptions = DEFAULTS) -> ChangeReport:
 def _parts_of(writer: IndexWriter) -> list[Part]:
     folder = writer.folder / SEGMENTS_FOLDER
     return [Part.of_segment(folder / each.name, each) for each in writer.contents.segments]
+
+
+def _with_template(options: BuildOptions, name: str) -> BuildOptions:
+    """Return the options with the chat template of the tokenizer that the index was built with."""
+    if not options.needs_template or not name:
+        return options
+    try:
+        return options.with_template_of(load_tokenizer(name))
+    except TokenizerError as error:
+        _log.warning("turns of conversations are joined by empty lines: %s", error)
+        return options
 
 
 def _checked_tokenizer(writer: IndexWriter) -> Path:

@@ -21,7 +21,7 @@ from indexer.stages.build_options import DEFAULTS, BuildOptions
 from indexer.stages.gathering import OnProgress, gather_part, read_parts, scratch_folder
 from indexer.stages.parts import Part
 from indexer.stages.tokenise import stored_encoder, tokenise, tokenising_bytes, usable_texts
-from indexer.tokenizer import DEFAULT_MODEL, loaded_tokenizer
+from indexer.tokenizer import DEFAULT_MODEL, CoreTokenizer, loaded_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def build_from_index(
     source: Path | str,
     output: Path | str,
-    tokenizer: "str | PreTrainedTokenizerBase" = DEFAULT_MODEL,
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase" = DEFAULT_MODEL,
     options: BuildOptions = DEFAULTS,
     on_progress: OnProgress | None = None,
 ) -> BuildReport:
@@ -112,7 +112,7 @@ def _build(  # noqa: PLR0913, PLR0917
     source: Path,
     held: HeldSnapshot,
     output: Path,
-    tokenizer: "str | PreTrainedTokenizerBase",
+    tokenizer: "str | CoreTokenizer | PreTrainedTokenizerBase",
     options: BuildOptions,
     on_progress: OnProgress | None,
 ) -> BuildReport:

@@ -30,7 +30,6 @@ from indexer.commands.summary import summarise
 from indexer.errors import IndexerError
 from indexer.flags import AsJson, CommandLine, with_flags
 from indexer.launch import errors_in_one_line
-from indexer.sources import Turns
 from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer
 
 app = CommandLine(
@@ -94,7 +93,7 @@ def build(
     if dry_run:
         if sources is None:
             raise typer.BadParameter("--dry-run is for sources: leave out --from")
-        if options.sources.turns == Turns.ALL:
+        if options.needs_template:
             options = options.with_template_of(load_tokenizer(tokenizer))
         show_preview(sources, options, as_json=as_json)
         return

@@ -46,8 +46,8 @@ class SourceSettings(BaseModel):
         Turns,
         Field(
             description="Of conversations, index each turn of the assistant, each of the user, or "
-            "all turns of one together: as the tokenizer's chat template writes them, where "
-            "`build` finds one, else with empty lines between them."
+            "all turns of one together: as the tokenizer's chat template writes them, if it has "
+            "one, else with empty lines between them."
         ),
     ] = DEFAULTS.sources.turns
     include: Annotated[
@@ -243,12 +243,13 @@ DryRun = Annotated[
         "--dry-run",
         help="Read the sources and say what would be indexed: files, conversations, first words, "
         "and what would be skipped. Nothing is written.",
+        rich_help_panel="Documents",
     ),
 ]
 
 
 def show_preview(sources: Sequence[str], options: BuildOptions, *, as_json: bool) -> None:
-    """Print what would be indexed.
+    """Print what would be indexed; end with status 1 if nothing would be.
 
     Raises:
         SourceError: a source does not exist, or more would be dropped than the options allow.
@@ -256,6 +257,8 @@ def show_preview(sources: Sequence[str], options: BuildOptions, *, as_json: bool
     preview = preview_of(sources, options)
     show(preview, as_json=as_json)
     options.check_dropped(preview.tally)
+    if not preview.tally.num_documents:
+        raise typer.Exit(1)
 
 
 class Report(Protocol):

@@ -80,6 +80,7 @@ class Summary:
                 "bytes_per_token": round(self.num_phrase_bytes / self.num_tokens, 3),
                 "uncounted_tokens": self.num_uncounted_tokens,
             },
+            "tokenizer": self.vocabulary.name or None,
             "vocabulary_size": self.vocabulary.size,
             "fingerprint": self.vocabulary.fingerprint,
         }
@@ -105,6 +106,7 @@ class Summary:
             f"             {self.num_phrase_bytes:,} bytes, {per_token:.2f} per token indexed",
             f"             {self.num_uncounted_tokens:,} tokens added since they were counted",
             f"on disk      {self.num_bytes:,} bytes",
+            f"tokenizer    {self.vocabulary.name or 'of no known name'}",
             f"vocabulary   {self.vocabulary.size:,} tokens",
             f"fingerprint  {self.vocabulary.fingerprint}",
         ]

@@ -185,6 +185,7 @@ class Contents:
             "tokenizer": self.tokenizer.encode() if self.tokenizer else None,
             "vocabulary": {
                 "fingerprint": self.vocabulary.fingerprint,
+                **({"name": self.vocabulary.name} if self.vocabulary.name else {}),
                 "size": self.vocabulary.size,
             },
         }
@@ -198,7 +199,11 @@ class Contents:
         """
         vocabulary, tokenizer = value["vocabulary"], value["tokenizer"]
         return cls(
-            Vocabulary(int(vocabulary["size"]), str(vocabulary["fingerprint"])),
+            Vocabulary(
+                int(vocabulary["size"]),
+                str(vocabulary["fingerprint"]),
+                str(vocabulary.get("name", "")),
+            ),
             tuple(SegmentRecord.decode(segment) for segment in value["segments"]),
             PhrasesRecord.decode(value["phrases"]),
             int(value["next_segment"]),

@@ -123,11 +123,17 @@ def conversation_of(record: object, field: str = "") -> Conversation | None:
     return Conversation(shape, tuple(reading.turns), tuple(reading.left_out))
 
 
-def conversation_columns(names: Collection[str]) -> list[str]:
-    """Return the columns of a table that its conversations stand in; empty if it has none."""
+def conversation_columns(names: Collection[str], *, with_outputs: bool = True) -> list[str]:
+    """Return the columns of a table that its conversations stand in; empty if it has none.
+
+    Args:
+        names: of all columns.
+        with_outputs: whether prompts alone are no conversations.
+    """
     is_log = "request" in names and "response" in names
-    has_pair = any(key in names for key in _PROMPTS) and any(key in names for key in _OUTPUTS)
-    if not (is_log or has_pair or any(key in names for key in (*_LISTS, "prompt"))):
+    has_output = not with_outputs or any(key in names for key in _OUTPUTS)
+    has_pair = has_output and any(key in names for key in _PROMPTS)
+    if not (is_log or has_pair or any(key in names for key in _LISTS)):
         return []
     known = {*_LISTS, *_PROMPTS, *_OUTPUTS, *_SYSTEM, "request"}
     return [name for name in names if name in known]

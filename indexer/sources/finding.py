@@ -20,9 +20,15 @@ from indexer.sources.licences import (
     is_saved_dataset,
     split_folders,
 )
-from indexer.sources.source_options import EXCLUDED, Git, Patterns, SourceOptions
+from indexer.sources.source_options import EXCLUDED, NOT_INCLUDED, Git, Patterns, SourceOptions
 
 _UNKNOWN_SUFFIX: Final = "unknown suffix"
+_SYMBOLIC_LINK: Final = "symbolic link"
+_REMEDIES: Final = {
+    _UNKNOWN_SUFFIX: "take such files with --include",
+    NOT_INCLUDED: "add a pattern with --include",
+    _SYMBOLIC_LINK: "name the file that it leads to",
+}
 _SUBMODULE_MODE: Final = b"160000"
 _POINTERS: Final = frozenset(
     {
@@ -267,10 +273,9 @@ class Finder:
         if objection is None and form is None:
             objection = _UNKNOWN_SUFFIX
         if objection is None and path.is_symlink():
-            objection = "symbolic link"
+            objection = _SYMBOLIC_LINK
         if objection is not None:
-            remedy = "take such files with --include" if objection == _UNKNOWN_SUFFIX else ""
-            self._tally.skip(objection, name_of(path), remedy)
+            self._tally.skip(objection, name_of(path), _REMEDIES.get(objection, ""))
             return None
         return form
 

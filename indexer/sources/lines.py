@@ -23,6 +23,7 @@ from indexer.sources.source_options import (
 )
 from indexer.sources.texts import (
     BOM_BYTES,
+    STANDARD_INPUT_NAME,
     bounded_lines,
     decoded,
     encoding_of,
@@ -106,7 +107,7 @@ def line_records(piece: SourcePiece, options: SourceOptions, tally: BuildTally) 
                 try:
                     text = _text_of(line, encoding)
                     if not text.isspace():
-                        yield name, _parsed(text)
+                        yield name, _parsed(text, piece.file)
                 except UnusableError as unusable:
                     tally.drop(str(unusable), name, unusable.remedy)
 
@@ -127,8 +128,11 @@ def _text_of(line: str | bytes | None, encoding: str) -> str:
         raise UnusableError(NOT_TEXT, NAME_ENCODING) from None
 
 
-def _parsed(line: str) -> Any:
+def _parsed(line: str, file: SourceFile) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UnusableError(NOT_JSON, f"{said_of(error)}: mend or remove such lines") from None
+        is_kept = file.name == STANDARD_INPUT_NAME
+        otherwise = "say --stdin-format text" if is_kept else "name the file .json"
+        remedy = f"mend or remove such lines; or {otherwise} if a line is no record of its own"
+        raise UnusableError(NOT_JSON, f"{said_of(error)}: {remedy}") from None

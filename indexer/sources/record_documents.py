@@ -38,15 +38,21 @@ class TableError(SourceError):
 def record_columns(names: Sequence[str], options: SourceOptions) -> list[str]:
     """Return the columns that are read of a table: texts or conversations, and licences.
 
+    Without a field, where conversations alone are wanted, all columns are.
+
     Raises:
         TableError: there is neither a column of texts nor any of conversations.
     """
-    wanted = [options.field] if options.field in names else conversation_columns(names)
+    wanted = [options.field]
+    if options.field not in names:
+        wanted = conversation_columns(names, with_outputs=bool(options.field))
     if not wanted:
         listed = listed_keys(names)
         raise TableError(
             f"no column {options.field!r}", f"name one of these with --field: {listed}"
         )
+    if not options.field:
+        return list(names)
     licence = options.licence_field
     return [*wanted, licence] if licence in names and licence not in wanted else wanted
 
@@ -67,7 +73,8 @@ def documents_of(
         UnusableError: there is none.
     """
     if not isinstance(record, Mapping):
-        raise UnusableError(f"no text in field {options.field!r}", "it is no object with keys")
+        kind = "a list: name the file .json" if isinstance(record, list) else "no object with keys"
+        raise UnusableError(f"no text in field {options.field!r}", f"it is {kind}")
     own = licence_in(record.get(options.licence_field)) if options.licence_field else ""
     licence = options.licence or own or file.licence
     text = record.get(options.field)
@@ -104,7 +111,7 @@ def listed_keys(names: Sequence[str] | Mapping[str, Any]) -> str:
 def _texts(conversation: Conversation, options: SourceOptions) -> Iterator[tuple[int, str]]:
     """Yield the turns that are wanted with their numbers; all together have the number 0."""
     if options.turns != Turns.ALL:
-        yield from turns_of(conversation, options.turns.value)
+        yield from turns_of(conversation, str(options.turns))
     elif conversation.turns:
         yield 0, _together(conversation, options)
 
@@ -141,7 +148,12 @@ def _without_turns(
     conversation: Conversation, record: Mapping[str, Any], turns: Turns
 ) -> UnusableError:
     if not conversation.turns:
-        return UnusableError("empty conversation", "it has no turn with a text")
+        left_out = ", ".join(dict.fromkeys(conversation.left_out))
+        said = f"; left out: {left_out}" if left_out else ""
+        known = "system, user, assistant or tool"
+        return UnusableError(
+            "empty conversation", f"it has no turn of a role {known} with a text{said}"
+        )
     roles = ", ".join(dict.fromkeys(turn.role for turn in conversation.turns))
     return UnusableError(
         f"no {turns} turn",

@@ -215,7 +215,7 @@ def _rows(text: TextIO, options: SourceOptions) -> "csv.DictReader[str]":
     marks = {mark: first.count(mark) for mark in ",;\t"}
     delimiter = max(marks, key=lambda mark: marks[mark])
     header = next(csv.reader([first], delimiter=delimiter), [])
-    return csv.DictReader(text, [name.strip() for name in header], delimiter=delimiter)
+    return csv.DictReader(text, [name.strip() for name in header], delimiter=delimiter, strict=True)
 
 
 def read_json(

@@ -72,7 +72,10 @@ class Rows:
         value = getattr(scalar, "value", scalar)  # where a dictionary encodes the column
         content = value.as_buffer() if hasattr(value, "as_buffer") else None
         if content is None:
-            raise UnusableError(f"no text in field {self._options.field!r}")
+            raise UnusableError(
+                f"no text in field {self._options.field!r}",
+                "it is null or another type: name another column with --field",
+            )
         if content.size > self._options.max_document_bytes:
             raise UnusableError(TOO_LARGE, RAISE_LIMIT)
         try:

@@ -145,7 +145,8 @@ def read_text(
     yield SourceDocument(file.name, licence, text)
 
 
-_NAME: Final = "stdin"
+STANDARD_INPUT_NAME: Final = "stdin"
+"""The file that standard input counts as."""
 
 
 def keep_standard_input(scratch: Path | None, options: SourceOptions) -> SourceFile:
@@ -162,7 +163,7 @@ def keep_standard_input(scratch: Path | None, options: SourceOptions) -> SourceF
     if stream is None or scratch is None:
         missing = "standard input" if stream is None else "folder to keep standard input in"
         raise SourceError(f"there is no {missing}: name a file instead of -")
-    path = scratch / _NAME
+    path = scratch / STANDARD_INPUT_NAME
     is_text = options.stdin_format == StdinFormat.TEXT
     try:
         with path.open("xb") as kept:
@@ -175,4 +176,4 @@ def keep_standard_input(scratch: Path | None, options: SourceOptions) -> SourceF
         said = reason_of(error)
         raise SourceError(f"cannot keep standard input in {scratch}: {said}") from error
     form = Format(FileForm.TEXT if is_text else FileForm.LINES)
-    return SourceFile(path, _NAME, form, options.licence, num_bytes)
+    return SourceFile(path, STANDARD_INPUT_NAME, form, options.licence, num_bytes)

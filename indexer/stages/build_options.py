@@ -17,6 +17,7 @@ from indexer.format.names import MAX_POSITIONS
 from indexer.screening.screen import NO_SCREENING, ScreenOptions
 from indexer.sources import ChatTemplate, SourceOptions, Turns
 from indexer.stages.segments import MAX_SEGMENT_TOKENS, sorting_bytes
+from indexer.tokenizer import CoreTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,9 +78,20 @@ class BuildOptions:
                 "such as 0.01 for one record in a hundred"
             )
 
-    def with_template_of(self, tokenizer: "PreTrainedTokenizerBase") -> "BuildOptions":
+    @property
+    def needs_template(self) -> bool:
+        """Whether conversations are written by a chat template, if the tokenizer has one."""
+        return self.sources.turns == Turns.ALL and self.sources.template is None
+
+    def with_template_of(
+        self, tokenizer: "CoreTokenizer | PreTrainedTokenizerBase"
+    ) -> "BuildOptions":
         """Return the options with a tokenizer's chat template, where one is needed and there."""
-        if self.sources.turns != Turns.ALL or not tokenizer.chat_template:
+        if (
+            not self.needs_template
+            or isinstance(tokenizer, CoreTokenizer)
+            or not tokenizer.chat_template
+        ):
             return self
         special = tokenizer.special_tokens_map.items()
         template = ChatTemplate(

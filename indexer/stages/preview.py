@@ -34,7 +34,7 @@ class Preview:
 
     Attributes:
         files: those that would be read, in order.
-        samples: names and first words of the first document of each of the first files.
+        samples: names and first words of some documents: the first of each of the first pieces.
         num_bytes: text of all documents in UTF-8; equal documents count each.
         tally: what is skipped and why, and the conversations.
     """

@@ -13,11 +13,13 @@ from indexer.errors import TokenizerError, reason_of
 from indexer.format.compression import zstd
 from indexer.format.names import Tokens
 from indexer.screening.screen import EXCLUDED, NO_SCREENING, Screen, ScreenOptions
-from indexer.sources import NOT_TEXT, RAISE_LIMIT, TOO_LARGE, SourceDocument
+from indexer.sources import NAME_ENCODING, NOT_TEXT, RAISE_LIMIT, TOO_LARGE, SourceDocument
 from indexer.stages.parts import TokenisedDocument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from indexer.tokenizer import CoreTokenizer
 
 EMPTY: Final = "empty"
 
@@ -68,12 +70,12 @@ def usable_texts(
         try:
             num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError:  # half a surrogate pair, which JSON allows
-            tally.drop(NOT_TEXT, name)
+            tally.drop(NOT_TEXT, name, "it holds half of a surrogate pair: write it as UTF-8")
             continue
         if num_bytes > max_document_bytes:
             tally.drop(TOO_LARGE, name, RAISE_LIMIT)
         elif "\0" in text:
-            tally.drop(NOT_TEXT, name)
+            tally.drop(NOT_TEXT, name, f"it holds NUL: {NAME_ENCODING}")
         elif not text or text.isspace():
             tally.skip(EMPTY, name)
         elif screen is None:
@@ -160,7 +162,7 @@ def _pieces(text: str) -> Iterator[str]:
         begin = end
 
 
-def stored_form(tokenizer: "PreTrainedTokenizerBase") -> bytes:
+def stored_form(tokenizer: "CoreTokenizer | PreTrainedTokenizerBase") -> bytes:
     """Return a tokenizer's core as an index stores it: its JSON, compressed.
 
     Raises:

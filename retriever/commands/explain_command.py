@@ -1,8 +1,10 @@
 """The command that explains a draft, as a tree for people."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -21,10 +23,81 @@ from retriever.limits import DEFAULT_DOCUMENTS, MAX_DOCUMENTS
 from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.traces import ChatEncoder
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.options import DEFAULT_LIMITS, check_files, load_phrases
-from retriever.tree import ROOT, Explanation, NodeProvenance, Source
+from retriever.sessions.options import (
+    DEFAULT_LIMITS,
+    check_files,
+    indexed_tokenizer,
+    load_phrases,
+)
+from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
 
 _SHOWN_POSITIONS: Final = 3
+_SHOWN_PATHS: Final = 5
+"""As many as fit a screen with their sources; `--full` shows the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPath:
+    """A path of a draft from the context to a leaf.
+
+    Attributes:
+        nodes: of the tree, from the root downwards.
+        probability: that all of it comes true.
+        expected: tokens of it that come true on average.
+    """
+
+    nodes: list[int]
+    probability: float
+    expected: float
+
+
+def paths_of(tree: DraftTree) -> list[DraftPath]:
+    """Return a path for each leaf of a tree, those that bring most tokens first."""
+    parents = tree.parents.tolist()
+    probabilities = tree.probabilities.tolist()
+    paths = []
+    for leaf in sorted(set(range(len(parents))) - set(parents)):
+        nodes, node = list[int](), leaf
+        while node != ROOT:
+            nodes.append(node)
+            node = parents[node]
+        expected = sum(probabilities[node] for node in nodes)
+        paths.append(DraftPath(nodes[::-1], probabilities[leaf], expected))
+    return sorted(paths, key=lambda path: -path.expected)
+
+
+def shown_paths(explanation: Explanation, text_of: Callable[[list[int]], str] | None) -> list[str]:
+    """Return lines with the best paths as text, and what they come from, each source once.
+
+    Args:
+        explanation: what to show.
+        text_of: gives the text of tokens; without it ids are shown.
+    """
+    tree = explanation.tree
+    if not len(tree):
+        return ["no draft: nothing that is known goes on from this context"]
+    paths = paths_of(tree)
+    lines = [f"nodes: {len(tree)}, paths: {len(paths)}, those first that bring most tokens"]
+    numbers: dict[str, int] = {}
+    for path in paths[:_SHOWN_PATHS]:
+        tokens = tree.token_ids[path.nodes].tolist()
+        text = f"tokens {', '.join(map(str, tokens))}" if text_of is None else repr(text_of(tokens))
+        sources = Counter(Source(int(tree.sources[node])).label for node in path.nodes)
+        named = ", ".join(f"{label} {count}" for label, count in sources.most_common())
+        documents = {
+            numbers.setdefault(_named(document), len(numbers) + 1): None
+            for node in path.nodes
+            for document in explanation.nodes[node].documents
+        }
+        references = "".join(f" [{number}]" for number in documents)
+        lines += [f"{path.probability:6.3f}  {text}", f"        {named}{references}"]
+    lines += [f"[{number}] {name}" for name, number in numbers.items()]
+    return [*lines, "--full shows every node, with matches, places and documents"]
+
+
+def _named(document: DocumentOccurrence) -> str:
+    """Return a document's name with its licence."""
+    return f"{document.index}: {document.name}" + (document.licence and f", {document.licence}")
 
 
 def rendered(explanation: Explanation, text_of: Callable[[int], str] | None) -> Tree:
@@ -47,8 +120,7 @@ def rendered(explanation: Explanation, text_of: Callable[[int], str] | None) -> 
         )
         branches[node] = branch
         for document in provenance.documents:
-            licence = f", {document.licence}" if document.licence else ""
-            where = f"{document.index}: {document.name}{licence}, token {document.position}"
+            where = f"{_named(document)}, token {document.position}"
             branch.add(f"[dim]{escape(where)}[/dim]")
     return root
 
@@ -109,15 +181,20 @@ def explain(
             rich_help_panel="Output",
         ),
     ] = DEFAULT_DOCUMENTS,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Show the whole tree, node by node.", rich_help_panel="Output"),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the draft for a context, and for each token where it comes from.
+    """Show the draft for a context, and where it comes from.
 
-    Named are its database, after how many equal tokens and how often it was found, and documents
-    that it stands in, with their licences.
+    First come the paths that bring most tokens, as text, with their databases and the documents
+    that they stand in, licences included. With --full each token is shown by itself: its database,
+    after how many equal tokens, how often and where it was found.
     """
     check_files(source.index, source.phrases)
-    encoder = ChatEncoder(texts.tokenizer)
+    encoder = ChatEncoder(texts.tokenizer, indexed_tokenizer(source.index))
     tokens = _tokens(encoder, context, context_file, context_ids)
     with ExitStack() as stack:
         drafter: EmbeddedDrafter | RemoteDrafter
@@ -137,11 +214,14 @@ def explain(
         stack.callback(drafter.shut_down)
         explanation = drafter.explain(tokens, budget, max_documents=documents)
     known = encoder.vocabulary is not None
-    text_of = (lambda token: str(encoder.tokenizer.decode([token]))) if known else None
+    text_of = (lambda ids: str(encoder.tokenizer.decode(ids))) if known else None
+    text_of_one = None if text_of is None else (lambda token: text_of([token]))
     if as_json:
-        typer.echo(json.dumps(explanation.as_json(text_of)))
+        typer.echo(json.dumps(explanation.as_json(text_of_one)))
+    elif full:
+        Console().print(rendered(explanation, text_of_one))
     else:
-        Console().print(rendered(explanation, text_of))
+        typer.echo("\n".join(shown_paths(explanation, text_of)))
 
 
 def _remote(source: DraftSettings, vocabulary: Vocabulary | None) -> RemoteDrafter:

@@ -17,7 +17,12 @@ from retriever.errors import InvalidRequestError
 from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.replay import replay, tables
 from retriever.replay.traces import ChatEncoder, read_outputs, read_traces
-from retriever.sessions.options import DEFAULT_LIMITS, check_files, load_phrases
+from retriever.sessions.options import (
+    DEFAULT_LIMITS,
+    check_files,
+    indexed_tokenizer,
+    load_phrases,
+)
 
 
 @clear_errors()
@@ -27,7 +32,9 @@ def replay_traces(
         Path,
         typer.Argument(
             metavar="TRACES",
-            help="JSON lines (.gz too): `prompt` and `output`, or `prompt_ids` and `output_ids`.",
+            help="Conversations, of which each turn of the assistant is replayed: .jsonl (.gz "
+            "too), .json, .csv or .parquet with `messages`, `conversations`, `prompt` and "
+            "`output`, `request` and `response` and the like; or `prompt_ids` and `output_ids`.",
         ),
     ],
     *,
@@ -96,7 +103,7 @@ def replay_traces(
         raise InvalidRequestError(
             "--phrases and --server are for our own drafter: leave out --drafter"
         )
-    encoder = ChatEncoder(texts.tokenizer)
+    encoder = ChatEncoder(texts.tokenizer, indexed_tokenizer(source.index))
     check_files(source.index, source.phrases)
     read = read_traces(traces, encoder, limit)
     warming = [read_outputs(path, encoder) for path in warm or []]

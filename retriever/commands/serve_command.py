@@ -30,7 +30,7 @@ from retriever.service.admin_serving import AdminPlane
 from retriever.service.serving import serve as serve_forever
 from retriever.sessions.bindings import BoundPaths, parsed_bindings
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.sessions.options import check_files, load_phrases
+from retriever.sessions.options import check_files, indexed_tokenizer, load_phrases
 
 _logger = logging.getLogger(__name__)
 
@@ -149,7 +149,9 @@ def _open(settings: Settings) -> EmbeddedDrafter:
         [*settings.phrases, *chain.from_iterable(lists.values())],
         skip_missing=settings.missing_indexes == "skip",
     )
-    encoder = ChatEncoder(settings.tokenizer)
+    skips = settings.missing_indexes == "skip"
+    named = None if skips else indexed_tokenizer(settings.index)
+    encoder = ChatEncoder(settings.tokenizer, named)
     load = partial(
         load_phrases, encode=encoder.encode_output, indexes=settings.index, track=progress
     )

@@ -7,9 +7,8 @@ from typing import Final
 
 from retriever.tree import Source
 
-# Sources that are no database of a service have no colour of their own; also from the palette of
-# Okabe and Ito.
-_OTHERS: Final = {Source.MODEL: "#d55e00"}
+# Sources that are no database of a service state no colour; these are from the same palette.
+_OTHERS: Final = {Source.MODEL: "#56b4e9", Source.UNSPECIFIED: "#d55e00"}
 
 
 def colours() -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from indexer.reader import Index
 from retriever.operations.observer import ServiceObserver
 from retriever.replication.replication_state import ReplicationCounts
+from retriever.sessions.bindings import IndexOutcome
 from retriever.sessions.draft_counts import NOTHING_HELD, Census, DraftCounts
 from retriever.sessions.embedded import EmbeddedDrafter
 
@@ -78,6 +79,11 @@ class Service:
     def evictions(self) -> Mapping[str, int]:
         """How often what has made room."""
         return self.drafter.evictions if self.drafter is not None else {}
+
+    @property
+    def index_outcomes(self) -> list[IndexOutcome]:
+        """What came of the nodes that indexes proposed, by the indexes drafted from together."""
+        return self.drafter.index_outcomes if self.drafter is not None else []
 
     def census(self) -> Census:
         """Return what is in memory now."""

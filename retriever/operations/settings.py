@@ -70,7 +70,7 @@ class TokenizerSettings(BaseModel):
         Metavar("MODEL"),
         Field(
             description="The tokenizer of texts: a hub id, a folder or a .gguf file. "
-            f"Default: {DEFAULT_MODEL}."
+            f"Default: that of the index, where it says so, else {DEFAULT_MODEL}."
         ),
     ] = None
 

@@ -4,18 +4,24 @@ It has no scripts, no forms and no external resources. Tenants are named, sessio
 the library that writes the elements escapes all values.
 """
 
-import base64
-import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Final
+from itertools import accumulate, groupby, pairwise
+from math import log
+from typing import Final, Self
 from xml.etree.ElementTree import Element, SubElement, tostring
 
+from retriever.operations.design import hash_of, style_of
 from retriever.operations.service_report import Service, installed_version
-from retriever.sessions.draft_counts import BOUNDS_S, DraftCounts, Latencies
+from retriever.sessions.draft_counts import (
+    BOUNDS_S,
+    Census,
+    DraftCounts,
+    Latencies,
+    resident_bytes,
+)
 from retriever.tree import Source, drafted_sources
 
 SAMPLE_S: Final = 10.0  # an hour has 360 samples: a step in the chart every two pixels
@@ -25,21 +31,67 @@ MAX_SAMPLES: Final = 361
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Accepted tokens between two samples.
+    """What happened between two samples.
 
     Attributes:
         begin_s: time of the first, in seconds of the clock.
         end_s: time of the second.
         per_second: accepted tokens a second, by source.
+        tokens_per_step: tokens committed for each draft; None without an outcome.
+        median_s: median latency of drafts, in seconds; None without a draft.
+        tail_s: the 99th percentile of it.
+        memory_bytes: resident memory of the process at the end.
     """
 
     begin_s: float
     end_s: float
     per_second: tuple[float, ...]
+    tokens_per_step: float | None
+    median_s: float | None
+    tail_s: float | None
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Counts at a time; see `DraftCounts`."""
+
+    time_s: float
+    accepted: tuple[int, ...]
+    num_outcomes: int
+    num_committed: int
+    drafts: tuple[int, ...]
+    memory_bytes: int
+
+    @classmethod
+    def of(cls, counts: DraftCounts, now_s: float) -> Self:
+        return cls(
+            now_s,
+            tuple(counts.by_source[1].tolist()),
+            counts.num_outcomes,
+            counts.num_committed,
+            tuple(counts.drafts.counts),
+            resident_bytes()[0],
+        )
+
+    def until(self, later: "_Sample") -> Rates:
+        """Return what happened between this sample and a later one."""
+        span_s = later.time_s - self.time_s
+        outcomes = later.num_outcomes - self.num_outcomes
+        drafts = [after - before for before, after in zip(self.drafts, later.drafts, strict=True)]
+        return Rates(
+            self.time_s,
+            later.time_s,
+            tuple((later.accepted[each] - self.accepted[each]) / span_s for each in Source),
+            (later.num_committed - self.num_committed) / outcomes if outcomes else None,
+            _quantile(drafts, 0.5) or None,
+            _quantile(drafts, 0.99) or None,
+            later.memory_bytes,
+        )
 
 
 class History:
-    """Samples of accepted tokens by source.
+    """Samples of what drafts came to, and of memory.
 
     Args:
         draft_counts: returns the counts to sample.
@@ -51,52 +103,101 @@ class History:
     ) -> None:
         self._draft_counts = draft_counts
         self._clock = clock
-        self._samples: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
         self.sample()
 
     def sample(self) -> None:
         """Take a sample if the last one is at least `SAMPLE_S` old."""
         now = self._clock()
-        if not self._samples or now - self._samples[-1][0] >= SAMPLE_S:
-            self._samples.append((now, tuple(self._draft_counts().by_source[1].tolist())))
+        if not self._samples or now - self._samples[-1].time_s >= SAMPLE_S:
+            self._samples.append(_Sample.of(self._draft_counts(), now))
 
     def rates(self) -> list[Rates]:
         """Return the rates between samples, oldest first."""
-        samples = list(self._samples)
-        return [
-            Rates(
-                begin,
-                end,
-                tuple((after[each] - before[each]) / (end - begin) for each in Source),
-            )
-            for (begin, before), (end, after) in pairwise(samples)
-        ]
+        return [before.until(after) for before, after in pairwise(list(self._samples))]
 
 
 _WIDTH: Final = 720
 _HEIGHT: Final = 160
-_MARGIN: Final = 24
+_MILLISECOND: Final = 1e-3
+_FASTEST_S: Final = BOUNDS_S[0]
+_SLOWEST_S: Final = BOUNDS_S[-1]
 
 
-def stacked_areas(rates: Sequence[Rates]) -> Element:
-    """Return an `svg` of accepted tokens a second by database over time."""
-    drawing = Element("svg", viewBox=f"0 0 {_WIDTH} {_HEIGHT + _MARGIN}", role="img", id="accepted")
-    SubElement(drawing, "title").text = "Accepted tokens a second by database"
-    if not rates:
-        _text(drawing, _WIDTH / 2, _HEIGHT / 2, "middle", "No samples yet: look again in a moment.")
-        return drawing
-    begin, end = rates[0].begin_s, rates[-1].end_s
+def _accepted(rates: Sequence[Rates]) -> tuple[Element, str]:
+    """Return the chart of accepted tokens by database, stacked, and what its height means."""
+    drawing = _drawing("accepted", "Accepted tokens a second by database")
     shown = drafted_sources()
     stacked = [list(accumulate((each.per_second[s] for s in shown), initial=0.0)) for each in rates]
     top = max(stack[-1] for stack in stacked) or 1.0
     for layer, source in enumerate(shown):
         places = _outline(rates, stacked, layer, top)
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        SubElement(drawing, "polygon", points=points, fill=source.colour)
-    _text(drawing, 4, 14, "start", f"{top:,.0f} tokens/s")
-    _text(drawing, 0, _HEIGHT + 16, "start", f"{(end - begin) / 60:.0f} min ago")
-    _text(drawing, _WIDTH, _HEIGHT + 16, "end", "now")
+        SubElement(drawing, "polygon", {"points": points, "class": f"area source-{source.label}"})
+    return drawing, f"up to {top:,.0f} tokens/s"
+
+
+def _drawing(name: str, title: str) -> Element:
+    attributes = {"viewBox": f"0 0 {_WIDTH} {_HEIGHT}", "preserveAspectRatio": "none"}
+    drawing = Element("svg", {**attributes, "role": "img", "id": name, "class": "chart"})
+    SubElement(drawing, "title").text = title
     return drawing
+
+
+def _add_line(
+    drawing: Element, rates: Sequence[Rates], heights: Sequence[float | None], css: str
+) -> None:
+    """Draw values as steps, with gaps where there is none.
+
+    Args:
+        drawing: gets the line.
+        rates: tell the times.
+        heights: 0 at the lower edge, 1 at the upper one.
+        css: classes of the line.
+    """
+    begin = rates[0].begin_s
+    span = rates[-1].end_s - begin
+    drawn = zip(rates, heights, strict=True)
+    for has_value, run in groupby(drawn, key=lambda each: each[1] is not None):
+        if has_value:
+            points = " ".join(
+                f"{_WIDTH * (time_s - begin) / span:.1f},{_HEIGHT * (1 - (height or 0)):.1f}"
+                for each, height in run
+                for time_s in (each.begin_s, each.end_s)
+            )
+            SubElement(drawing, "polyline", {"points": points, "class": css})
+
+
+def _tokens_per_step(rates: Sequence[Rates]) -> tuple[Element, str]:
+    drawing = _drawing("tokens-per-step", "Tokens committed for each draft")
+    values = [each.tokens_per_step for each in rates]
+    top = max((value for value in values if value is not None), default=1.0) or 1.0
+    _add_line(drawing, rates, [None if v is None else 0.95 * v / top for v in values], "line")
+    return drawing, f"up to {top:.1f}"
+
+
+def _latencies(rates: Sequence[Rates]) -> tuple[Element, str]:
+    drawing = _drawing("latency", "Latency of drafts: median, and dashed the 99th percentile")
+    medians = [_logarithmic(each.median_s) for each in rates]
+    _add_line(drawing, rates, medians, "line")
+    tails = [_logarithmic(each.tail_s) for each in rates]
+    _add_line(drawing, rates, tails, "line dashed")
+    return drawing, f"{_FASTEST_S * 1e6:.0f} µs to {_SLOWEST_S:.0f} s, logarithmic"
+
+
+def _logarithmic(seconds: float | None) -> float | None:
+    """Return the height of a latency on a scale from the fastest to the slowest bound."""
+    if seconds is None:
+        return None
+    share = log(min(seconds, _SLOWEST_S) / _FASTEST_S) / log(_SLOWEST_S / _FASTEST_S)
+    return 0.02 + 0.96 * share  # within the edges
+
+
+def _resident(rates: Sequence[Rates]) -> tuple[Element, str]:
+    drawing = _drawing("memory", "Resident memory of the process")
+    top = max(each.memory_bytes for each in rates) or 1
+    _add_line(drawing, rates, [0.95 * each.memory_bytes / top for each in rates], "line")
+    return drawing, f"up to {top / 1e6:,.0f} MB"
 
 
 def _outline(
@@ -126,30 +227,26 @@ def _outline(
 
 def swatch(source: Source) -> Element:
     """Return a small square in the colour of a database."""
-    square = Element("svg", width="12", height="12")
-    SubElement(square, "rect", width="12", height="12", fill=source.colour)
-    return square
+    return Element("span", {"class": f"swatch source-{source.label}"})
 
 
-def _text(drawing: Element, x: float, y: float, anchor: str, text: str) -> None:
-    attributes = {"x": f"{x:g}", "y": f"{y:g}", "text-anchor": anchor}
-    SubElement(drawing, "text", attributes).text = text
-
-
-_STYLE: Final = """
-:root { color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif; }
-body { max-width: 46rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid #8886; }
-th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
-svg text { fill: currentColor; font-size: 12px; }
-"""
+_STYLE: Final = style_of("""
+body { max-width: 68rem; }
+.charts {
+  display: grid;
+  gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr));
+}
+.charts section { min-width: 0; }
+.chart { height: 130px; }
+h3 { font-size: .95rem; font-weight: 500; margin: .5rem 0 .25rem; }
+svg .dashed { stroke-dasharray: 4 4; }
+""")
 _MAX_TENANTS: Final = 50  # bounds the page; the rest is summed up
 _MAX_REFUSALS: Final = 30  # bounds the page
 
-_STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 _POLICY = (
-    f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; "
+    f"default-src 'none'; style-src {hash_of(_STYLE)}; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS: Final = (
@@ -169,14 +266,20 @@ def page(service: Service, history: History) -> str:
     html = Element("html", lang="en")
     head, body = SubElement(html, "head"), SubElement(html, "body")
     SubElement(head, "meta", charset="utf-8")
+    SubElement(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
     SubElement(head, "meta", {"http-equiv": "refresh", "content": f"{SAMPLE_S:.0f}"})
     SubElement(head, "title").text = "foredraft"
     SubElement(head, "style").text = _STYLE
+    census = service.census()
     _life(body, service)
-    _outcomes(body, service, history)
+    _figures(body, service, census)
+    _charts(body, history.rates())
+    _sources(body, service)
     _indexes(body, service)
-    _memory(body, service)
+    _by_index(body, service)
+    _memory(body, service, census)
     _refusals(body, service)
+    _label_cells(body)
     return "<!doctype html>\n" + tostring(html, encoding="unicode", method="html")
 
 
@@ -184,26 +287,61 @@ def _life(body: Element, service: Service) -> None:
     SubElement(body, "h1").text = "foredraft"
     phase = service.observer.lifecycle.phase.value
     up = duration(time.time() - service.began_s)
-    SubElement(body, "p", id="life").text = f"{phase}, {up} up, version {installed_version()}"
+    life = f"{phase}, {up} up, version {installed_version()}"
+    SubElement(body, "p", {"id": "life", "class": "soft"}).text = life
 
 
-def _outcomes(body: Element, service: Service, history: History) -> None:
+def _figures(body: Element, service: Service, census: Census) -> None:
     counts = service.draft_counts
-    SubElement(body, "h2").text = "Drafts"
     steps = counts.num_committed / counts.num_outcomes if counts.num_outcomes else 0.0
-    SubElement(body, "p", id="drafts").text = (
-        f"{sum(counts.drafts.counts):,} drafts, median {_shown(quantile(counts.drafts, 0.5))}, "
-        f"99th percentile {_shown(quantile(counts.drafts, 0.99))}; "
-        f"{steps:.2f} tokens committed for each"
-    )
-    SubElement(body, "h3").text = "Accepted tokens a second"
-    body.append(stacked_areas(history.rates()))
-    nodes, accepted = counts.by_source.tolist()
+    tail = _shown(quantile(counts.drafts, 0.99))
+    memory = resident_bytes()[0]
+    tenants = f"{census.tenants:,} {'tenant' if census.tenants == 1 else 'tenants'}"
+    figures = SubElement(body, "dl", {"id": "figures", "class": "figures"})
+    for name, value, more in (
+        ("tokens per step", f"{steps:.2f}" if steps else "unknown", "since the start"),
+        ("drafts", f"{sum(counts.drafts.counts):,}", f"{counts.num_outcomes:,} with an outcome"),
+        ("median latency", _shown(quantile(counts.drafts, 0.5)), f"99%: {tail}"),
+        ("memory", f"{memory / 1e6:,.0f} MB" if memory else "unknown", "resident"),
+        ("sessions", f"{sum(census.sessions.values()):,}", tenants),
+    ):
+        figure = SubElement(figures, "div")
+        SubElement(figure, "dt").text = name
+        amount = SubElement(figure, "dd")
+        amount.text = value
+        SubElement(amount, "small").text = more
+
+
+def _charts(body: Element, rates: Sequence[Rates]) -> None:
+    SubElement(body, "h2").text = "The last hour"
+    if not rates:
+        SubElement(body, "p").text = "No samples yet: look again in a moment."
+        return
+    begin = f"{(rates[-1].end_s - rates[0].begin_s) / 60:.0f} min ago"
+    charts = SubElement(body, "div", {"class": "charts"})
+    for (drawing, scale), name in (
+        (_tokens_per_step(rates), "Tokens per step"),
+        (_latencies(rates), "Latency: median, and dashed the 99th percentile"),
+        (_accepted(rates), "Accepted tokens a second, by database"),
+        (_resident(rates), "Memory"),
+    ):
+        chart = SubElement(charts, "section")
+        SubElement(chart, "h3").text = name
+        chart.append(drawing)
+        axis = SubElement(chart, "p", {"class": "axis"})
+        for text in (begin, scale, "now"):
+            SubElement(axis, "span").text = text
+
+
+def _sources(body: Element, service: Service) -> None:
+    SubElement(body, "h2").text = "Acceptance by database"
+    nodes, accepted = service.draft_counts.by_source.tolist()
     rows = _table(body, "sources", "database", "nodes", "accepted", "share")
     for source in drafted_sources():
-        row = _row(rows, "", nodes[source], accepted[source], _share(accepted, nodes, source))
+        share = _share(accepted[source], nodes[source])
+        row = _row(rows, "", nodes[source], accepted[source], share)
         row[0].append(swatch(source))
-        row[0][0].tail = f" {source.label}"
+        row[0][0].tail = source.label
 
 
 def _indexes(body: Element, service: Service) -> None:
@@ -219,8 +357,24 @@ def _indexes(body: Element, service: Service) -> None:
     SubElement(body, "p", id="refresh").text = f"{failures:,} failures to open a changed index"
 
 
-def _memory(body: Element, service: Service) -> None:
-    census = service.census()
+def _by_index(body: Element, service: Service) -> None:
+    """Show the acceptance of indexes; those that are drafted from together have one row."""
+    SubElement(body, "h2").text = "Acceptance by index"
+    rows = _table(body, "outcomes", "index", "tenant", "nodes", "accepted", "share")
+    outcomes = service.index_outcomes
+    for each in outcomes[:_MAX_TENANTS]:
+        names = " + ".join(path.name for path in each.indexes)
+        whose = "all" if each.tenant is None else each.tenant
+        share = _share(each.num_accepted, each.num_drafted)
+        _row(rows, names, whose, each.num_drafted, each.num_accepted, share)
+    left = outcomes[_MAX_TENANTS:]
+    if left:
+        drafted = sum(each.num_drafted for each in left)
+        accepted = sum(each.num_accepted for each in left)
+        _row(rows, f"{len(left):,} others", "", drafted, accepted, _share(accepted, drafted))
+
+
+def _memory(body: Element, service: Service, census: Census) -> None:
     SubElement(body, "h2").text = "Sessions"
     SubElement(body, "p", id="sessions").text = (
         f"{sum(census.sessions.values()):,} open, {census.session_tokens:,} tokens, "
@@ -247,10 +401,12 @@ def _refusals(body: Element, service: Service) -> None:
 
 
 def _table(body: Element, name: str, *titles: str) -> Element:
-    table = SubElement(body, "table", id=name)
+    scrolled = SubElement(body, "div", {"class": "scroll", "tabindex": "0", "role": "group"})
+    scrolled.set("aria-label", name)
+    table = SubElement(scrolled, "table", id=name)
     head = SubElement(SubElement(table, "thead"), "tr")
     for title in titles:
-        SubElement(head, "th").text = title
+        SubElement(head, "th", scope="col").text = title
     return SubElement(table, "tbody")
 
 
@@ -261,13 +417,25 @@ def _row(rows: Element, *values: str | int) -> Element:
     return row
 
 
-def _share(accepted: Sequence[int], nodes: Sequence[int], source: int) -> str:
-    return f"{accepted[source] / nodes[source]:.1%}" if nodes[source] else "unknown"
+def _label_cells(body: Element) -> None:
+    """Have each cell carry its column's title, which narrow windows show next to it."""
+    for table in body.iter("table"):
+        titles = [each.text or "" for each in table.iter("th")]
+        for row in table.findall("tbody/tr"):
+            for title, cell in zip(titles, row, strict=True):
+                cell.set("data-title", title)
+
+
+def _share(accepted: int, nodes: int) -> str:
+    return f"{accepted / nodes:.1%}" if nodes else "unknown"
 
 
 def quantile(latencies: Latencies, share: float) -> float:
     """Return the upper bound of a share of the latencies; 0 without any."""
-    counts: Iterable[int] = latencies.counts.copy()
+    return _quantile(latencies.counts.copy(), share)
+
+
+def _quantile(counts: Sequence[int], share: float) -> float:
     wanted, seen = share * sum(counts), 0
     for bound, count in zip((*BOUNDS_S, float("inf")), counts, strict=True):
         seen += count
@@ -281,6 +449,8 @@ def _shown(seconds: float) -> str:
         return "unknown"
     if seconds == float("inf"):
         return f"over {BOUNDS_S[-1]:g} s"
+    if seconds >= _MILLISECOND:
+        return f"within {seconds * 1e3:,.0f} ms"
     return f"within {seconds * 1e6:,.0f} µs"
 
 

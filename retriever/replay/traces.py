@@ -14,12 +14,19 @@ from numpy.typing import ArrayLike
 
 from indexer.errors import SourceError, reason_of
 from indexer.reader import Vocabulary
-from indexer.sources.conversations import Turn, conversation_of, exchanges_of, messages_of
+from indexer.sources.conversations import (
+    Turn,
+    conversation_of,
+    exchanges_of,
+    messages_of,
+    plain_text,
+)
 from indexer.sources.recordings import EXPECTED, is_table, read_recorded
 from indexer.tokenizer import (
     DEFAULT_MODEL,
-    encode_messages,
+    encode_chat,
     encode_prompt,
+    load_indexed,
     load_tokenizer,
     vocabulary_of,
 )
@@ -35,15 +42,19 @@ class ChatEncoder:
     """Encodes with a model's own tokenizer, which is loaded at the first use: it takes seconds.
 
     Args:
-        name: hub id, directory or `.gguf` file; None for the default model.
+        name: hub id, directory or `.gguf` file; None for that of an index, or the default model.
+        index_name: what an index says that its tokenizer is called; see `indexed_tokenizer`.
     """
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: str | None, index_name: str | None = None) -> None:
         self._name = name
+        self._index_name = index_name
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The tokenizer of transformers."""
+        if self._name is None and self._index_name is not None:
+            return load_indexed(self._index_name)
         return load_tokenizer(self._name or DEFAULT_MODEL)
 
     @property
@@ -59,7 +70,9 @@ class ChatEncoder:
 
     def encode_turns(self, turns: tuple[Turn, ...]) -> list[int]:
         """Return the ids of a conversation in the chat template, ready for the next answer."""
-        return encode_messages(self.tokenizer, messages_of(turns))
+        if not self.tokenizer.chat_template:
+            return list(self.tokenizer.encode(plain_text(turns)))
+        return encode_chat(self.tokenizer, messages_of(turns))
 
     def encode_output(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
@@ -125,18 +138,18 @@ def read_traces(path: Path, encoder: TextEncoder, limit: int | None = None) -> I
 
 
 def stream_traces(path: Path, encoder: TextEncoder) -> Iterator[tuple[Trace, dict[str, Any]]]:
-    """Read what `read_traces` reads one by one, each with its row, so that a log may be large.
+    """Read what `read_traces` reads one by one, each with its record: a log may be large.
 
     Raises:
         TraceError: as the result is iterated over; see `read_traces`.
     """
-    place = None
+    is_empty = True
     for row, place in _rows(path):
-        prompt, output = _field(row, "prompt", place), _field(row, "output", place)
-        trace = Trace(_ids(prompt, encoder.encode_prompt), _ids(output, encoder.encode_output))
-        yield trace, row
-    if place is None:
-        raise TraceError(f"{path} holds no trace")
+        for prompt, output in _sides(row, place):
+            is_empty = False
+            yield Trace(_prompt_ids(prompt, encoder), _ids(output, encoder.encode_output)), row
+    if is_empty:
+        raise TraceError(f"{path} holds no trace: {EXPECTED}")
 
 
 def read_outputs(path: Path, encoder: TextEncoder) -> Iterator[TokenIds]:
@@ -181,9 +194,8 @@ def _is_plain(row: Any) -> bool:
     """Return whether a record has ids, or `prompt` or `output` that must be texts."""
     if not isinstance(row, dict) or "prompt_ids" in row or "output_ids" in row:
         return True
-    return (
-        "output" in row and not {"messages", "conversations", "instruction", "input"} & row.keys()
-    )
+    others = {"messages", "conversations", "conversation", "instruction", "question", "input"}
+    return "output" in row and not others & row.keys()
 
 
 def _prompt_ids(prompt: _Prompt, encoder: TextEncoder) -> TokenIds:

@@ -86,6 +86,23 @@ class Attached:
     tenant: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class IndexOutcome:
+    """What came of the nodes that some indexes proposed together.
+
+    Attributes:
+        indexes: that were drafted from as one corpus.
+        tenant: that alone drafts from them; None: all tenants without indexes of their own.
+        num_drafted: nodes from them.
+        num_accepted: those that came true.
+    """
+
+    indexes: tuple[Path, ...]
+    tenant: str | None
+    num_drafted: int
+    num_accepted: int
+
+
 class Bindings:
     """Corpora and listed phrases by tenant.
 
@@ -145,6 +162,17 @@ class Bindings:
     def missing(self) -> list[Path]:
         """Indexes that some tenant is to draft from and that cannot be opened."""
         return sorted({path for each in self._all() for path in each.missing})
+
+    @property
+    def outcomes(self) -> list[IndexOutcome]:
+        """What came of drafts from the indexes, shared ones first; without sets of none."""
+        named: list[tuple[str | None, RefreshedCorpora]] = [(None, self._shared)]
+        named.extend(sorted(self._bound.items()))
+        return [
+            IndexOutcome(tuple(index.path for index in each.indexes), tenant, *each.outcome)
+            for tenant, each in named
+            if each.indexes
+        ]
 
     def watch(self, refresh_s: float) -> None:
         """Refresh periodically from now on; 0: no longer."""

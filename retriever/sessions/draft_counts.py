@@ -90,9 +90,19 @@ class DraftCounts:
         self.num_bare += 1
         self.drafts.add(seconds)
 
-    def committed(self, tree: DraftTree, tokens: TokenIds) -> None:
-        """Count the outcome of a draft, given int32[n], the tokens committed next."""
-        count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, self.by_source)
+    def committed(
+        self, tree: DraftTree, tokens: TokenIds, by_index: NDArray[np.int64] | None = None
+    ) -> None:
+        """Count the outcome of a draft.
+
+        Args:
+            tree: the draft.
+            tokens: int32[n], the tokens committed next.
+            by_index: int64[2, MAX_SOURCES], counts of the indexes that it was drafted from.
+        """
+        for counts in (self.by_source, by_index):
+            if counts is not None:
+                count_outcome(tree.token_ids, tree.parents, tree.sources, tokens, counts)
         self.num_outcomes += 1
         self.num_committed += len(tokens)
 

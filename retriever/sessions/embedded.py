@@ -50,7 +50,13 @@ from retriever.replication.replication_state import ReplicationCounts
 from retriever.replication.sharing import Replication, check_replication
 from retriever.sequences import SessionKey, check_batch, check_step
 from retriever.sessions.administration import Administration, Owned
-from retriever.sessions.bindings import NO_PHRASES, Bindings, BoundPaths, common_vocabulary
+from retriever.sessions.bindings import (
+    NO_PHRASES,
+    Bindings,
+    BoundPaths,
+    IndexOutcome,
+    common_vocabulary,
+)
 from retriever.sessions.client_lives import Client, check_client
 from retriever.sessions.deletion import forget
 from retriever.sessions.draft_counts import (
@@ -622,6 +628,11 @@ class EmbeddedDrafter:
         """Indexes that some tenant is to draft from and that cannot be opened."""
         return self._bindings.missing
 
+    @property
+    def index_outcomes(self) -> list[IndexOutcome]:
+        """What came of the nodes that indexes proposed, by the indexes drafted from together."""
+        return self._bindings.outcomes
+
     def indexes_of(self, tenant: str) -> tuple[Index, ...]:
         """Return a tenant's indexes in their current snapshots."""
         return self._bindings.corpora(tenant).current.indexes
@@ -710,7 +721,8 @@ class EmbeddedDrafter:
 
     def _note_outcome(self, session: Session, new_tokens: TokenIds) -> None:
         if session.drafted is not None:
-            self.draft_counts.committed(session.drafted, new_tokens)
+            by_index = self._bindings.corpora(session.tenant).outcomes
+            self.draft_counts.committed(session.drafted, new_tokens, by_index)
             session.drafted = None
 
     def _draft(self, step: CheckedRequest) -> DraftTree:

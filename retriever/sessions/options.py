@@ -49,6 +49,19 @@ def check_files(
         Index.open(path, vocabulary=vocabulary).close()
 
 
+def indexed_tokenizer(indexes: Sequence[Path]) -> str | None:
+    """Return what the first of some indexes says that its tokenizer is called, if any does.
+
+    Raises:
+        IndexerError: an index cannot be opened.
+    """
+    for path in indexes:
+        with Index.open(path) as index:
+            if index.vocabulary.name:
+                return index.vocabulary.name
+    return None
+
+
 def _print_to_standard_error(line: str) -> None:
     print(line, file=sys.stderr)  # noqa: T201  (for the user of a command)
 

@@ -17,6 +17,7 @@ from threading import Event, Lock, Thread
 from typing import Final, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
@@ -30,6 +31,7 @@ from retriever.predict.pool import Pool
 from retriever.predict.predictor import Predictor
 from retriever.sessions.cut_files import survive_cuts, was_cut
 from retriever.sessions.session_table import Sessions
+from retriever.tree import MAX_SOURCES, Source
 
 _logger = logging.getLogger(__name__)
 
@@ -157,10 +159,13 @@ class RefreshedCorpora:
 
     Attributes:
         failures: failed attempts to open a changed or missing index.
+        outcomes: int64[2, MAX_SOURCES], nodes and accepted nodes of drafts from these indexes; only
+            rises.
     """
 
     def __init__(self, indexes: Sequence[IndexState], sessions: Sessions, lock: Lock) -> None:
         self.failures = 0
+        self.outcomes: NDArray[np.int64] = np.zeros((2, MAX_SOURCES), np.int64)
         self._indexes = tuple(indexes)
         survive_cuts(_open_among(indexes), self.drop_cut)
         self._corpora = Corpora.of(_open_among(indexes))
@@ -194,6 +199,12 @@ class RefreshedCorpora:
     def indexes(self) -> tuple[IndexState, ...]:
         """The indexes in the order given, those too that are missing."""
         return self._indexes
+
+    @property
+    def outcome(self) -> tuple[int, int]:
+        """Nodes of the corpus itself in all drafts from these indexes, and those accepted."""
+        drafted, accepted = self.outcomes[:, Source.CORPUS].tolist()
+        return drafted, accepted
 
     @property
     def missing(self) -> list[Path]:

@@ -17,6 +17,7 @@ def test_it_compares_a_projection_with_a_measurement(tiny_model: Path, tmp_path:
             model=str(tiny_model),
             dtype=Precision.FLOAT32,
             max_new_tokens=24,
+            repeat=2,
         )
     report = json.loads(output.read_text())
     measured, projected = report["measured"], report["projected"]

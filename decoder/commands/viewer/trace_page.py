@@ -12,7 +12,7 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from decoder.commands.trace import TracedStep, TraceWriter, read_as_far
-from decoder.commands.traced_documents import DocumentFinder
+from decoder.commands.viewer.traced_documents import DocumentFinder
 from decoder.errors import TraceFileError
 from indexer.errors import reason_of
 from indexer.reader import Index
@@ -192,15 +192,14 @@ def written_passes(
         opened = [stack.enter_context(Index.open(path)) for path in indexes]
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="foredraft-")))
         path = folder / "passes.jsonl" if trace is None else trace
-        if page is not None:
-            stack.callback(_write_what_came, path, page)
-        yield stack.enter_context(TraceWriter(path, tokenizer, DocumentFinder(opened)))
-
-
-def _write_what_came(trace: Path, page: Path) -> None:
-    if trace.stat().st_size:
-        steps, note = read_as_far(trace)
-        write_page(page, steps, page.stem, note)
+        writer = TraceWriter(path, tokenizer, DocumentFinder(opened))
+        try:
+            with writer:
+                yield writer
+        finally:
+            if page is not None and writer.num_passes:
+                steps, note = read_as_far(path)
+                write_page(page, steps, page.stem, note)
 
 
 def _embeddable(values: Any) -> str:

@@ -85,6 +85,9 @@
       const cells = [sum.drafted, sum.verified, sum.accepted, sum.verified - sum.accepted];
       const row = make("tr", {}, name, ...cells.map((value) => make("td", {}, number.format(value))));
       row.append(make("td", {}, share(sum.accepted, sum.verified)));
+      [...row.cells].forEach((cell, column) => {
+        cell.dataset.title = byId("vain").tHead.rows[0].cells[column].textContent;
+      });
       rows.append(row);
     });
   }
@@ -445,7 +448,8 @@
   drawText();
   drawTimeline();
   const longest = passes.reduce((best, pass, at) => (pass.path.length > passes[best].path.length ? at : best), 0);
-  select(longest);
+  const named = Number(location.hash.slice(1)); // page.html#12 opens pass 12
+  select(Number.isInteger(named) && passes[named - 1] ? named - 1 : longest);
   new ResizeObserver(drawTimeline).observe(timeline);
   document.documentElement.dataset.ready = "true";
 })();

@@ -15,7 +15,8 @@ from transformers import (
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decoder.budget.budget import Budget, MeasuredBudget
-from decoder.budget.costs import CostSurface, measure_costs
+from decoder.budget.cost_store import known_costs, store_at
+from decoder.budget.costs import CostSurface
 from decoder.engines.engine_options import checked_vocabulary_size
 from decoder.engines.transformers.requests import (
     Ending,
@@ -42,8 +43,9 @@ class Foredraft:
     """Decodes with drafts when passed to `model.generate` as `custom_generate`.
 
     Logits processors, sampling, lengths and stopping are those of the call and of the model's
-    generation_config. The model's passes are measured once, which takes seconds; the budget keeps
-    learning from call to call. Sampling draws its seed from torch.
+    generation_config. The model's passes are measured once, which takes seconds; what they cost is
+    kept for the next start (`FOREDRAFT_CACHE`), and the budget keeps learning from call to call.
+    Sampling draws its seed from torch.
 
     Args:
         model: the model of all calls.
@@ -200,5 +202,5 @@ def rule_of(processors: LogitsProcessorList, *, do_sample: bool) -> AcceptRule:
 
 def _costs(model: PreTrainedModel, target: Target) -> CostSurface:
     if model not in _curves:
-        _curves[model] = measure_costs(target)
+        _curves[model] = known_costs(target, model, store_at(None))
     return _curves[model]

@@ -224,11 +224,30 @@ def test_a_file_in_the_directorys_place_costs_a_measurement_only(
     assert "cannot be kept" in caplog.text
 
 
-def test_costs_that_no_longer_hold_are_found_out() -> None:
+@pytest.mark.parametrize(
+    ("plain", "wide", "holds"),
+    [
+        (1.0, 1.0, True),
+        (1.2, 0.95, True),
+        (5.0, 5.5, True),  # a busy machine slows all widths alike
+        (20.0, 30.0, True),
+        (0.6, 0.6, False),  # no load makes a pass quicker
+        (1.0, 1.6, False),  # nor one width alone slower
+        (5.0, 1.0, False),
+    ],
+)
+def test_kept_costs_hold_on_a_busy_machine_and_not_on_another(
+    plain: float,
+    wide: float,
+    holds: bool,  # noqa: FBT001  a parameter of the test
+) -> None:
     target = Target(tiny_llama())
-    surface = CostSurface.flat((1, 2, 4), (1.0, 1.5, 2.0))
-    for slowness, holds in ((1.0, True), (1.25, True), (1.5, False), (0.5, False)):
-        assert still_holds(target, surface, lambda *_, s=slowness: 2.0 * s) == holds
+
+    def timed(_: Target, tree: DraftTree) -> float:
+        slowness = wide if len(tree) else plain
+        return slowness * float(SURFACE.table(64)[len(tree)])
+
+    assert still_holds(target, SURFACE, timed) == holds
 
 
 def test_nothing_is_kept_if_so_wished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import shutil
 import sys
 from datetime import UTC, date, datetime
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from decoder.model.pretrained import (
     PreparedModel,
     load_model,
 )
-from indexer.build import build_from_tokens
+from indexer.build import build_from_texts, build_from_tokens
 from indexer.reader import Vocabulary
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.commands.command_line import PROMPT, generate, never, run
@@ -123,7 +124,7 @@ def test_help_names_the_commands_and_says_what_each_option_does(
     monkeypatch.setenv("COLUMNS", "200")
     command: Any = get_command(app)
     commands = {name: command.get_command(None, name) for name in command.list_commands(None)}
-    assert set(commands) == {"generate", "chat", "bench", "trace"}
+    assert set(commands) == {"generate", "chat", "bench", "trace", "estimate"}
     assert run(monkeypatch, "--help") == 0
     listed = capsys.readouterr().out
     for name, subcommand in commands.items():
@@ -138,7 +139,7 @@ def test_help_names_the_commands_and_says_what_each_option_does(
         ungrouped = [
             p.name for p in subcommand.params if not p.rich_help_panel and p.name != "help"
         ]
-        assert ungrouped == ([] if name != "trace" else ["file"])
+        assert ungrouped == {"trace": ["file"], "estimate": ["log"]}.get(name, [])
 
 
 def test_listed_phrases_change_no_output(
@@ -177,7 +178,7 @@ def test_an_answer_that_ends_at_a_limit_says_so(
 ) -> None:
     def figures(*arguments: str) -> str:
         assert generate(monkeypatch, model_directory, "--max-new-tokens", *arguments) == 0
-        return capsys.readouterr().err.splitlines()[-1]
+        return capsys.readouterr().err.splitlines()[-2]  # the last says what drafts were worth
 
     one = figures("1", "--prompt", PROMPT)
     assert one.startswith("1 token, ")
@@ -199,11 +200,11 @@ def test_a_pattern_that_the_limit_cut_off_is_told(
     arguments = ("--prompt", PROMPT, "--regex", "[0-9]{3,}", "--max-new-tokens")
     for limit, is_whole in (("2", False), ("3", True)):
         assert generate(monkeypatch, model_directory, *arguments, limit) == 0
-        told = capsys.readouterr().err.splitlines()[-1]
+        told = capsys.readouterr().err.splitlines()[-2]
         assert f"; ended at the limit of {limit} tokens" in told
         assert told.endswith("before the pattern was complete") == (not is_whole)
     assert generate(monkeypatch, model_directory, *arguments[:3], "[0-9]{3}") == 0
-    assert "limit" not in capsys.readouterr().err.splitlines()[-1]
+    assert "limit" not in capsys.readouterr().err.splitlines()[-2]
 
 
 def test_the_answer_matches_a_regular_expression(
@@ -380,3 +381,41 @@ def test_prompts_that_do_not_fit_are_skipped_and_counted(
     prompts.write_text("b" * 128)
     assert run(monkeypatch, "bench", *arguments) == 1
     assert "none of the 1 prompts" in capsys.readouterr().err
+
+
+def test_an_index_names_the_model_that_it_was_built_for(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_directory, folder)
+    path = tmp_path / "texts"
+    build_from_texts([("a", PROMPT * 9)], path, str(folder))
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "5", "--json", "--index", str(path))
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    expected = json.loads(capsys.readouterr().out)["token_ids"]
+    assert run(monkeypatch, "generate", *arguments) == 0
+    assert json.loads(capsys.readouterr().out)["token_ids"] == expected
+    shutil.rmtree(folder)
+    assert run(monkeypatch, "generate", *arguments) == 1
+    said = capsys.readouterr().err
+    assert f"was built with the tokenizer '{folder}', which is not to be had here" in said
+    assert said.strip().endswith("by --model")
+
+
+def test_generate_ends_with_what_drafts_were_worth(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "20")
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    plain = capsys.readouterr()
+    assert "x plain decoding on this machine, estimated from measured" in plain.err.splitlines()[-1]
+    assert generate(monkeypatch, model_directory, *arguments, "--compare", "--colour=always") == 0
+    compared = capsys.readouterr()
+    assert re.sub("\x1b\\[[0-9;]*m", "", compared.out) == plain.out
+    assert compared.err.splitlines()[-1].endswith("; the output is identical")
+    assert "tokens by colour: " in compared.err
+    assert generate(monkeypatch, model_directory, *arguments, "--json", "--colour=always") == 1
+    assert "--colour always and --json exclude each other" in capsys.readouterr().err

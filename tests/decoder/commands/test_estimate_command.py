@@ -98,3 +98,35 @@ def test_what_is_no_log_is_said_with_its_place(
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")
     assert str(path) in shown
+
+
+def test_a_log_of_conversations_is_replayed_turn_by_turn_on_measured_passes(
+    tmp_path: Path,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = [("user", "abcd"), ("assistant", "bcdbcd"), ("user", "dcb"), ("assistant", "cdcdcd")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps([{"messages": messages, "model": "m"}, {"messages": messages[:2]}]))
+    measuring = ["--model", str(model_directory), "--cost-cache", "none"]
+    arguments = [*measuring, "--budget", "4", "--json"]
+    assert run(monkeypatch, "estimate", str(path), *arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["kinds"] == {"field": "model", "names": ["m", "others"]}
+    assert report["plain"]["m"]["records"] == 2
+    assert report["plain"]["others"]["records"] == 1
+    assert any("measured on this machine" in line for line in report["assumptions"])
+
+
+def test_no_more_is_read_of_a_log_than_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = json.dumps({"prompt_ids": [1], "output_ids": [2, 3, 2, 3, 2, 3]})
+    path = tmp_path / "log.jsonl"
+    path.write_text(f"{row}\n{row}\nno record\n")
+    arguments = ["estimate", str(path), "--budget", "2", "--limit"]
+    assert run(monkeypatch, *arguments, "2") == 0
+    assert run(monkeypatch, *arguments, "3") == 1
+    assert f"{path}, line 3 is not JSON" in capsys.readouterr().err

@@ -15,14 +15,14 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from decoder.commands.trace import TracedStep, TraceWriter, read_as_far, read_trace
-from decoder.commands.traced_documents import DocumentFinder
 from decoder.commands.viewer.trace_page import page_of, pieces_of, written_passes
+from decoder.commands.viewer.traced_documents import DocumentFinder
 from decoder.errors import CutTraceError, TraceFileError
-from indexer.build import build_from_tokens
+from indexer.build import build_from_texts, build_from_tokens
 from indexer.reader import Index, Vocabulary
 from retriever.operations.design import hash_of
 from retriever.tree import DocumentOccurrence, DraftTree, Source
-from tests.decoder.commands.command_line import run
+from tests.decoder.commands.command_line import generate, run
 from tests.decoder.commands.trace_samples import made_steps
 from tests.headless import Tab, browser_tab, needs_browser
 
@@ -170,6 +170,30 @@ def test_a_page_is_written_without_a_trace_and_after_an_error(
     assert len(data_of(page.read_text())["passes"]) == 1
 
 
+def test_generate_writes_a_page(
+    model_directory: Path,
+    tmp_path: Path,
+    byte_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By itself, and next to a trace that says the same."""
+    page, trace, index = tmp_path / "t.html", tmp_path / "t.jsonl", tmp_path / "abc.index"
+    build_from_texts([("letters", "abcabcabc" * 20)], index, byte_tokenizer)
+    asked = "abcabc<b>abc"
+    arguments = ("--prompt", asked, "--max-new-tokens", "30", "--html", str(page), "--json")
+    for more in ((), ("--index", str(index), "--trace", str(trace))):
+        assert generate(monkeypatch, model_directory, *arguments, *more) == 0
+        report = json.loads(capsys.readouterr().out)
+        data = data_of(page.read_text())
+        assert len(data["passes"]) == report["num_passes"]
+        assert sum(len(each["pieces"]) for each in data["passes"]) == report["num_tokens"]
+        assert data["prompts"] == [{"number": 1, "text": asked}]
+    assert data_of(page_of(read_trace(trace), page.stem)) == data
+    assert generate(monkeypatch, model_directory, "--prompt", "x", "--html", "/no/such/p") == 1
+    assert "cannot write the page /no/such/p: there is no folder" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     with browser_tab(tmp_path_factory.mktemp("browser")) as found:
@@ -271,6 +295,17 @@ def test_a_tree_is_walked_by_keyboard(tab: Tab, tmp_path: Path) -> None:
     assert f"probability {tree.probabilities[tab.value(node)]:.2f}" in label
     tab.press("Escape")
     assert tab.value("document.activeElement.dataset.pass") == str(at)
+
+
+@needs_browser
+def test_an_address_names_a_pass(tab: Tab, tmp_path: Path) -> None:
+    path = tmp_path / "named.html"
+    path.write_text(page_of(made_steps(60), "t.jsonl"))
+    for name, shown_as in (("3", "Pass 3"), ("0", "Pass "), ("x", "Pass ")):
+        tab.show(f"{path.as_uri()}?{name}#{name}")
+        tab.wait("document.documentElement.dataset.ready === 'true'")
+        assert tab.value("document.getElementById('pass-heading').textContent").startswith(shown_as)
+    assert tab.console == []
 
 
 @needs_browser

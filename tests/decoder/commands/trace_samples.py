@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from decoder.commands.trace import TracedStep, TracedTree
-from decoder.commands.traced_documents import TracedEvidence
+from decoder.commands.viewer.traced_documents import TracedEvidence
 from retriever.tree import ROOT, DocumentOccurrence
 
 SOURCES = ("context", "generations", "phrases", "corpus", "model")

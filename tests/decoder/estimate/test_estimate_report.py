@@ -89,7 +89,7 @@ def test_tables_fit_a_terminal_and_values_are_json() -> None:
     assert values["speedup"] == pytest.approx(200 / 150)
     assert values["outcomes"][0]["kinds"]["b"]["speedup"] == 1
     assert {"all is flat", "the log is whole"} <= set(values["assumptions"])
-    assert any("drafting, measured here" in line for line in assumptions(made))
+    assert any("drafting, in processor time" in line for line in assumptions(made))
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

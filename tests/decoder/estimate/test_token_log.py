@@ -42,6 +42,7 @@ def test_records_come_back_as_written_each_time() -> None:
         ({"model": "m"}, NO_FIELD, "all"),
         ({"prompt": "p"}, None, "all"),
         ({"tier": 3, "model": "m"}, "tier", "3"),
+        ({"request": {"model": "m"}, "response": {}}, None, "m"),
     ],
 )
 def test_the_field_of_kinds_is_found_or_as_stated(

@@ -1,6 +1,8 @@
 """Drafts inside `model.generate` of transformers."""
 
 import gc
+import json
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,9 +11,10 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from decoder.budget.cost_store import DIRECTORY_VARIABLE, CostStore
 from decoder.budget.costs import CostSurface
 from decoder.engines.transformers import custom_generate
-from decoder.engines.transformers.custom_generate import foredraft_generate
+from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
 from decoder.errors import DecoderBusyError, UnsupportedGenerationError
 from decoder.model.target import Target
 from tests.decoder.decoding import (
@@ -177,13 +180,13 @@ def test_the_function_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> 
     model, prompt = tiny_llama(), prompt_of(12)
     measured = []
 
-    def watched(target: Target) -> CostSurface:
+    def watched(target: Target, *_: Any) -> CostSurface:
         measured.append(target)
         return CostSurface.flat((1, 64), (1.0, 1.0))
 
     curves: WeakKeyDictionary[Any, CostSurface] = WeakKeyDictionary()
     monkeypatch.setattr(custom_generate, "_curves", curves)
-    monkeypatch.setattr(custom_generate, "measure_costs", watched)
+    monkeypatch.setattr(custom_generate, "known_costs", watched)
     expected = prompt + plainly(model, prompt, NEW_TOKENS)
     for _ in range(2):
         drafter = ScriptedDrafter(oracle(expected))
@@ -195,3 +198,17 @@ def test_the_function_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> 
     del model
     gc.collect()
     assert not list(curves)
+
+
+def test_what_passes_cost_is_kept_for_the_next_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    model = tiny_llama()
+    curves: WeakKeyDictionary[Any, CostSurface] = WeakKeyDictionary()
+    monkeypatch.setattr(custom_generate, "_curves", curves)
+    Foredraft(model, ScriptedDrafter(nothing))
+    (kept,) = tmp_path.iterdir()
+    surface = CostStore(tmp_path).load(json.loads(kept.read_bytes())["key"])
+    assert surface is not None
+    assert curves[model] == surface

@@ -1,9 +1,8 @@
 """Metrics and the status page, asked over HTTP."""
 
+import random
 import re
-import shutil
 import socket
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from retriever.operations.web import Web, WebAddress
 from retriever.sessions.draft_counts import DraftCounts, Latencies
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import Source
+from tests.headless import browser_tab, needs_browser
 from tests.retriever.conftest import start_service
 from tests.retriever.operations.watched import HIDDEN, NASTY, asked, watched
 
@@ -236,33 +236,75 @@ def test_a_service_serves_metrics_when_it_is_told_to(index: Path) -> None:
     process.communicate(timeout=60)
 
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser"))),
-    None,
-)
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed (chromium-headless-shell)")
+@needs_browser
 def test_a_browser_shows_the_page_and_obeys_its_policy(index: Path, tmp_path: Path) -> None:
-    """Its style applies, by its hash; and what a tenant is named stays text."""
-    with watched(index, tmp_path) as (service, web):
+    """Its style applies, by its hash; what a tenant is named stays text; and all of it fits."""
+    with watched(index, tmp_path) as (service, web), browser_tab(tmp_path) as tab:
         drafter = service.drafter
         assert drafter is not None
         drafter.draft([DraftRequest(HIDDEN, np.empty(0, np.int32), _length(drafter), 8)])
-        picture = tmp_path / "page.png"
-        options = ("--no-sandbox", "--disable-gpu", "--window-size=800,1000", "--timeout=5000")
-        place = f"--user-data-dir={tmp_path}/profile"
-        command = [str(BROWSER), "--headless", *options, place, "--enable-logging=stderr"]
-        address = f"http://{web.address}/"
-        shot = [*command, f"--screenshot={picture}", address]
-        done = subprocess.run(shot, capture_output=True, text=True, check=True, timeout=60)
-        dumped = [*command, "--dump-dom", address]
-        shown = subprocess.run(dumped, capture_output=True, text=True, check=True, timeout=60)
-    assert picture.stat().st_size > 5000
-    assert "Content Security Policy" not in done.stderr + shown.stderr
-    found = Page(shown.stdout)
-    assert found.cells["tenants"][2] == NASTY
-    assert "script" not in found.tags
+        for width, dark in ((380, True), (1600, False)):
+            tab.show(f"http://{web.address}/", width=width, dark=dark)
+            assert tab.overflowing() == []
+            background = tab.value("getComputedStyle(document.body).backgroundColor")
+            assert (background == "rgb(255, 255, 255)") is not dark
+        assert tab.value("document.querySelector('#tenants td').textContent") == NASTY
+        assert tab.value("document.scripts.length") == 0
+        assert tab.console == []
+        busy = tmp_path / "busy.html"
+        busy.write_text(page(service, busy_history()), encoding="utf-8")
+        for width in (380, 1600):
+            tab.show(busy.as_uri(), width=width)
+            assert tab.overflowing() == []
+            boxes = tab.value(
+                "[...document.querySelectorAll('polyline, polygon')].map(e => e.getBBox())"
+                ".map(b => [b.x, b.y, b.x + b.width, b.y + b.height])"
+            )
+            assert len(boxes) == 4 + 4  # databases; steps, two latencies and memory
+            assert all(
+                x >= 0 and y >= 0 and right <= 720 and low <= 160 for x, y, right, low in boxes
+            )
+
+
+def busy_history(num_samples: int = 361, seed: int = 3) -> History:
+    """A history of drafts that came true more and more often."""
+    counts, rng, now = DraftCounts(), random.Random(seed), 0.0
+    history = History(lambda: counts, lambda: now)
+    for each in range(1, num_samples):
+        now += SAMPLE_S
+        counts.num_outcomes += 1000
+        counts.num_committed += 1500 + 4 * each + rng.randint(0, 300)
+        counts.drafts.add(4e-5 * rng.uniform(0.5, 3), 980)
+        counts.drafts.add(4e-4 * rng.uniform(0.5, 20), 20)
+        for source in (Source.CONTEXT, Source.GENERATIONS, Source.PHRASES, Source.CORPUS):
+            counts.by_source[1, source] += rng.randint(10, 20 + each)
+        history.sample()
+    return history
+
+
+def test_the_history_tells_steps_latencies_and_memory() -> None:
+    counts, now = DraftCounts(), 0.0
+    history = History(lambda: counts, lambda: now)
+    now += SAMPLE_S
+    history.sample()
+    counts.num_outcomes, counts.num_committed = 4, 10
+    counts.drafts.add(3e-5, 98)
+    counts.drafts.add(0.5, 2)
+    now += SAMPLE_S
+    history.sample()
+    idle, busy = history.rates()
+    assert (idle.tokens_per_step, idle.median_s, idle.tail_s) == (None, None, None)
+    assert (busy.tokens_per_step, busy.median_s, busy.tail_s) == (2.5, 4e-5, 0.63)
+    assert busy.memory_bytes > 1e6
+
+
+def test_the_page_tells_what_came_of_each_index(index: Path, tmp_path: Path) -> None:
+    with watched(index, tmp_path) as (service, web):
+        found = Page(asked(web, "/")[2])
+        nodes, accepted = service.draft_counts.by_source[:, Source.CORPUS].tolist()
+    assert nodes > 0
+    shares = [f"{nodes:,}", f"{accepted:,}", f"{accepted / nodes:.1%}"]
+    assert found.cells["outcomes"][5:] == ["corpus", "all", *shares]
 
 
 def _length(drafter: EmbeddedDrafter) -> int:

@@ -25,10 +25,11 @@ from retriever import (
     VocabularyMismatchError,
 )
 from retriever.commands import app
+from retriever.commands.explain_command import paths_of, shown_paths
 from retriever.predict.phrases import ListedPhrases
 from retriever.predict.provenance import find_ngram
 from retriever.sessions.embedded import EmbeddedDrafter
-from retriever.tree import Explanation, NodeProvenance
+from retriever.tree import ROOT, DocumentOccurrence, DraftTree, Explanation, NodeProvenance
 from tests.retriever.conftest import VOCABULARY_SIZE, start_service, stop_service
 
 BEGINNING = [1, 2, 3, 4, 5, 6]
@@ -305,7 +306,7 @@ def test_command_prints_json_and_trees(library: tuple[Path, Path]) -> None:
         "index": "short", "name": "poem", "licence": "CC0-1.0", "position": 7,
     }  # fmt: skip
     assert nodes[1]["parent"] == 0
-    shown = run(*indexes, "--context-ids", "8,1,2,3,4,5,6", "--budget", 4).stdout
+    shown = run(*indexes, "--context-ids", "8,1,2,3,4,5,6", "--budget", 4, "--full").stdout
     assert "token 20" in shown
     assert "short: poem, CC0-1.0, token 7" in shown
     assert "2 x after a match of 6" in shown
@@ -322,13 +323,44 @@ def test_command_shows_the_text_of_tokens(tmp_path: Path) -> None:
     texts = {"fox": "the quick brown fox", "cat": "a cat that sleeps"}
     build_from_texts(texts.items(), tmp_path / "index", str(tmp_path / "tokenizer"))
     (tmp_path / "context.txt").write_text("the qu")
-    options = ("--index", tmp_path / "index", "--tokenizer", tmp_path / "tokenizer", "--budget", 2)
+    options = ("--index", tmp_path / "index", "--budget", 2)  # which knows its tokenizer
     result = run(*options, "--context-file", tmp_path / "context.txt", "--json")
     assert result.exit_code == 0, result.output
     nodes = json.loads(result.stdout)
     assert [node["text"] for node in nodes] == ["i", "c"]
     assert [node["documents"][0]["name"] for node in nodes] == ["fox", "fox"]
-    assert "'i'" in run(*options, "--context", "the qu").stdout
+    assert "'i'" in run(*options, "--context", "the qu", "--full").stdout
+    shown = run(*options, "--context", "the qu").stdout.splitlines()
+    assert shown[0] == "nodes: 2, paths: 1, those first that bring most tokens"
+    assert shown[1].endswith("  'ic'")
+    assert shown[2:4] == ["        corpus 2 [1]", "[1] index: fox"]
+    (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")
+    missing = run(*options, "--context", "the qu")
+    assert missing.exit_code == 1
+    said = " ".join(missing.stderr.split())
+    assert f"the index was built with the tokenizer '{tmp_path}/tokenizer', which is not" in said
+    assert "name the same one by --tokenizer" in said
+    by_hand = run(*options, "--context", "the qu", "--tokenizer", tmp_path / "elsewhere")
+    assert by_hand.stdout.splitlines() == shown
+
+
+def test_the_paths_that_bring_most_tokens_come_first_and_each_source_once() -> None:
+    tree = DraftTree.checked(
+        [5, 6, 7, 8], [ROOT, 0, ROOT, 1], [0.5, 0.45, 0.4, 0.1], [int(Source.CORPUS)] * 4
+    )
+    assert [path.nodes for path in paths_of(tree)] == [[0, 1, 3], [2]]
+    assert paths_of(tree)[0].expected == pytest.approx(1.05)
+    document = DocumentOccurrence("my", "a.py", "MIT", 3)
+    nodes = tuple(NodeProvenance(1, 2, (), (document,)) for _ in range(4))
+    lines = shown_paths(Explanation(tree, nodes), None)
+    assert lines[1:-1] == [
+        " 0.100  tokens 5, 6, 8",
+        "        corpus 3 [1]",
+        " 0.400  tokens 7",
+        "        corpus 1 [1]",
+        "[1] my: a.py, MIT",
+    ]
+    assert shown_paths(Explanation(DraftTree.empty(), ()), None)[0].startswith("no draft")
 
 
 @pytest.mark.parametrize(

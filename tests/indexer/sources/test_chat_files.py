@@ -1,0 +1,285 @@
+"""Files of chat data as other tools write them, each indexed as expected."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from indexer.build_report import BuildTally, describe_conversations
+from indexer.sources.recordings import read_conversations
+from tests.indexer.sources.source_reading import json_lines, read_all, texts
+
+ANSWER = "Łódź lies 130 km from Warsaw 🙂."
+CALL = '{"name": "distance", "arguments": {"to": "Łódź", "via": null}}'
+Write = Callable[[Path], Any]
+
+
+def user(text: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text, **more}
+
+
+def model(text: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def turns(*texts_: str) -> list[dict[str, str]]:
+    names = ("human", "gpt")
+    return [{"from": names[n % 2], "value": text} for n, text in enumerate(texts_)]
+
+
+def fine_tuning(path: Path) -> None:
+    system = {"role": "system", "content": "Be brief.", "name": None}
+    first = {"messages": [system, user("How far?"), model(ANSWER, weight=1)], "tools": None}
+    second = {"messages": [user("a"), model("b", weight=0), user("c"), model("d")], "seed": 1.5}
+    path.write_text(json_lines(first, second), encoding="utf-8")
+
+
+def tools_and_images(path: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBOR"}}
+    function = {"name": "distance", "arguments": '{"to": "Łódź", "via": null}'}
+    messages = [
+        user([{"type": "text", "text": "Where is this?"}, image]),
+        model(None, tool_calls=[{"id": "1", "type": "function", "function": function}]),
+        {"role": "tool", "tool_call_id": "1", "content": "130"},
+        model([{"type": "text", "text": ANSWER}], refusal=None, audio=None),
+        {"role": "narrator", "content": "The end."},
+    ]
+    path.write_text(json.dumps({"id": "c-1", "messages": messages}, ensure_ascii=False) + "\n")
+
+
+def sharegpt(path: Path) -> None:
+    records = [
+        {"id": "x_0", "system": "", "conversations": turns("How far?", ANSWER, "", "As I said.")},
+        {"id": "x_1", "conversations": []},
+        {"id": "x_2", "conversations": turns("And?", "Nothing."), "model": None},
+    ]
+    path.write_text(json.dumps(records, indent=2))
+
+
+def sharegpt_tools(path: Path) -> None:
+    items = [
+        {"from": "system", "value": "You have tools."},
+        {"from": "human", "value": "How far?"},
+        {"from": "function_call", "value": CALL},
+        {"from": "observation", "value": '{"km": 130}'},
+        {"from": "gpt", "value": ANSWER},
+    ]
+    path.write_text(json_lines({"conversations": items, "tools": "[]"}), encoding="utf-8")
+
+
+def alpaca(path: Path) -> None:
+    records = [
+        {"instruction": "Add.", "input": "1 and 2", "output": "3", "history": []},
+        {"instruction": "Say it.", "input": "", "output": ANSWER, "system": ""},
+        {"instruction": "Fail.", "input": None, "output": None},
+    ]
+    path.write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
+
+
+def completions(path: Path) -> None:
+    lines = [{"prompt": "1+2=", "completion": " 3"}, {"prompt": "x", "completion": ANSWER}]
+    path.write_bytes(gzip.compress(json_lines(*lines, '{"prompt": "cut').encode()))
+
+
+def spreadsheet(path: Path) -> None:
+    rows = f'id;prompt;response;rated\r\n1;"a; ""b""";"one\r\ntwo";\r\n2;How far?;{ANSWER};5\r\n'
+    path.write_bytes(rows.encode("utf-8-sig"))
+
+
+def questions(path: Path) -> None:
+    rows = {
+        "id": ["q.1", "q.2"],
+        "system_prompt": ["", "Think."],
+        "question": ["How far?", "Why?"],
+        "response": [ANSWER, None],
+    }
+    pq.write_table(pa.table(rows), path)
+
+
+def chat_table(path: Path) -> None:
+    messages = [[user("How far?"), model(ANSWER)], [user("a"), model("b"), user("c"), model(None)]]
+    rows = {"prompt_id": ["1", "2"], "prompt": ["How far?", "a"], "messages": messages}
+    pq.write_table(pa.table(rows), path)
+
+
+def server_log(path: Path) -> None:
+    request = {"model": "m", "messages": [user("How far?")], "stream": False, "stop": None}
+    choice = {"index": 0, "finish_reason": "stop", "logprobs": None, "message": model(ANSWER)}
+    response = {"id": "chatcmpl-1", "choices": [choice], "usage": {"total_tokens": 9}}
+    older = {"request": {"prompt": "1+2="}, "response": {"choices": [{"text": " 3"}]}}
+    failed = {"request": request, "response": {"error": {"code": 503}}, "time": 1.5}
+    whole = {"time": "2026-11-22T10:00:00Z", "request": request, "response": response}
+    path.write_text(json_lines(whole, '{"time": "2026-11-22T10:00:01Z", "req', failed, older))
+
+
+def batch_log(path: Path) -> None:
+    request = {"method": "POST", "url": "/v1/chat/completions", "body": {"messages": [user("?")]}}
+    body = {"choices": [{"message": model(ANSWER)}, {"message": model("other")}]}
+    answered = {"status_code": 200, "request_id": None, "body": body}
+    row = {"request": json.dumps(request), "response": json.dumps(answered)}
+    path.write_text("\ufeff" + json_lines(row), encoding="utf-8")
+
+
+def export(path: Path) -> None:
+    parts = {"content_type": "text", "parts": [ANSWER, {"text": {"value": "Far."}}]}
+    records = {"version": 2, "data": [{"title": None, "messages": [user("?"), model(parts)]}]}
+    path.write_text(json.dumps(records, indent=1, ensure_ascii=False), encoding="utf-16")
+
+
+FILES: list[tuple[str, Write, dict[str, str], str, dict[str, int]]] = [
+    (
+        "fine-tuning.jsonl",
+        fine_tuning,
+        {"1#3": ANSWER, "2#2": "b", "2#4": "d"},
+        "OpenAI messages, 3 assistant turns of 2 conversations",
+        {},
+    ),
+    (
+        "tools.jsonl",
+        tools_and_images,
+        {"1#2": CALL, "1#4": ANSWER},
+        (
+            "OpenAI messages, 2 assistant turns of 1 conversations; left out: 1 x image, "
+            "1 x turn of unknown role 'narrator'"
+        ),
+        {},
+    ),
+    (
+        "sharegpt.json",
+        sharegpt,
+        {"0#2": ANSWER, "0#3": "As I said.", "2#2": "Nothing."},
+        "ShareGPT conversations, 3 assistant turns of 3 conversations; left out: 1 x empty turn",
+        {"empty conversation": 1},
+    ),
+    (
+        "sharegpt-tools.jsonl",
+        sharegpt_tools,
+        {"1#3": CALL, "1#5": ANSWER},
+        "ShareGPT conversations, 2 assistant turns of 1 conversations",
+        {},
+    ),
+    (
+        "alpaca.json",
+        alpaca,
+        {"0#2": "3", "1#2": ANSWER},
+        "instructions and outputs, 2 assistant turns of 3 conversations",
+        {"no assistant turn": 1},
+    ),
+    (
+        "completions.jsonl.gz",
+        completions,
+        {"1#2": " 3", "2#2": ANSWER},
+        "prompts and outputs, 2 assistant turns of 2 conversations",
+        {"not JSON": 1},
+    ),
+    (
+        "spreadsheet.csv",
+        spreadsheet,
+        {"0#2": "one\r\ntwo", "1#2": ANSWER},
+        "prompts and outputs, 2 assistant turns of 2 conversations",
+        {},
+    ),
+    (
+        "questions.parquet",
+        questions,
+        {"0#2": ANSWER},
+        "questions and answers, 1 assistant turns of 2 conversations",
+        {"no assistant turn": 1},
+    ),
+    (
+        "chat.parquet",
+        chat_table,
+        {"0#2": ANSWER, "1#2": "b"},
+        "OpenAI messages, 2 assistant turns of 2 conversations; left out: 1 x empty turn",
+        {},
+    ),
+    (
+        "server.jsonl",
+        server_log,
+        {"1#2": ANSWER, "4#2": " 3"},
+        (
+            "requests and responses of a server, 2 assistant turns of 3 conversations; "
+            "left out: 1 x response without an answer"
+        ),
+        {"not JSON": 1, "no assistant turn": 1},
+    ),
+    (
+        "batch.jsonl",
+        batch_log,
+        {"1#2": ANSWER},
+        (
+            "requests and responses of a server, 1 assistant turns of 1 conversations; "
+            "left out: 1 x further choice"
+        ),
+        {},
+    ),
+    (
+        "export.json",
+        export,
+        {"0#2": f"{ANSWER}\nFar."},
+        "OpenAI messages, 1 assistant turns of 1 conversations",
+        {},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "expected", "said", "dropped"), FILES, ids=[row[0] for row in FILES]
+)
+def test_a_file_is_indexed_as_expected(  # noqa: PLR0913, PLR0917
+    tmp_path: Path,
+    name: str,
+    write: Write,
+    expected: dict[str, str],
+    said: str,
+    dropped: dict[str, int],
+) -> None:
+    path = tmp_path / name
+    write(path)
+    documents, tally = read_all(path)
+    assert texts(documents) == {f"{path}:{place}": text for place, text in expected.items()}
+    assert [f"{path}: {said}"] == describe_conversations(tally.conversations)
+    assert tally.skipped == dropped
+    assert tally.num_dropped == sum(dropped.values())
+
+    counted = BuildTally()
+    found = [name for name, _ in read_conversations(path, counted)]
+    (conversations,) = tally.conversations.values()
+    assert len(found) == conversations.num_conversations
+    assert counted.skipped == {r: n for r, n in dropped.items() if r == "not JSON"}
+
+
+def test_a_folder_of_them_is_read_as_they_are(tmp_path: Path) -> None:
+    for name, write, *_ in FILES:
+        write(tmp_path / name)
+    (tmp_path / "package.json").write_text('{"name": "a", "messages_per_s": 3}')
+    documents, tally = read_all(tmp_path)
+    wanted = {f"{tmp_path}/{name}:{place}" for name, _, places, *_ in FILES for place in places}
+    assert {document.name for document in documents} == {*wanted, f"{tmp_path}/package.json"}
+    assert len(describe_conversations(tally.conversations)) == 11
+    assert describe_conversations(tally.conversations)[-1] == "and 2 more such files"
+
+
+def test_the_field_of_a_table_may_hold_turns(tmp_path: Path) -> None:
+    path = tmp_path / "preferences.parquet"
+    pairs = {name: [[user("?"), model(name)]] for name in ("chosen", "rejected")}
+    pq.write_table(pa.table({"prompt": ["?"], **pairs}), path)
+    documents, _ = read_all(path, field="chosen")
+    assert texts(documents) == {f"{path}:0#2": "chosen"}
+
+
+def test_users_turns_and_whole_conversations_are_documents_on_request(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    fine_tuning(path)
+    users, _ = read_all(path, turns="user")
+    assert list(texts(users).values()) == ["How far?", "a", "c"]
+    whole, _ = read_all(path, turns="all")
+    assert texts(whole) == {
+        f"{path}:1": f"Be brief.\n\nHow far?\n\n{ANSWER}",
+        f"{path}:2": "a\n\nb\n\nc\n\nd",
+    }
