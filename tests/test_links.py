@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\(([^)\s]+)\)|\b(?:src|href|srcset)=\"([^\"]+)\"")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(
-    r"(?<![\w/.\-])((?:docs|benchmarks|examples)/[\w/.\-]+\.(?:md|py|json|svg|proto))"
+    r"(?<![\w/.\-])((?:docs|benchmarks|examples)/[\w/.\-]+\.(?:md|py|jsonl|json|svg|proto)\b(?:\.gz)?)"
 )
 ELSEWHERE = ("http://", "https://", "mailto:")
 
