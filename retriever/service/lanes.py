@@ -24,6 +24,10 @@ from retriever.sessions.draft_counts import TenantUses
 _MOST_BEGUN: Final = 2
 """Work of one tenant that is begun and not done: bounds the memory of half-read prompts."""
 
+_PAUSE_S: Final = 1e-4
+"""Between two pieces, in seconds: Python's locks are not fair, and one that a piece holds would be
+taken again before a thread that waits for it has woken up."""
+
 _LEAST_WAIT_S: Final = 0.05  # what a refusal tells to wait: below it, retries would be a load
 _WEIGHT_OF_LAST: Final = 0.1  # of the last work in the mean of durations
 
@@ -232,6 +236,7 @@ class Lane:
             work.seconds += time.monotonic() - began_s
             with self._lock:
                 self._queue_of(work.tenant).begun.append(work)
+            time.sleep(_PAUSE_S)
 
     def _next(self) -> _Work | None:
         """Remove and return the work whose turn it is, and put its tenant behind the others."""

@@ -141,6 +141,7 @@ def test_inspect_tells_what_an_index_holds(cli: Cli, built: Path) -> None:
     folders = [file.stat().st_size for file in built.rglob("*") if file.is_dir()]
     assert summary.pop("bytes") == sum(files) - sum(folders)
     assert len(summary.pop("fingerprint")) == 64
+    assert Path(summary.pop("tokenizer")).is_dir()
     assert summary.pop("phrases") == {
         "ngrams": [6, 3, 2],
         "min_counts": [1, 2, 2],

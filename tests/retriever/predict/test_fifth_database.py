@@ -62,6 +62,7 @@ def test_a_fifth_database_is_seen_wherever_databases_are(shown: Any) -> None:
     assert shown["received"] == shown["sources"]
     assert shown["shown"] == ["context", "generations", "phrases", "corpus", "counting"]
     assert shown["colour"] == "#56b4e9"
+    assert "source-counting" in shown["swatch"]
     assert shown["counted"] == [4, 2]
 
 

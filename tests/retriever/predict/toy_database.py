@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from retriever.drafter import TokenIds
+from retriever.operations.design import colours
 from retriever.operations.status_page import swatch
 from retriever.predict.databases import DatabaseKind, register
 from retriever.predict.question import Occurrence, Question, write_row
@@ -61,7 +62,8 @@ def main(kept: Path) -> None:
         "explained": explanation.as_json(),
         "received": sources_of(tree_from_message(tree_to_message(tree))),
         "shown": [source.label for source in drafted_sources()],
-        "colour": swatch(COUNTING)[0].get("fill"),
+        "colour": colours()[COUNTING.label],
+        "swatch": swatch(COUNTING).get("class"),
         "counted": draft_counts.by_source[:, COUNTING].tolist(),
         "known": weights["escape"][0, :COUNTING].ravel().tolist(),
         "network": weights["evidence"].ravel().tolist(),
