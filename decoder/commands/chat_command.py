@@ -19,6 +19,7 @@ from decoder.commands.colours import Colouring, Painter, Palette, is_dumb
 from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
 from decoder.commands.options import (
     ChoiceSettings,
+    Colour,
     ModelSettings,
     OutputSettings,
     PromptSettings,
@@ -49,13 +50,7 @@ class ChatSettings(OutputSettings):
         Metavar("TEXT"),
         Field(description="The system message. Default: the chat template's own."),
     ] = None
-    colour: Annotated[
-        Colouring,
-        Field(
-            description="Show each token in the colour of the source that drafted it: auto on "
-            "terminals, unless NO_COLOR is set."
-        ),
-    ] = Colouring.AUTO
+    colour: Colour = Colouring.AUTO
 
 
 @errors_in_one_line(*FORESEEN)

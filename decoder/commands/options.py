@@ -182,16 +182,19 @@ class AnswerSettings(OutputSettings):
     ] = None
 
 
+Colour = Annotated[
+    Colouring,
+    Field(
+        description="Show each token in the colour of the source that drafted it: auto on "
+        "terminals, unless NO_COLOR is set."
+    ),
+]
+
+
 class ShownSettings(AnswerSettings):
     """How answers are shown, and what is said of them."""
 
-    colour: Annotated[
-        Colouring,
-        Field(
-            description="Show each token in the colour of the source that drafted it: auto on "
-            "terminals, unless NO_COLOR is set."
-        ),
-    ] = Colouring.AUTO
+    colour: Colour = Colouring.AUTO
     compare: Annotated[
         bool,
         Field(
