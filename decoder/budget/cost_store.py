@@ -58,7 +58,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
-DIRECTORY_VARIABLE: Final = CACHE_VARIABLE
 _log = getLogger(__name__)
 _FORMAT: Final = 1
 _UNSPECIFIC: Final = ("_name_or_path", "name_or_path", "transformers_version")
@@ -74,7 +73,7 @@ def store_at(stated: str | None) -> "CostStore | None":
         stated: the directory; `None` for that in `FOREDRAFT_CACHE`, or else a directory of the
             user's for caches.
     """
-    stated = stated or os.environ.get(DIRECTORY_VARIABLE)
+    stated = stated or os.environ.get(CACHE_VARIABLE)
     if stated == NOWHERE:
         return None
     return CostStore(Path(stated or platformdirs.user_cache_dir("foredraft", appauthor=False)))

@@ -14,10 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retriever.errors import LimitExceededError, NotPossibleError
-from retriever.limits import (
-    Durability,
-    Limits,
-)
+from retriever.limits import Durability, Limits
 from retriever.log.generations_log import GenerationsLog
 from retriever.log.options import LogOptions
 from retriever.predict.generations import (

@@ -18,11 +18,7 @@ from indexer.flags import Metavar
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.client.credentials import VARIABLES, Credentials
 from retriever.errors import InvalidRequestError, SettingsError
-from retriever.limits import (
-    DEFAULT_DURABILITY,
-    Durability,
-    Limits,
-)
+from retriever.limits import DEFAULT_DURABILITY, Durability, Limits
 from retriever.replication.options import ReplicationOptions, without_credentials
 from retriever.security.private_files import DEFAULT_GRACE_S
 

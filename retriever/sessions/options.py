@@ -11,10 +11,7 @@ from typing import Final, TypedDict
 
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
-from retriever.limits import (
-    Durability,
-    Limits,
-)
+from retriever.limits import Durability, Limits
 from retriever.predict.phrases import Encode, ListedPhrases, Track, read_lines
 from retriever.predict.predictor import Predictor
 from retriever.replication.options import ReplicationOptions

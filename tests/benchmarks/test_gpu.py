@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.decoding import commit_cost
-from decoder.budget.cost_store import DIRECTORY_VARIABLE
+from indexer.tokenizer import CACHE_VARIABLE
 
 PROMPTS = ["a b c a b", "c c d", "b a b a", "d e d"]
 
@@ -24,7 +24,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str:
 
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, "none")
+    monkeypatch.setenv(CACHE_VARIABLE, "none")
     monkeypatch.setattr(commit_cost, "LAYERS", 2)
     monkeypatch.setattr(commit_cost, "CONTEXTS", (64, 128))
     monkeypatch.setattr(commit_cost, "VOCABULARY", 96)

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from benchmarks.decoding import greedy_exactness
-from decoder.budget.cost_store import DIRECTORY_VARIABLE
 from decoder.contenders.contender import FOREDRAFT, Contender, Run, contenders
+from indexer.tokenizer import CACHE_VARIABLE
 
 PROMPTS = ["a b c a b", "c c d", "b a b a", "d e d"]
 
 
 @pytest.fixture
 def command(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, "none")
+    monkeypatch.setenv(CACHE_VARIABLE, "none")
     prompts = tmp_path / "prompts"
     prompts.write_text("\n".join(PROMPTS))
     options = ["--prompts", str(prompts), "--model", str(tiny_model), "--max-new-tokens", "12"]

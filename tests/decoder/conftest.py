@@ -12,9 +12,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from decoder.budget.cost_store import DIRECTORY_VARIABLE
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
-from indexer.tokenizer import DEFAULT_MODEL
+from indexer.tokenizer import CACHE_VARIABLE, DEFAULT_MODEL
 from tests.decoder.decoding import SIZES, prompt_of
 
 STOP = "<end>"
@@ -28,7 +27,7 @@ def _threads(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_costs_from_other_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, "none")
+    monkeypatch.setenv(CACHE_VARIABLE, "none")
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoder.budget.cost_store import DIRECTORY_VARIABLE, CostStore, key_of, known_costs, store_at
+from decoder.budget.cost_store import CostStore, key_of, known_costs, store_at
 from decoder.budget.costs import AdaptiveCosts, CostSurface, measure_costs, still_holds
 from decoder.model.target import Target
+from indexer.tokenizer import CACHE_VARIABLE
 from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, decoded, decoder_with, nothing, tiny_llama
 
@@ -251,11 +252,11 @@ def test_kept_costs_hold_on_a_busy_machine_and_not_on_another(
 
 
 def test_nothing_is_kept_if_so_wished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     assert store_at(None) == CostStore(tmp_path)
     assert store_at("none") is None
     assert store_at("elsewhere") == CostStore(Path("elsewhere"))
-    monkeypatch.setenv(DIRECTORY_VARIABLE, "none")
+    monkeypatch.setenv(CACHE_VARIABLE, "none")
     assert store_at(None) is None
-    monkeypatch.delenv(DIRECTORY_VARIABLE)
+    monkeypatch.delenv(CACHE_VARIABLE)
     assert "foredraft" in str(store_at(None))

@@ -11,12 +11,13 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from decoder.budget.cost_store import DIRECTORY_VARIABLE, CostStore
+from decoder.budget.cost_store import CostStore
 from decoder.budget.costs import CostSurface
 from decoder.engines.transformers import custom_generate
 from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
 from decoder.errors import DecoderBusyError, UnsupportedGenerationError
 from decoder.model.target import Target
+from indexer.tokenizer import CACHE_VARIABLE
 from tests.decoder.decoding import (
     MODELS,
     VOCABULARY,
@@ -203,7 +204,7 @@ def test_the_function_measures_a_model_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_passes_cost_is_kept_for_the_next_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     model = tiny_llama()
     curves: WeakKeyDictionary[Any, CostSurface] = WeakKeyDictionary()
     monkeypatch.setattr(custom_generate, "_curves", curves)
