@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,17 +97,19 @@ def tasks() -> list[Task]:
 
 def build_index() -> None:
     """Index the standard library, unless that has been done and the index is of use."""
-    try:
+    with suppress(IndexerError):
         Index.open(INDEX).close()
-    except IndexerError:
-        console.print("building the index")
-    else:
         return
     sources = sorted(path for path in STDLIB.iterdir() if path.name not in NOT_STDLIB)
     kept = [str(path) for path in sources if path.is_dir() or path.suffix == ".py"]
-    build = [sys.executable, "-m", "indexer", "build", "--overwrite"]
+    build = [sys.executable, "-m", "indexer", "build", "--overwrite", "--json"]
     command = [*build, *kept, "--output", str(INDEX)]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    report = json.loads(done.stdout)
+    console.print(
+        f"{report['documents']:,} documents, {report['tokens']:,} tokens "
+        f"in {report['seconds']:.0f} s"
+    )
 
 
 @contextmanager
@@ -116,14 +118,13 @@ def draft_service() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{folder}/drafts.sock"
         command = [sys.executable, "-m", "retriever", "serve"]
-        options = ["--index", str(INDEX), "--address", address]
+        options = ["--index", str(INDEX), "--address", address, "--log-level", "warning"]
         process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
         try:
             # The line comes when kernels are warm and drafts are served.
             line = process.stdout.readline() if process.stdout else ""
             if not line:
                 raise SystemExit("error: the draft service did not start; see above")
-            console.print(line.strip())
             yield address
         finally:
             process.terminate()
@@ -151,6 +152,14 @@ def run(
         "drafted_from": drafted.statistics.accepted_by_source(),
         "identical": drafted.token_ids == plain.token_ids,
     }
+
+
+def pace_in_words(row: dict[str, Any]) -> str:
+    """Return what drafts did for one task."""
+    return (
+        f"{row['plain_tokens_per_s']:6.1f} tokens/s plainly, {row['tokens_per_s']:5.1f} with "
+        f"drafts: {row['ratio']:.2f}x"
+    )
 
 
 def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
@@ -184,11 +193,12 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Decode real tasks plainly and with drafts, and compare."""
-    console.print(f"[bold]1/3[/] index the Python standard library ({STDLIB})")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    console.print(f"[bold]1/3[/] index the standard library of Python {version}")
     build_index()
-    console.print("[bold]2/3[/] serve the index")
+    console.print("[bold]2/3[/] serve the index over gRPC")
     with draft_service() as address:
-        console.print(f"[bold]3/3[/] decode with {DEFAULT_MODEL}")
+        console.print(f"[bold]3/3[/] decode with {DEFAULT_MODEL}, plainly and with drafts")
         language_model = load_model(ModelOptions(DEFAULT_MODEL))
         with DrafterSettings(server=[address]).connect(language_model) as drafter:
             decoder = assemble(language_model, drafter)
@@ -198,9 +208,10 @@ def main(
                 contender(language_model.encode("Count from one to ten."), remember=False)
             rows = []
             for number, task in enumerate(selected, start=1):
-                console.print(f"  {number}/{len(selected)} {task.kind} {task.name}")
+                console.print(f"  {number}/{len(selected)} {task.kind} {task.name:10}", end="")
                 order = (PLAIN, FOREDRAFT) if number % 2 else (FOREDRAFT, PLAIN)
                 rows.append(run(ways, language_model, task, order))
+                console.print(pace_in_words(rows[-1]))
     facts = circumstances(language_model)
     if as_json:
         print(json.dumps({"tasks": rows, **facts}))
