@@ -4,9 +4,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from benchmarks.pictures import WIDTH
 from foredraft.program import COMMANDS
@@ -119,6 +124,45 @@ def test_every_command_that_pages_show_is_one() -> None:
         for line in "\n".join(fenced).splitlines():
             for name in re.findall(r"(?:^|\| )foredraft (\w+)", line):
                 assert name in known, f"{page.relative_to(ROOT)}: {line}"
+
+
+def test_options_that_pages_show_are_those_of_their_commands() -> None:
+    num_options = 0
+    for page, line in shown_commands():
+        words = line.split()
+        command, rest = command_of(words)
+        known = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+        shown = {word.partition("=")[0] for word in rest if re.match(r"--\w", word)} - {"--help"}
+        assert shown <= known, f"{page}: `{line}`: {sorted(shown - known)}"
+        num_options += len(shown)
+    assert num_options > 60
+
+
+def shown_commands() -> Iterator[tuple[str, str]]:
+    """Page and command line of each call of `foredraft` in a block or in code within a text."""
+    pages = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        if page.parent.name == "decisions":  # these tell of the day when they were written
+            continue
+        text = page.read_text().replace("\\\n", " ")
+        fenced = re.compile(r"^```[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+        lines = [line for block in fenced.findall(text) for line in block.splitlines()]
+        lines += re.findall(r"`([^`\n]+)`", fenced.sub("", text))
+        for line in lines:
+            called = re.search(r"(?:^|[|;&/] ?|\$ )foredraft ([a-z]+(?: [^|;&#]*)?)", line)
+            if called and called[1].split()[0] in {command.name for command in COMMANDS}:
+                yield str(page.relative_to(ROOT)), called[1]
+
+
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """Return the command, or the one within a group, that a line calls, and what follows it."""
+    [package] = {command.package for command in COMMANDS if command.name == words[0]}
+    command: Any = get_command(import_module(f"{package}.commands").app)
+    while words and isinstance(command, TyperGroup):
+        inner = command.get_command(typer.Context(command), words[0])
+        assert inner, words
+        command, words = inner, words[1:]
+    return command, words
 
 
 def test_make_targets_that_pages_show_are_there() -> None:
