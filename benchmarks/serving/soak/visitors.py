@@ -60,7 +60,7 @@ async def _refused(caller: Caller) -> None:
     ]
     method, request, token, code = caller.rng.choice(requests)
     async with caller.stub(token or _rare(caller)) as stub:
-        await expect(caller, getattr(stub, method)(request), code)
+        await expect(caller, getattr(stub, method)(request), code, FULL)
 
 
 async def _bare(caller: Caller) -> None:
