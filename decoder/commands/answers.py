@@ -14,14 +14,15 @@ from rich.progress import Progress
 from decoder.budget.budget import MeasuredBudget
 from decoder.commands.colours import Painter, Palette
 from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
+from decoder.commands.plain_comparison import Comparison
 from decoder.commands.prompts import Prompt
 from decoder.commands.trace import TraceWriter
-from decoder.commands.worth import Comparison, Worth
 from decoder.errors import DecoderError, TraceFileError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
 from decoder.observation import ObservedPass, Observer, Statistics, counted
 from decoder.sampling.constraint import Grammar
+from decoder.worth import Worth
 from indexer.errors import IndexerError, reason_of
 from retriever.errors import RetrieverError
 

@@ -25,11 +25,11 @@ from decoder.commands.options import (
     PromptSettings,
 )
 from decoder.commands.prompts import checked_text
-from decoder.commands.worth import Worth
 from decoder.errors import InvalidPromptError, PromptFileError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, prepare_model
 from decoder.observation import ObservedPass, Observer, Statistics
+from decoder.worth import Worth
 from indexer.errors import TokenizerError, reason_of
 from indexer.flags import Metavar, with_flags
 from indexer.launch import INTERRUPTED, errors_in_one_line

@@ -19,10 +19,10 @@ from decoder.commands.options import (
     ModelSettings,
     ShownSettings,
 )
+from decoder.commands.plain_comparison import Comparison
 from decoder.commands.prompts import DEFAULT_CATEGORY, Prompt, checked_text, read_prompts, read_text
 from decoder.commands.trace import check_trace
 from decoder.commands.viewer.trace_page import written_passes
-from decoder.commands.worth import Comparison
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError
 from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
 from decoder.sampling.constraint import check_regex

@@ -32,6 +32,7 @@ from decoder.observation import Statistics
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule
+from decoder.worth import Worth
 from indexer.tokenizer import vocabulary_of
 from retriever.drafter import Drafter
 
@@ -57,6 +58,8 @@ class Foredraft:
 
     Attributes:
         statistics: figures of all calls.
+        worth: what drafts were worth in all calls, estimated from what passes cost here; nothing is
+            known with a budget that does not measure.
 
     Raises:
         UnsupportedModelError: the model cannot be decoded here.
@@ -84,6 +87,7 @@ class Foredraft:
             drafter_vocabulary=known if drafter_vocabulary is None else drafter_vocabulary,
         )
         self.statistics = Statistics()
+        self.worth = Worth()
 
     def __call__(  # noqa: PLR0913  as `model.generate` calls it
         self,
@@ -120,9 +124,16 @@ class Foredraft:
             raise UnsupportedGenerationError("this Foredraft was made for another model")
         check_request(input_ids, generation_config, model_kwargs)
         ending, stream = Ending(stopping_criteria, input_ids), Stream(streamer_of_call())
+        prompt, budget = input_ids[0].tolist(), self._decoder.budget
+        observer = None
+        if isinstance(budget, MeasuredBudget):
+            observer = self.worth.observer(budget, len(prompt))
         with self._decoder.reserved():
             generation = self._decoding(logits_processor, generation_config, ending).generate(
-                input_ids[0].tolist(), ending.max_new_tokens, stop_rule=ending.rule
+                prompt,
+                ending.max_new_tokens,
+                stop_rule=ending.rule,
+                observer=observer,
             )
             new: list[int] = []
             try:

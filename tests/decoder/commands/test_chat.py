@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 from decoder import assembly
 from decoder.budget.costs import CostSurface
 from decoder.commands.chat_command import Messages, Pace, StatusLine, folded
-from decoder.commands.worth import Worth
 from decoder.errors import InvalidPromptError
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.observation import ObservedPass
+from decoder.worth import Worth
 from tests.decoder.commands.command_line import run
 from tests.decoder.decoding import ScriptedDrafter, decoder_with, nothing, plainly
 

@@ -7,12 +7,13 @@ import pytest
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.costs import CostSurface
 from decoder.commands.generate import AnswerOptions, Interruption, answer
-from decoder.commands.worth import UNKNOWN, Comparison, Worth, first_difference
+from decoder.commands.plain_comparison import Comparison, first_difference
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.observation import ObservedPass, Times
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule, accept_greedy
+from decoder.worth import UNKNOWN, Worth
 from retriever.tree import DraftTree
 from tests.decoder.decoding import ScriptedDrafter, at_random, decoder_with, nothing
 

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore
 from decoder.budget.costs import CostSurface
 from decoder.engines.transformers import custom_generate
@@ -67,6 +68,23 @@ def test_greedy_output_is_that_of_generate(name: str, options: dict[str, Any]) -
     assert output.dtype == torch.int64
     assert drafter.closed == output.tolist()
     assert plugin.statistics.num_passes < plugin.statistics.num_tokens
+
+
+def test_what_drafts_were_worth_is_known_where_passes_were_measured() -> None:
+    model, prompt = tiny_llama(), prompt_of(12)
+    drafter = ScriptedDrafter(oracle(plainly(model, prompt, NEW_TOKENS)))
+    costs = CostSurface((0, 64), (1, 64), ((1.0, 1.0), (1.0, 1.0)))  # s, far above these passes'
+    plugin = Foredraft(model, drafter, budget=MeasuredBudget(costs))
+    generated(model, prompt, do_sample=False, custom_generate=plugin)
+    times = plugin.worth.times_plain
+    assert times is not None
+    assert times > 1
+    passes = plugin.worth.num_passes
+    generated(model, prompt, do_sample=False, custom_generate=plugin)
+    assert plugin.worth.num_passes > passes
+    unmeasured = foredraft(model, drafter)
+    generated(model, prompt, do_sample=False, custom_generate=unmeasured)
+    assert unmeasured.worth.times_plain is None
 
 
 def test_what_a_generation_config_says_holds() -> None:

@@ -1,0 +1,63 @@
+"""Answers decoded plainly beside those with drafts, to measure what drafts are worth."""
+
+from dataclasses import replace
+from itertools import zip_longest
+
+from decoder.budget.budget import FixedBudget
+from decoder.commands.generate import Answer, AnswerOptions, Interruption, answer
+from decoder.drafters.following import NoDrafter
+from decoder.loop import Decoder
+from decoder.model.pretrained import LanguageModel
+from decoder.worth import Worth
+
+
+class Comparison:
+    """Decodes prompts plainly, as a decoder does it with drafts: the same choices, no drafts.
+
+    Args:
+        decoder: of the answers that are compared. Every prompt that it has answered is passed to
+            `worth` or to `skip`, in order, so that random numbers are the same.
+        language_model: whose answers these are.
+        options: of every answer.
+    """
+
+    def __init__(
+        self, decoder: Decoder, language_model: LanguageModel, options: AnswerOptions
+    ) -> None:
+        target, accept, stop_ids = decoder.target, decoder.accept, decoder.stop_ids
+        self._plain = Decoder(target, NoDrafter(), FixedBudget(0), accept, stop_ids)
+        self._language_model = language_model
+        self._options = replace(options, remember=False)
+
+    def worth(self, prompt: str, result: Answer, interruption: Interruption) -> Worth | None:
+        """Return what drafts were worth for an answer; `None` if Ctrl-C ends the comparison."""
+        plain = answer(
+            self._plain,
+            self._language_model,
+            prompt,
+            self._options,
+            interruption=interruption,
+        )
+        if plain.error is not None:
+            raise plain.error
+        if interruption.is_requested or not plain.token_ids:
+            return None
+        different = first_difference(result.token_ids, plain.token_ids)
+        return Worth(
+            result.statistics.total_s,
+            plain.statistics.total_s,
+            result.statistics.num_passes - 1,
+            num_compared=1,
+            num_different=int(different is not None),
+            first_difference=different,
+        )
+
+    def skip(self) -> None:
+        """Leave out an answer that did not become whole."""
+        self._plain.generate([0])
+
+
+def first_difference(tokens: list[int], others: list[int]) -> int | None:
+    """Return the place, from 1, of the first token that differs; `None` where none does."""
+    pairs = enumerate(zip_longest(tokens, others), 1)
+    return next((at for at, (token, other) in pairs if token != other), None)
