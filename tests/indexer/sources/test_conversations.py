@@ -13,7 +13,7 @@ from indexer.sources.conversations import (
     exchanges_of,
     messages_of,
     plain_text,
-    prompt_of,
+    prompts_of,
     turns_of,
 )
 
@@ -218,19 +218,36 @@ def test_exchanges_are_all_answers_with_all_before_them() -> None:
         Exchange(found.turns[:3], ANSWERED.text),
     ]
     assert list(turns_of(found, "assistant")) == [(2, ANSWERED.text), (4, ANSWERED.text)]
-    assert prompt_of(found) == found.turns[:1]
+    assert list(prompts_of(found)) == [found.turns[:1], found.turns[:3]]
     assert messages_of(found.turns[:2]) == MESSAGES
     assert plain_text(found.turns[:2]) == f"{ASKED.text}\n\n{ANSWERED.text}"
 
 
-def test_a_prompt_is_everything_up_to_where_the_model_would_speak() -> None:
+def test_a_prompt_is_what_the_model_was_given_answered_or_not() -> None:
     said = [("system", "a"), ("user", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")]
-    found = conversation_of({"messages": [{"role": r, "content": c} for r, c in said]})
+    messages = [{"role": r, "content": c} for r, c in said]
+    found = conversation_of({"messages": messages})
     assert found is not None
-    assert prompt_of(found) == found.turns[:3]
-    alone = conversation_of({"messages": MESSAGES[1:]})
-    assert alone is not None
-    assert prompt_of(alone) == ()
+    assert list(prompts_of(found)) == [found.turns[:3], found.turns]
+    for alone in (MESSAGES[1:], messages[:1], []):
+        unasked = conversation_of({"messages": alone})
+        assert unasked is not None
+        assert list(prompts_of(unasked)) == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"request": {"messages": None}, "response": CHOICE}, {"response": ANSWERED.text}, CHOICE],
+)
+def test_answers_that_a_server_was_sent_are_no_outputs(more: dict[str, Any]) -> None:
+    """Every request repeats the conversation so far: it would foretell itself."""
+    asked = {"messages": [*MESSAGES, {"role": "user", "content": "And back?"}]}
+    record = {**more, "request": asked} if "request" in more else {**asked, **more}
+    found = conversation_of(record)
+    assert found is not None
+    assert list(exchanges_of(found)) == [Exchange(found.turns[:3], ANSWERED.text)]
+    assert list(prompts_of(found)) == [found.turns[:3]]
+    assert len(list(turns_of(found, "assistant"))) == 2
 
 
 KEYS = (
