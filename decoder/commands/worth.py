@@ -1,5 +1,6 @@
 """What drafts were worth: the seconds of answers against those that plain decoding takes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Final
@@ -129,7 +130,9 @@ class Comparison:
         self._language_model = language_model
         self._options = replace(options, remember=False)
 
-    def worth(self, prompt: str, result: Answer, interruption: Interruption) -> Worth | None:
+    def worth(
+        self, prompt: str | Sequence[int], result: Answer, interruption: Interruption
+    ) -> Worth | None:
         """Return what drafts were worth for an answer; `None` if Ctrl-C ends the comparison."""
         plain = answer(
             self._plain,
