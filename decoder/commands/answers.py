@@ -247,7 +247,7 @@ class Answerer:
             self._report(number, prompt, result.error)
 
     def _answered(self, number: int, prompt: Prompt, painter: Painter, worth: Worth) -> Answer:
-        tokens = self._language_model.encode(prompt.text)
+        tokens = prompt.encoded(self._language_model)
         observers: list[Observer] = [painter.observe]
         if isinstance(self._decoder.budget, MeasuredBudget):
             observers.append(worth.observer(self._decoder.budget, len(tokens)))
@@ -272,7 +272,8 @@ class Answerer:
         if self.is_interrupted or result.error is not None:
             self._comparison.skip()
             return None
-        return self._comparison.worth(prompt.text, result, self._interruption)
+        tokens = prompt.encoded(self._language_model)
+        return self._comparison.worth(tokens, result, self._interruption)
 
     def _report(self, number: int, prompt: Prompt, error: Exception) -> None:
         """Report an error of this prompt alone, and go on."""

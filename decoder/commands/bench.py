@@ -15,6 +15,7 @@ from decoder.errors import InvalidPromptError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
+from indexer.errors import TokenizerError
 
 _WARM_UP_TEXT = "Count from one to ten."
 
@@ -103,8 +104,9 @@ def fitting(
     """Return the prompts that the model can take, as tokens."""
     cases = []
     for prompt in prompts:
-        tokens = language_model.encode(prompt.text)
-        with suppress(InvalidPromptError):
+        # A log may hold turns that this template refuses, such as a tool's.
+        with suppress(InvalidPromptError, *((TokenizerError,) if prompt.turns else ())):
+            tokens = prompt.encoded(language_model)
             cases.append(BenchPrompt(prompt.category, target.checked_prompt(tokens).tolist()))
     return cases
 
@@ -117,8 +119,8 @@ def warm_up(
     track: Track = iter,
 ) -> dict[str, int]:
     """Answer prompts that are not measured, and return how many and with how many tokens."""
-    texts = {prompt.text.strip() for prompt in measured}
-    others = [prompt for prompt in options.warm if prompt.text.strip() not in texts]
+    asked = {(prompt.text.strip(), prompt.turns) for prompt in measured}
+    others = [each for each in options.warm if (each.text.strip(), each.turns) not in asked]
     cases = fitting(language_model, decoder.target, others)[: options.warm_limit]
     num_tokens = sum(
         len(tokens)

@@ -16,8 +16,10 @@ from decoder.commands.options import MeasuredOutput, MeasuredPrompts, ModelSetti
 from decoder.commands.prompts import read_prompts
 from decoder.commands.trace_command import print_table
 from decoder.model.pretrained import prepare_model
+from indexer.build_report import BuildTally
 from indexer.flags import AsJson, with_flags
 from indexer.launch import errors_in_one_line
+from indexer.sources.recordings import describe_recorded
 
 
 @errors_in_one_line(*FORESEEN)
@@ -32,8 +34,11 @@ def run_bench(
 ) -> None:
     """Measure against plain generation and prompt lookup, on the same prompts in one run."""
     drafts.check()
-    selected = read_prompts(given.prompts, given.limit, given.per_category)
-    others = [] if given.warm is None else read_prompts(given.warm)
+    found = BuildTally()
+    selected = read_prompts(given.prompts, given.limit, given.per_category, found)
+    others = [] if given.warm is None else read_prompts(given.warm, skipped=found)
+    for line in describe_recorded(found):
+        typer.echo(line, err=True)
     options = BenchOptions(output.max_new_tokens, output.repeat, others, given.warm_limit)
     prepared = prepare_model(chosen.options(given, drafts.index))
     drafts.check(prepared.vocabulary)

@@ -37,11 +37,13 @@ from decoder.estimate.estimate_report import (
 from decoder.estimate.projection import PAYING, Nodes, Outcome, project
 from decoder.estimate.token_log import KIND_FIELDS, NO_FIELD, Record, TokenLog, token_log
 from decoder.model.pretrained import ModelOptions, Precision, load_model
+from indexer.build_report import BuildTally
 from indexer.flags import AsJson, Metavar, with_flags
 from indexer.launch import errors_in_one_line
+from indexer.sources.recordings import describe_recorded
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.replay.traces import ChatEncoder, stream_traces
-from retriever.sessions.options import DEFAULT_LIMITS, check_files
+from retriever.sessions.options import DEFAULT_LIMITS, check_files, indexed_tokenizer
 
 BUDGETS: Final = (4, 8, 16, 32, 64)
 
@@ -85,7 +87,7 @@ class LogSettings(BaseModel):
         Metavar("MODEL"),
         Field(
             description="The tokenizer of texts: a hub id, a folder or a .gguf file. Default: "
-            f"that of --model, or else {DEFAULT_MODEL}."
+            f"that of --model, or else that of the index, or else {DEFAULT_MODEL}."
         ),
     ] = None
 
@@ -248,20 +250,24 @@ def run_estimate(
     run it. By default they are those of an 8B model on one H100, computed from
     its data sheet.
 
-    The last line is the answer. The status is 0 whatever it is.
+    What of the log cannot be read is skipped, and standard error says how much,
+    where and why. The last line is the answer. The status is 0 whatever it is.
     """
     drafts.check()
     costs.check()
     if plot is not None:
         check_plot(plot)
     check_files(drafts.index, [])
-    encoder = ChatEncoder(chosen.tokenizer or costs.model)
+    encoder = ChatEncoder(chosen.tokenizer or costs.model, indexed_tokenizer(drafts.index))
     curve = costs.curve(drafts.budgets[-1])
     console = Console(stderr=True)
+    found = BuildTally()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        rows = islice(stream_traces(log, encoder), chosen.limit)
+        rows = islice(stream_traces(log, encoder, found), chosen.limit)
         tokenising = progress.add_task("tokenising", total=None)
         with token_log(progress.track(rows, task_id=tokenising), chosen.by) as records:
+            for line in describe_recorded(found):
+                progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
             rules = drafting_rules(drafts.index, encoder.vocabulary)
             budgets: list[Nodes] = [*drafts.budgets, PAYING]
             outcomes = _replayed(records, rules, budgets, curve, progress)
@@ -300,8 +306,10 @@ def _replayed(
 def _estimate(
     outcomes: list[Outcome], records: TokenLog, curve: CostCurve, drafts: EstimatedDrafts
 ) -> Estimate:
+    short = f"; {records.num_short:,} have less than two: nothing to draft"
     taken = [
-        f"{records.num_records:,} outputs of {records.num_tokens:,} tokens",
+        f"{records.num_records:,} outputs of {records.num_tokens:,} tokens"
+        + (short if records.num_short else ""),
         *_ASSUMPTIONS,
     ]
     if drafts.index:

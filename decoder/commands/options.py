@@ -21,7 +21,7 @@ _MODEL: Final = ModelOptions(DEFAULT_MODEL)
 _SAMPLING: Final = SamplingSettings()
 _PROMPT_FILE: Final = (
     "A prompt a line, Spec-Bench's questions, or conversations in .jsonl (.gz too), .json, .csv or "
-    ".parquet, of which what users say first is answered."
+    ".parquet, of which each answer is asked for again, after all that was said before it."
 )
 
 

@@ -1,5 +1,6 @@
 """Answers decoded plainly beside those with drafts, to measure what drafts are worth."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -29,7 +30,9 @@ class Comparison:
         self._language_model = language_model
         self._options = replace(options, remember=False)
 
-    def worth(self, prompt: str, result: Answer, interruption: Interruption) -> Worth | None:
+    def worth(
+        self, prompt: str | Sequence[int], result: Answer, interruption: Interruption
+    ) -> Worth | None:
         """Return what drafts were worth for an answer; `None` if Ctrl-C ends the comparison."""
         plain = answer(
             self._plain,

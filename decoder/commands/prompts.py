@@ -1,20 +1,32 @@
 """Files of prompts."""
 
-import gzip
-import json
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from decoder.errors import InvalidPromptError, PromptFileError
-from indexer.errors import SourceError, reason_of
-from indexer.sources.conversations import conversation_of, prompt_of
-from indexer.sources.recordings import EXPECTED, is_table, read_recorded
+from indexer.build_report import BuildTally
+from indexer.errors import SourceError
+from indexer.sources.blocks import UnusableError
+from indexer.sources.conversations import Turn, messages_of, plain_text, prompts_of
+from indexer.sources.record_files import json_of
+from indexer.sources.recordings import (
+    conversation_in,
+    has_lines,
+    nothing_read,
+    read_records,
+    read_text_lines,
+)
+
+if TYPE_CHECKING:
+    from decoder.model.pretrained import LanguageModel
 
 DEFAULT_CATEGORY = "prompts"
+
+_NO_QUESTION: Final = "malformed question"
+_QUESTION: Final = 'expected {"category": …, "turns": [TEXT, …]}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,58 +35,74 @@ class Prompt:
 
     Attributes:
         category: the kind of task that it stands for.
-        text: a user's message.
+        text: a user's message; of a conversation, what was said last.
         line: where it stands: a line, from 1, or a row, from 0.
+        turns: all that was said up to the answer, where that is more than the message.
     """
 
     category: str
     text: str
     line: int = field(default=0, compare=False)
+    turns: tuple[Turn, ...] = ()
+
+    def encoded(self, language_model: "LanguageModel") -> list[int]:
+        """Return its tokens as the model is given them.
+
+        A system message of the model's own comes in place of the conversation's.
+
+        Raises:
+            TokenizerError: the chat template does not take it.
+        """
+        if not self.turns:
+            return language_model.encode(self.text)
+        tokenizer, system = language_model.tokenizer, language_model.system
+        if not language_model.use_chat_template or not tokenizer.chat_template:
+            return list(tokenizer.encode(plain_text(self.turns)))
+        turns = self.turns
+        if system is not None:
+            others = (turn for turn in turns if turn.role != "system")
+            turns = (Turn("system", system), *others)
+        return language_model.encode_chat(messages_of(turns))
 
 
 def read_prompts(
-    path: Path, limit: int | None = None, per_category: int | None = None
+    path: Path,
+    limit: int | None = None,
+    per_category: int | None = None,
+    skipped: BuildTally | None = None,
 ) -> list[Prompt]:
-    """Read a file of prompts, which may be compressed with gzip (`.gz`).
+    """Read a file of prompts, which may be compressed (`.gz`, `.zst`).
 
     Args:
         path: one prompt a line; or records in JSON lines, JSON, CSV or Parquet. A record is a
             question of Spec-Bench (Xia et al., 2024, arXiv:2401.07851), `{"question_id",
             "category", "turns"}`, of which the first turn is used; or a conversation as
-            `conversation_of` knows it, of which all that the user says before the first answer is
-            used, but no system message. Conversations in which no user speaks are passed over.
-        limit: most prompts to return, spread evenly over the categories.
+            `conversation_of` knows it, of which each answer is asked for again: its prompt is all
+            that was said before. Conversations in which no user speaks are passed over.
+        limit: most prompts to return, spread evenly over the categories. Of conversations, which
+            have none, the first are taken and no more is read: a log may be large.
         per_category: most prompts of each category.
+        skipped: counts conversations, and what cannot be used; None to refuse such.
 
     Raises:
-        PromptFileError: the file cannot be read, holds no prompt, or a record is malformed.
+        PromptFileError: the file cannot be read or holds no prompt, or a record that is not to be
+            skipped is malformed.
     """
-    prompts = list(_prompts_in_table(path) if is_table(path) else _prompts_in_lines(path))
-    if not prompts:
-        raise PromptFileError(f"{path} holds no prompt")
-    return list(islice(_spread(prompts, per_category), limit))
-
-
-def _prompts_in_lines(path: Path) -> Iterator[Prompt]:
+    tally = BuildTally() if skipped is None else skipped
+    most = min((each for each in (limit, per_category) if each is not None), default=None)
+    kept: dict[str, list[Prompt]] = {}
     try:
-        with _opened(path) as lines:
-            for number, line in enumerate(map(str.strip, lines), start=1):
-                if line.startswith("{"):
-                    yield from _prompts_of(_parsed(line, f"{path}:{number}"), path, number)
-                elif line:
-                    yield Prompt(DEFAULT_CATEGORY, line, number)
-    except UnicodeDecodeError as error:
-        raise PromptFileError(f"{path} is not text in UTF-8") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise PromptFileError(f"cannot read {path}: {reason_of(error)}") from error
-
-
-def _prompts_in_table(path: Path) -> Iterator[Prompt]:
-    try:
-        for number, (record, _) in enumerate(read_recorded(path)):
-            yield from _prompts_of(record, path, number)
+        for prompt in _prompts_in(path, tally, is_strict=skipped is None):
+            kept.setdefault(prompt.category, [])
+            if most is None or len(kept[prompt.category]) < most:
+                kept[prompt.category].append(prompt)
+            elif list(kept) == [DEFAULT_CATEGORY]:
+                break
     except SourceError as error:
         raise PromptFileError(str(error)) from error
+    if not kept:
+        raise PromptFileError(f"{path} holds no prompt: {nothing_read(tally)}")
+    return list(islice(_spread(kept.values()), limit))
 
 
 def read_text(stream: BinaryIO) -> str:
@@ -100,55 +128,59 @@ def checked_text(text: str) -> str:
     return text
 
 
-def _opened(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
-
-
-def _spread(prompts: list[Prompt], per_category: int | None) -> Iterator[Prompt]:
+def _spread(categories: Iterable[list[Prompt]]) -> Iterator[Prompt]:
     """Take the categories in turn, so that any number of prompts has them evenly."""
-    categories: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        categories.setdefault(prompt.category, []).append(prompt)
-    members = (category[:per_category] for category in categories.values())
-    rounds = chain.from_iterable(zip_longest(*members))
+    rounds = chain.from_iterable(zip_longest(*categories))
     return (prompt for prompt in rounds if prompt is not None)
 
 
-def _parsed(line: str, place: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise PromptFileError(f"{place} is not JSON: {reason_of(error)}") from error
+def _prompts_in(path: Path, tally: BuildTally, *, is_strict: bool) -> Iterator[Prompt]:
+    """Yield the prompts of a file; count what cannot be used, or refuse it."""
+    entries = read_text_lines(path, tally) if has_lines(path) else read_records(path, tally)
+    for place, entry in entries:
+        _check(path, tally, is_strict=is_strict)
+        try:
+            yield from _prompts_of(entry, path, int(place.rpartition(":")[2]), tally)
+        except UnusableError as unusable:
+            if is_strict:
+                raise PromptFileError(f"{place}: {unusable}: {unusable.remedy}") from unusable
+            tally.drop(str(unusable), place, unusable.remedy)
+    _check(path, tally, is_strict=is_strict)
 
 
-def _prompts_of(record: Any, path: Path, number: int) -> Iterator[Prompt]:
-    """Yield the prompt of a record, if its conversation has one.
+def _check(path: Path, tally: BuildTally, *, is_strict: bool) -> None:
+    if is_strict and tally.num_dropped:
+        raise PromptFileError(f"{path} cannot be read: {tally.describe_skipped()}")
+
+
+def _prompts_of(entry: Any, path: Path, number: int, tally: BuildTally) -> list[Prompt]:
+    """Return the prompts of a line or a record.
 
     Raises:
-        PromptFileError: the record is neither a question nor a conversation.
+        UnusableError: it is neither a prompt, nor a question, nor a conversation.
     """
-    if isinstance(record, dict) and "turns" in record:
-        yield _question(record, f"{path}:{number}", number)
-        return
-    conversation = conversation_of(record)
-    if conversation is None:
-        keys = ", ".join(map(repr, record)) if isinstance(record, dict) else ""
-        raise PromptFileError(
-            f'{path}:{number}: expected {{"category": …, "turns": [TEXT, …]}}, or a conversation: '
-            f"{EXPECTED}; its keys are {keys or 'none'}"
-        )
-    said = [turn.text for turn in prompt_of(conversation) if turn.role == "user"]
-    if said:
-        yield Prompt(DEFAULT_CATEGORY, "\n\n".join(said), number)
+    if isinstance(entry, str):
+        text = entry.strip()
+        if not text.startswith("{"):
+            return [Prompt(DEFAULT_CATEGORY, text, number)]
+        entry = json_of(text, "a line that begins with { is a record: mend or remove such lines")
+    if isinstance(entry, dict) and "turns" in entry:
+        return [_question(entry, number)]
+    found = conversation_in(entry, path, tally, "prompts", prompts_of)
+    return [_prompt(turns, number) for turns in found]
 
 
-def _question(question: dict[str, Any], place: str, number: int) -> Prompt:
+def _prompt(turns: tuple[Turn, ...], number: int) -> Prompt:
+    """Return a conversation's turns as a prompt; a message by itself needs no turns."""
+    is_message = len(turns) == 1 and turns[0].role == "user"
+    return Prompt(DEFAULT_CATEGORY, turns[-1].text, number, () if is_message else turns)
+
+
+def _question(question: dict[str, Any], number: int) -> Prompt:
     try:
         category, text = question["category"], question["turns"][0]
-    except (KeyError, IndexError, TypeError) as error:
-        raise PromptFileError(f'{place}: expected {{"category": …, "turns": [TEXT, …]}}') from error
+    except (KeyError, IndexError, TypeError):
+        raise UnusableError(_NO_QUESTION, _QUESTION) from None
     if not all(isinstance(value, str) and value.strip() for value in (category, text)):
-        raise PromptFileError(f"{place}: the category and the first turn must be texts")
+        raise UnusableError(_NO_QUESTION, "the category and the first turn must be texts")
     return Prompt(category, text, number)

@@ -1,15 +1,12 @@
 """A log of prompts and outputs as token ids on disk: read once, gone through many times."""
 
-import tempfile
-from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Final
-
-import numpy as np
+from typing import Any, Final
 
 from retriever.errors import TraceError
+from retriever.replay.trace_spool import TraceSpool, trace_spool
 from retriever.replay.traces import Trace
 
 KIND_FIELDS: Final = ("category", "kind", "task", "model")
@@ -23,8 +20,8 @@ OTHERS: Final = "others"
 MAX_KINDS: Final = 12
 """Kinds that are told apart, the first of the log: as many rows as a screen shows."""
 
-_HEADER: Final = 3
-"""Numbers before the tokens of a record: its kind, and the lengths of prompt and output."""
+_LEAST: Final = 2
+"""Tokens of an output that leave something to draft: the prompt's pass brings the first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,17 +43,22 @@ class TokenLog:
     Attributes:
         kinds: in order of appearance.
         field: that tells them; empty if none does.
-        num_records: how many there are.
         num_tokens: of their outputs.
+        num_short: outputs of less than two tokens: the prompt's pass brings the first.
     """
 
-    def __init__(self, file: BinaryIO, field: str | None) -> None:
-        self._file = file
+    def __init__(self, spool: TraceSpool, field: str | None) -> None:
+        self._spool = spool
         self._stated = field
         self.kinds: list[str] = []
         self.field = ""
-        self.num_records = 0
         self.num_tokens = 0
+        self.num_short = 0
+
+    @property
+    def num_records(self) -> int:
+        """How many records there are."""
+        return self._spool.num_traces
 
     def write(self, trace: Trace, row: dict[str, Any]) -> None:
         """Append a record.
@@ -66,22 +68,13 @@ class TokenLog:
         """
         if self.num_records == 0:
             self.field = self._field_of(row)
-        header = array("i", [self._number(row), len(trace.prompt), len(trace.output)])
-        self._file.write(header.tobytes())
-        self._file.write(trace.prompt.astype(np.int32).tobytes())
-        self._file.write(trace.output.astype(np.int32).tobytes())
-        self.num_records += 1
+        self._spool.write(trace, self._number(row))
         self.num_tokens += len(trace.output)
+        self.num_short += len(trace.output) < _LEAST
 
     def __iter__(self) -> Iterator[Record]:
-        self._file.seek(0)
-        for _ in range(self.num_records):
-            kind, num_prompt, num_output = self._read(_HEADER).tolist()
-            tokens = self._read(num_prompt + num_output)
-            yield Record(self.kinds[kind], Trace(tokens[:num_prompt], tokens[num_prompt:]))
-
-    def _read(self, count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        return np.frombuffer(self._file.read(4 * count), np.int32)
+        for kind, trace in self._spool.labelled():
+            yield Record(self.kinds[kind], trace)
 
     def _field_of(self, row: dict[str, Any]) -> str:
         if self._stated == NO_FIELD:
@@ -127,12 +120,10 @@ def token_log(
     Raises:
         TraceError: a row is no trace, or no output has two tokens.
     """
-    with tempfile.TemporaryFile() as file:
-        log = TokenLog(file, field)
-        longest = 0
+    with trace_spool() as spool:
+        log = TokenLog(spool, field)
         for trace, row in rows:
-            longest = max(longest, len(trace.output))
             log.write(trace, row)
-        if longest < 2:  # noqa: PLR2004  (the prompt's pass brings the first)
+        if log.num_short == log.num_records:
             raise TraceError("no output of the log has two tokens: there is nothing to draft")
         yield log

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeGuard
 
+from indexer.sources.streamed_answers import is_chunk, whole_answer
+
 
 class Shape(StrEnum):
     """How a record writes a conversation; the value names it in reports."""
@@ -17,6 +19,7 @@ class Shape(StrEnum):
     MESSAGES = "OpenAI messages"
     SHAREGPT = "ShareGPT conversations"
     SERVER_LOG = "requests and responses of a server"
+    RESPONSE = "responses of a server"
     INSTRUCTION = "instructions and outputs"
     PROMPT = "prompts and outputs"
     QUESTION = "questions and answers"
@@ -52,11 +55,14 @@ class Conversation:
         shape: how the record wrote it.
         turns: in order; there may be none.
         left_out: what of the record is in no turn, a noun for each: `image`, `empty turn`.
+        num_given: how many turns a model was given, where the record says so. An answer among
+            them is part of a prompt: a server is sent all that was said before, again and again.
     """
 
     shape: Shape
     turns: tuple[Turn, ...]
     left_out: tuple[str, ...] = ()
+    num_given: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +102,12 @@ _PROMPTS: Final = {
     "input": Shape.PROMPT,
 }
 _OUTPUTS: Final = ("output", "completion", "response", "answer", "choices")
-_SYSTEM: Final = ("system", "system_prompt")
-_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text"})
+_REQUESTS: Final = ("request", "body", "params")
+_RESPONSES: Final = ("response", "result")
+_SYSTEM: Final = ("system", "system_prompt", "instructions")
+_TEXT_PARTS: Final = frozenset({"text", "input_text", "output_text", "reasoning_text"})
+_ITEMS: Final = ("message", "reasoning", "item_reference")
+"""Types of items of OpenAI's Responses, next to calls and their outputs."""
 _MAX_DEPTH: Final = 8
 """Contents within contents: tools nest two or three, and deeper ones could exhaust the stack."""
 
@@ -105,22 +115,23 @@ _MAX_DEPTH: Final = 8
 def conversation_of(record: object, field: str = "") -> Conversation | None:
     """Return the conversation that a record holds, or None if its shape is not recognised.
 
-    Recognised are, in this order: `request` and `response` of a server with OpenAI's interface;
-    lists of turns under `messages` or `conversations`; `instruction` (with `input`), `prompt`,
-    `question` or `input` with `output`, `completion`, `response` or `answer`. A value may be
+    Recognised are, in this order: a request and its response, as servers of OpenAI's and
+    Anthropic's interfaces are sent and give them, streamed or not, also those of batches; lists of
+    turns under `messages` or `conversations`; `instruction` (with `input`), `prompt`, `question` or
+    `input` with `output`, `completion`, `response` or `answer`; a response alone. A value may be
     the JSON text of what is expected, as tables have it.
 
     Args:
         record: an object of JSON, or a row as a mapping of columns to values.
         field: a further key of a list of turns, which comes before all others.
     """
-    if not isinstance(record, Mapping):
+    if not isinstance(record, Mapping) or is_chunk(record):
         return None
     reading = _Reading()
     shape = reading.read(record, field)
     if shape is None:
         return None
-    return Conversation(shape, tuple(reading.turns), tuple(reading.left_out))
+    return Conversation(shape, tuple(reading.turns), tuple(reading.left_out), reading.num_given)
 
 
 def conversation_columns(names: Collection[str], *, with_outputs: bool = True) -> list[str]:
@@ -135,7 +146,7 @@ def conversation_columns(names: Collection[str], *, with_outputs: bool = True) -
     has_pair = has_output and any(key in names for key in _PROMPTS)
     if not (is_log or has_pair or any(key in names for key in _LISTS)):
         return []
-    known = {*_LISTS, *_PROMPTS, *_OUTPUTS, *_SYSTEM, "request"}
+    known = {*_LISTS, *_PROMPTS, *_OUTPUTS, *_SYSTEM, *_REQUESTS}
     return [name for name in names if name in known]
 
 
@@ -147,18 +158,21 @@ def turns_of(conversation: Conversation, role: str) -> Iterator[tuple[int, str]]
 
 
 def exchanges_of(conversation: Conversation) -> Iterator[Exchange]:
-    """Yield each of the assistant's turns with all turns before it."""
+    """Yield each of the assistant's turns that is an output, with all turns before it."""
     for number, text in turns_of(conversation, "assistant"):
-        yield Exchange(conversation.turns[: number - 1], text)
+        if number > conversation.num_given:
+            yield Exchange(conversation.turns[: number - 1], text)
 
 
-def prompt_of(conversation: Conversation) -> tuple[Turn, ...]:
-    """Return the turns up to the first that a user ends; empty if no user speaks."""
-    for number, _ in turns_of(conversation, "user"):
-        following = conversation.turns[number : number + 1]
-        if not following or following[0].role != "user":
-            return conversation.turns[:number]
-    return ()
+def prompts_of(conversation: Conversation) -> Iterator[tuple[Turn, ...]]:
+    """Yield what a model was given: the turns before each output, and all if the last has none.
+
+    Turns among which no user speaks are none.
+    """
+    prompts = [exchange.prompt for exchange in exchanges_of(conversation)]
+    if conversation.turns and conversation.turns[-1].role != "assistant":
+        prompts.append(conversation.turns)
+    return (prompt for prompt in prompts if any(turn.role == "user" for turn in prompt))
 
 
 def plain_text(turns: tuple[Turn, ...]) -> str:
@@ -177,18 +191,25 @@ class _Reading:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.left_out: list[str] = []
+        self.num_given = 0
 
     def read(self, record: Mapping[str, Any], field: str) -> Shape | None:
         """Add the turns of a record, and return its shape; None if it has none that is known."""
-        request = _body(record.get("request"), (*_LISTS, *_PROMPTS))
-        response = _body(record.get("response"), _OUTPUTS)
-        if isinstance(request, Mapping) and not _LISTS.keys() & record.keys():
-            if not self._add_request(request):
-                return None
-            self._add_output(response if response is not None else record)
+        request = None if _LISTS.keys() & record.keys() else _request_in(record)
+        if request is not None and self._add_request(request):
+            self.num_given = len(self.turns)
+            self._add_response(record)
             return Shape.SERVER_LOG
         if self._add_request(record, field):
             return self._shape(record, field)
+        if _is_response(record):
+            self._add_answer(record)
+            return Shape.RESPONSE
+        inner = [_body(record.get(key), _OUTPUTS) for key in _RESPONSES]
+        is_batch = "custom_id" in record and any(each is not None for each in inner)
+        if is_batch or any(_is_response(whole_answer(each)[0]) for each in inner):
+            self._add_response(record)
+            return Shape.RESPONSE
         return None
 
     @staticmethod
@@ -207,16 +228,16 @@ class _Reading:
                 self._add_system(record, value)
                 self._add_turns(value, "")
                 if self.turns and self.turns[-1].role != "assistant":
-                    self._add_output(record, is_needed=False)
+                    self._add_output(record)
                 return True
         key = next((key for key in _PROMPTS if key in record), "")
-        if not key or (key == "input" and "output" not in record):
+        if not key or not isinstance(record[key], str | list | None):
             return False
-        if not isinstance(record[key], str | list | None):
+        if key == "input" and not ("output" in record or "model" in record):
             return False
         self._add_system(record, [])
         self._add_side(self._prompt(record, key), "user")
-        self._add_output(record, is_needed=False)
+        self._add_output(record)
         return True
 
     def _add_system(self, record: Mapping[str, Any], items: list[Any]) -> None:
@@ -224,8 +245,9 @@ class _Reading:
         has_own = isinstance(first, Mapping) and _role(first) == "system"
         for key in () if has_own else _SYSTEM:
             value = record.get(key)
-            if isinstance(value, str) and value.strip():
-                self.turns.append(Turn("system", value))
+            texts = self._texts(value) if isinstance(value, str | list) else []
+            if any(text.strip() for text in texts):
+                self._add_text("system", texts)
                 return
 
     @staticmethod
@@ -235,24 +257,51 @@ class _Reading:
             return value
         return f"{value}\n\n{further}" if isinstance(value, str) and value.strip() else further
 
-    def _add_output(self, record: Any, *, is_needed: bool = True) -> None:
-        """Add what a model wrote: of the first choice, or under one of the usual keys."""
-        if not isinstance(record, Mapping):
-            self._add_side(record, "assistant")
-            return
+    def _add_response(self, record: Mapping[str, Any]) -> None:
+        """Add what a server answered: its response, or what stands next to the request."""
+        before = len(self.turns), len(self.left_out)
+        for key in _RESPONSES:
+            value = _body(record.get(key), _OUTPUTS)
+            if value is not None:
+                self._add_answer(value)
+                break
+        else:
+            self._add_output(record)
+        if before == (len(self.turns), len(self.left_out)):
+            self.left_out.append("response without an answer")
+
+    def _add_output(self, record: Mapping[str, Any]) -> None:
+        """Add what a model wrote, if it stands under one of the usual keys."""
         for key in _OUTPUTS:
             value = _body(record.get(key), _OUTPUTS)
-            if value is None:
-                continue
-            if isinstance(value, Mapping) and "choices" in value:
-                value, key = value["choices"], "choices"  # noqa: PLW2901  (the same one level down)
-            if key == "choices":
-                self._add_choices(value)
-            else:
-                self._add_side(value, "assistant")
-            return
-        if is_needed:
+            if value is not None:
+                self.num_given = len(self.turns)
+                self._add_answer({key: value} if key == "choices" else value)
+                return
+
+    def _add_answer(self, value: Any, depth: int = 0) -> None:
+        """Add a response: its first choice, its items, its message, its content or its text."""
+        value, num_damaged = whole_answer(value)
+        self.left_out += ["piece of a stream that is no JSON"] * num_damaged
+        if not isinstance(value, Mapping):
+            self._add_side(value, "assistant")
+        elif "choices" in value:
+            self._add_choices(_decoded(value["choices"]))
+        elif isinstance(value.get("message"), Mapping):
+            self._add_turn(value["message"], "assistant")
+        elif "role" in value or "content" in value:
+            self._add_turn(value, "assistant")
+        elif depth == 0 and (key := next((each for each in _OUTPUTS if value.get(each)), "")):
+            self._add_answer(value[key], depth + 1)
+        elif not self._texts_of_answer(value):
             self.left_out.append("response without an answer")
+
+    def _texts_of_answer(self, value: Mapping[str, Any]) -> bool:
+        """Add the text of a response that is a part of a content; return whether it is one."""
+        if not any(isinstance(value.get(key), str | list) for key in ("text", "value", "parts")):
+            return False
+        self._add_text("assistant", self._texts(value))
+        return True
 
     def _add_choices(self, choices: Any) -> None:
         found = [each for each in choices if isinstance(each, Mapping)] if _is_list(choices) else []
@@ -278,11 +327,44 @@ class _Reading:
             self._add_text(role, self._texts(value))
 
     def _add_turns(self, items: list[Any], role: str) -> None:
+        was_item = False
         for item in items:
-            if isinstance(item, Mapping):
-                self._add_turn(item, role)
-            else:
+            if not isinstance(item, Mapping):
                 self.left_out.append("turn that is no object")
+                continue
+            is_item = _is_item(item) and not _role(item)
+            before = len(self.turns)
+            if is_item:
+                self._add_item(item, role)
+            else:
+                self._add_turn(item, role)
+            if is_item or was_item:
+                self._join_answers(before)
+            was_item = is_item
+
+    def _add_item(self, item: Mapping[str, Any], role: str) -> None:
+        """Add an item of OpenAI's Responses that names no role."""
+        kind = str(item["type"])
+        if kind == "message":
+            self._add_turn(item, role)
+        elif kind == "reasoning":
+            texts = self._texts(item.get("content"))
+            if texts:
+                self._add_text("assistant", texts)
+            elif item.get("summary"):
+                self.left_out.append("reasoning that is only summarised")
+        elif kind.endswith("_call_output"):
+            self._add_text("tool", self._texts(item.get("output")))
+        elif "name" in item:
+            self._add_text("assistant", self._calls([item]))
+        else:
+            self.left_out.append(_named(kind))
+
+    def _join_answers(self, before: int) -> None:
+        """Join a turn that was added to the one before it where a model wrote both as one."""
+        last = self.turns[before - 1 :] if before else []
+        if len(last) == 2 and {turn.role for turn in last} == {"assistant"}:  # noqa: PLR2004
+            self.turns[before - 1 :] = [Turn("assistant", f"{last[0].text}\n{last[1].text}")]
 
     def _add_turn(self, item: Mapping[str, Any], role: str) -> None:
         role = _role(item) or role
@@ -290,10 +372,16 @@ class _Reading:
         if known is None:
             self.left_out.append(f"turn of unknown role {role!r}" if role else "turn without role")
             return
+        content = _content(item)
+        if known == "user" and (results := _results_in(content)):
+            self._add_text("tool", self._texts(results))
+            content = [part for part in content if part not in results]
+            if not content:
+                return
         texts = []
         if known == "assistant":
             texts = self._texts(item.get("reasoning_content") or item.get("reasoning"))
-        texts += self._texts(_content(item))
+        texts += self._texts(content)
         calls = item.get("tool_calls")
         texts += self._calls(calls if isinstance(calls, list) else [item.get("function_call")])
         self._add_text(known, texts)
@@ -387,6 +475,44 @@ def _named(kind: str) -> str:
     return next((name for name in ("image", "audio", "video", "file") if name in kind), kind)
 
 
+def _results_in(content: Any) -> list[Any]:
+    """Return the results of tools in a user's content, where Anthropic's Messages have them."""
+    parts = content if _is_list(content) else []
+    return [p for p in parts if isinstance(p, Mapping) and p.get("type") == "tool_result"]
+
+
+def _is_item(value: Mapping[str, Any]) -> bool:
+    """Return whether a value is an item of OpenAI's Responses."""
+    kind = value.get("type")
+    return isinstance(kind, str) and (kind in _ITEMS or kind.endswith(("_call", "_call_output")))
+
+
+def _request_in(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the request of a server's log or of a batch, if a record has one."""
+    known = (*_LISTS, *_PROMPTS)
+    for key in _REQUESTS:
+        request = _body(record.get(key), known)
+        if isinstance(request, Mapping) and any(each in request for each in known):
+            return request
+    return None
+
+
+def _is_response(value: Any) -> bool:
+    """Return whether a value is the response of a server, whole, by its form alone."""
+    if not isinstance(value, Mapping):
+        return False
+    choices, output = value.get("choices"), value.get("output")
+    if _is_list(choices) and choices:
+        return all(
+            isinstance(each, Mapping) and {"message", "text"} & each.keys() for each in choices
+        )
+    if _is_list(output) and output:
+        return all(isinstance(each, Mapping) and _is_item(each) for each in output)
+    inner = value.get("message")
+    message = inner if isinstance(inner, Mapping) else value
+    return message.get("role") == "assistant" and "content" in message
+
+
 def _is_list(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
@@ -395,7 +521,10 @@ def _is_turns(value: Any) -> bool:
     value = _decoded(value)
     if not _is_list(value) or not value:
         return False
-    return all(isinstance(each, Mapping) and {"role", "from"} & each.keys() for each in value)
+    return all(
+        isinstance(each, Mapping) and ({"role", "from"} & each.keys() or _is_item(each))
+        for each in value
+    )
 
 
 def _body(value: Any, keys: Collection[str]) -> Any:

@@ -1,6 +1,5 @@
 """JSON lines: a document a line, cut at line ends, read from any line on."""
 
-import json
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ from indexer.sources.blocks import (
     UnusableError,
 )
 from indexer.sources.record_documents import documents_of
-from indexer.sources.record_files import NOT_JSON, Record, max_record_characters, said_of
+from indexer.sources.record_files import Record, json_of, max_record_characters
 from indexer.sources.source_options import (
     NAME_ENCODING,
     NOT_TEXT,
@@ -88,7 +87,18 @@ def read_lines(
 
 
 def line_records(piece: SourcePiece, options: SourceOptions, tally: BuildTally) -> Iterator[Record]:
-    """Yield the values of the lines of a piece; count the lines that are none.
+    """Yield the values of the lines of a piece; count the lines that are none; see `text_lines`."""
+    for name, text in text_lines(piece, options, tally):
+        try:
+            yield name, _parsed(text, piece.file)
+        except UnusableError as unusable:
+            tally.drop(str(unusable), name, unusable.remedy)
+
+
+def text_lines(
+    piece: SourcePiece, options: SourceOptions, tally: BuildTally
+) -> Iterator[tuple[str, str]]:
+    """Yield the names and the texts of the lines of a piece that hold any; count damaged ones.
 
     Raises:
         OSError: the file cannot be read.
@@ -106,10 +116,11 @@ def line_records(piece: SourcePiece, options: SourceOptions, tally: BuildTally) 
                 name = f"{piece.file.name}:{number}"
                 try:
                     text = _text_of(line, encoding)
-                    if not text.isspace():
-                        yield name, _parsed(text, piece.file)
                 except UnusableError as unusable:
                     tally.drop(str(unusable), name, unusable.remedy)
+                    continue
+                if not text.isspace():
+                    yield name, text
 
 
 def _numbered(
@@ -129,10 +140,8 @@ def _text_of(line: str | bytes | None, encoding: str) -> str:
 
 
 def _parsed(line: str, file: SourceFile) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        is_kept = file.name == STANDARD_INPUT_NAME
-        otherwise = "say --stdin-format text" if is_kept else "name the file .json"
-        remedy = f"mend or remove such lines; or {otherwise} if a line is no record of its own"
-        raise UnusableError(NOT_JSON, f"{said_of(error)}: {remedy}") from None
+    is_kept = file.name == STANDARD_INPUT_NAME
+    otherwise = "say --stdin-format text" if is_kept else "name the file .json"
+    return json_of(
+        line, f"mend or remove such lines; or {otherwise} if a line is no record of its own"
+    )

@@ -28,7 +28,7 @@ from indexer.sources.source_options import (
 from indexer.sources.tables import DamagedTableError, cut_table, read_table
 from indexer.sources.texts import DAMAGED, keep_standard_input, read_text
 
-_COPY_AGAIN: Final = "copy it again, or give it the suffix of what it is"
+COPY_AGAIN: Final = "copy it again, or give it the suffix of what it is"
 
 _Reader = Callable[[SourcePiece, SourceOptions, BuildTally], Iterator[SourceDocument]]
 _READERS: Final[dict[FileForm, _Reader]] = {
@@ -58,9 +58,9 @@ def read(block: SourceBlock, options: SourceOptions, tally: BuildTally) -> Itera
         try:
             yield from _READERS[piece.file.format.form](piece, options, tally)
         except DAMAGED:
-            tally.drop(f"unreadable: damaged {piece.file.format.compression}", name, _COPY_AGAIN)
+            tally.drop(f"unreadable: damaged {piece.file.format.compression}", name, COPY_AGAIN)
         except DamagedTableError as error:
-            tally.drop(f"unreadable: {error}", name, _COPY_AGAIN)
+            tally.drop(f"unreadable: {error}", name, COPY_AGAIN)
         except TableError as error:
             tally.drop(error.reason, name, error.remedy)
         except UnicodeError:
@@ -120,9 +120,9 @@ def _pieces_of(
             refused.append(error)
             tally.drop(error.reason, file.name, error.remedy)
         except DAMAGED:
-            tally.drop(f"unreadable: damaged {file.format.compression}", file.name, _COPY_AGAIN)
+            tally.drop(f"unreadable: damaged {file.format.compression}", file.name, COPY_AGAIN)
         except DamagedTableError as error:
-            tally.drop(f"unreadable: {error}", file.name, _COPY_AGAIN)
+            tally.drop(f"unreadable: {error}", file.name, COPY_AGAIN)
         except OSError as error:
             tally.drop(f"unreadable: {reason_of(error)}", file.name)
     if refused and len(refused) == num_files:

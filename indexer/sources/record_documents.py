@@ -19,6 +19,7 @@ from indexer.sources.conversations import (
 )
 from indexer.sources.licences import licence_in
 from indexer.sources.source_options import SourceOptions
+from indexer.sources.streamed_answers import is_chunk
 
 _MAX_KEYS: Final = 12
 """Keys that a message names: records of logs have some ten, those of a wide table hundreds."""
@@ -83,7 +84,7 @@ def documents_of(
         return
     conversation = conversation_of(record, options.field)
     if conversation is None:
-        raise UnusableError(
+        raise no_conversation(record) or UnusableError(
             f"no text in field {options.field!r}",
             f"its keys are {listed_keys(record)}: name the text's with --field",
         )
@@ -96,6 +97,16 @@ def documents_of(
         raise _without_turns(conversation, record, options.turns)
     for number, text in taken:
         yield SourceDocument(f"{name}#{number}" if number else name, licence, text)
+
+
+def no_conversation(record: object) -> UnusableError | None:
+    """Return why a record that looks like one holds no conversation; None if it does not."""
+    if is_chunk(record):
+        return UnusableError(
+            "piece of a streamed answer",
+            "keep all pieces of an answer in one record, as a list or as text under `response`",
+        )
+    return None
 
 
 def listed_keys(names: Sequence[str] | Mapping[str, Any]) -> str:

@@ -84,7 +84,7 @@ def _holds_records(file: SourceFile, options: SourceOptions) -> bool:
         value = json.loads(content)
     except (ValueError, RecursionError):
         return bool(_TURNS_KEY.search(content[:_READ_CHARACTERS]))
-    return bool(_inner(value)) or _is_record(value, options)
+    return _is_record(value, options) or bool(_inner(value))
 
 
 def _is_record(value: Any, options: SourceOptions) -> bool:
@@ -93,7 +93,9 @@ def _is_record(value: Any, options: SourceOptions) -> bool:
 
 
 def _inner(value: Any) -> list[Any] | None:
-    """Return the array of conversations that an object wraps, if it does."""
+    """Return the array of conversations that an object wraps, if it does and is none itself."""
+    if conversation_of(value) is not None:
+        return None
     for inner in value.values() if isinstance(value, Mapping) else ():
         if isinstance(inner, list) and inner and conversation_of(inner[0]) is not None:
             return inner
@@ -144,7 +146,7 @@ def _values(text: TextIO, max_characters: int) -> Iterator[Any]:
         try:
             value, end = decoder.raw_decode(buffer, begin)
         except RecursionError as error:
-            raise _damaged(said_of(error)) from None
+            raise _damaged(_said_of(error)) from None
         except json.JSONDecodeError as error:
             if len(buffer) - begin > max_characters:
                 raise UnusableError(
@@ -154,17 +156,29 @@ def _values(text: TextIO, max_characters: int) -> Iterator[Any]:
             if not further:
                 if begin == len(buffer) and not is_array:
                     return
-                raise _damaged(said_of(error)) from None
+                raise _damaged(_said_of(error)) from None
             buffer, begin = buffer[begin:] + further, 0
             continue
         yield value
         begin = end
 
 
-def said_of(error: ValueError | RecursionError) -> str:
+def json_of(text: str, remedy: str) -> Any:
+    """Return the value that a text holds as JSON.
+
+    Raises:
+        UnusableError: it holds none.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnusableError(NOT_JSON, f"{_said_of(error)}: {remedy}") from None
+
+
+def _said_of(error: ValueError | RecursionError) -> str:
     """Return why a text is not JSON; of a line the column alone matters."""
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos + 1}"
+        return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 

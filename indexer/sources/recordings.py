@@ -1,26 +1,28 @@
-"""Recorded conversations for replaying and estimating: the readers of sources, without an index."""
+"""Recorded conversations for replaying, estimating and measuring: sources read without an index."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-from indexer.build_report import BuildTally, ConversationTally
+from indexer.build_report import BuildTally, ConversationTally, describe_conversations
 from indexer.errors import SourceError, reason_of
 from indexer.sources.blocks import (
     FileForm,
     SourceFile,
     SourcePiece,
+    UnusableError,
     format_of,
     name_of,
     text_format_of,
 )
 from indexer.sources.conversations import Conversation, conversation_of
-from indexer.sources.lines import line_records
-from indexer.sources.planning import pieces_of_file
-from indexer.sources.record_documents import TableError, listed_keys
-from indexer.sources.record_files import Record, csv_records, json_records
-from indexer.sources.source_options import SourceOptions
+from indexer.sources.lines import line_records, text_lines
+from indexer.sources.planning import COPY_AGAIN, pieces_of_file
+from indexer.sources.record_documents import TableError, listed_keys, no_conversation
+from indexer.sources.record_files import Record, csv_records, json_records, max_record_characters
+from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions
 from indexer.sources.tables import DamagedTableError, table_records
 from indexer.sources.texts import DAMAGED
 
@@ -30,79 +32,124 @@ EXPECTED: Final = (
 )
 """Ends a sentence about a record that holds no conversation."""
 
+_OPTIONS: Final = SourceOptions(field="")  # conversations only
+_REMEDIES: Final = {
+    TOO_LARGE: f"leave it out: a record has at most {max_record_characters(_OPTIONS):,} characters",
+    NOT_TEXT: "save the file as UTF-8",
+}
+"""What to do about records where no option of `build` helps."""
 
-def is_table(path: Path) -> bool:
-    """Return whether a file's name says that it holds records, and not a line for each."""
+_Taken = TypeVar("_Taken")
+
+
+def has_lines(path: Path) -> bool:
+    """Return whether a file's name leaves open that its lines are texts, not records."""
     found = format_of(path.name)
-    return found is not None and found.form not in {FileForm.TEXT, FileForm.LINES}
+    return found is None or found.form == FileForm.TEXT
 
 
 def read_records(path: Path, tally: BuildTally) -> Iterator[Record]:
-    """Yield the name and the value of each record of a file, streamed.
+    """Yield the name and the value of each record of a file, streamed; of a damaged one, the first.
 
     Args:
         path: of JSON lines, JSON, CSV, Parquet or Arrow by its name; any other holds JSON lines.
         tally: counts what cannot be read (`num_dropped`), with reasons, places and remedies.
 
     Raises:
-        SourceError: the file cannot be read at all.
+        SourceError: the file cannot be opened, or is a table without conversations.
     """
-    options = SourceOptions(field="")  # conversations only
+    pieces = _pieces(path, tally)
+    return _read(path, (each for piece in pieces for each in _records(piece, tally)), tally)
+
+
+def read_text_lines(path: Path, tally: BuildTally) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each line of a file that holds any; see `read_records`."""
+    pieces = _pieces(path, tally)
+    lines = (each for piece in pieces for each in text_lines(piece, _OPTIONS, tally))
+    return _read(path, lines, tally)
+
+
+def conversation_in(
+    record: object,
+    path: Path,
+    tally: BuildTally,
+    kind: str,
+    take: Callable[[Conversation], Iterable[_Taken]],
+) -> list[_Taken]:
+    """Return what is taken of the conversation in a record, and count both.
+
+    Args:
+        record: of the file.
+        path: of the file.
+        tally: counts conversations by shape, and what is left out of them.
+        kind: of what is taken, in words: "outputs".
+        take: what is taken.
+
+    Raises:
+        UnusableError: it holds no conversation.
+    """
+    found = conversation_of(record)
+    if found is None:
+        raise no_conversation(record) or UnusableError(
+            "no conversation",
+            f"its keys are {listed_keys(record) if isinstance(record, dict) else 'none'}: "
+            f"{EXPECTED}",
+        )
+    taken = list(take(found))
+    counted = ConversationTally(kind, 1, len(taken), Counter(found.left_out))
+    tally.count_conversation((name_of(path), str(found.shape)), counted)
+    return taken
+
+
+def describe_recorded(tally: BuildTally) -> list[str]:
+    """Return lines that say what was recognised, and what was skipped if anything was."""
+    skipped = [f"skipped: {tally.describe_skipped()}"] if tally.num_dropped else []
+    return [*describe_conversations(tally.conversations), *skipped]
+
+
+def nothing_read(tally: BuildTally) -> str:
+    """Return why a file held nothing that could be used: what was skipped, or what is expected."""
+    return tally.describe_skipped() or EXPECTED
+
+
+def _read(path: Path, records: Iterator[_Taken], tally: BuildTally) -> Iterator[_Taken]:
+    """Yield records up to the damage, if there is any, and count that."""
+    tally.remedies = {**_REMEDIES, **tally.remedies}
     try:
-        for piece in _pieces(path, options):
-            yield from _records(piece, options, tally)
-    except DAMAGED as error:
-        raise SourceError(
-            f"{path} cannot be read to its end: its compression is damaged"
-        ) from error
-    except UnicodeError as error:
-        raise SourceError(f"{path} is not text in UTF-8") from error
+        yield from records
+    except DAMAGED:
+        tally.drop("unreadable: damaged compression", name_of(path), COPY_AGAIN)
     except DamagedTableError as error:
-        raise SourceError(f"{path} cannot be read: {error}") from error
-    except TableError as error:
-        raise SourceError(f"{path} has no conversations: {_told(error)}") from error
+        tally.drop(f"unreadable: {error}", name_of(path), COPY_AGAIN)
+    except UnicodeError:
+        tally.drop(NOT_TEXT, name_of(path))
     except OSError as error:
         raise SourceError(f"cannot read {path}: {reason_of(error)}") from error
 
 
-def read_recorded(path: Path) -> Iterator[tuple[object, str]]:
-    """Yield the value and the name of each record of a file, streamed.
+def _pieces(path: Path, tally: BuildTally) -> list[SourcePiece]:
+    if not path.is_file():
+        raise SourceError(f"cannot read {path}: {_not_a_file(path)}")
+    named = format_of(path.name) or text_format_of(path.name)
+    if named.form == FileForm.TEXT:
+        named = replace(named, form=FileForm.LINES)
+    try:
+        file = SourceFile(path, name_of(path), named, "", path.stat().st_size)
+        whole = [SourcePiece(file, file.num_bytes)]
+        return whole if named.form == FileForm.LINES else pieces_of_file(file, _OPTIONS)
+    except DAMAGED:
+        tally.drop("unreadable: damaged compression", name_of(path), COPY_AGAIN)
+    except DamagedTableError as error:
+        tally.drop(f"unreadable: {error}", name_of(path), COPY_AGAIN)
+    except TableError as error:
+        raise SourceError(f"{path} has no conversations: {_told(error)}") from error
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {reason_of(error)}") from error
+    return []
 
-    Raises:
-        SourceError: the file, or a part of it, cannot be read.
-    """
-    tally = BuildTally()
-    for name, record in read_records(path, tally):
-        _check_whole(path, tally)
-        yield record, name
-    _check_whole(path, tally)
 
-
-def _check_whole(path: Path, tally: BuildTally) -> None:
-    if tally.num_dropped:
-        raise SourceError(f"{path} cannot be read: {tally.describe_skipped()}")
-
-
-def read_conversations(path: Path, tally: BuildTally) -> Iterator[tuple[str, Conversation]]:
-    """Yield the name of each record and its conversation, streamed; count the other records.
-
-    Args:
-        path: see `read_records`.
-        tally: counts conversations by shape, and what is left out of them; see `read_records`.
-
-    Raises:
-        SourceError: the file cannot be read at all.
-    """
-    for name, record in read_records(path, tally):
-        found = conversation_of(record)
-        if found is None:
-            keys = listed_keys(record) if isinstance(record, dict) else "none"
-            tally.drop("no conversation", name, f"its keys are {keys}: {EXPECTED}")
-            continue
-        counted = ConversationTally("turns", 1, len(found.turns))
-        counted.left_out.update(found.left_out)
-        tally.count_conversation((name_of(path), str(found.shape)), counted)
-        yield name, found
+def _not_a_file(path: Path) -> str:
+    return "it is a folder: name a file" if path.is_dir() else "there is no such file"
 
 
 def _told(error: TableError) -> str:
@@ -110,22 +157,11 @@ def _told(error: TableError) -> str:
     return EXPECTED if error.reason.startswith("no column") else str(error)
 
 
-def _pieces(path: Path, options: SourceOptions) -> list[SourcePiece]:
-    if not path.is_file():
-        raise SourceError(f"cannot read {path}: there is no such file")
-    named = format_of(path.name) or text_format_of(path.name)
-    if named.form == FileForm.TEXT:
-        named = replace(named, form=FileForm.LINES)
-    file = SourceFile(path, name_of(path), named, "", path.stat().st_size)
-    whole = [SourcePiece(file, file.num_bytes)]
-    return whole if named.form == FileForm.LINES else pieces_of_file(file, options)
-
-
-def _records(piece: SourcePiece, options: SourceOptions, tally: BuildTally) -> Iterator[Record]:
+def _records(piece: SourcePiece, tally: BuildTally) -> Iterator[Record]:
     if piece.file.format.form == FileForm.CSV:
-        return csv_records(piece, options, tally)
+        return csv_records(piece, _OPTIONS, tally)
     if piece.file.format.is_table:
-        return table_records(piece, options)
+        return table_records(piece, _OPTIONS)
     if piece.file.format.form == FileForm.LINES:
-        return line_records(piece, options, tally)
-    return json_records(piece, options, tally)
+        return line_records(piece, _OPTIONS, tally)
+    return json_records(piece, _OPTIONS, tally)

@@ -1,6 +1,7 @@
 """The command that replays recorded outputs through a drafter."""
 
 import json
+import sys
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -9,13 +10,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from indexer.build_report import BuildTally
 from indexer.flags import AsJson, with_flags
 from indexer.reader import Index
+from indexer.sources.recordings import describe_recorded
 from retriever.commands.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.commands.options import clear_errors, progress
 from retriever.errors import InvalidRequestError
 from retriever.operations.settings import DraftSettings, TokenizerSettings
 from retriever.replay.replay import replay, tables
+from retriever.replay.trace_spool import trace_spool
 from retriever.replay.traces import ChatEncoder, read_outputs, read_traces
 from retriever.sessions.options import (
     DEFAULT_LIMITS,
@@ -96,7 +100,8 @@ def replay_traces(
 ) -> None:
     """Replay recorded outputs and report how many tokens each decoding step would have committed.
 
-    No model is run: a draft changes no output, so what would have been accepted is known.
+    No model is run: a draft changes no output, so what would have been accepted is known. What of
+    TRACES cannot be read is skipped, and standard error says how much, where and why.
     """
     make_drafter = find_factory(drafter, drafters)
     if drafter != OWN and (source.phrases or source.server):
@@ -105,30 +110,35 @@ def replay_traces(
         )
     encoder = ChatEncoder(texts.tokenizer, indexed_tokenizer(source.index))
     check_files(source.index, source.phrases)
-    read = read_traces(traces, encoder, limit)
-    warming = [read_outputs(path, encoder) for path in warm or []]
-    recorded = list(progress(read, "tokenising"))
-    outputs = list(chain.from_iterable(warming))
-    if source.server:
-        make_drafter = partial(
-            remote_drafter,
-            source.server,
-            vocabulary=encoder.vocabulary,
-            credentials=source.shown_credentials(),
-        )
-    elif drafter == OWN:
-        listed = load_phrases(
-            source.phrases,
-            encoder.encode_output,
-            encoder.vocabulary,
-            indexes=source.index,
-            track=progress,
-        )
-        make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
-    indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in source.index]
-    made = make_drafter(indexes, outputs, budget)
-    after = calibration_after if calibration else None
-    report = replay(made, progress(recorded, "replaying"), budget, after)
+    found = BuildTally()
+    read = read_traces(traces, encoder, limit, found)
+    warming = [read_outputs(path, encoder, found) for path in warm or []]
+    with trace_spool() as recorded:
+        for trace in progress(read, "tokenising"):
+            recorded.write(trace)
+        outputs = list(chain.from_iterable(warming))
+        for line in describe_recorded(found):
+            print(line, file=sys.stderr)
+        if source.server:
+            make_drafter = partial(
+                remote_drafter,
+                source.server,
+                vocabulary=encoder.vocabulary,
+                credentials=source.shown_credentials(),
+            )
+        elif drafter == OWN:
+            listed = load_phrases(
+                source.phrases,
+                encoder.encode_output,
+                encoder.vocabulary,
+                indexes=source.index,
+                track=progress,
+            )
+            make_drafter = partial(own_drafter, vocabulary=encoder.vocabulary, phrases=listed)
+        indexes = [Index.open(path, vocabulary=encoder.vocabulary) for path in source.index]
+        made = make_drafter(indexes, outputs, budget)
+        after = calibration_after if calibration else None
+        report = replay(made, progress(recorded, "replaying", recorded.num_traces), budget, after)
     if as_json:
         print(json.dumps(report.as_json()))
     else:

@@ -1,27 +1,21 @@
 """Recorded outputs of models: a prompt, and what the model went on to write."""
 
-import gzip
-import json
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from numpy.typing import ArrayLike
 
-from indexer.errors import SourceError, reason_of
+from indexer.build_report import BuildTally
+from indexer.errors import SourceError, TokenizerError
 from indexer.reader import Vocabulary
-from indexer.sources.conversations import (
-    Turn,
-    conversation_of,
-    exchanges_of,
-    messages_of,
-    plain_text,
-)
-from indexer.sources.recordings import EXPECTED, is_table, read_recorded
+from indexer.sources.blocks import UnusableError
+from indexer.sources.conversations import Turn, exchanges_of, messages_of, plain_text
+from indexer.sources.recordings import EXPECTED, conversation_in, nothing_read, read_records
 from indexer.tokenizer import (
     DEFAULT_MODEL,
     encode_chat,
@@ -32,7 +26,7 @@ from indexer.tokenizer import (
 )
 from retriever.drafter import TokenIds
 from retriever.errors import TraceError
-from retriever.limits import checked_tokens
+from retriever.limits import Limits, checked_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,18 +63,30 @@ class ChatEncoder:
         return encode_prompt(self.tokenizer, text)
 
     def encode_turns(self, turns: tuple[Turn, ...]) -> list[int]:
-        """Return the ids of a conversation in the chat template, ready for the next answer."""
-        if not self.tokenizer.chat_template:
-            return list(self.tokenizer.encode(plain_text(turns)))
-        return encode_chat(self.tokenizer, messages_of(turns))
+        """Return the ids of a conversation in the chat template, ready for the next answer.
+
+        Raises:
+            UnusableError: the template does not take it.
+        """
+        tokenizer = self.tokenizer
+        if not tokenizer.chat_template:
+            return list(tokenizer.encode(plain_text(turns)))
+        try:
+            return encode_chat(tokenizer, messages_of(turns))
+        except TokenizerError as error:
+            raise UnusableError("refused by the chat template", str(error)) from error
 
     def encode_output(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
+NO_TRACE: Final = "no trace"
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
-_CANNOT_BE_READ: Final = (OSError, EOFError, zlib.error, UnicodeDecodeError)
+_OTHERS: Final = frozenset(
+    ("messages", "conversations", "conversation", "instruction", "question", "input", "system")
+)
+"""Keys next to `output` that make more of a record than a text and what followed it."""
 
 
 class TextEncoder(Protocol):
@@ -91,7 +97,11 @@ class TextEncoder(Protocol):
         ...
 
     def encode_turns(self, turns: tuple[Turn, ...]) -> list[int]:
-        """Return the ids of a conversation so far, as the model would see it."""
+        """Return the ids of a conversation so far, as the model would see it.
+
+        Raises:
+            UnusableError: it cannot see it.
+        """
         ...
 
     def encode_output(self, text: str) -> list[int]:
@@ -112,10 +122,12 @@ class Trace:
     output: TokenIds
 
 
-def read_traces(path: Path, encoder: TextEncoder, limit: int | None = None) -> Iterator[Trace]:
-    """Read recorded outputs: of each conversation, every turn of the assistant.
+def read_traces(
+    path: Path, encoder: TextEncoder, limit: int | None = None, skipped: BuildTally | None = None
+) -> Iterator[Trace]:
+    """Read recorded outputs: of each conversation, every turn of the assistant that is one.
 
-    The file is read and checked at once; texts are encoded as the result is iterated over.
+    The file is opened at once and read as the result is iterated over: a log may be large.
 
     Args:
         path: JSON lines (`.gz` or plain), JSON, CSV or Parquet. A record is a conversation as
@@ -123,150 +135,189 @@ def read_traces(path: Path, encoder: TextEncoder, limit: int | None = None) -> I
             which the assistant does not speak are passed over.
         encoder: for texts.
         limit: most traces.
+        skipped: counts conversations, and records that hold no trace; None to refuse such.
 
     Raises:
-        TraceError: the file cannot be read, holds no trace, or a row is not one; the line is named.
+        TraceError: the file cannot be read or holds no trace, or a record that is not to be skipped
+            is none; its place is named.
     """
-    sides = (each for row, place in _rows(path) for each in _sides(row, place))
-    recorded = list(islice(sides, limit))
-    if not recorded:
-        raise TraceError(f"{path} holds no trace: {EXPECTED}")
-    return (
-        Trace(_prompt_ids(prompt, encoder), _ids(output, encoder.encode_output))
-        for prompt, output in recorded
-    )
+    return (trace for trace, _ in islice(stream_traces(path, encoder, skipped), limit))
 
 
-def stream_traces(path: Path, encoder: TextEncoder) -> Iterator[tuple[Trace, dict[str, Any]]]:
-    """Read what `read_traces` reads one by one, each with its record: a log may be large.
-
-    Raises:
-        TraceError: as the result is iterated over; see `read_traces`.
-    """
-    is_empty = True
-    for row, place in _rows(path):
-        for prompt, output in _sides(row, place):
-            is_empty = False
-            yield Trace(_prompt_ids(prompt, encoder), _ids(output, encoder.encode_output)), row
-    if is_empty:
-        raise TraceError(f"{path} holds no trace: {EXPECTED}")
+def stream_traces(
+    path: Path, encoder: TextEncoder, skipped: BuildTally | None = None
+) -> Iterator[tuple[Trace, dict[str, Any]]]:
+    """Read what `read_traces` reads, each trace with its record."""
+    reading = _Reading(path, encoder, skipped)
+    sides = reading.sides(_sides)
+    first = next(sides, None)
+    if first is None:
+        raise TraceError(f"{path} holds no trace: {nothing_read(reading.tally)}")
+    return reading.traces(chain([first], sides))
 
 
-def read_outputs(path: Path, encoder: TextEncoder) -> Iterator[TokenIds]:
+def read_outputs(
+    path: Path, encoder: TextEncoder, skipped: BuildTally | None = None
+) -> Iterator[TokenIds]:
     """Read the outputs alone, for example as recent generations; prompts may be missing.
 
     Raises:
-        TraceError: the file cannot be read, or a row has no output; the line is named.
+        TraceError: see `read_traces`; but a file may be empty.
     """
-    outputs = [output for row, place in _rows(path) for output in _outputs(row, place)]
-    return (_ids(output, encoder.encode_output) for output in outputs)
+    reading = _Reading(path, encoder, skipped)
+    sides = reading.sides(_outputs)
+    first = list(islice(sides, 1))
+    return (trace.output for trace, _ in reading.traces(chain(first, sides)))
 
 
 _Text = str | TokenIds
 _Prompt = _Text | tuple[Turn, ...]
 
 
-def _sides(row: Any, place: str) -> Iterator[tuple[_Prompt, _Text]]:
-    """Yield the prompts and outputs of a record."""
+@dataclass(frozen=True, slots=True)
+class _Sides:
+    """A prompt and an output before they are encoded, and where they stand."""
+
+    prompt: _Prompt
+    output: _Text
+    row: Any
+    place: str
+
+
+class _Reading:
+    """Reading a file once; what cannot be used is counted, or refused."""
+
+    def __init__(self, path: Path, encoder: TextEncoder, skipped: BuildTally | None) -> None:
+        self._path = path
+        self._encoder = encoder
+        self._is_strict = skipped is None
+        self.tally = BuildTally() if skipped is None else skipped
+
+    def sides(self, take: "_Take") -> Iterator[_Sides]:
+        """Yield the sides in all records."""
+        for place, row in self._records():
+            with self._skipping(place):
+                for prompt, output in take(row, self._path, self.tally):
+                    yield _Sides(prompt, output, row, place)
+
+    def traces(self, recorded: Iterable[_Sides]) -> Iterator[tuple[Trace, dict[str, Any]]]:
+        """Yield the traces that sides are, with their records."""
+        for each in recorded:
+            with self._skipping(each.place):
+                yield self._trace(each), each.row
+
+    def _records(self) -> Iterator[tuple[str, Any]]:
+        try:
+            for place, row in read_records(self._path, self.tally):
+                self._check()
+                yield place, row
+        except SourceError as error:
+            raise TraceError(str(error)) from error
+        self._check()
+
+    def _check(self) -> None:
+        if self._is_strict and self.tally.num_dropped:
+            said = self.tally.describe_skipped()
+            raise TraceError(f"{self._path} cannot be read: {said}")
+
+    @contextmanager
+    def _skipping(self, place: str) -> Iterator[None]:
+        try:
+            yield
+        except UnusableError as unusable:
+            if self._is_strict:
+                raise TraceError(f"{place}: {unusable}: {unusable.remedy}") from unusable
+            self.tally.drop(str(unusable), place, unusable.remedy)
+
+    def _trace(self, sides: _Sides) -> Trace:
+        prompt = _prompt_ids(sides.prompt, self._encoder)
+        output = _ids(sides.output, self._encoder.encode_output)
+        most = Limits().max_sequence_tokens
+        if len(prompt) + len(output) > most:
+            raise UnusableError(
+                "too long", f"a prompt with its output has at most {most:,} tokens: leave it out"
+            )
+        return Trace(prompt, output)
+
+
+_Take = Callable[[Any, Path, BuildTally], Iterable[tuple[_Prompt, _Text]]]
+
+
+def _sides(row: Any, path: Path, tally: BuildTally) -> list[tuple[_Prompt, _Text]]:
+    """Return the prompts and outputs of a record.
+
+    Raises:
+        UnusableError: it is no trace.
+    """
     if _is_plain(row):
-        yield _field(row, "prompt", place), _field(row, "output", place)
-        return
-    conversation = conversation_of(row)
-    exchanges = list(exchanges_of(conversation)) if conversation else []
-    if conversation is None or ("prompt" in row and not exchanges):
-        yield _field(row, "prompt", place), _field(row, "output", place)
-        return
+        return [(_field(row, "prompt"), _field(row, "output"))]
+    exchanges = conversation_in(row, path, tally, "outputs", exchanges_of)
+    if not exchanges and isinstance(row.get("prompt"), str):
+        _field(row, "output")
     for exchange in exchanges:
-        yield exchange.prompt, _encodable(exchange.output, f"{place}: the assistant's turn")
+        for text in (exchange.output, *(turn.text for turn in exchange.prompt)):
+            _encodable(text, "a turn")
+    return [(exchange.prompt, exchange.output) for exchange in exchanges]
 
 
-def _outputs(row: Any, place: str) -> Iterator[_Text]:
-    """Yield the outputs of a record, which may lack a prompt."""
-    conversation = None if _is_plain(row) else conversation_of(row)
-    if conversation is None:
-        yield _field(row, "output", place)
-        return
-    for exchange in exchanges_of(conversation):
-        yield _encodable(exchange.output, f"{place}: the assistant's turn")
+def _outputs(row: Any, path: Path, tally: BuildTally) -> list[tuple[_Prompt, _Text]]:
+    """Return the outputs of a record, which may lack a prompt; see `_sides`."""
+    if _is_plain(row):
+        return [((), _field(row, "output"))]
+    return [((), output) for _, output in _sides(row, path, tally)]
 
 
 def _is_plain(row: Any) -> bool:
     """Return whether a record has ids, or `prompt` or `output` that must be texts."""
     if not isinstance(row, dict) or "prompt_ids" in row or "output_ids" in row:
         return True
-    others = {"messages", "conversations", "conversation", "instruction", "question", "input"}
-    return "output" in row and not others & row.keys()
+    return isinstance(row.get("output"), str) and not _OTHERS & row.keys()
 
 
 def _prompt_ids(prompt: _Prompt, encoder: TextEncoder) -> TokenIds:
     if not isinstance(prompt, tuple):
         return _ids(prompt, encoder.encode_prompt)
-    for turn in prompt:
-        _encodable(turn.text, "a turn")
-    if not prompt:
-        return checked_tokens([], None)
-    return checked_tokens(encoder.encode_turns(prompt), None)
+    return checked_tokens(encoder.encode_turns(prompt) if prompt else [], None)
 
 
 def _ids(field: str | TokenIds, encode: Callable[[str], list[int]]) -> TokenIds:
     return checked_tokens(encode(field), None) if isinstance(field, str) else field
 
 
-def _field(row: Any, name: str, place: str) -> str | TokenIds:
+def _field(row: Any, name: str) -> str | TokenIds:
     """Return one side of a trace: its text, or its ids where they are given."""
     if not isinstance(row, dict):
-        raise TraceError(f"{place}: a trace is a JSON object, this is none")
+        raise UnusableError(NO_TRACE, f"a trace is a JSON object, this is none; {EXPECTED}")
     ids = row.get(f"{name}_ids")
     if ids is not None:
-        return _checked(ids, f"{place}: `{name}_ids`")
+        return _checked(ids, f"`{name}_ids`")
     text = row.get(name)
     if not isinstance(text, str):
         problem = "is no text" if name in row else "is missing"
-        raise TraceError(f"{place}: `{name}` {problem}: give it as text, or `{name}_ids` as a list")
-    return _encodable(text, f"{place}: `{name}`")
+        raise UnusableError(
+            NO_TRACE, f"`{name}` {problem}: give it as text, or `{name}_ids` as a list"
+        )
+    return _encodable(text, f"`{name}`")
 
 
 def _encodable(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise TraceError(f"{what} holds half of a surrogate pair") from error
+        raise UnusableError(
+            "damaged character", f"{what} holds half of a surrogate pair: write it whole"
+        ) from error
     return text
 
 
-def _checked(ids: ArrayLike, place: str) -> TokenIds:
+def _checked(ids: ArrayLike, what: str) -> TokenIds:
     if not isinstance(ids, list):
-        raise TraceError(f"{place} is no list of token ids")
+        raise UnusableError(NO_TRACE, f"{what} is no list of token ids")
     for value in ids:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TraceError(f"{place} holds {value!r}, which is no token id")
+            raise UnusableError(NO_TRACE, f"{what} holds {value!r}, which is no token id")
         if not 0 <= value <= _MAX_TOKEN_ID:
-            raise TraceError(f"{place} holds {value}: token ids lie from 0 to {_MAX_TOKEN_ID}")
+            raise UnusableError(
+                NO_TRACE, f"{what} holds {value}: token ids lie from 0 to {_MAX_TOKEN_ID}"
+            )
     return checked_tokens(ids, None)
-
-
-def _rows(path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield the rows of a file, each with its place."""
-    if is_table(path):
-        try:
-            yield from read_recorded(path)
-        except SourceError as error:
-            raise TraceError(str(error)) from error
-        return
-    opener = gzip.open if path.suffix == ".gz" else open
-    line = 0
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for line, text in enumerate(file, start=1):
-                if text.strip():
-                    yield _parsed(text, f"{path}, line {line}"), f"{path}, line {line}"
-    except _CANNOT_BE_READ as error:
-        where = f" after line {line}" if line else ""
-        raise TraceError(f"{path} cannot be read{where}: {reason_of(error)}") from error
-
-
-def _parsed(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{place} is not JSON: {error}") from error

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from indexer.build_report import BuildTally
-from indexer.sources.recordings import read_conversations
+from indexer.sources.recordings import read_records
 from tests.indexer.conftest import Cli, TextsOf
 
 Content = str | bytes | list[Any] | dict[str, list[Any]]
@@ -340,7 +340,7 @@ def test_a_long_array_of_records_is_streamed(tmp_path: Path) -> None:
 
     tracemalloc.start()
     try:
-        for number, _ in enumerate(read_conversations(path, tally), 1):
+        for number, _ in enumerate(read_records(path, tally), 1):
             held = number
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from indexer.build_report import BuildTally, describe_conversations
-from indexer.sources.recordings import read_conversations
+from indexer.sources.conversations import exchanges_of
+from indexer.sources.recordings import conversation_in, read_records
 from tests.indexer.sources.source_reading import json_lines, read_all, texts
 
 ANSWER = "Łódź lies 130 km from Warsaw 🙂."
@@ -248,9 +249,12 @@ def test_a_file_is_indexed_as_expected(  # noqa: PLR0913, PLR0917
     assert tally.num_dropped == sum(dropped.values())
 
     counted = BuildTally()
-    found = [name for name, _ in read_conversations(path, counted)]
+    for _, record in read_records(path, counted):
+        conversation_in(record, path, counted, "outputs", exchanges_of)
     (conversations,) = tally.conversations.values()
-    assert len(found) == conversations.num_conversations
+    (recorded,) = counted.conversations.values()
+    assert recorded.num_conversations == conversations.num_conversations
+    assert recorded.left_out == conversations.left_out
     assert counted.skipped == {r: n for r, n in dropped.items() if r == "not JSON"}
 
 

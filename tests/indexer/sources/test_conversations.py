@@ -13,7 +13,7 @@ from indexer.sources.conversations import (
     exchanges_of,
     messages_of,
     plain_text,
-    prompt_of,
+    prompts_of,
     turns_of,
 )
 
@@ -25,6 +25,11 @@ MESSAGES = [
 ]
 SHAREGPT = [{"from": "human", "value": ASKED.text}, {"from": "gpt", "value": ANSWERED.text}]
 CHOICE = {"choices": [{"index": 0, "message": MESSAGES[1]}]}
+TEXT_PART = {"type": "output_text", "text": ANSWERED.text, "annotations": []}
+ITEM = {"type": "message", "role": "assistant", "id": "m", "content": [TEXT_PART]}
+RESPONSE = {"object": "response", "instructions": None, "output": [ITEM], "error": None}
+BLOCK = {"type": "text", "text": ANSWERED.text, "citations": None}
+MESSAGE = {"type": "message", "role": "assistant", "content": [BLOCK], "stop_reason": "end_turn"}
 
 
 def read(record: object) -> tuple[Shape, list[tuple[str, str]], list[str]]:
@@ -61,6 +66,43 @@ def read(record: object) -> tuple[Shape, list[tuple[str, str]], list[str]]:
             },
             Shape.SERVER_LOG,
         ),
+        ({"request": {"model": "m", "input": ASKED.text}, "response": RESPONSE}, Shape.SERVER_LOG),
+        (
+            {
+                "request": {
+                    "model": "m",
+                    "input": [
+                        {"role": "user", "content": [{"type": "input_text", "text": ASKED.text}]}
+                    ],
+                },
+                "response": {"status_code": 200, "body": RESPONSE},
+            },
+            Shape.SERVER_LOG,
+        ),
+        ({"input": MESSAGES[:1], **RESPONSE}, Shape.PROMPT),
+        (
+            {"request": {"model": "m", "messages": MESSAGES[:1]}, "response": MESSAGE},
+            Shape.SERVER_LOG,
+        ),
+        ({"params": {"messages": MESSAGES[:1]}, "result": {"message": MESSAGE}}, Shape.SERVER_LOG),
+        (
+            {
+                "custom_id": "1",
+                "url": "/v1/chat/completions",
+                "body": {"messages": MESSAGES[:1]},
+                "response": {"status_code": 200, "body": CHOICE},
+                "error": None,
+            },
+            Shape.SERVER_LOG,
+        ),
+        (
+            {"request": {"messages": MESSAGES[:1]}, "response": {"message": MESSAGES[1]}},
+            Shape.SERVER_LOG,
+        ),
+        (
+            {"request": {"prompt": ASKED.text}, "response": {"response": ANSWERED.text}},
+            Shape.SERVER_LOG,
+        ),
     ],
 )
 def test_every_shape_gives_the_same_turns(record: dict[str, Any], shape: Shape) -> None:
@@ -71,6 +113,109 @@ def test_every_shape_gives_the_same_turns(record: dict[str, Any], shape: Shape) 
 @pytest.mark.parametrize(
     "record",
     [
+        {"id": "1", "object": "chat.completion", **CHOICE},
+        {"custom_id": "1", "response": {"status_code": 200, "body": CHOICE}, "error": None},
+        {"custom_id": "1", "result": {"type": "succeeded", "message": MESSAGE}},
+        RESPONSE,
+        MESSAGE,
+        {"response": {"choices": [{"index": 0, "delta": {"content": ANSWERED.text}}]}},
+    ],
+)
+def test_responses_alone_are_answers_without_prompts(record: dict[str, Any]) -> None:
+    assert read(record) == (Shape.RESPONSE, [("assistant", ANSWERED.text)], [])
+    found = conversation_of(record)
+    assert found is not None
+    assert list(exchanges_of(found)) == [Exchange((), ANSWERED.text)]
+    assert list(prompts_of(found)) == []
+
+
+def test_requests_alone_are_prompts_without_answers() -> None:
+    for record in (
+        {"custom_id": "1", "method": "POST", "body": {"messages": MESSAGES[:1]}},
+        {"custom_id": "1", "method": "POST", "body": {"model": "m", "input": ASKED.text}},
+        {"custom_id": "1", "params": {"messages": MESSAGES[:1], "max_tokens": 9}},
+    ):
+        shape, turns, _ = read(record)
+        assert (shape, turns) == (Shape.SERVER_LOG, [("user", ASKED.text)])
+        found = conversation_of(record)
+        assert found is not None
+        assert list(prompts_of(found)) == [(ASKED,)]
+
+
+def test_a_request_of_a_batch_that_failed_has_no_answer() -> None:
+    failed = {"custom_id": "1", "response": {"status_code": 429, "body": {"error": {}}}}
+    assert read(failed) == (Shape.RESPONSE, [], ["response without an answer"])
+
+
+def test_items_of_responses_are_turns_and_what_a_model_wrote_as_one_is_one_turn() -> None:
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Far?"}]}
+    hidden = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}
+    call = {"type": "function_call", "call_id": "1", "name": "far", "arguments": "{}"}
+    returned = {"type": "function_call_output", "call_id": "1", "output": "130"}
+    items = [*MESSAGES[:1], thought, call, returned, hidden, {"type": "web_search_call"}]
+    record = {
+        "request": {"model": "m", "instructions": "Be brief.", "input": items},
+        "response": {"output": [{"type": "reasoning", "summary": []}, thought, ITEM, call]},
+    }
+    written = '{"name": "far", "arguments": {}}'
+    assert read(record)[1:] == (
+        [
+            ("system", "Be brief."),
+            ("user", ASKED.text),
+            ("assistant", f"Far?\n{written}"),
+            ("tool", "130"),
+            ("assistant", f"Far?\n{ANSWERED.text}\n{written}"),
+        ],
+        ["reasoning that is only summarised", "web_search_call"],
+    )
+    found = conversation_of(record)
+    assert found is not None
+    assert len(list(exchanges_of(found))) == 1
+
+
+def test_results_of_tools_in_a_users_content_are_a_tools_turn() -> None:
+    use = {"type": "tool_use", "id": "1", "name": "far", "input": {"to": "Łódź"}}
+    image = {"type": "image", "source": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [BLOCK, image]}
+    record = {
+        "request": {
+            "system": [{"type": "text", "text": "Be brief.", "cache_control": None}],
+            "messages": [
+                *MESSAGES[:1],
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "Far?"}, use]},
+                {"role": "user", "content": [result]},
+                {"role": "assistant", "content": [use]},
+                {"role": "user", "content": [result, {"type": "text", "text": "And back?"}]},
+            ],
+        },
+        "response": MESSAGE,
+    }
+    called = '{"name": "far", "arguments": {"to": "Łódź"}}'
+    assert read(record)[1:] == (
+        [
+            ("system", "Be brief."),
+            ("user", ASKED.text),
+            ("assistant", f"Far?\n{called}"),
+            ("tool", ANSWERED.text),
+            ("assistant", called),
+            ("tool", ANSWERED.text),
+            ("user", "And back?"),
+            ("assistant", ANSWERED.text),
+        ],
+        ["image", "image"],
+    )
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"role": "user", "content": "one turn a line"},
+        {"object": "response", "output": []},
+        {"output": "a text"},
+        {"output": ["a text"]},
+        {"response": "a text"},
+        {"body": {"name": "a"}, "custom": 1},
+        {"choices": ["a", "b"]},
         {"text": "a text"},
         {"id": 1, "body": "a text"},
         {"messages": "no list"},
@@ -218,24 +363,41 @@ def test_exchanges_are_all_answers_with_all_before_them() -> None:
         Exchange(found.turns[:3], ANSWERED.text),
     ]
     assert list(turns_of(found, "assistant")) == [(2, ANSWERED.text), (4, ANSWERED.text)]
-    assert prompt_of(found) == found.turns[:1]
+    assert list(prompts_of(found)) == [found.turns[:1], found.turns[:3]]
     assert messages_of(found.turns[:2]) == MESSAGES
     assert plain_text(found.turns[:2]) == f"{ASKED.text}\n\n{ANSWERED.text}"
 
 
-def test_a_prompt_is_everything_up_to_where_the_model_would_speak() -> None:
+def test_a_prompt_is_what_the_model_was_given_answered_or_not() -> None:
     said = [("system", "a"), ("user", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")]
-    found = conversation_of({"messages": [{"role": r, "content": c} for r, c in said]})
+    messages = [{"role": r, "content": c} for r, c in said]
+    found = conversation_of({"messages": messages})
     assert found is not None
-    assert prompt_of(found) == found.turns[:3]
-    alone = conversation_of({"messages": MESSAGES[1:]})
-    assert alone is not None
-    assert prompt_of(alone) == ()
+    assert list(prompts_of(found)) == [found.turns[:3], found.turns]
+    for alone in (MESSAGES[1:], messages[:1], []):
+        unasked = conversation_of({"messages": alone})
+        assert unasked is not None
+        assert list(prompts_of(unasked)) == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"request": {"messages": None}, "response": CHOICE}, {"response": ANSWERED.text}, CHOICE],
+)
+def test_answers_that_a_server_was_sent_are_no_outputs(more: dict[str, Any]) -> None:
+    """Every request repeats the conversation so far: it would foretell itself."""
+    asked = {"messages": [*MESSAGES, {"role": "user", "content": "And back?"}]}
+    record = {**more, "request": asked} if "request" in more else {**asked, **more}
+    found = conversation_of(record)
+    assert found is not None
+    assert list(exchanges_of(found)) == [Exchange(found.turns[:3], ANSWERED.text)]
+    assert list(prompts_of(found)) == [found.turns[:3]]
+    assert len(list(turns_of(found, "assistant"))) == 2
 
 
 KEYS = (
     *("messages", "conversations", "prompt", "input", "output", "request", "response", "body"),
-    *("choices", "message", "role", "from", "content", "value", "text", "type"),
+    *("choices", "message", "role", "from", "content", "value", "text", "type", "custom_id"),
     *("tool_calls", "function", "name", "arguments"),
 )
 JSON = st.recursive(

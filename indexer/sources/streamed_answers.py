@@ -1,0 +1,226 @@
+"""Streamed answers put together again, as a server would have sent them in one piece.
+
+Logs keep them as lists of chunks, or as the text of server-sent events. Known are the chunks of
+OpenAI's completions (`choices` with `delta` or `text`), the events of its Responses, and those of
+Anthropic's Messages.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+Chunk = Mapping[str, Any]
+
+_FIELDS: Final = ("data:", "event:", "id:", "retry:", ":")
+"""What lines of server-sent events begin with."""
+
+_ENDED: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
+_TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal")
+
+
+def whole_answer(value: Any) -> tuple[Any, int]:
+    """Return a streamed answer as one response, or any other value as it is.
+
+    Returns:
+        The response, and how many events of it are no JSON, such as the last of a log that is cut.
+    """
+    chunks, num_damaged = _chunks_in(value)
+    if chunks:
+        for assembled in (_of_choices, _of_items, _of_blocks):
+            answer = assembled(chunks)
+            if answer is not None:
+                return answer, num_damaged
+    return value, 0
+
+
+def is_chunk(record: Any) -> bool:
+    """Return whether a record is a single chunk, of which several make an answer."""
+    if not isinstance(record, Mapping):
+        return False
+    if any("delta" in choice for choice in _choices(record)):
+        return True
+    kind = record.get("type")
+    return isinstance(kind, str) and kind.startswith(("response.", "content_block_"))
+
+
+def _chunks_in(value: Any) -> tuple[list[Chunk], int]:
+    if isinstance(value, str):
+        return _events(value) if value.lstrip("\ufeff \r\n").startswith(_FIELDS) else ([], 0)
+    if isinstance(value, Mapping):
+        return ([value], 0) if is_chunk(value) else ([], 0)
+    if not isinstance(value, list) or not value:
+        return [], 0
+    if all(isinstance(each, str) for each in value):
+        return _events("\n\n".join(value)) if value[0].startswith(_FIELDS) else ([], 0)
+    if not all(isinstance(each, Mapping) for each in value):
+        return [], 0
+    return [_unwrapped(each) for each in value], 0
+
+
+def _unwrapped(chunk: Chunk) -> Chunk:
+    """Return an event's data, where a log keeps `event` and `data` of each."""
+    data = chunk.get("data")
+    if isinstance(data, str) and "event" in chunk:
+        data = _parsed(data)
+    return data if isinstance(data, Mapping) else chunk
+
+
+def _events(text: str) -> tuple[list[Chunk], int]:
+    """Return the data of server-sent events that are objects, and how many are no JSON."""
+    chunks, num_damaged = [], 0
+    for data in _data(text):
+        if not data.strip() or data.strip() == "[DONE]":
+            continue
+        chunk = _parsed(data)
+        if isinstance(chunk, Mapping):
+            chunks.append(chunk)
+        else:
+            num_damaged += 1
+    return chunks, num_damaged
+
+
+def _data(text: str) -> Iterator[str]:
+    """Yield the data of each event: its lines of data, up to an empty line."""
+    lines: list[str] = []
+    for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n"):
+        if not line.strip():
+            yield "\n".join(lines)
+            lines = []
+        elif line.lstrip().startswith("data:"):
+            # Some logs keep one line end of the two between events.
+            data = line.lstrip().removeprefix("data:").removeprefix(" ")
+            if lines and data.startswith(("{", "[DONE]")):
+                yield "\n".join(lines)
+                lines = []
+            lines.append(data)
+    yield "\n".join(lines)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _choices(chunk: Chunk) -> list[Mapping[str, Any]]:
+    found = chunk.get("choices")
+    return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
+
+
+class _Message:
+    """A message that grows by deltas."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, list[str]] = {}
+        self._calls: dict[Any, dict[str, list[str]]] = {}
+
+    def add(self, delta: Mapping[str, Any]) -> None:
+        for key in _TEXTS:
+            self._texts.setdefault(key, []).append(_fragment(delta.get(key)))
+        calls = delta.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            if isinstance(call, Mapping):
+                self._add_call(call.get("index"), call.get("function"))
+        self._add_call("function_call", delta.get("function_call"))
+
+    def _add_call(self, index: Any, function: Any) -> None:
+        if not isinstance(function, Mapping):
+            return
+        name = _fragment(function.get("name"))
+        if not isinstance(index, int | str):  # then a name begins the next call
+            index = len(self._calls) - (not name and bool(self._calls))
+        call = self._calls.setdefault(index, {"name": [], "arguments": []})
+        call["name"].append(name)
+        arguments = function.get("arguments")
+        is_object = isinstance(arguments, Mapping)
+        call["arguments"].append(json.dumps(arguments) if is_object else _fragment(arguments))
+
+    def whole(self) -> dict[str, Any]:
+        texts = {key: "".join(texts) for key, texts in self._texts.items()}
+        calls = [
+            {"function": {key: "".join(texts) for key, texts in call.items()}}
+            for call in self._calls.values()
+        ]
+        written = {key: text for key, text in texts.items() if text}
+        return {"role": "assistant", **written, "tool_calls": calls}
+
+
+def _fragment(value: Any) -> str:
+    """Return the text of a delta: a text, or parts with a text each."""
+    if isinstance(value, list):
+        parts = [part.get("text") for part in value if isinstance(part, Mapping)]
+        return "".join(part for part in parts if isinstance(part, str))
+    return value if isinstance(value, str) else ""
+
+
+def _of_choices(chunks: list[Chunk]) -> Any:
+    """Return chunks of a chat's or a text's completion as one response; None if they are none."""
+    messages: dict[int, _Message] = {}
+    texts: dict[int, list[str]] = {}
+    for chunk in chunks:
+        for place, choice in enumerate(_choices(chunk)):
+            stated = choice.get("index")
+            index = stated if isinstance(stated, int) else place
+            delta, text = choice.get("delta"), choice.get("text")
+            if isinstance(delta, Mapping):
+                messages.setdefault(index, _Message()).add(delta)
+            elif isinstance(text, str):
+                texts.setdefault(index, []).append(text)
+    if messages:
+        return {"choices": [{"message": messages[index].whole()} for index in sorted(messages)]}
+    return {"choices": [{"text": "".join(texts[i])} for i in sorted(texts)]} if texts else None
+
+
+def _of_items(chunks: list[Chunk]) -> Any:
+    """Return events of OpenAI's Responses as one response; None if they are none.
+
+    The last event repeats the whole response. Where it is missing, items that ended are taken,
+    and of the one that did not, its text so far.
+    """
+    items: dict[Any, Any] = {}
+    texts: dict[Any, list[str]] = {}
+    is_stream = False
+    for chunk in chunks:
+        kind, place = chunk.get("type"), _key(chunk.get("output_index"))
+        if not isinstance(kind, str) or not kind.startswith("response."):
+            continue
+        is_stream = True
+        if kind in _ENDED and isinstance(chunk.get("response"), Mapping):
+            return chunk["response"]
+        if kind == "response.output_item.done":
+            items[place] = chunk.get("item")
+        elif kind == "response.output_text.delta":
+            texts.setdefault(place, []).append(_fragment(chunk.get("delta")))
+    for place, fragments in texts.items():
+        parts = [{"type": "output_text", "text": "".join(fragments)}]
+        items.setdefault(place, {"type": "message", "role": "assistant", "content": parts})
+    return {"object": "response", "output": list(items.values())} if is_stream else None
+
+
+def _of_blocks(chunks: list[Chunk]) -> Any:
+    """Return events of Anthropic's Messages as one message; None if they are none."""
+    blocks: dict[Any, dict[str, Any]] = {}
+    deltas: dict[Any, list[str]] = {}
+    is_stream = False
+    for chunk in chunks:
+        kind, place = chunk.get("type"), _key(chunk.get("index"))
+        block, delta = chunk.get("content_block"), chunk.get("delta")
+        is_stream = is_stream or kind in {"message_start", "content_block_start"}
+        if kind == "content_block_start" and isinstance(block, Mapping):
+            blocks[place] = dict(block)
+        elif kind == "content_block_delta" and isinstance(delta, Mapping):
+            fragments = [_fragment(delta.get(k)) for k in ("text", "thinking", "partial_json")]
+            deltas.setdefault(place, []).extend(fragments)
+    for place, fragments in deltas.items():
+        block = blocks.setdefault(place, {"type": "text"})
+        kind = block.get("type")
+        key = "input" if kind == "tool_use" else "thinking" if kind == "thinking" else "text"
+        begun = block.get(key)
+        block[key] = (begun if isinstance(begun, str) else "") + "".join(fragments)
+    content = [blocks[place] for place in blocks]
+    return {"type": "message", "role": "assistant", "content": content} if is_stream else None
+
+
+def _key(value: Any) -> Any:
+    return value if isinstance(value, int) else 0
