@@ -24,10 +24,11 @@ from indexer.sources.conversations import (
 from indexer.sources.recordings import EXPECTED, is_table, read_recorded
 from indexer.tokenizer import (
     DEFAULT_MODEL,
+    CoreTokenizer,
     encode_chat,
     encode_prompt,
+    load_core,
     load_indexed,
-    load_tokenizer,
     vocabulary_of,
 )
 from retriever.drafter import TokenIds
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class ChatEncoder:
-    """Encodes with a model's own tokenizer, which is loaded at the first use: it takes seconds.
+    """Encodes with a model's own tokenizer, which is loaded at the first use: it may take seconds.
 
     Args:
         name: hub id, directory or `.gguf` file; None for that of an index, or the default model.
@@ -51,11 +52,11 @@ class ChatEncoder:
         self._index_name = index_name
 
     @cached_property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer of transformers."""
+    def tokenizer(self) -> "CoreTokenizer | PreTrainedTokenizerBase":
+        """The tokenizer, without transformers where that is possible."""
         if self._name is None and self._index_name is not None:
             return load_indexed(self._index_name)
-        return load_tokenizer(self._name or DEFAULT_MODEL)
+        return load_core(self._name or DEFAULT_MODEL)
 
     @property
     def vocabulary(self) -> Vocabulary | None:
