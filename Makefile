@@ -148,6 +148,11 @@ stubs:
 	  --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) --mypy_grpc_out=quiet:$(STUBS_OUT) \
 	  proto/retriever/v1/retriever.proto proto/retriever/v1/admin.proto
 
+# The help of every command as text, for `foredraft/help_texts.py`: after an option has changed.
+.PHONY: help-texts
+help-texts: install
+	$(BIN)/python -m foredraft.help_texts
+
 # Lints the contract and compares it with proto/baseline.binpb, the contract that clients have: it may
 # only grow. Buf comes from npm, once; after that neither network nor history of git is needed.
 BUF_VERSION := 1.75.0

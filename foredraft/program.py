@@ -1,6 +1,6 @@
 """The command `foredraft`: which package has which command, and how it is started.
 
-Only the package of the command that was named is imported, and for the help none.
+Only the package of the command that was named is imported, and for help none.
 """
 
 import signal
@@ -8,6 +8,7 @@ import sys
 from difflib import get_close_matches
 from typing import Final, NamedTuple
 
+from foredraft.help_texts import kept_help
 from foredraft.installation import EXTRAS
 from indexer.launch import launch, version_line
 
@@ -62,17 +63,23 @@ def main() -> None:
     """
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     package = next((command.package for command in COMMANDS if command.name == word), None)
-    if package is not None:
+    if package is not None and (text := kept_help(sys.argv[1:])) is not None:
+        _print_help(text)
+    elif package is not None:
         launch(package, EXTRAS[package])
     elif word in ("--help", "-h", "help"):
-        if hasattr(signal, "SIGPIPE"):  # a pager that is left ends this in silence
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        print(help_text())  # noqa: T201  (for the user of a command)
+        _print_help(f"{help_text()}\n")
     elif word == "--version":
         print(version_line())  # noqa: T201  (for the user of a command)
     else:
         print(unknown(word) if word else help_text(), file=sys.stderr)  # noqa: T201  (for the user of a command)
         sys.exit(_WRONG_USAGE)
+
+
+def _print_help(text: str) -> None:
+    if hasattr(signal, "SIGPIPE"):  # a pager that is left ends this in silence
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(text, end="")  # noqa: T201  (for the user of a command)
 
 
 def help_text() -> str:

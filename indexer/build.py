@@ -37,7 +37,6 @@ from indexer.tokenizer import (
     DEFAULT_MODEL,
     CoreTokenizer,
     Vocabulary,
-    load_tokenizer,
     loaded_tokenizer,
     vocabulary_of,
 )
@@ -82,8 +81,6 @@ def build_index(
     ):
         blocks = planned(sources, options, tally, scratch)
         options = options.for_blocks(len(blocks))
-        if options.needs_template and isinstance(tokenizer, str):
-            tokenizer = load_tokenizer(tokenizer)
         loaded = loaded_tokenizer(tokenizer)
         options = options.with_template_of(loaded)
         started = time.perf_counter()

@@ -30,7 +30,7 @@ from indexer.stages.gathering import (
 )
 from indexer.stages.parts import Part
 from indexer.stages.segments import Piece, gather
-from indexer.tokenizer import load_tokenizer
+from indexer.tokenizer import load_core
 
 _log = getLogger(__name__)
 
@@ -163,7 +163,7 @@ def _with_template(options: BuildOptions, name: str) -> BuildOptions:
     if not options.needs_template or not name:
         return options
     try:
-        return options.with_template_of(load_tokenizer(name))
+        return options.with_template_of(load_core(name))
     except TokenizerError as error:
         _log.warning("turns of conversations are joined by empty lines: %s", error)
         return options

@@ -30,7 +30,7 @@ from indexer.commands.summary import summarise
 from indexer.errors import IndexerError
 from indexer.flags import AsJson, CommandLine, with_flags
 from indexer.launch import errors_in_one_line
-from indexer.tokenizer import DEFAULT_MODEL, load_tokenizer
+from indexer.tokenizer import DEFAULT_MODEL, load_core
 
 app = CommandLine(
     "Turn text into an index that drafts are looked up in, and look after such indexes."
@@ -94,7 +94,7 @@ def build(
         if sources is None:
             raise typer.BadParameter("--dry-run is for sources: leave out --from")
         if options.needs_template:
-            options = options.with_template_of(load_tokenizer(tokenizer))
+            options = options.with_template_of(load_core(tokenizer))
         show_preview(sources, options, as_json=as_json)
         return
     if output is None:

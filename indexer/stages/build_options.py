@@ -87,11 +87,7 @@ class BuildOptions:
         self, tokenizer: "CoreTokenizer | PreTrainedTokenizerBase"
     ) -> "BuildOptions":
         """Return the options with a tokenizer's chat template, where one is needed and there."""
-        if (
-            not self.needs_template
-            or isinstance(tokenizer, CoreTokenizer)
-            or not tokenizer.chat_template
-        ):
+        if not self.needs_template or not tokenizer.chat_template:
             return self
         special = tokenizer.special_tokens_map.items()
         template = ChatTemplate(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from logging import getLogger
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -67,6 +66,7 @@ class _NoCache(_NumbaNullCache):  # type: ignore[misc]  # numba has no types
 
     def load_overload(self, *_: object) -> None:
         """Find nothing; the kernel will be compiled."""
+        _tell_compiling(is_kept=False)
         _tell_no_cache("no folder for them can be written")
 
 
@@ -74,14 +74,17 @@ class _Cache(_NumbaCache):  # type: ignore[misc]  # as above
     """Numba's cache on disk; what cannot be read or kept is compiled, and is no error."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return a kept kernel; None if there is none."""
+        """Return a kept kernel; None if there is none, and then it is told that it is compiled."""
+        kept = None
         try:
-            return super().load_overload(sig, target_context)
+            kept = super().load_overload(sig, target_context)
         except Exception as error:  # noqa: BLE001  (unpickling damaged files raises anything)
             _log.debug("a kept kernel cannot be read: %s", type(error).__name__)
             with suppress(OSError):
                 self.flush()  # or nothing could be kept in its place
-            return None
+        if kept is None:
+            _tell_compiling(is_kept=True)
+        return kept
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep a kernel."""
@@ -101,27 +104,11 @@ def _tell_no_cache(reason: str) -> None:
     )
 
 
-def tell_compiling(function: "Dispatcher[Any]") -> None:
-    """Log that kernels will be compiled, if this one, which needs most of them, is not cached."""
-    if not is_compiled(function):
-        is_kept = isinstance(getattr(function, "_cache", None), _Cache)
-        _log.info("compiling kernels%s", ", once on this machine" if is_kept else "")
-
-
-def is_compiled(function: "Dispatcher[Any]") -> bool:
-    """Return whether numba's cache has a kernel.
-
-    Also true for one that has changed since at the same line.
-    """
-    if not isinstance(function, Dispatcher):  # NUMBA_DISABLE_JIT leaves functions as they are
-        return True
-    source: Any = function.py_func
-    name = f"{source.__module__.rpartition('.')[2]}.{source.__qualname__}"
-    kept = f"{name}-{source.__code__.co_firstlineno}.*.nbi"
-    stats: Any = function.stats
-    if stats.cache_path is None:
-        return bool(function.signatures)
-    return any(Path(stats.cache_path).glob(kept))
+@cache
+def _tell_compiling(*, is_kept: bool) -> None:
+    """Log, once in a process, that the kernels that follow are compiled: all wait for it."""
+    once = ", once on this machine" if is_kept else ""
+    _log.info("compiling kernels%s: up to half a minute", once)
 
 
 _MANTISSA_BITS: Final = 23

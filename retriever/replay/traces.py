@@ -18,10 +18,11 @@ from indexer.sources.conversations import Turn, exchanges_of, messages_of, plain
 from indexer.sources.recordings import EXPECTED, conversation_in, nothing_read, read_records
 from indexer.tokenizer import (
     DEFAULT_MODEL,
+    CoreTokenizer,
     encode_chat,
     encode_prompt,
+    load_core,
     load_indexed,
-    load_tokenizer,
     vocabulary_of,
 )
 from retriever.drafter import TokenIds
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ChatEncoder:
-    """Encodes with a model's own tokenizer, which is loaded at the first use: it takes seconds.
+    """Encodes with a model's own tokenizer, which is loaded at the first use: it may take seconds.
 
     Args:
         name: hub id, directory or `.gguf` file; None for that of an index, or the default model.
@@ -45,11 +46,11 @@ class ChatEncoder:
         self._index_name = index_name
 
     @cached_property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The tokenizer of transformers."""
+    def tokenizer(self) -> "CoreTokenizer | PreTrainedTokenizerBase":
+        """The tokenizer, without transformers where that is possible."""
         if self._name is None and self._index_name is not None:
             return load_indexed(self._index_name)
-        return load_tokenizer(self._name or DEFAULT_MODEL)
+        return load_core(self._name or DEFAULT_MODEL)
 
     @property
     def vocabulary(self) -> Vocabulary | None:

@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from indexer.errors import IndexerError
 from indexer.reader import Index, Vocabulary
 from retriever.drafter import TokenIds
-from retriever.kernels.compiling import tell_compiling
-from retriever.kernels.entries import grow_tree
 from retriever.kernels.layout import MAX_MATCH
 from retriever.predict.databases import Context, Corpus, Databases, tables_of
 from retriever.predict.generations import Generations
@@ -105,7 +103,6 @@ def warm_kernels(predictor: Predictor, corpus: Corpus, lock: Lock) -> None:
         corpus: drafted from.
         lock: held while the predictor is used.
     """
-    tell_compiling(grow_tree)
     context = np.zeros(2 * MAX_MATCH, np.int32)
     unused = Databases(Context(context), Pool("", Generations(0)), corpus)
     unused.pool.generations.add(context)

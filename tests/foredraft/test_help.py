@@ -1,15 +1,17 @@
 """The help of every command, on a terminal of 80 columns: whole names, real defaults, groups."""
 
+import os
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
 from contextlib import suppress
 from enum import Enum
-from importlib import import_module
-from typing import Any
+from pathlib import Path
 
 import pytest
-import typer
 
+from foredraft import help_texts, program
+from foredraft.help_texts import all_commands, kept_help
 from foredraft.installation import EXTRAS
 from indexer.flags import flag_of
 from retriever.operations.settings import Settings
@@ -17,21 +19,8 @@ from retriever.operations.settings import Settings
 MANY_OPTIONS = 8
 
 
-def commands() -> Iterator[tuple[str, Any]]:
-    """All commands with their whole names, those of groups included."""
-    for package in EXTRAS:
-        yield from below(typer.main.get_command(import_module(f"{package}.commands").app), "")
-
-
-def below(group: Any, path: str) -> Iterator[tuple[str, Any]]:
-    for name in group.list_commands(None):
-        command, whole = group.get_command(None, name), f"{path} {name}".strip()
-        yield whole, command
-        if hasattr(command, "list_commands"):
-            yield from below(command, whole)
-
-
-ALL = dict(commands())
+ALL = all_commands(tuple(EXTRAS))
+HEAVY = {"torch", "transformers", "numba", "numpy", "typer", "pydantic", "rich", "indexer.flags"}
 
 
 @pytest.fixture(params=ALL, ids=lambda name: name.replace(" ", "-"))
@@ -45,6 +34,50 @@ def shown(
     with suppress(SystemExit):
         ALL[request.param].main(["--help"], prog_name=f"foredraft {request.param}")
     return request.param, capsys.readouterr().out
+
+
+def test_what_is_kept_is_what_the_command_prints(shown: tuple[str, str]) -> None:
+    name, text = shown
+    assert kept_help([*name.split(), "--help"]) == text, "run `make help-texts`"
+
+
+def test_no_help_is_kept_of_commands_that_are_gone() -> None:
+    names = {path.stem for path in Path(help_texts.__file__).with_name("help").iterdir()}
+    assert names == {name.replace(" ", "-") for name in ALL}
+
+
+def test_help_is_kept_for_help_alone_and_for_terminals_that_are_wide_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for columns, is_kept in (("79", False), ("80", True), ("200", True)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert (kept_help(["build", "--help"]) is not None) == is_kept
+    for words in ([], ["build"], ["--help"], ["build", "x", "--help"], ["../build", "--help"]):
+        assert kept_help(words) is None
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_loads_no_library(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["foredraft", *name.split(), "--help"])
+    monkeypatch.setattr(program, "launch", None)
+    program.main()
+    assert f"Usage: foredraft {name} " in capsys.readouterr().out
+
+
+def test_the_program_loads_no_library_for_help() -> None:
+    script = "import sys, foredraft.program as p; p.main(); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "generate", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    assert "--temperature " in done.stdout
+    assert not HEAVY & set(done.stdout.splitlines()[-1].split())
 
 
 def told_default(flag: str, value: object) -> str:

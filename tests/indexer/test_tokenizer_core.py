@@ -11,12 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from indexer.build import build_from_texts
 from indexer.commands.summary import summarise
-from indexer.errors import TokenizerMismatchError
+from indexer.errors import TokenizerError, TokenizerMismatchError
 from indexer.format.records import Contents
 from indexer.reader import Index, Vocabulary
 from indexer.tokenizer import (
     CACHE_VARIABLE,
+    DEFAULT_MODEL,
     CoreTokenizer,
+    encode_chat,
     load_core,
     load_tokenizer,
     vocabulary_of,
@@ -31,27 +33,41 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_what_transformers_made_is_kept_and_does_the_same(
-    cache: Path, tokenizer_folder: Path
-) -> None:
-    name = str(tokenizer_folder)
+def left_to_transformers(folder: Path) -> Path:
+    """State a setting that the tokenizers library cannot follow by itself."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["add_bos_token"] = False
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture
+def folder(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
+    tokenizer.save_pretrained(tmp_path / "model")
+    return left_to_transformers(tmp_path / "model")
+
+
+def test_what_transformers_made_is_kept_and_does_the_same(cache: Path, folder: Path) -> None:
+    name = str(folder)
     first, again = load_core(name), load_core(name)
     assert not isinstance(first, CoreTokenizer)
     assert isinstance(again, CoreTokenizer)
     assert vocabulary_of(again) == vocabulary_of(first)
     assert vocabulary_of(again).name == vocabulary_of(first).name == name
     assert again.encode(TEXT) == first.encode(TEXT)
+    assert not again.chat_template
     assert again.decode(again.encode(TEXT)) == first.decode(first.encode(TEXT))
     assert len(list(cache.iterdir())) == 1
 
 
 def test_nothing_of_transformers_is_imported_once_a_core_is_kept(
-    cache: Path, tokenizer_folder: Path
+    cache: Path, folder: Path, tokenizer_folder: Path
 ) -> None:
-    load_core(str(tokenizer_folder))
+    load_core(str(folder))
+    names = [str(folder), str(tokenizer_folder), DEFAULT_MODEL]
     script = (
         "import sys\nfrom indexer.tokenizer import load_core, vocabulary_of\n"
-        f"vocabulary_of(load_core({str(tokenizer_folder)!r}))\n"
+        f"for name in {names!r}: vocabulary_of(load_core(name))\n"
         "print(*sorted({'transformers', 'torch', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run(
@@ -65,10 +81,8 @@ def test_nothing_of_transformers_is_imported_once_a_core_is_kept(
 
 
 def test_a_changed_file_or_a_damaged_cache_is_noticed(
-    cache: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    cache: Path, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    folder = tmp_path / "model"
-    tokenizer.save_pretrained(folder)
     load_core(str(folder))
     (kept,) = cache.iterdir()
     for damage in (
@@ -88,14 +102,14 @@ def test_a_changed_file_or_a_damaged_cache_is_noticed(
 
 
 def test_nothing_is_kept_where_that_is_not_wanted_or_not_possible(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
     for value in ("none", str(blocked / "below")):
         monkeypatch.setenv(CACHE_VARIABLE, value)
         for _ in range(2):
-            assert not isinstance(load_core(str(tokenizer_folder)), CoreTokenizer)
+            assert not isinstance(load_core(str(folder)), CoreTokenizer)
 
 
 def test_an_index_knows_its_tokenizer_by_name(
@@ -125,3 +139,20 @@ def test_a_snapshot_without_a_name_is_read_and_written_as_before(tiny_index: Pat
     content["vocabulary"]["name"] = "a/model"
     assert Contents.decode(content).vocabulary.name == "a/model"
     assert Contents.decode(content).encode()["vocabulary"] == content["vocabulary"]
+
+
+def test_a_kept_core_writes_conversations_as_transformers_does(cache: Path, folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    first, again = load_core(str(folder)), load_core(str(folder))
+    assert isinstance(again, CoreTokenizer)
+    assert len(list(cache.iterdir())) == 1
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    assert encode_chat(again, messages) == encode_chat(first, messages)
+    assert again.decode(encode_chat(again, messages)) == "user:x<eos>assistant:y<eos>"
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    load_core(str(folder))
+    refusing = load_core(str(folder))
+    with pytest.raises(TokenizerError, match="does not take a robot message: no"):
+        encode_chat(refusing, [{"role": "robot", "content": "x"}])

