@@ -19,6 +19,7 @@ from foredraft.program import COMMANDS
 
 ROOT: Final = Path(__file__).parents[2]
 SOURCE: Final = ROOT / "build" / "site-source"
+STYLE: Final = Path(__file__).parent / "site.css"
 MARK: Final = re.compile(r"<!-- made from the code: (\w+) -->")
 LINK: Final = re.compile(r"\]\(([^)\s:#]+)")
 # The pages; what they link to is copied as well. All lies as in the repository: links are relative.
@@ -31,6 +32,7 @@ def main() -> None:
     shutil.rmtree(SOURCE, ignore_errors=True)
     for name in PAGES:
         copy(ROOT / name)
+    shutil.copyfile(STYLE, SOURCE / STYLE.name)
     copy_linked()
     for page in SOURCE.rglob("*.md"):
         page.write_text(MARK.sub(lambda found: MAKERS[found[1]](), page.read_text()))

@@ -279,6 +279,7 @@ def page(service: Service, history: History) -> str:
     _by_index(body, service)
     _memory(body, service, census)
     _refusals(body, service)
+    _say_none(body)
     _label_cells(body)
     return "<!doctype html>\n" + tostring(html, encoding="unicode", method="html")
 
@@ -296,14 +297,13 @@ def _figures(body: Element, service: Service, census: Census) -> None:
     steps = counts.num_committed / counts.num_outcomes if counts.num_outcomes else 0.0
     tail = _shown(quantile(counts.drafts, 0.99))
     memory = resident_bytes()[0]
-    tenants = f"{census.tenants:,} {'tenant' if census.tenants == 1 else 'tenants'}"
     figures = SubElement(body, "dl", {"id": "figures", "class": "figures"})
     for name, value, more in (
         ("tokens per step", f"{steps:.2f}" if steps else "unknown", "since the start"),
         ("drafts", f"{sum(counts.drafts.counts):,}", f"{counts.num_outcomes:,} with an outcome"),
         ("median latency", _shown(quantile(counts.drafts, 0.5)), f"99%: {tail}"),
         ("memory", f"{memory / 1e6:,.0f} MB" if memory else "unknown", "resident"),
-        ("sessions", f"{sum(census.sessions.values()):,}", tenants),
+        ("sessions", f"{sum(census.sessions.values()):,}", f"of {_tenants(census)}"),
     ):
         figure = SubElement(figures, "div")
         SubElement(figure, "dt").text = name
@@ -354,7 +354,8 @@ def _indexes(body: Element, service: Service) -> None:
     for path in service.missing_indexes:
         _row(rows, str(path), "cannot be opened: see the log", "", "", "", "")
     failures = service.refresh_failures
-    SubElement(body, "p", id="refresh").text = f"{failures:,} failures to open a changed index"
+    failed = _counted(failures, "failure")
+    SubElement(body, "p", id="refresh").text = f"{failed} to open a changed index"
 
 
 def _by_index(body: Element, service: Service) -> None:
@@ -371,17 +372,17 @@ def _by_index(body: Element, service: Service) -> None:
     if left:
         drafted = sum(each.num_drafted for each in left)
         accepted = sum(each.num_accepted for each in left)
-        _row(rows, f"{len(left):,} others", "", drafted, accepted, _share(accepted, drafted))
+        _row(rows, _counted(len(left), "other"), "", drafted, accepted, _share(accepted, drafted))
 
 
 def _memory(body: Element, service: Service, census: Census) -> None:
     SubElement(body, "h2").text = "Sessions"
     SubElement(body, "p", id="sessions").text = (
-        f"{sum(census.sessions.values()):,} open, {census.session_tokens:,} tokens, "
-        f"{census.session_bytes / 1e6:,.1f} MB; {census.tenants:,} tenants with "
-        f"{census.generations_tokens:,} tokens of generations, "
+        f"{sum(census.sessions.values()):,} open, of {_tenants(census)}, "
+        f"{_counted(census.session_tokens, 'token')}, {census.session_bytes / 1e6:,.1f} MB; "
+        f"{_counted(census.generations_tokens, 'token')} of generations, "
         f"{census.generations_bytes / 1e6:,.1f} MB; "
-        f"{service.log_failures:,} outputs could not be kept on disk"
+        f"{_counted(service.log_failures, 'output')} could not be kept on disk"
     )
     rows = _table(body, "tenants", "tenant", "sessions")
     by_count = sorted(census.sessions.items(), key=lambda each: (-each[1], each[0]))
@@ -389,7 +390,7 @@ def _memory(body: Element, service: Service, census: Census) -> None:
         _row(rows, tenant or "(no name)", count)
     left = by_count[_MAX_TENANTS:]
     if left:
-        _row(rows, f"{len(left):,} others", sum(count for _, count in left))
+        _row(rows, _counted(len(left), "other"), sum(count for _, count in left))
 
 
 def _refusals(body: Element, service: Service) -> None:
@@ -417,6 +418,16 @@ def _row(rows: Element, *values: str | int) -> Element:
     return row
 
 
+def _say_none(body: Element) -> None:
+    """Put a word in the place of tables without rows."""
+    for scrolled in body.findall("div[@class='scroll']"):
+        if scrolled.find("table/tbody/tr") is None:
+            name = scrolled[0].get("id", "")
+            scrolled.clear()
+            scrolled.tag, scrolled.text = "p", "none"
+            scrolled.attrib |= {"id": name, "class": "soft"}
+
+
 def _label_cells(body: Element) -> None:
     """Have each cell carry its column's title, which narrow windows show next to it."""
     for table in body.iter("table"):
@@ -424,6 +435,15 @@ def _label_cells(body: Element) -> None:
         for row in table.findall("tbody/tr"):
             for title, cell in zip(titles, row, strict=True):
                 cell.set("data-title", title)
+
+
+def _tenants(census: Census) -> str:
+    """Return how many have sessions; pools in memory also count those that have none."""
+    return _counted(len(census.sessions), "tenant")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _share(accepted: int, nodes: int) -> str:

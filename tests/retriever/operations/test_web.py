@@ -13,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from retriever.drafter import DraftRequest
 from retriever.errors import AddressInUseError, SettingsError
 from retriever.operations.lifecycle import Phase
+from retriever.operations.observer import ServiceObserver
+from retriever.operations.service_report import Service
 from retriever.operations.status_page import (
     MAX_SAMPLES,
     SAMPLE_S,
@@ -305,6 +307,22 @@ def test_the_page_tells_what_came_of_each_index(index: Path, tmp_path: Path) -> 
     assert nodes > 0
     shares = [f"{nodes:,}", f"{accepted:,}", f"{accepted / nodes:.1%}"]
     assert found.cells["outcomes"][5:] == ["corpus", "all", *shares]
+
+
+def test_the_page_counts_in_words_that_fit_and_says_where_there_is_nothing() -> None:
+    drafter = EmbeddedDrafter()
+    service = Service(drafter, ServiceObserver(), 0.0)
+    empty = Page(page(service, History(DraftCounts)))
+    assert [empty.cells[name] for name in ("indexes", "tenants", "errors")] == [["none"]] * 3
+    assert "of 0 tenants" in empty.cells["figures"]
+    for tenants, counted in ((["acme"], "of 1 tenant"), (["globex"], "of 2 tenants")):
+        for tenant in tenants:
+            drafter.open(tenant, np.arange(3, dtype=np.int32), tenant=tenant)
+        shown = Page(page(service, History(DraftCounts)))
+        assert counted in shown.cells["figures"]
+        assert f"open, {counted}," in shown.cells["sessions"][0]
+    assert shown.cells["tenants"] == ["tenant", "sessions", "acme", "1", "globex", "1"]
+    drafter.shut_down()
 
 
 def _length(drafter: EmbeddedDrafter) -> int:
