@@ -6,6 +6,7 @@ Float32, greedy: the outputs must be identical.
 """
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -184,6 +185,12 @@ def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
             "yes" if row["identical"] else "NO",
         )
     Console().print(table)
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores + 1:
+        console.print(
+            f"Other programs kept the processors busy (load {load:.0f} on {cores}): times, "
+            "and so ratios, say little. Tokens per step do not depend on that."
+        )
 
 
 def main(
