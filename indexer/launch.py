@@ -16,6 +16,9 @@ from typing import Final
 INTERRUPTED: Final = 130
 """The status of a command that Ctrl-C ended, as shells give it: 128 plus the signal's number."""
 
+TERMINATED: Final = 143
+"""The same for the signal that `kill`, a supervisor or a shutdown sends."""
+
 _PACKAGES: Final = ("indexer", "retriever", "decoder")
 
 

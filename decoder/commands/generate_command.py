@@ -28,7 +28,7 @@ from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
 from decoder.sampling.constraint import check_regex
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
 from indexer.flags import AsJson, with_flags
-from indexer.launch import INTERRUPTED, errors_in_one_line
+from indexer.launch import errors_in_one_line
 
 
 @errors_in_one_line(*FORESEEN)
@@ -76,6 +76,7 @@ def run_generate(
     )
     interruption = Interruption()
     with ExitStack() as stack:
+        stack.enter_context(interruption.handled())
         writer = stack.enter_context(
             written_passes(output.trace, output.html, prepared.tokenizer, drafts.index)
         )
@@ -98,10 +99,9 @@ def run_generate(
             pattern=pattern,
             comparison=Comparison(decoder, language_model, options) if output.compare else None,
         )
-        stack.enter_context(interruption.handled())
         answerer.run(selected)
     if answerer.is_interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(interruption.status)
     if answerer.num_failed:
         raise typer.Exit(1)
 
