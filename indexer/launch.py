@@ -3,6 +3,7 @@
 Loads the standard library only, so that it can tell which package to install.
 """
 
+import errno
 import logging
 import os
 import signal
@@ -16,6 +17,10 @@ from typing import Final
 INTERRUPTED: Final = 130
 """The status of a command that Ctrl-C ended, as shells give it: 128 plus the signal's number."""
 
+TERMINATED: Final = 143
+"""The same for the signal that `kill`, a supervisor or a shutdown sends."""
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PACKAGES: Final = ("indexer", "retriever", "decoder")
 
 
@@ -41,9 +46,30 @@ def launch(package: str, extra: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     show_messages()
     try:
-        commands.main()
+        with _whole_output():
+            commands.main()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def _whole_output() -> Iterator[None]:
+    """End with status 1 where what the block prints cannot be written, to its last line.
+
+    A reader that has gone, as `head` does, is no error to be told.
+    """
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:  # it is where it was closed from the start
+                sys.stdout.flush()
+    except OSError as error:
+        is_gone = isinstance(error, BrokenPipeError)
+        if not is_gone and (error.errno not in _FULL or error.filename is not None):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it fails again at exit
+        sys.exit(1 if is_gone else f"error: the output cannot be written: {error.strerror}")
 
 
 def version_line() -> str:

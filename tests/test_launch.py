@@ -47,6 +47,31 @@ def test_an_interrupt_ends_in_silence(tmp_path: Path, commands: str) -> None:
     assert (process.returncode, out, err) == (INTERRUPTED, "", "")
 
 
+@pytest.mark.parametrize("ending", ["", "; sys.exit(0)", "; sys.stdout.flush()"])
+@pytest.mark.parametrize("target", ["/dev/full", None])
+def test_output_that_cannot_be_written_is_one_line(
+    tmp_path: Path, ending: str, target: str | None
+) -> None:
+    package = tmp_path / "slow"
+    package.mkdir()
+    (package / "commands.py").write_text(f"import sys\ndef main(): print('x' * 99){ending}\n")
+    script = "from indexer.launch import launch; launch('slow', 'none')"
+    reading, writing = (None, os.open(target, os.O_WRONLY)) if target else os.pipe()
+    if reading is not None:
+        os.close(reading)  # as `head` does
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
+    )
+    os.close(writing)
+    told = "error: the output cannot be written: No space left on device\n" if target else ""
+    assert (done.returncode, done.stderr) == (1, told)
+
+
 def test_what_the_packages_log_is_printed_bare(tmp_path: Path) -> None:
     logged = (
         "logging.getLogger('decoder.model.pretrained').info('loading it'); logging.info('noise')"

@@ -248,22 +248,17 @@ class Answerer:
 
     def _answered(self, number: int, prompt: Prompt, painter: Painter, worth: Worth) -> Answer:
         tokens = prompt.encoded(self._language_model)
-        observers: list[Observer] = [painter.observe]
-        if isinstance(self._decoder.budget, MeasuredBudget):
-            observers.append(worth.observer(self._decoder.budget, len(tokens)))
-        if self._writer is not None:
-            observers.append(self._writer.observer(number, prompt.text, tokens))
-        result = answer(
+        writer = self._writer
+        return painted_answer(
             self._decoder,
             self._language_model,
             tokens,
             self._options,
-            on_text=painter.text,
-            observer=together(observers),
+            painter=painter,
+            worth=worth,
+            observers=[] if writer is None else [writer.observer(number, prompt.text, tokens)],
             interruption=self._interruption,
         )
-        painter.finish()
-        return result
 
     def _compared(self, prompt: Prompt, result: Answer) -> Worth | None:
         """Return what drafts were worth as measured; `None` where that was not done."""
@@ -282,6 +277,47 @@ class Answerer:
             raise error
         self._printer.error(number, prompt, error)
         self.num_failed += 1
+
+
+def painted_answer(
+    decoder: Decoder,
+    language_model: LanguageModel,
+    tokens: Sequence[int],
+    options: AnswerOptions,
+    *,
+    painter: Painter,
+    worth: Worth,
+    observers: Sequence[Observer] = (),
+    interruption: Interruption,
+) -> Answer:
+    """Answer a prompt: its text is painted, and what drafts are worth is counted.
+
+    Args:
+        decoder: made for the model.
+        language_model: whose answer it is.
+        tokens: the prompt's.
+        options: of the answer.
+        painter: gets the text, and writes it.
+        worth: is told of every pass, where passes have a measured cost.
+        observers: are shown every pass after that.
+        interruption: ends the answer.
+
+    Raises:
+        InvalidPromptError: the prompt is empty or too long for the model.
+    """
+    measured = decoder.budget if isinstance(decoder.budget, MeasuredBudget) else None
+    first = [] if measured is None else [worth.observer(measured, len(tokens))]
+    result = answer(
+        decoder,
+        language_model,
+        tokens,
+        options,
+        on_text=painter.text,
+        observer=together([painter.observe, *first, *observers]),
+        interruption=interruption,
+    )
+    painter.finish()
+    return result
 
 
 def together(observers: Sequence[Observer]) -> Callable[[ObservedPass], None]:

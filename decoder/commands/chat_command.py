@@ -12,11 +12,10 @@ import typer
 from pydantic import ConfigDict, Field
 
 from decoder.assembly import DrafterSettings, assemble, own_rule
-from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import store_at
-from decoder.commands.answers import FORESEEN, together
+from decoder.commands.answers import FORESEEN, painted_answer
 from decoder.commands.colours import Colouring, Painter, Palette, is_dumb
-from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
+from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption
 from decoder.commands.options import (
     ChoiceSettings,
     Colour,
@@ -28,11 +27,11 @@ from decoder.commands.prompts import checked_text
 from decoder.errors import InvalidPromptError, PromptFileError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, prepare_model
-from decoder.observation import ObservedPass, Observer, Statistics
+from decoder.observation import ObservedPass, Statistics
 from decoder.worth import Worth
 from indexer.errors import TokenizerError, reason_of
 from indexer.flags import Metavar, with_flags
-from indexer.launch import INTERRUPTED, errors_in_one_line
+from indexer.launch import errors_in_one_line
 
 _LEAST_ROOM: Final = 64
 """Tokens that are left for an answer at least: a few sentences. Old turns go rather than those."""
@@ -143,6 +142,7 @@ class Chat:
         self._options = options
         self._palette = palette
         self._total, self._worth = Statistics(), Worth()
+        self._interruption = Interruption()
 
     def run(self) -> None:
         """Answer messages until there are no more, and print the figures of all answers."""
@@ -150,13 +150,14 @@ class Chat:
         is_interrupted = False
         for message in _typed() if is_live else _lines(sys.stdin.buffer):
             reason = self._answer(message)
-            is_interrupted = reason is FinishReason.INTERRUPTED and not is_live
+            ends_all = self._interruption.is_terminated or not is_live
+            is_interrupted = reason is FinishReason.INTERRUPTED and ends_all
             if is_interrupted:
                 break
         if self._total.num_passes:
             typer.echo(f"{self._total.summary()}\n{self._worth.summary()}", err=True)
         if is_interrupted:
-            raise typer.Exit(INTERRUPTED)
+            raise typer.Exit(self._interruption.status)
 
     def _answer(self, message: str) -> FinishReason:
         """Answer a message; one that cannot be answered is left out of the conversation."""
@@ -185,25 +186,18 @@ class Chat:
     def _decoded(self, tokens: list[int], worth: Worth, status: "StatusLine | None") -> Answer:
         messages = self._messages
         painter = Painter(messages.language_model.tokenizer, self._write, self._palette)
-        observers: list[Observer] = [painter.observe]
-        budget = messages.decoder.budget
-        if isinstance(budget, MeasuredBudget):
-            observers.append(worth.observer(budget, len(tokens)))
-        if status is not None:
-            observers.append(Pace(worth, status).observe)
-        interruption = Interruption()
-        with interruption.handled():
-            result = answer(
+        self._interruption = Interruption()
+        with self._interruption.handled():
+            return painted_answer(
                 messages.decoder,
                 messages.language_model,
                 tokens,
                 self._options,
-                on_text=painter.text,
-                observer=together(observers),
-                interruption=interruption,
+                painter=painter,
+                worth=worth,
+                observers=[] if status is None else [Pace(worth, status).observe],
+                interruption=self._interruption,
             )
-        painter.finish()
-        return result
 
     def _write(self, text: str) -> None:
         typer.echo(text, nl=False, color=None if self._palette is None else True)

@@ -5,38 +5,57 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from decoder.loop import Decoder, Generation
 from decoder.model.pretrained import LanguageModel
 from decoder.observation import Observer, Statistics
 from decoder.stopping import StoppableText, StopStrings
 from indexer.errors import reason_of
+from indexer.launch import INTERRUPTED, TERMINATED
+
+_HANDLED: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Turns the first Ctrl-C during a step into a request to stop after it.
+    """Turns the first Ctrl-C during a step, or a request to terminate, into one to stop after it.
 
-    So the text shown, the figures and the drafter's session agree. A second one raises
-    KeyboardInterrupt at once.
+    So the text shown, the figures and the drafter's session agree, and a page is written. A second
+    one raises KeyboardInterrupt at once.
 
     Attributes:
         is_requested: whether to stop.
-        is_deferred: whether Ctrl-C is a request now, and no exception.
+        is_deferred: whether a signal is a request now, and no exception.
+        is_terminated: whether it was a request to terminate, after which nothing else begins.
     """
 
     def __init__(self) -> None:
         self.is_requested = False
         self.is_deferred = False
+        self.is_terminated = False
+
+    @property
+    def status(self) -> int:
+        """The status to end with."""
+        return TERMINATED if self.is_terminated else INTERRUPTED
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle Ctrl-C during the block; in the main thread only."""
-        previous = signal.signal(signal.SIGINT, self._handle)
+        """Handle both signals during the block; in the main thread only.
+
+        Raises:
+            SystemExit: the process is to terminate, and the block did not wait for a step's end.
+        """
+        previous = {each: signal.signal(each, self._handle) for each in _HANDLED}
         try:
             yield
+        except KeyboardInterrupt:
+            if self.is_terminated:
+                raise SystemExit(TERMINATED) from None
+            raise
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for each, handler in previous.items():
+                signal.signal(each, handler)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
@@ -46,7 +65,8 @@ class Interruption:
         finally:
             self.is_deferred = False
 
-    def _handle(self, *_: object) -> None:
+    def _handle(self, number: int, _: object) -> None:
+        self.is_terminated = self.is_terminated or number == signal.SIGTERM
         if not self.is_deferred or self.is_requested:
             raise KeyboardInterrupt
         self.is_requested = True

@@ -29,7 +29,7 @@ from decoder.sampling.constraint import check_regex
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
 from indexer.build_report import BuildTally
 from indexer.flags import AsJson, with_flags
-from indexer.launch import INTERRUPTED, errors_in_one_line
+from indexer.launch import errors_in_one_line
 from indexer.sources.recordings import describe_recorded
 
 
@@ -78,6 +78,7 @@ def run_generate(
     )
     interruption = Interruption()
     with ExitStack() as stack:
+        stack.enter_context(interruption.handled())
         writer = stack.enter_context(
             written_passes(output.trace, output.html, prepared.tokenizer, drafts.index)
         )
@@ -100,10 +101,9 @@ def run_generate(
             pattern=pattern,
             comparison=Comparison(decoder, language_model, options) if output.compare else None,
         )
-        stack.enter_context(interruption.handled())
         answerer.run(selected)
     if answerer.is_interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(interruption.status)
     if answerer.num_failed:
         raise typer.Exit(1)
 

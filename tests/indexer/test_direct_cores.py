@@ -221,7 +221,7 @@ def write_gguf(
         {"add_bos_token": True, "add_eos_token": True},
     ],
 )
-def test_byte_level_files_of_llamas(tmp_path: Path, pre: str, stated: dict[str, bool]) -> None:
+def test_byte_level_files_of_llamas(tmp_path: Path, pre: str, stated: dict[str, Any]) -> None:
     made = assert_equal(write_gguf(tmp_path / "m.gguf", pre=pre, chat_template=TEMPLATE, **stated))
     assert (made.encode("the")[0] == 258) == stated.get("add_bos_token", False)
     assert (made.encode("the")[-1] == 259) == stated.get("add_eos_token", False)

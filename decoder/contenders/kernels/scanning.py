@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from numba import njit
 from numpy.typing import NDArray
 
+from retriever.kernels.compiling import kernel
 
-@njit(cache=True, nogil=True)
+
+@kernel(allocates=True)
 def longest_repeat(tokens: NDArray[Any], max_length: int) -> tuple[int, int]:
     """Return the length of the longest end that occurred before, and where it first ended.
 

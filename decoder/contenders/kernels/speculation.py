@@ -4,14 +4,14 @@ from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from decoder.contenders.kernels.suffix_nodes import find_child
 from decoder.contenders.kernels.suffix_siblings import NONE, ROOT_NODE
+from retriever.kernels.compiling import kernel
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def speculate(
     nodes: NDArray[Any],
     text: NDArray[np.int32],
@@ -66,7 +66,7 @@ def speculate(
     return best_size, best_score
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def _match(
     nodes: NDArray[Any],
     text: NDArray[np.int32],
@@ -88,7 +88,7 @@ def _match(
     return node, used
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def _path(
     nodes: NDArray[Any],
     text: NDArray[np.int32],
@@ -115,7 +115,7 @@ def _path(
     return size, score
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def _tree(
     nodes: NDArray[Any],
     text: NDArray[np.int32],

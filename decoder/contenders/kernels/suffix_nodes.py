@@ -8,7 +8,6 @@ token.
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from decoder.contenders.kernels.suffix_siblings import (
@@ -18,9 +17,10 @@ from decoder.contenders.kernels.suffix_siblings import (
     count_once_more,
     new_group,
 )
+from retriever.kernels.compiling import kernel
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def _slot(keys: NDArray[np.int64], parent: int, token: int) -> int:
     """Return where the child of a node stands in the table, or would."""
     key = (np.int64(parent) << 32) | np.int64(token)
@@ -31,7 +31,7 @@ def _slot(keys: NDArray[np.int64], parent: int, token: int) -> int:
     return slot
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def _enter(
     keys: NDArray[np.int64], children: NDArray[np.int32], parent: int, token: int, child: int
 ) -> None:
@@ -40,7 +40,7 @@ def _enter(
     children[slot] = child
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def find_child(
     keys: NDArray[np.int64], children: NDArray[np.int32], parent: int, token: int
 ) -> int:
@@ -49,7 +49,7 @@ def find_child(
     return children[slot] if keys[slot] != NONE else NONE
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def enter_all(
     nodes: NDArray[Any],
     state: NDArray[np.int64],
@@ -62,7 +62,7 @@ def enter_all(
         _enter(keys, children, nodes[node].parent, text[nodes[node].start], node)
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def _new_leaf(
     nodes: NDArray[Any],
     state: NDArray[np.int64],
@@ -91,7 +91,7 @@ def _new_leaf(
     return node
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def _split(
     nodes: NDArray[Any],
     state: NDArray[np.int64],
@@ -131,7 +131,7 @@ def _split(
     return node
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def insert_document(
     nodes: NDArray[Any],
     state: NDArray[np.int64],
@@ -162,7 +162,7 @@ def insert_document(
             node, position = child, position + matched
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def append_tokens(
     nodes: NDArray[Any],
     state: NDArray[np.int64],
@@ -203,7 +203,7 @@ def append_tokens(
     return num_active
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def _step(
     nodes: NDArray[Any],
     state: NDArray[np.int64],

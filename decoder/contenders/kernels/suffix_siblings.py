@@ -7,8 +7,9 @@ moves it in constant time.
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from retriever.kernels.compiling import kernel
 
 NODE: Final = np.dtype(
     [
@@ -33,7 +34,7 @@ NUM_GROUPS: Final = 1
 FREE_GROUP: Final = 2
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def make_root(nodes: NDArray[Any], state: NDArray[np.int64]) -> None:
     """Make the tree of the empty text."""
     root = nodes[ROOT_NODE]
@@ -42,7 +43,7 @@ def make_root(nodes: NDArray[Any], state: NDArray[np.int64]) -> None:
     state[NUM_NODES], state[NUM_GROUPS], state[FREE_GROUP] = 1, 0, NONE
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def new_group(nodes: NDArray[Any], state: NDArray[np.int64], head: int) -> int:
     """Return the number of a new group of one node."""
     group = state[FREE_GROUP]
@@ -55,7 +56,7 @@ def new_group(nodes: NDArray[Any], state: NDArray[np.int64], head: int) -> int:
     return group
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def _leave_group(nodes: NDArray[Any], state: NDArray[np.int64], node: int) -> None:
     group, after = nodes[node].group, nodes[node].next
     if nodes[group].head != node:
@@ -67,7 +68,7 @@ def _leave_group(nodes: NDArray[Any], state: NDArray[np.int64], node: int) -> No
         state[FREE_GROUP] = group
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def _move_before(nodes: NDArray[Any], node: int, other: int) -> None:
     """Move a node before an earlier sibling."""
     parent, before, after = nodes[node].parent, nodes[node].previous, nodes[node].next
@@ -85,7 +86,7 @@ def _move_before(nodes: NDArray[Any], node: int, other: int) -> None:
         nodes[parent].first = node
 
 
-@njit(cache=True, nogil=True)
+@kernel(allocates=True)
 def count_once_more(nodes: NDArray[Any], state: NDArray[np.int64], node: int) -> None:
     """Add one to a node's count and move it before those that it overtakes or draws level with."""
     count = nodes[node].count + 1

@@ -13,6 +13,7 @@ from decoder.commands.trace import TraceWriter
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.stopping import StopStrings, plain_text
+from indexer.launch import TERMINATED
 from retriever.drafter import DraftRequest
 from retriever.errors import InvalidRequestError
 from retriever.tree import DraftTree
@@ -93,14 +94,14 @@ def test_a_full_disk_ends_a_traced_answer_and_keeps_its_text(
     check_part(result, tiny, truth, drafter)
 
 
-def interrupting(after: int) -> Callable[[str], None]:
-    """Press Ctrl-C when so many pieces of text were shown."""
+def interrupting(after: int, number: int = signal.SIGINT) -> Callable[[str], None]:
+    """Send a signal, that of Ctrl-C, when so many pieces of text were shown."""
     shown: list[str] = []
 
     def show(piece: str) -> None:
         shown.append(piece)
         if len(shown) == after:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     return show
 
@@ -137,3 +138,30 @@ def test_ctrl_c_ends_the_prompts_pass_at_once(
     assert result.finish_reason is FinishReason.INTERRUPTED
     assert not result.token_ids
     check_part(result, tiny, truth, drafter)
+
+
+def test_a_request_to_terminate_ends_an_answer_in_the_same_way(
+    tiny: LanguageModel, truth: list[int]
+) -> None:
+    drafter = ScriptedDrafter(nothing)
+    interruption = Interruption()
+    before = signal.getsignal(signal.SIGTERM)
+    with interruption.handled():
+        result = answered(
+            tiny,
+            decoder_with(tiny.model, drafter),
+            on_text=interrupting(2, signal.SIGTERM),
+            interruption=interruption,
+        )
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert (result.finish_reason, len(result.token_ids)) == (FinishReason.INTERRUPTED, 2)
+    assert interruption.status == TERMINATED
+    check_part(result, tiny, truth, drafter)
+
+
+def test_what_cannot_wait_ends_with_the_status_of_its_signal() -> None:
+    for number, expected in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
+        interruption = Interruption()
+        with pytest.raises(expected), interruption.handled():
+            os.kill(os.getpid(), number)
+    assert interruption.status == TERMINATED

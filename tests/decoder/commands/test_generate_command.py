@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ from decoder import assembly
 from decoder.budget.costs import CostSurface
 from decoder.model import pretrained as models
 from decoder.model.pretrained import PreparedModel
+from indexer.launch import INTERRUPTED, TERMINATED
 from tests.decoder.commands.command_line import PROMPT, generate, never, run
 from tests.decoder.conftest import STOP
 from tests.decoder.decoding import SIZES
@@ -217,6 +219,35 @@ def endless(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> 
 
 
 @pytest.mark.programs
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)]
+)
+def test_a_signal_leaves_a_page_of_what_there_is(
+    endless: Path, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    page, place = tmp_path / "passes.html", tmp_path / "temporary"
+    place.mkdir()
+    command = [sys.executable, "-m", "decoder", "generate", "--model", str(endless)]
+    arguments = ["--prompt", PROMPT, "--max-new-tokens", "1000000", "--html", str(page)]
+    with subprocess.Popen(
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(place)},
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(100)
+        assert list(place.glob("foredraft-*"))
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert b"Traceback" not in errors
+    assert errors.splitlines()[-2].count(b"tokens/s") == 1
+    assert page.read_text().rstrip().endswith("</html>")
+    assert not list(place.glob("foredraft-*"))
+
+
+@pytest.mark.programs
 @pytest.mark.parametrize("moment", ["loading", "generating"])
 def test_ctrl_c_leaves_a_clean_terminal(endless: Path, moment: str) -> None:
     command = [sys.executable, "-m", "decoder", "generate", "--model", str(endless)]
@@ -236,4 +267,4 @@ def test_ctrl_c_leaves_a_clean_terminal(endless: Path, moment: str) -> None:
         assert output == b""
     else:
         assert output.endswith(b"\n")
-        assert errors.splitlines()[-1].count(b"tokens/s") == 1
+        assert errors.splitlines()[-2].count(b"tokens/s") == 1
