@@ -31,8 +31,8 @@ def services() -> dict[str, Any]:
 def variables(service: Any) -> dict[str, str]:
     """The environment of a container: the image's, and what compose sets."""
     image = (ROOT / "docs" / "deploy" / "Dockerfile").read_text()
-    of_image: dict[str, str] = dict(re.findall(r"(FOREDRAFT_\w+)=(\S+)", image))
-    return of_image | service["environment"]
+    own: dict[str, str] = service["environment"]
+    return dict(re.findall(r"(FOREDRAFT_\w+)=(\S+)", image)) | own
 
 
 def option(service: Any, name: str) -> str:
