@@ -51,7 +51,6 @@ class Recipe:
             "PYTHONPATH": str(ROOT),
             "DATA": str(data),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",  # on a busy machine two threads wait for each other
             "FOREDRAFT_METRICS_ADDRESS": f"127.0.0.1:{metrics}",
         }
         options = f"--port {self.port} --dtype float32 --enforce-eager --max-model-len 512"
@@ -141,7 +140,8 @@ def since(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
 
 
 @pytest.fixture
-def recipe(model: Path, tmp_path: Path) -> Iterator[Recipe]:
+def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recipe]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # on busy machines two threads wait for each other
     running = Recipe(model, tmp_path / "data")
     yield running
     if running.process.poll() is None:
