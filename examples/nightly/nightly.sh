@@ -86,10 +86,11 @@ model=$1
 case $keep_days in
     '' | 0* | *[!0-9]*) fail "KEEP_DAYS is a number of days, not '$keep_days'" ;;
 esac
+! $is_daily || mkdir -p "$logs"
 [ -d "$logs" ] || fail "there is no folder $logs: name that of the logs in REQUEST_LOG"
 
 child=''
-trap 'kill $child 2>/dev/null; exit 143' INT TERM
+trap '{ kill $child && wait $child; } 2>/dev/null || :; exit 143' INT TERM
 if ! $is_daily; then
     index_logs
     exit
