@@ -76,7 +76,7 @@ def take(address: str, output: Path, width: int, height: int) -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise SystemExit("error: no Chromium is installed (chromium-headless-shell)")
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         subprocess.run(
             [
                 browser,
