@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -185,6 +186,9 @@ def print_table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
             "yes" if row["identical"] else "NO",
         )
     Console().print(table)
+    ratio = median(row["ratio"] for row in rows)
+    same = all(row["identical"] for row in rows)
+    print(f"{ratio:.1f}x plain decoding (median); {'all' if same else 'NOT all'} outputs identical")
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores + 1:
         console.print(
@@ -206,6 +210,7 @@ def main(
     console.print("[bold]2/3[/] serve the index over gRPC")
     with draft_service() as address:
         console.print(f"[bold]3/3[/] decode with {DEFAULT_MODEL}, plainly and with drafts")
+        console.print("loading the model and measuring what its passes cost")
         language_model = load_model(ModelOptions(DEFAULT_MODEL))
         with DrafterSettings(server=[address]).connect(language_model) as drafter:
             decoder = assemble(language_model, drafter)
