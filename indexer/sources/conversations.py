@@ -90,11 +90,13 @@ _ROLES: Final = {
         ("tool", "function", "observation", "ipython", "function_response", "tool_response"), "tool"
     ),
 }
-_LISTS: Final = {
+TURN_LISTS: Final = {
     "messages": Shape.MESSAGES,
     "conversations": Shape.SHAREGPT,
     "conversation": Shape.SHAREGPT,
 }
+"""Keys of lists of turns."""
+
 _PROMPTS: Final = {
     "instruction": Shape.INSTRUCTION,
     "prompt": Shape.PROMPT,
@@ -122,9 +124,11 @@ def conversation_of(record: object, field: str = "") -> Conversation | None:
     the JSON text of what is expected, as tables have it.
 
     Args:
-        record: an object of JSON, or a row as a mapping of columns to values.
+        record: an object of JSON, a list of turns, or a row as a mapping of columns to values.
         field: a further key of a list of turns, which comes before all others.
     """
+    if isinstance(record, list) and _is_turns(record):
+        record = {"messages": record}
     if not isinstance(record, Mapping) or is_chunk(record):
         return None
     reading = _Reading()
@@ -144,9 +148,9 @@ def conversation_columns(names: Collection[str], *, with_outputs: bool = True) -
     is_log = "request" in names and "response" in names
     has_output = not with_outputs or any(key in names for key in _OUTPUTS)
     has_pair = has_output and any(key in names for key in _PROMPTS)
-    if not (is_log or has_pair or any(key in names for key in _LISTS)):
+    if not (is_log or has_pair or any(key in names for key in TURN_LISTS)):
         return []
-    known = {*_LISTS, *_PROMPTS, *_OUTPUTS, *_SYSTEM, *_REQUESTS}
+    known = {*TURN_LISTS, *_PROMPTS, *_OUTPUTS, *_SYSTEM, *_REQUESTS}
     return [name for name in names if name in known]
 
 
@@ -195,7 +199,7 @@ class _Reading:
 
     def read(self, record: Mapping[str, Any], field: str) -> Shape | None:
         """Add the turns of a record, and return its shape; None if it has none that is known."""
-        request = None if _LISTS.keys() & record.keys() else _request_in(record)
+        request = None if TURN_LISTS.keys() & record.keys() else _request_in(record)
         if request is not None and self._add_request(request):
             self.num_given = len(self.turns)
             self._add_response(record)
@@ -217,12 +221,12 @@ class _Reading:
         if _is_turns(record.get(field)):
             items = _decoded(record[field])
             return Shape.SHAREGPT if "from" in items[0] else Shape.MESSAGES
-        shapes = {**_LISTS, **_PROMPTS}
+        shapes = {**TURN_LISTS, **_PROMPTS}
         return next(shapes[key] for key in shapes if key in record)
 
     def _add_request(self, record: Mapping[str, Any], field: str = "") -> bool:
         """Add what a model was given and, of records, what it wrote; return whether there is."""
-        for key in (field, *_LISTS):
+        for key in (field, *TURN_LISTS):
             value = _decoded(record.get(key))
             if isinstance(value, list) and (key != field or _is_turns(value)):
                 self._add_system(record, value)
@@ -489,7 +493,7 @@ def _is_item(value: Mapping[str, Any]) -> bool:
 
 def _request_in(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the request of a server's log or of a batch, if a record has one."""
-    known = (*_LISTS, *_PROMPTS)
+    known = (*TURN_LISTS, *_PROMPTS)
     for key in _REQUESTS:
         request = _body(record.get(key), known)
         if isinstance(request, Mapping) and any(each in request for each in known):

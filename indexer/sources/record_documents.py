@@ -1,5 +1,6 @@
 """Records as documents: the text under a key, or turns of a conversation."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
@@ -9,6 +10,7 @@ from indexer.build_report import BuildTally, ConversationTally
 from indexer.errors import SourceError, reason_of
 from indexer.sources.blocks import SourceDocument, SourceFile, UnusableError
 from indexer.sources.conversations import (
+    TURN_LISTS,
     Conversation,
     Turns,
     conversation_columns,
@@ -25,6 +27,7 @@ _MAX_KEYS: Final = 12
 """Keys that a message names: records of logs have some ten, those of a wide table hundreds."""
 
 _MAX_KEY_CHARACTERS: Final = 40
+_PYTHON_LIST: Final = re.compile(r"\s*\[\s*\{\s*'")
 
 
 class TableError(SourceError):
@@ -73,40 +76,71 @@ def documents_of(
     Raises:
         UnusableError: there is none.
     """
-    if not isinstance(record, Mapping):
-        kind = "a list: name the file .json" if isinstance(record, list) else "no object with keys"
-        raise UnusableError(f"no text in field {options.field!r}", f"it is {kind}")
-    own = licence_in(record.get(options.licence_field)) if options.licence_field else ""
+    columns = record if isinstance(record, Mapping) else {}
+    own = licence_in(columns.get(options.licence_field)) if options.licence_field else ""
     licence = options.licence or own or file.licence
-    text = record.get(options.field)
+    text = columns.get(options.field)
     if isinstance(text, str):
         yield SourceDocument(name, licence, text)
         return
     conversation = conversation_of(record, options.field)
     if conversation is None:
-        raise no_conversation(record) or UnusableError(
-            f"no text in field {options.field!r}",
-            f"its keys are {listed_keys(record)}: name the text's with --field",
-        )
+        raise no_conversation(record) or _without_text(record, options)
     try:
         taken = list(_texts(conversation, options))
     finally:
         place = file.name, str(conversation.shape)
         tally.count_conversation(place, _counted(conversation, options.turns))
     if not taken:
-        raise _without_turns(conversation, record, options.turns)
+        raise _without_turns(conversation, columns, options.turns)
     for number, text in taken:
         yield SourceDocument(f"{name}#{number}" if number else name, licence, text)
 
 
 def no_conversation(record: object) -> UnusableError | None:
     """Return why a record that looks like one holds no conversation; None if it does not."""
+    if not isinstance(record, Mapping):
+        return None
     if is_chunk(record):
         return UnusableError(
             "piece of a streamed answer",
             "keep all pieces of an answer in one record, as a list or as text under `response`",
         )
+    if "role" in record and "content" in record:
+        return UnusableError(
+            "turn by itself", "keep the turns of a conversation in one record, under `messages`"
+        )
+    if isinstance(record.get("mapping"), Mapping):
+        return UnusableError(
+            "tree of turns",
+            "exports of ChatGPT have one under `mapping`: write the path to `current_node` as a "
+            "list under `messages`",
+        )
+    return _without_turn_list(record)
+
+
+def _without_turn_list(record: Mapping[str, Any]) -> UnusableError | None:
+    for key in TURN_LISTS:
+        value = record.get(key)
+        if key in record and value is None:
+            return UnusableError("empty conversation", f"its `{key}` is null")
+        if isinstance(value, str) and _PYTHON_LIST.match(value):
+            return UnusableError(
+                "turns that are not JSON",
+                f"`{key}` is a list as Python prints it: write it with json.dumps, or the table as "
+                "Parquet",
+            )
     return None
+
+
+def _without_text(record: object, options: SourceOptions) -> UnusableError:
+    if isinstance(record, Mapping):
+        remedy = f"its keys are {listed_keys(record)}: name the text's with --field"
+    elif isinstance(record, list):
+        remedy = "it is a list: name the file .json"
+    else:
+        remedy = "it is no object with keys"
+    return UnusableError(f"no text in field {options.field!r}", remedy)
 
 
 def listed_keys(names: Sequence[str] | Mapping[str, Any]) -> str:

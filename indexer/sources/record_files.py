@@ -24,7 +24,7 @@ from indexer.sources.blocks import (
 )
 from indexer.sources.conversations import conversation_of
 from indexer.sources.record_documents import documents_of, record_columns
-from indexer.sources.source_options import RAISE_LIMIT, TOO_LARGE, SourceOptions
+from indexer.sources.source_options import NAME_ENCODING, RAISE_LIMIT, TOO_LARGE, SourceOptions
 from indexer.sources.texts import BOM_BYTES, encoding_of, opened
 
 Record = tuple[str, Any]
@@ -36,6 +36,9 @@ _ESCAPED_BYTES: Final = 6
 _OVERHEAD_BYTES: Final = 1 << 16
 _READ_CHARACTERS: Final = 1 << 16
 _BETWEEN: Final = re.compile(r"[\s,]*")
+_ARRAY: Final = re.compile(r"\[\s*(\[\s*)?\{")
+"""Begins an array of objects, or of lists of them."""
+
 _TURNS_KEY: Final = re.compile(r'"(messages|conversations?)"\s*:')
 
 
@@ -65,8 +68,8 @@ def _form(file: SourceFile, options: SourceOptions) -> FileForm:
             head = text.read(_READ_CHARACTERS).lstrip("\ufeff \t\r\n")
     except UnicodeError:
         return FileForm.TEXT
-    if head[:1] == "[":
-        return FileForm.JSON if head[1:].lstrip()[:1] == "{" else FileForm.TEXT
+    if _ARRAY.match(head) or head[:1] == "<":  # pages of HTML are told from JSON in reading
+        return FileForm.JSON
     if head[:1] != "{":
         return FileForm.TEXT
     line, _, rest = head.partition("\n")
@@ -146,7 +149,7 @@ def _values(text: TextIO, max_characters: int) -> Iterator[Any]:
         try:
             value, end = decoder.raw_decode(buffer, begin)
         except RecursionError as error:
-            raise _damaged(_said_of(error)) from None
+            raise _damaged(_said_of(error, "")) from None
         except json.JSONDecodeError as error:
             if len(buffer) - begin > max_characters:
                 raise UnusableError(
@@ -156,7 +159,7 @@ def _values(text: TextIO, max_characters: int) -> Iterator[Any]:
             if not further:
                 if begin == len(buffer) and not is_array:
                     return
-                raise _damaged(_said_of(error)) from None
+                raise _damaged(_said_of(error, buffer[begin:])) from None
             buffer, begin = buffer[begin:] + further, 0
             continue
         yield value
@@ -172,11 +175,18 @@ def json_of(text: str, remedy: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UnusableError(NOT_JSON, f"{_said_of(error)}: {remedy}") from None
+        raise UnusableError(NOT_JSON, f"{_said_of(error, text)}: {remedy}") from None
 
 
-def _said_of(error: ValueError | RecursionError) -> str:
+def _said_of(error: ValueError | RecursionError, text: str) -> str:
     """Return why a text is not JSON; of a line the column alone matters."""
+    begin = text[:_READ_CHARACTERS].lstrip("\ufeff \t\r\n")
+    if begin.startswith("<"):
+        return "it is a page of HTML or XML, as servers send for errors"
+    if "\0" in begin:
+        return f"it holds NUL, as UTF-16 does: {NAME_ENCODING}"
+    if begin.find("{") > 0 and begin[0] not in '[{"':
+        return "something stands before the first {"
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

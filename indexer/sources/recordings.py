@@ -121,6 +121,8 @@ def _read(path: Path, records: Iterator[_Taken], tally: BuildTally) -> Iterator[
         tally.drop("unreadable: damaged compression", name_of(path), COPY_AGAIN)
     except DamagedTableError as error:
         tally.drop(f"unreadable: {error}", name_of(path), COPY_AGAIN)
+    except TableError as error:
+        tally.drop(error.reason, name_of(path), error.remedy)
     except UnicodeError:
         tally.drop(NOT_TEXT, name_of(path))
     except OSError as error:

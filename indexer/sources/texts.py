@@ -23,6 +23,7 @@ from indexer.sources.blocks import (
     SourcePiece,
 )
 from indexer.sources.licences import declared_licence
+from indexer.sources.record_documents import TableError
 from indexer.sources.source_options import (
     NAME_ENCODING,
     NOT_TEXT,
@@ -46,6 +47,17 @@ _MARKS: Final = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+_MAGIC: Final = {
+    b"\x1f\x8b": ("gzip", "add .gz to its name"),
+    b"\x28\xb5\x2f\xfd": ("Zstandard", "add .zst to its name"),
+    b"PK\x03\x04": ("a zip archive", "unpack it; of a spreadsheet, save the table as CSV"),
+    b"PAR1": ("Parquet", "end its name in .parquet"),
+    b"ARROW1": ("Arrow", "end its name in .arrow"),
+    b"SQLite format 3": ("a database of SQLite", "export its table as CSV or JSON lines"),
+}
+"""First bytes of files that are no text: what they are, and what to do."""
+
+_MAGIC_BYTES: Final = 16
 
 
 @contextmanager
@@ -54,14 +66,23 @@ def opened(file: SourceFile) -> Iterator[tuple[Any, IO[bytes]]]:
 
     Raises:
         OSError: the file cannot be opened.
+        TableError: it is of another kind than its name says.
     """
     with file.path.open("rb") as raw:
+        if file.format.compression == Compression.NONE:
+            _check_kind(raw.peek(_MAGIC_BYTES))
         if file.format.compression == Compression.GZIP:
             yield gzip.GzipFile(fileobj=raw), raw
         elif file.format.compression == Compression.ZSTD:
             yield zstd.ZstdFile(raw), raw
         else:
             yield raw, raw
+
+
+def _check_kind(head: bytes) -> None:
+    for magic, (kind, remedy) in _MAGIC.items():
+        if head.startswith(magic):
+            raise TableError(f"{NOT_TEXT} but {kind}", remedy)
 
 
 def encoding_of(head: bytes, otherwise: str) -> str:
