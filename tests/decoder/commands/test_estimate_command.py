@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from indexer.build import build_from_texts
 from tests.decoder.commands.command_line import run
 
 
@@ -125,8 +126,27 @@ def test_no_more_is_read_of_a_log_than_is_replayed(
 ) -> None:
     row = json.dumps({"prompt_ids": [1], "output_ids": [2, 3, 2, 3, 2, 3]})
     path = tmp_path / "log.jsonl"
-    path.write_text(f"{row}\n{row}\nno record\n")
+    short = json.dumps({"prompt_ids": [1], "output_ids": [2]})
+    path.write_text(f"{row}\n{row}\nno record\n{short}\n{row[:30]}")
     arguments = ["estimate", str(path), "--budget", "2", "--limit"]
     assert run(monkeypatch, *arguments, "2") == 0
-    assert run(monkeypatch, *arguments, "3") == 1
-    assert f"{path}, line 3 is not JSON" in capsys.readouterr().err
+    assert "skipped" not in capsys.readouterr().err
+    assert run(monkeypatch, *arguments, "9") == 0
+    out, err = capsys.readouterr()
+    assert f"skipped: 2 not JSON (first: {path}:3; " in err
+    assert "- 3 outputs of 13 tokens; 1 have less than two: nothing to draft\n" in out
+
+
+def test_texts_are_read_by_the_tokenizer_of_the_index(
+    tmp_path: Path,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log, index = tmp_path / "log.jsonl", tmp_path / "x"
+    log.write_text(json.dumps({"prompt": "abc", "output": "abcabcabc"}) + "\n")
+    build_from_texts([("a", "dcba" * 9)], index, str(model_directory))
+    arguments = ["estimate", str(log), "--index", str(index), "--budget", "2", "--json"]
+    assert run(monkeypatch, *arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["plain"]["all"]["tokens"] == len("abcabcabc") - 1

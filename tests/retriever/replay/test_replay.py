@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from indexer.build_report import BuildTally
+from indexer.sources.recordings import describe_recorded
 from retriever.commands import app
+from retriever.errors import TraceError
+from retriever.limits import Limits
 from retriever.replay import traces as encoding
 
 
@@ -78,14 +82,21 @@ def test_earlier_traces_warm_later_ones_and_limit_stops(tmp_path: Path) -> None:
         ({"prompt_ids": [1], "output_ids": [-1]}, "`output_ids` holds -1: token ids lie from 0"),
     ],
 )
-def test_row_that_is_no_trace_is_named_by_line_and_fault(
+def test_row_that_is_no_trace_is_skipped_and_named_by_line_and_fault(
     tmp_path: Path, row: Any, reason: str
 ) -> None:
-    traces = write(tmp_path / "t.jsonl", [{"prompt_ids": [1], "output_ids": [1]}, row])
-    error = refused(traces)
-    assert f"{traces}, line 2" in error
-    assert reason in error
-    assert "Error" not in error
+    usable = {"prompt_ids": [1], "output_ids": [1]}
+    traces = write(tmp_path / "t.jsonl", [usable, row, usable])
+    result = CliRunner().invoke(app, ["replay", str(traces), "--json"])
+    assert (result.exit_code, json.loads(result.stdout)["traces"]) == (0, 2)
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith("skipped: 1 ")
+    assert f"first: {traces}:2; " in said
+    assert reason in said
+    assert "Error" not in said
+    assert reason in refused(write(tmp_path / "alone.jsonl", [row]))
+    with pytest.raises(TraceError, match=f"{traces}:2: "):
+        list(encoding.read_traces(traces, encoding.ChatEncoder(None)))
 
 
 def refused(*arguments: object) -> str:
@@ -105,11 +116,30 @@ def test_files_that_cannot_be_used_are_refused_before_a_tokenizer_is_loaded(
     traces = write(tmp_path / "t.jsonl", [{"prompt": "a", "output": "b"}])
     nowhere = tmp_path / "nowhere"
     assert "there is no index at" in refused(traces, "--index", nowhere)
-    assert "No such file" in refused(traces, "--warm", nowhere)
+    assert "no such file" in refused(traces, "--warm", nowhere)
     assert "cannot be read" in refused(traces, "--phrases", nowhere)
-    damaged = tmp_path / "damaged.jsonl"
-    damaged.write_text('{"output": "a"}\n{')
-    assert "line 2 is not JSON" in refused(traces, "--warm", damaged)
+    assert "it is a folder: name a file" in refused(traces, "--warm", tmp_path)
+
+
+def test_what_is_cut_in_the_middle_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+    row = json.dumps({"prompt_ids": [1], "output_ids": [1]}) + "\n"
+    whole = gzip.compress(row.encode() * 99)
+    cut = {
+        "lines.jsonl": (row * 99 + row[:20]).encode(),
+        "warm.jsonl": (row * 99 + '{"output_ids": [1').encode(),
+        "packed.jsonl.gz": whole[:-9],
+        "array.json": ("[" + ",".join([row] * 99) + ',{"prompt_ids": [').encode(),
+    }
+    for name, content in cut.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        result = CliRunner().invoke(app, ["replay", str(path), "--warm", str(path), "--json"])
+        assert (result.exit_code, json.loads(result.stdout)["traces"]) == (0, 99)
+        (said,) = result.stderr.splitlines()
+        assert said.startswith("skipped: 2 ")  # once each for the traces and what is warm
+        assert f"(first: {path}" in said
+        with pytest.raises(TraceError, match="cannot be read: 1 "):
+            list(encoding.read_traces(path, encoding.ChatEncoder(None)))
 
 
 def test_a_budget_beyond_the_limit_is_a_usage_error(tmp_path: Path) -> None:
@@ -120,22 +150,25 @@ def test_a_budget_beyond_the_limit_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_a_file_without_a_trace_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text("\n\n")
-    assert "holds no trace" in refused(tmp_path / "t.jsonl")
+    assert "holds no trace: expected are `messages`" in refused(tmp_path / "t.jsonl")
+    (tmp_path / "t.jsonl").write_text('{"body": "x", "id": 1}\n')
+    assert "1 no conversation (first: " in refused(tmp_path / "t.jsonl")
+    assert "its keys are 'body', 'id': expected are" in refused(tmp_path / "t.jsonl")
 
 
 def test_a_file_that_cannot_be_opened_is_named_once(tmp_path: Path) -> None:
     path = tmp_path / "none.jsonl"
-    assert refused(path) == f"error: {path} cannot be read: No such file or directory\n"
-    assert refused(tmp_path) == f"error: {tmp_path} cannot be read: Is a directory\n"
+    assert refused(path) == f"error: cannot read {path}: there is no such file\n"
+    assert refused(tmp_path) == f"error: cannot read {tmp_path}: it is a folder: name a file\n"
 
 
 def test_unreadable_traces_are_a_clear_error(tmp_path: Path) -> None:
     damaged = tmp_path / "t.jsonl.gz"
-    damaged.write_bytes(gzip.compress(b'{"prompt_ids": [1], "output_ids": [1]}\n' * 99)[:-9])
-    for path in (damaged, tmp_path / "none.jsonl"):
-        result = CliRunner().invoke(app, ["replay", str(path)])
-        assert result.exit_code == 1
-        assert "cannot be read" in result.stderr
+    damaged.write_bytes(b"no gzip")
+    assert "damaged compression (first: " in refused(damaged)
+    for named, content in (("t.jsonl", gzip.compress(b"x")), ("t.csv", b"PK\x03\x04")):
+        (tmp_path / named).write_bytes(content)
+        assert "not text but " in refused(tmp_path / named)
 
 
 def test_report_for_people_shows_the_same_figures(tmp_path: Path) -> None:
@@ -165,11 +198,50 @@ def test_every_turn_of_the_assistant_is_replayed_with_all_before_it(
             [99],
         ]
     assert len(list(encoding.read_traces(path, encoder, 2))) == 2
+    found = BuildTally()
+    assert len(list(encoding.read_traces(path, encoder, skipped=found))) == 3
+    assert describe_recorded(found) == [
+        f"{path}: OpenAI messages, 2 outputs of 2 conversations",
+        f"{path}: requests and responses of a server, 1 outputs of 1 conversations",
+    ]
+
+
+class Refusing:
+    """A tokenizer whose template takes no tools' turns."""
+
+    chat_template = "x"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
+        if any(message["role"] == "tool" for message in messages):
+            raise ValueError("no tools here")
+        return "x"
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [1] * len(text)
+
+
+def test_turns_that_a_template_refuses_and_too_long_ones_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(role: str, answer: str) -> dict[str, Any]:
+        said = [("user", "?"), (role, "!"), ("user", "?"), ("assistant", answer)]
+        return {"messages": [{"role": role, "content": text} for role, text in said]}
+
+    rows = [asked("tool", "a"), asked("system", "a" * 40), asked("system", "b")]
+    path = write(tmp_path / "log.jsonl", rows)
+    monkeypatch.setattr(encoding, "load_tokenizer", lambda _: Refusing())
+    monkeypatch.setattr(encoding, "Limits", lambda: Limits(max_sequence_tokens=9))
+    found = BuildTally()
+    read = encoding.read_traces(path, encoding.ChatEncoder("x"), skipped=found)
+    assert [trace.output.tolist() for trace in read] == [[1]]
+    assert found.skipped == {"refused by the chat template": 1, "too long": 1}
+    assert "no tools here" in found.describe_skipped()
+    assert "has at most 9 tokens: leave it out" in found.describe_skipped()
 
 
 def test_a_damaged_table_of_traces_is_refused_with_its_cause(tmp_path: Path) -> None:
     cut = tmp_path / "cut.json"
-    cut.write_text('[{"prompt": "a", "output": "b"}, {"prompt": "c"')
+    cut.write_text('[{"prompt": "c"')
     assert "not JSON (first: " in refused(cut)
     columns = tmp_path / "columns.csv"
     columns.write_text("id,body\n1,x\n")
