@@ -16,10 +16,9 @@ from decoder.commands.options import MeasuredOutput, MeasuredPrompts, ModelSetti
 from decoder.commands.prompts import read_prompts
 from decoder.commands.trace_command import print_table
 from decoder.model.pretrained import prepare_model
-from indexer.build_report import BuildTally
 from indexer.flags import AsJson, with_flags
 from indexer.launch import errors_in_one_line
-from indexer.sources.recordings import describe_recorded
+from indexer.sources.recordings import RecordingTally
 
 
 @errors_in_one_line(*FORESEEN)
@@ -34,10 +33,10 @@ def run_bench(
 ) -> None:
     """Measure against plain generation and prompt lookup, on the same prompts in one run."""
     drafts.check()
-    found = BuildTally()
+    found = RecordingTally()
     selected = read_prompts(given.prompts, given.limit, given.per_category, found)
     others = [] if given.warm is None else read_prompts(given.warm, skipped=found)
-    for line in describe_recorded(found):
+    for line in found.describe():
         typer.echo(line, err=True)
     options = BenchOptions(output.max_new_tokens, output.repeat, others, given.warm_limit)
     prepared = prepare_model(chosen.options(given, drafts.index))

@@ -37,10 +37,9 @@ from decoder.estimate.estimate_report import (
 from decoder.estimate.projection import PAYING, Nodes, Outcome, project
 from decoder.estimate.token_log import KIND_FIELDS, NO_FIELD, Record, TokenLog, token_log
 from decoder.model.pretrained import ModelOptions, Precision, load_model
-from indexer.build_report import BuildTally
 from indexer.flags import AsJson, Metavar, with_flags
 from indexer.launch import errors_in_one_line
-from indexer.sources.recordings import describe_recorded
+from indexer.sources.recordings import RecordingTally
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.replay.traces import ChatEncoder, stream_traces
 from retriever.sessions.options import DEFAULT_LIMITS, check_files, indexed_tokenizer
@@ -261,12 +260,12 @@ def run_estimate(
     encoder = ChatEncoder(chosen.tokenizer or costs.model, indexed_tokenizer(drafts.index))
     curve = costs.curve(drafts.budgets[-1])
     console = Console(stderr=True)
-    found = BuildTally()
+    found = RecordingTally()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         rows = islice(stream_traces(log, encoder, found), chosen.limit)
         tokenising = progress.add_task("tokenising", total=None)
         with token_log(progress.track(rows, task_id=tokenising), chosen.by) as records:
-            for line in describe_recorded(found):
+            for line in found.describe():
                 progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
             rules = drafting_rules(drafts.index, encoder.vocabulary)
             budgets: list[Nodes] = [*drafts.budgets, PAYING]

@@ -27,10 +27,9 @@ from decoder.errors import ContradictoryOptionsError, InvalidPromptError, Unknow
 from decoder.model.pretrained import LanguageModel, PreparedModel, prepare_model
 from decoder.sampling.constraint import check_regex
 from decoder.stopping import StopStrings, check_stop_strings, special_ids
-from indexer.build_report import BuildTally
 from indexer.flags import AsJson, with_flags
 from indexer.launch import errors_in_one_line
-from indexer.sources.recordings import describe_recorded
+from indexer.sources.recordings import RecordingTally
 
 
 @errors_in_one_line(*FORESEEN)
@@ -125,9 +124,9 @@ def _selected(prompt: str | None, path: Path | None, limit: int | None) -> list[
         raise ContradictoryOptionsError(
             "--prompt and --prompts exclude each other: put the prompt into the file"
         )
-    found = BuildTally()
+    found = RecordingTally()
     selected = read_prompts(path, limit, skipped=found)
-    for line in describe_recorded(found):
+    for line in found.describe():
         typer.echo(line, err=True)
     return sorted(selected, key=lambda prompt: prompt.line)
 

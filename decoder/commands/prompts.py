@@ -7,18 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from decoder.errors import InvalidPromptError, PromptFileError
-from indexer.build_report import BuildTally
 from indexer.errors import SourceError
-from indexer.sources.blocks import UnusableError
 from indexer.sources.conversations import Turn, messages_of, plain_text, prompts_of
-from indexer.sources.record_files import json_of
-from indexer.sources.recordings import (
-    conversation_in,
-    has_lines,
-    nothing_read,
-    read_records,
-    read_text_lines,
-)
+from indexer.sources.recordings import RecordingTally, UnusableError, read_entries
 
 if TYPE_CHECKING:
     from decoder.model.pretrained import LanguageModel
@@ -69,7 +60,7 @@ def read_prompts(
     path: Path,
     limit: int | None = None,
     per_category: int | None = None,
-    skipped: BuildTally | None = None,
+    skipped: RecordingTally | None = None,
 ) -> list[Prompt]:
     """Read a file of prompts, which may be compressed (`.gz`, `.zst`).
 
@@ -88,7 +79,7 @@ def read_prompts(
         PromptFileError: the file cannot be read or holds no prompt, or a record that is not to be
             skipped is malformed.
     """
-    tally = BuildTally() if skipped is None else skipped
+    tally = RecordingTally() if skipped is None else skipped
     most = min((each for each in (limit, per_category) if each is not None), default=None)
     kept: dict[str, list[Prompt]] = {}
     try:
@@ -101,7 +92,7 @@ def read_prompts(
     except SourceError as error:
         raise PromptFileError(str(error)) from error
     if not kept:
-        raise PromptFileError(f"{path} holds no prompt: {nothing_read(tally)}")
+        raise PromptFileError(f"{path} holds no prompt: {tally.why_nothing()}")
     return list(islice(_spread(kept.values()), limit))
 
 
@@ -134,10 +125,9 @@ def _spread(categories: Iterable[list[Prompt]]) -> Iterator[Prompt]:
     return (prompt for prompt in rounds if prompt is not None)
 
 
-def _prompts_in(path: Path, tally: BuildTally, *, is_strict: bool) -> Iterator[Prompt]:
+def _prompts_in(path: Path, tally: RecordingTally, *, is_strict: bool) -> Iterator[Prompt]:
     """Yield the prompts of a file; count what cannot be used, or refuse it."""
-    entries = read_text_lines(path, tally) if has_lines(path) else read_records(path, tally)
-    for place, entry in entries:
+    for place, entry in read_entries(path, tally):
         _check(path, tally, is_strict=is_strict)
         try:
             yield from _prompts_of(entry, path, int(place.rpartition(":")[2]), tally)
@@ -148,26 +138,22 @@ def _prompts_in(path: Path, tally: BuildTally, *, is_strict: bool) -> Iterator[P
     _check(path, tally, is_strict=is_strict)
 
 
-def _check(path: Path, tally: BuildTally, *, is_strict: bool) -> None:
+def _check(path: Path, tally: RecordingTally, *, is_strict: bool) -> None:
     if is_strict and tally.num_dropped:
         raise PromptFileError(f"{path} cannot be read: {tally.describe_skipped()}")
 
 
-def _prompts_of(entry: Any, path: Path, number: int, tally: BuildTally) -> list[Prompt]:
+def _prompts_of(entry: Any, path: Path, number: int, tally: RecordingTally) -> list[Prompt]:
     """Return the prompts of a line or a record.
 
     Raises:
         UnusableError: it is neither a prompt, nor a question, nor a conversation.
     """
     if isinstance(entry, str):
-        text = entry.strip()
-        if not text.startswith("{"):
-            return [Prompt(DEFAULT_CATEGORY, text, number)]
-        entry = json_of(text, "a line that begins with { is a record: mend or remove such lines")
+        return [Prompt(DEFAULT_CATEGORY, entry, number)]
     if isinstance(entry, dict) and "turns" in entry:
         return [_question(entry, number)]
-    found = conversation_in(entry, path, tally, "prompts", prompts_of)
-    return [_prompt(turns, number) for turns in found]
+    return [_prompt(turns, number) for turns in tally.take(entry, path, "prompts", prompts_of)]
 
 
 def _prompt(turns: tuple[Turn, ...], number: int) -> Prompt:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -21,10 +21,18 @@ from indexer.sources.conversations import Conversation, conversation_of
 from indexer.sources.lines import line_records, text_lines
 from indexer.sources.planning import COPY_AGAIN, pieces_of_file
 from indexer.sources.record_documents import TableError, listed_keys, no_conversation
-from indexer.sources.record_files import Record, csv_records, json_records, max_record_characters
+from indexer.sources.record_files import (
+    Record,
+    csv_records,
+    json_of,
+    json_records,
+    max_record_characters,
+)
 from indexer.sources.source_options import NOT_TEXT, TOO_LARGE, SourceOptions
 from indexer.sources.tables import DamagedTableError, table_records
 from indexer.sources.texts import DAMAGED
+
+__all__ = ["EXPECTED", "RecordingTally", "UnusableError", "read_entries", "read_records"]
 
 EXPECTED: Final = (
     "expected are `messages`, `conversations`, `prompt` and `output`, `instruction` and `output`, "
@@ -42,10 +50,47 @@ _REMEDIES: Final = {
 _Taken = TypeVar("_Taken")
 
 
-def has_lines(path: Path) -> bool:
-    """Return whether a file's name leaves open that its lines are texts, not records."""
-    found = format_of(path.name)
-    return found is None or found.form == FileForm.TEXT
+@dataclass(slots=True)
+class RecordingTally(BuildTally):
+    """What was found in recorded files, and what of them was skipped, with places and remedies."""
+
+    def take(
+        self,
+        record: object,
+        path: Path,
+        kind: str,
+        taken_of: Callable[[Conversation], Iterable[_Taken]],
+    ) -> list[_Taken]:
+        """Return what is taken of the conversation in a record, and count both.
+
+        Args:
+            record: of the file.
+            path: of the file.
+            kind: of what is taken, in words: "outputs".
+            taken_of: what is taken.
+
+        Raises:
+            UnusableError: the record holds no conversation.
+        """
+        found = conversation_of(record)
+        if found is None:
+            keys = listed_keys(record) if isinstance(record, dict) else "none"
+            raise no_conversation(record) or UnusableError(
+                "no conversation", f"its keys are {keys}: {EXPECTED}"
+            )
+        taken = list(taken_of(found))
+        counted = ConversationTally(kind, 1, len(taken), Counter(found.left_out))
+        self.count_conversation((name_of(path), str(found.shape)), counted)
+        return taken
+
+    def describe(self) -> list[str]:
+        """Return lines that say what was recognised, and what was skipped if anything was."""
+        skipped = [f"skipped: {self.describe_skipped()}"] if self.num_dropped else []
+        return [*describe_conversations(self.conversations), *skipped]
+
+    def why_nothing(self) -> str:
+        """Return why a file held nothing that can be used: what was skipped, or is expected."""
+        return self.describe_skipped() or EXPECTED
 
 
 def read_records(path: Path, tally: BuildTally) -> Iterator[Record]:
@@ -62,54 +107,29 @@ def read_records(path: Path, tally: BuildTally) -> Iterator[Record]:
     return _read(path, (each for piece in pieces for each in _records(piece, tally)), tally)
 
 
-def read_text_lines(path: Path, tally: BuildTally) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each line of a file that holds any; see `read_records`."""
-    pieces = _pieces(path, tally)
-    lines = (each for piece in pieces for each in text_lines(piece, _OPTIONS, tally))
-    return _read(path, lines, tally)
+def read_entries(path: Path, tally: BuildTally) -> Iterator[Record]:
+    """Yield what `read_records` does; of a file of other names the text of each line that is none.
 
-
-def conversation_in(
-    record: object,
-    path: Path,
-    tally: BuildTally,
-    kind: str,
-    take: Callable[[Conversation], Iterable[_Taken]],
-) -> list[_Taken]:
-    """Return what is taken of the conversation in a record, and count both.
-
-    Args:
-        record: of the file.
-        path: of the file.
-        tally: counts conversations by shape, and what is left out of them.
-        kind: of what is taken, in words: "outputs".
-        take: what is taken.
+    There a line that begins with a brace is a record.
 
     Raises:
-        UnusableError: it holds no conversation.
+        SourceError: see `read_records`.
     """
-    found = conversation_of(record)
-    if found is None:
-        raise no_conversation(record) or UnusableError(
-            "no conversation",
-            f"its keys are {listed_keys(record) if isinstance(record, dict) else 'none'}: "
-            f"{EXPECTED}",
-        )
-    taken = list(take(found))
-    counted = ConversationTally(kind, 1, len(taken), Counter(found.left_out))
-    tally.count_conversation((name_of(path), str(found.shape)), counted)
-    return taken
+    found = format_of(path.name)
+    if found is not None and found.form != FileForm.TEXT:
+        return read_records(path, tally)
+    pieces = _pieces(path, tally)
+    return _read(path, (each for piece in pieces for each in _entries(piece, tally)), tally)
 
 
-def describe_recorded(tally: BuildTally) -> list[str]:
-    """Return lines that say what was recognised, and what was skipped if anything was."""
-    skipped = [f"skipped: {tally.describe_skipped()}"] if tally.num_dropped else []
-    return [*describe_conversations(tally.conversations), *skipped]
-
-
-def nothing_read(tally: BuildTally) -> str:
-    """Return why a file held nothing that could be used: what was skipped, or what is expected."""
-    return tally.describe_skipped() or EXPECTED
+def _entries(piece: SourcePiece, tally: BuildTally) -> Iterator[Record]:
+    remedy = "a line that begins with { is a record: mend or remove such lines"
+    for name, line in text_lines(piece, _OPTIONS, tally):
+        text = line.strip()
+        try:
+            yield name, json_of(text, remedy) if text.startswith("{") else text
+        except UnusableError as unusable:
+            tally.drop(str(unusable), name, unusable.remedy)
 
 
 def _read(path: Path, records: Iterator[_Taken], tally: BuildTally) -> Iterator[_Taken]:

@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from indexer.build_report import BuildTally
 from indexer.flags import AsJson, with_flags
 from indexer.reader import Index
-from indexer.sources.recordings import describe_recorded
+from indexer.sources.recordings import RecordingTally
 from retriever.commands.factories import OWN, find_factory, own_drafter, remote_drafter
 from retriever.commands.options import clear_errors, progress
 from retriever.errors import InvalidRequestError
@@ -110,14 +109,14 @@ def replay_traces(
         )
     encoder = ChatEncoder(texts.tokenizer, indexed_tokenizer(source.index))
     check_files(source.index, source.phrases)
-    found = BuildTally()
+    found = RecordingTally()
     read = read_traces(traces, encoder, limit, found)
     warming = [read_outputs(path, encoder, found) for path in warm or []]
     with trace_spool() as recorded:
         for trace in progress(read, "tokenising"):
             recorded.write(trace)
         outputs = list(chain.from_iterable(warming))
-        for line in describe_recorded(found):
+        for line in found.describe():
             print(line, file=sys.stderr)
         if source.server:
             make_drafter = partial(

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from numpy.typing import ArrayLike
 
-from indexer.build_report import BuildTally
 from indexer.errors import SourceError, TokenizerError
 from indexer.reader import Vocabulary
-from indexer.sources.blocks import UnusableError
 from indexer.sources.conversations import Turn, exchanges_of, messages_of, plain_text
-from indexer.sources.recordings import EXPECTED, conversation_in, nothing_read, read_records
+from indexer.sources.recordings import EXPECTED, RecordingTally, UnusableError, read_records
 from indexer.tokenizer import (
     DEFAULT_MODEL,
     CoreTokenizer,
@@ -124,7 +122,10 @@ class Trace:
 
 
 def read_traces(
-    path: Path, encoder: TextEncoder, limit: int | None = None, skipped: BuildTally | None = None
+    path: Path,
+    encoder: TextEncoder,
+    limit: int | None = None,
+    skipped: RecordingTally | None = None,
 ) -> Iterator[Trace]:
     """Read recorded outputs: of each conversation, every turn of the assistant that is one.
 
@@ -146,19 +147,19 @@ def read_traces(
 
 
 def stream_traces(
-    path: Path, encoder: TextEncoder, skipped: BuildTally | None = None
+    path: Path, encoder: TextEncoder, skipped: RecordingTally | None = None
 ) -> Iterator[tuple[Trace, dict[str, Any]]]:
     """Read what `read_traces` reads, each trace with its record."""
     reading = _Reading(path, encoder, skipped)
     sides = reading.sides(_sides)
     first = next(sides, None)
     if first is None:
-        raise TraceError(f"{path} holds no trace: {nothing_read(reading.tally)}")
+        raise TraceError(f"{path} holds no trace: {reading.tally.why_nothing()}")
     return reading.traces(chain([first], sides))
 
 
 def read_outputs(
-    path: Path, encoder: TextEncoder, skipped: BuildTally | None = None
+    path: Path, encoder: TextEncoder, skipped: RecordingTally | None = None
 ) -> Iterator[TokenIds]:
     """Read the outputs alone, for example as recent generations; prompts may be missing.
 
@@ -188,11 +189,11 @@ class _Sides:
 class _Reading:
     """Reading a file once; what cannot be used is counted, or refused."""
 
-    def __init__(self, path: Path, encoder: TextEncoder, skipped: BuildTally | None) -> None:
+    def __init__(self, path: Path, encoder: TextEncoder, skipped: RecordingTally | None) -> None:
         self._path = path
         self._encoder = encoder
         self._is_strict = skipped is None
-        self.tally = BuildTally() if skipped is None else skipped
+        self.tally = RecordingTally() if skipped is None else skipped
 
     def sides(self, take: "_Take") -> Iterator[_Sides]:
         """Yield the sides in all records."""
@@ -241,10 +242,10 @@ class _Reading:
         return Trace(prompt, output)
 
 
-_Take = Callable[[Any, Path, BuildTally], Iterable[tuple[_Prompt, _Text]]]
+_Take = Callable[[Any, Path, RecordingTally], Iterable[tuple[_Prompt, _Text]]]
 
 
-def _sides(row: Any, path: Path, tally: BuildTally) -> list[tuple[_Prompt, _Text]]:
+def _sides(row: Any, path: Path, tally: RecordingTally) -> list[tuple[_Prompt, _Text]]:
     """Return the prompts and outputs of a record.
 
     Raises:
@@ -252,7 +253,7 @@ def _sides(row: Any, path: Path, tally: BuildTally) -> list[tuple[_Prompt, _Text
     """
     if _is_plain(row):
         return [(_field(row, "prompt"), _field(row, "output"))]
-    exchanges = conversation_in(row, path, tally, "outputs", exchanges_of)
+    exchanges = tally.take(row, path, "outputs", exchanges_of)
     if not exchanges and isinstance(row.get("prompt"), str):
         _field(row, "output")
     for exchange in exchanges:
@@ -261,7 +262,7 @@ def _sides(row: Any, path: Path, tally: BuildTally) -> list[tuple[_Prompt, _Text
     return [(exchange.prompt, exchange.output) for exchange in exchanges]
 
 
-def _outputs(row: Any, path: Path, tally: BuildTally) -> list[tuple[_Prompt, _Text]]:
+def _outputs(row: Any, path: Path, tally: RecordingTally) -> list[tuple[_Prompt, _Text]]:
     """Return the outputs of a record, which may lack a prompt; see `_sides`."""
     if _is_plain(row):
         return [((), _field(row, "output"))]

@@ -10,9 +10,8 @@ import pytest
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.errors import PromptFileError
 from decoder.model.pretrained import LanguageModel
-from indexer.build_report import BuildTally
 from indexer.sources.conversations import Turn
-from indexer.sources.recordings import describe_recorded
+from indexer.sources.recordings import RecordingTally
 
 
 def test_limits_are_spread_evenly_over_categories(questions: Path) -> None:
@@ -164,10 +163,10 @@ def test_what_cannot_be_used_is_skipped_and_said(tmp_path: Path) -> None:
     asked = {"role": "user", "content": ["one", image]}
     lines = [json.dumps({"messages": [asked]}), '{"messages": [{"ro', "plain words", '{"a": 1}']
     path.write_text("\n".join(lines))
-    found = BuildTally()
+    found = RecordingTally()
     assert [prompt.text for prompt in read_prompts(path, skipped=found)] == ["one"]
     assert found.skipped == {"not JSON": 2, "no conversation": 1}
-    conversations, skipped = describe_recorded(found)
+    conversations, skipped = found.describe()
     assert conversations == (
         f"{path}: OpenAI messages, 1 prompts of 1 conversations; left out: 1 x image"
     )
@@ -177,7 +176,7 @@ def test_what_cannot_be_used_is_skipped_and_said(tmp_path: Path) -> None:
 def test_no_more_is_read_of_a_log_than_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(999)))
-    found = BuildTally()
+    found = RecordingTally()
     prompts = read_prompts(path, limit=3, skipped=found)
     assert [prompt.text for prompt in prompts] == ["0", "1", "2"]
     (counted,) = found.conversations.values()

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from indexer.build_report import BuildTally, describe_conversations
+from indexer.build_report import describe_conversations
 from indexer.sources.conversations import exchanges_of
-from indexer.sources.recordings import conversation_in, read_records
+from indexer.sources.recordings import RecordingTally, read_records
 from tests.indexer.sources.source_reading import json_lines, read_all, texts
 
 ANSWER = "Łódź lies 130 km from Warsaw 🙂."
@@ -248,9 +248,9 @@ def test_a_file_is_indexed_as_expected(  # noqa: PLR0913, PLR0917
     assert tally.skipped == dropped
     assert tally.num_dropped == sum(dropped.values())
 
-    counted = BuildTally()
+    counted = RecordingTally()
     for _, record in read_records(path, counted):
-        conversation_in(record, path, counted, "outputs", exchanges_of)
+        counted.take(record, path, "outputs", exchanges_of)
     (conversations,) = tally.conversations.values()
     (recorded,) = counted.conversations.values()
     assert recorded.num_conversations == conversations.num_conversations

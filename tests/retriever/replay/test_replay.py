@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from indexer.build_report import BuildTally
-from indexer.sources.recordings import describe_recorded
+from indexer.sources.recordings import RecordingTally
 from retriever.commands import app
 from retriever.errors import TraceError
 from retriever.limits import Limits
@@ -198,9 +197,9 @@ def test_every_turn_of_the_assistant_is_replayed_with_all_before_it(
             [99],
         ]
     assert len(list(encoding.read_traces(path, encoder, 2))) == 2
-    found = BuildTally()
+    found = RecordingTally()
     assert len(list(encoding.read_traces(path, encoder, skipped=found))) == 3
-    assert describe_recorded(found) == [
+    assert found.describe() == [
         f"{path}: OpenAI messages, 2 outputs of 2 conversations",
         f"{path}: requests and responses of a server, 1 outputs of 1 conversations",
     ]
@@ -231,7 +230,7 @@ def test_turns_that_a_template_refuses_and_too_long_ones_are_skipped(
     path = write(tmp_path / "log.jsonl", rows)
     monkeypatch.setattr(encoding, "load_tokenizer", lambda _: Refusing())
     monkeypatch.setattr(encoding, "Limits", lambda: Limits(max_sequence_tokens=9))
-    found = BuildTally()
+    found = RecordingTally()
     read = encoding.read_traces(path, encoding.ChatEncoder("x"), skipped=found)
     assert [trace.output.tolist() for trace in read] == [[1]]
     assert found.skipped == {"refused by the chat template": 1, "too long": 1}
