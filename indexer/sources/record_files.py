@@ -153,7 +153,9 @@ def _values(text: TextIO, max_characters: int) -> Iterator[Any]:
         except json.JSONDecodeError as error:
             if len(buffer) - begin > max_characters:
                 raise UnusableError(
-                    TOO_LARGE, f"{RAISE_LIMIT}; the rest of the file was not read"
+                    TOO_LARGE,
+                    "write one record a line, as .jsonl, is: the rest of the file was not read; or "
+                    f"{RAISE_LIMIT}",
                 ) from None
             further = text.read(max(_READ_CHARACTERS, len(buffer) - begin))
             if not further:

@@ -42,7 +42,10 @@ EXPECTED: Final = (
 
 _OPTIONS: Final = SourceOptions(field="")  # conversations only
 _REMEDIES: Final = {
-    TOO_LARGE: f"leave it out: a record has at most {max_record_characters(_OPTIONS):,} characters",
+    TOO_LARGE: (
+        f"a record has at most {max_record_characters(_OPTIONS):,} characters: leave it out, or "
+        "write one record a line, as .jsonl, is"
+    ),
     NOT_TEXT: "save the file as UTF-8",
 }
 """What to do about records where no option of `build` helps."""

@@ -126,6 +126,89 @@ def batch_log(path: Path) -> None:
     path.write_text("\ufeff" + json_lines(row), encoding="utf-8")
 
 
+def streamed_log(path: Path) -> None:
+    def chunks(*deltas: dict[str, Any]) -> list[dict[str, Any]]:
+        common = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "model": "m"}
+        return [{**common, "choices": [{"index": 0, "delta": each}]} for each in deltas]
+
+    pieces = [{"content": letter, "role": "assistant"} for letter in ANSWER]
+    parts = ['{"to": ', '"Łódź", ', '"via": null}']
+    names: list[dict[str, Any]] = [
+        {"name": "distance", "arguments": ""},
+        *({"arguments": p} for p in parts),
+    ]
+    calls = [{"tool_calls": [{"index": 0, "function": each}]} for each in names]
+    events = "".join(f"data: {json.dumps(each)}\r\n\r\n" for each in chunks(*pieces, {}))
+    usage = {"choices": [], "usage": {"total_tokens": 9}}
+    request = {"model": "m", "messages": [user("How far?")], "stream": True}
+    rows: list[dict[str, Any]] = [
+        {"request": request, "response": [*chunks(*pieces), usage]},
+        {"request": request, "response": f"{events}data: [DONE]\r\n\r\n"},
+        {"request": request, "response": chunks({"role": "assistant", "content": None}, *calls)},
+        {"request": request, "response": events[: events.index('"\\u00f3"')]},
+    ]
+    path.write_text(json_lines(*rows, '{"request": {"mod'))
+
+
+def responses_log(path: Path) -> None:
+    text: dict[str, Any] = {
+        "type": "output_text",
+        "text": ANSWER,
+        "annotations": [],
+        "logprobs": None,
+    }
+    arguments = CALL.partition('"arguments": ')[2][:-1]
+    call = {"type": "function_call", "call_id": "c", "name": "distance", "arguments": arguments}
+    returned = {"type": "function_call_output", "call_id": "c", "output": "130"}
+    answer = {"type": "message", "role": "assistant", "status": "completed", "content": [text]}
+
+    def response(*items: dict[str, Any]) -> dict[str, Any]:
+        return {"id": "resp_1", "object": "response", "error": None, "output": items}
+
+    asked = [{"role": "user", "content": [{"type": "input_text", "text": "How far?"}]}]
+    rows = [
+        {"request": {"model": "m", "input": "How far?"}, "response": response(call)},
+        {
+            "request": {
+                "model": "m",
+                "instructions": "Be brief.",
+                "input": [*asked, call, returned],
+            },
+            "response": response({"type": "reasoning", "summary": []}, answer),
+        },
+        response(answer),
+    ]
+    path.write_text(json.dumps(rows))
+
+
+def batch_output(path: Path) -> None:
+    body = {"object": "chat.completion", "choices": [{"index": 0, "message": model(ANSWER)}]}
+    rows = [
+        {
+            "id": f"batch_req_{number}",
+            "custom_id": f"request-{number}",
+            "response": {"status_code": 200, "request_id": "r", "body": each},
+            "error": None,
+        }
+        for number, each in enumerate((body, {"error": {"message": "overloaded"}}))
+    ]
+    path.write_text(json_lines(*rows))
+
+
+def messages_log(path: Path) -> None:
+    use = {"type": "tool_use", "id": "t", "name": "distance", "input": {"to": "Łódź", "via": None}}
+    image = {"type": "image", "source": {"type": "base64", "data": "iVBOR"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [image]}
+    request = {"model": "m", "system": "Be brief.", "max_tokens": 9, "messages": [user("How far?")]}
+    again = {**request, "messages": [user("How far?"), model([use]), user([result])]}
+    answered = {"type": "message", **model([{"type": "text", "text": ANSWER}])}
+    rows = [
+        {"request": request, "response": {**answered, "content": [use], "stop_reason": "tool_use"}},
+        {"request": again, "response": {**answered, "stop_reason": "end_turn"}},
+    ]
+    path.write_text(json_lines(*rows))
+
+
 def export(path: Path) -> None:
     parts = {"content_type": "text", "parts": [ANSWER, {"text": {"value": "Far."}}]}
     records = {"version": 2, "data": [{"title": None, "messages": [user("?"), model(parts)]}]}
@@ -220,6 +303,36 @@ FILES: list[tuple[str, Write, dict[str, str], str, dict[str, int]]] = [
         {},
     ),
     (
+        "streamed.jsonl",
+        streamed_log,
+        {"1#2": ANSWER, "2#2": ANSWER, "3#2": CALL, "4#2": "Ł"},
+        (
+            "requests and responses of a server, 4 assistant turns of 4 conversations; "
+            "left out: 1 x piece of a stream that is no JSON"
+        ),
+        {"not JSON": 1},
+    ),
+    (
+        "batch-output.jsonl",
+        batch_output,
+        {"1#1": ANSWER},
+        (
+            "responses of a server, 1 assistant turns of 2 conversations; "
+            "left out: 1 x response without an answer"
+        ),
+        {"empty conversation": 1},
+    ),
+    (
+        "anthropic.jsonl",
+        messages_log,
+        {"1#3": CALL, "2#3": CALL, "2#4": ANSWER},
+        (
+            "requests and responses of a server, 3 assistant turns of 2 conversations; "
+            "left out: 1 x image, 1 x empty turn"
+        ),
+        {},
+    ),
+    (
         "export.json",
         export,
         {"0#2": f"{ANSWER}\nFar."},
@@ -258,6 +371,39 @@ def test_a_file_is_indexed_as_expected(  # noqa: PLR0913, PLR0917
     assert counted.skipped == {r: n for r, n in dropped.items() if r == "not JSON"}
 
 
+def test_a_log_of_responses_says_its_requests_and_responses_apart(tmp_path: Path) -> None:
+    path = tmp_path / "responses.json"
+    responses_log(path)
+    documents, tally = read_all(path)
+    expected = {"0#2": CALL, "1#3": CALL, "1#5": ANSWER, "2#1": ANSWER}
+    assert texts(documents) == {f"{path}:{place}": text for place, text in expected.items()}
+    assert describe_conversations(tally.conversations) == [
+        f"{path}: requests and responses of a server, 3 assistant turns of 2 conversations",
+        f"{path}: responses of a server, 1 assistant turns of 1 conversations",
+    ]
+
+
+def test_lists_of_turns_are_conversations_by_themselves(tmp_path: Path) -> None:
+    lines, nested = tmp_path / "lists.jsonl", tmp_path / "lists.json"
+    lists = [[user("?"), model(ANSWER)], turns("?", "b")]
+    lines.write_text(json_lines(*lists))
+    nested.write_text(json.dumps(lists, indent=1))
+    assert list(texts(read_all(lines)[0]).values()) == [ANSWER, "b"]
+    assert list(texts(read_all(nested)[0]).values()) == [ANSWER, "b"]
+
+
+def test_tables_hold_turns_as_lists_of_objects_or_as_json(tmp_path: Path) -> None:
+    said = [user("How far?"), model(ANSWER)]
+    table, sheet = tmp_path / "chat.parquet", tmp_path / "chat.csv"
+    pq.write_table(pa.table({"id": [1, 2], "messages": [said, None]}), table)
+    quoted = json.dumps(said).replace('"', '""')
+    sheet.write_text(f'id,messages\r\n1,"{quoted}"\r\n', encoding="utf-8-sig")
+    documents, tally = read_all(table)
+    assert texts(documents) == {f"{table}:0#2": ANSWER}
+    assert tally.skipped == {"empty conversation": 1}
+    assert texts(read_all(sheet)[0]) == {f"{sheet}:0#2": ANSWER}
+
+
 def test_a_folder_of_them_is_read_as_they_are(tmp_path: Path) -> None:
     for name, write, *_ in FILES:
         write(tmp_path / name)
@@ -266,7 +412,7 @@ def test_a_folder_of_them_is_read_as_they_are(tmp_path: Path) -> None:
     wanted = {f"{tmp_path}/{name}:{place}" for name, _, places, *_ in FILES for place in places}
     assert {document.name for document in documents} == {*wanted, f"{tmp_path}/package.json"}
     assert len(describe_conversations(tally.conversations)) == 11
-    assert describe_conversations(tally.conversations)[-1] == "and 2 more such files"
+    assert describe_conversations(tally.conversations)[-1] == "and 5 more such files"
 
 
 def test_the_field_of_a_table_may_hold_turns(tmp_path: Path) -> None:
