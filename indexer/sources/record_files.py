@@ -24,13 +24,20 @@ from indexer.sources.blocks import (
 )
 from indexer.sources.conversations import conversation_of
 from indexer.sources.record_documents import documents_of, record_columns
-from indexer.sources.source_options import NAME_ENCODING, RAISE_LIMIT, TOO_LARGE, SourceOptions
+from indexer.sources.source_options import (
+    NAME_ENCODING,
+    NOT_TEXT,
+    RAISE_LIMIT,
+    TOO_LARGE,
+    SourceOptions,
+)
 from indexer.sources.texts import BOM_BYTES, encoding_of, opened
 
 Record = tuple[str, Any]
 """A record's name, and the value that JSON or a table has there."""
 
 NOT_JSON: Final = "not JSON"
+_REST_IS_LOST: Final = "the rest of the file was not read; one record a line, as .jsonl, is"
 # JSON writes a byte of text with up to six characters; the rest of a record is names and marks.
 _ESCAPED_BYTES: Final = 6
 _OVERHEAD_BYTES: Final = 1 << 16
@@ -149,7 +156,7 @@ def _values(text: TextIO, max_characters: int) -> Iterator[Any]:
         try:
             value, end = decoder.raw_decode(buffer, begin)
         except RecursionError as error:
-            raise _damaged(_said_of(error, "")) from None
+            raise _not_json(error, "", _REST_IS_LOST) from None
         except json.JSONDecodeError as error:
             if len(buffer) - begin > max_characters:
                 raise UnusableError(
@@ -161,7 +168,7 @@ def _values(text: TextIO, max_characters: int) -> Iterator[Any]:
             if not further:
                 if begin == len(buffer) and not is_array:
                     return
-                raise _damaged(_said_of(error, buffer[begin:])) from None
+                raise _not_json(error, buffer[begin:], _REST_IS_LOST) from None
             buffer, begin = buffer[begin:] + further, 0
             continue
         yield value
@@ -177,27 +184,24 @@ def json_of(text: str, remedy: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UnusableError(NOT_JSON, f"{_said_of(error, text)}: {remedy}") from None
+        raise _not_json(error, text, remedy) from None
 
 
-def _said_of(error: ValueError | RecursionError, text: str) -> str:
-    """Return why a text is not JSON; of a line the column alone matters."""
+def _not_json(error: ValueError | RecursionError, text: str, remedy: str) -> UnusableError:
+    """Return why a text is not JSON and what to do; of a line the column alone matters."""
     begin = text[:_READ_CHARACTERS].lstrip("\ufeff \t\r\n")
     if begin.startswith("<"):
-        return "it is a page of HTML or XML, as servers send for errors"
+        said = "it is a page of HTML or XML, as servers send for errors: fetch it again"
+        return UnusableError(NOT_JSON, said)
     if "\0" in begin:
-        return f"it holds NUL, as UTF-16 does: {NAME_ENCODING}"
+        return UnusableError(NOT_TEXT, f"it holds NUL, as UTF-16 does: {NAME_ENCODING}")
     if begin.find("{") > 0 and begin[0] not in '[{"':
-        return "something stands before the first {"
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
-def _damaged(said: str) -> UnusableError:
-    return UnusableError(
-        NOT_JSON, f"{said}: the rest of the file was not read; one record a line, as .jsonl, is"
-    )
+        said = "something stands before the first {"
+    elif isinstance(error, json.JSONDecodeError):
+        said = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+    else:
+        said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return UnusableError(NOT_JSON, f"{said}: {remedy}")
 
 
 def check_columns(file: SourceFile, options: SourceOptions) -> None:

@@ -92,8 +92,8 @@ class RecordingTally(BuildTally):
         return [*describe_conversations(self.conversations), *skipped]
 
     def why_nothing(self) -> str:
-        """Return why a file held nothing that can be used: what was skipped, or is expected."""
-        return self.describe_skipped() or EXPECTED
+        """Return why files held nothing to use: what was found in them, or what is expected."""
+        return "; ".join(self.describe()) or EXPECTED
 
 
 def read_records(path: Path, tally: BuildTally) -> Iterator[Record]:

@@ -70,6 +70,31 @@ def test_a_prompt_that_fails_is_reported_and_the_others_go_on(
     assert [row["line"] for row in reported(capsys)] == [1]
 
 
+def test_each_answer_of_a_recorded_conversation_is_given_again(
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    said = [("user", "abc"), ("assistant", "cba"), ("user", "bca"), ("assistant", "x")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"messages": messages}) + '\n{"messages": [{"ro')
+    arguments = ("--prompts", str(log), "--max-new-tokens", "5", "--json", "--compare")
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
+    assert [(row["line"], row["prompt"]) for row in rows] == [(1, "abc"), (1, "bca")]
+    assert all(row["worth"]["is_identical"] for row in rows)
+    found, skipped = captured.err.splitlines()[:2]
+    assert found == f"{log}: OpenAI messages, 2 prompts of 1 conversations"
+    assert skipped.startswith(f"skipped: 1 not JSON (first: {log}:2; ")
+    for row, text in zip(rows, ("abc", "abc\n\ncba\n\nbca"), strict=True):
+        alone = ("--prompt", text, "--max-new-tokens", "5", "--json")
+        generate(monkeypatch, model_directory, *alone)
+        assert reported(capsys)[0]["token_ids"] == row["token_ids"]
+
+
 def test_answers_end_at_stop_texts_and_stop_tokens(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,7 +200,7 @@ RECORDS: list[tuple[str, Content, str, str, str]] = [
         "a.jsonl",
         '{"text": "a"}\n'.encode("utf-16-le"),
         "",
-        "not JSON",
+        "2 not text",
         "holds NUL.* with --encoding",
     ),
     # encodings and sizes

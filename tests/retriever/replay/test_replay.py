@@ -151,8 +151,17 @@ def test_a_file_without_a_trace_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text("\n\n")
     assert "holds no trace: expected are `messages`" in refused(tmp_path / "t.jsonl")
     (tmp_path / "t.jsonl").write_text('{"body": "x", "id": 1}\n')
-    assert "1 no conversation (first: " in refused(tmp_path / "t.jsonl")
+    assert "skipped: 1 no conversation (first: " in refused(tmp_path / "t.jsonl")
     assert "its keys are 'body', 'id': expected are" in refused(tmp_path / "t.jsonl")
+
+
+def test_a_log_without_an_answer_is_said_to_have_none(tmp_path: Path) -> None:
+    asked = {"messages": [{"role": "user", "content": "?"}]}
+    log = write(tmp_path / "t.jsonl", [{"request": asked, "response": {"error": {"code": 503}}}])
+    assert refused(log) == (
+        f"error: {log} holds no trace: {log}: requests and responses of a server, 0 outputs of 1 "
+        "conversations; left out: 1 x response without an answer\n"
+    )
 
 
 def test_a_file_that_cannot_be_opened_is_named_once(tmp_path: Path) -> None:
