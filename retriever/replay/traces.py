@@ -121,6 +121,10 @@ class Trace:
     output: TokenIds
 
 
+_Traced = tuple[Trace, dict[str, Any]]
+"""A trace, and the record that it was read from."""
+
+
 def read_traces(
     path: Path,
     encoder: TextEncoder,
@@ -148,14 +152,24 @@ def read_traces(
 
 def stream_traces(
     path: Path, encoder: TextEncoder, skipped: RecordingTally | None = None
-) -> Iterator[tuple[Trace, dict[str, Any]]]:
+) -> Iterator[_Traced]:
     """Read what `read_traces` reads, each trace with its record."""
     reading = _Reading(path, encoder, skipped)
     sides = reading.sides(_sides)
     first = next(sides, None)
     if first is None:
-        raise TraceError(f"{path} holds no trace: {reading.tally.why_nothing()}")
-    return reading.traces(chain([first], sides))
+        raise reading.without_trace()
+    return _some(reading.traces(chain([first], sides)), reading)
+
+
+def _some(traces: Iterator[_Traced], reading: "_Reading") -> Iterator[_Traced]:
+    """Yield traces; that there is none, because all were skipped, is an error."""
+    is_empty = True
+    for each in traces:
+        is_empty = False
+        yield each
+    if is_empty:
+        raise reading.without_trace()
 
 
 def read_outputs(
@@ -202,11 +216,15 @@ class _Reading:
                 for prompt, output in take(row, self._path, self.tally):
                     yield _Sides(prompt, output, row, place)
 
-    def traces(self, recorded: Iterable[_Sides]) -> Iterator[tuple[Trace, dict[str, Any]]]:
+    def traces(self, recorded: Iterable[_Sides]) -> Iterator[_Traced]:
         """Yield the traces that sides are, with their records."""
         for each in recorded:
             with self._skipping(each.place):
                 yield self._trace(each), each.row
+
+    def without_trace(self) -> TraceError:
+        """Return the error that there is no trace, and why."""
+        return TraceError(f"{self._path} holds no trace: {self.tally.why_nothing()}")
 
     def _records(self) -> Iterator[tuple[str, Any]]:
         try:

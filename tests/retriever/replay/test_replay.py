@@ -237,7 +237,7 @@ def test_turns_that_a_template_refuses_and_too_long_ones_are_skipped(
 
     rows = [asked("tool", "a"), asked("system", "a" * 40), asked("system", "b")]
     path = write(tmp_path / "log.jsonl", rows)
-    monkeypatch.setattr(encoding, "load_tokenizer", lambda _: Refusing())
+    monkeypatch.setattr(encoding, "load_core", lambda _: Refusing())
     monkeypatch.setattr(encoding, "Limits", lambda: Limits(max_sequence_tokens=9))
     found = RecordingTally()
     read = encoding.read_traces(path, encoding.ChatEncoder("x"), skipped=found)
@@ -245,6 +245,11 @@ def test_turns_that_a_template_refuses_and_too_long_ones_are_skipped(
     assert found.skipped == {"refused by the chat template": 1, "too long": 1}
     assert "no tools here" in found.describe_skipped()
     assert "has at most 9 tokens: leave it out" in found.describe_skipped()
+    alone = encoding.read_traces(
+        write(tmp_path / "alone.jsonl", rows[:1]), encoding.ChatEncoder("x"), skipped=found
+    )
+    with pytest.raises(TraceError, match=r"holds no trace: .*2 refused by the chat template"):
+        list(alone)
 
 
 def test_a_damaged_table_of_traces_is_refused_with_its_cause(tmp_path: Path) -> None:
