@@ -84,10 +84,10 @@ def read_prompts(
     kept: dict[str, list[Prompt]] = {}
     try:
         for prompt in _prompts_in(path, tally, is_strict=skipped is None):
-            kept.setdefault(prompt.category, [])
-            if most is None or len(kept[prompt.category]) < most:
-                kept[prompt.category].append(prompt)
-            elif list(kept) == [DEFAULT_CATEGORY]:
+            of_category = kept.setdefault(prompt.category, [])
+            if most is None or len(of_category) < most:
+                of_category.append(prompt)
+            if len(of_category) == most and list(kept) == [DEFAULT_CATEGORY]:
                 break
     except SourceError as error:
         raise PromptFileError(str(error)) from error

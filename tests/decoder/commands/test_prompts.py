@@ -180,4 +180,4 @@ def test_no_more_is_read_of_a_log_than_is_asked_for(tmp_path: Path) -> None:
     prompts = read_prompts(path, limit=3, skipped=found)
     assert [prompt.text for prompt in prompts] == ["0", "1", "2"]
     (counted,) = found.conversations.values()
-    assert counted.num_conversations == 4
+    assert counted.num_conversations == 3
