@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from benchmarks.pictures import WIDTH
+from benchmarks.pictures import TERMINAL_WIDTH, WIDTH
 from foredraft.program import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +118,7 @@ def test_the_readme_is_short_and_wrapped() -> None:
 def test_the_readme_shows_both_pictures_at_their_width() -> None:
     text = (ROOT / "README.md").read_text()
     shown = re.findall(r'<img src="docs/pictures/(\w+)\.svg" width="(\d+)" alt="[^"]{40,}"', text)
-    assert shown == [("speed", str(WIDTH)), ("demo", str(WIDTH))]
+    assert shown == [("speed", str(WIDTH)), ("demo", str(TERMINAL_WIDTH))]
 
 
 def test_every_command_that_pages_show_is_one() -> None:
