@@ -220,7 +220,8 @@ def main(
                 contender(language_model.encode("Count from one to ten."), remember=False)
             rows = []
             for number, task in enumerate(selected, start=1):
-                console.print(f"  {number}/{len(selected)} {task.kind} {task.name:10}", end="")
+                name = f"{task.kind} {task.name}"
+                console.print(f"  {number}/{len(selected)} {name:18}", end="")
                 order = (PLAIN, FOREDRAFT) if number % 2 else (FOREDRAFT, PLAIN)
                 rows.append(run(ways, language_model, task, order))
                 console.print(pace_in_words(rows[-1]))

@@ -102,7 +102,7 @@ def chart(result: Mapping[str, Any]) -> str:
     lines = [
         svg_opening(WIDTH, height, "Tokens per second, plain and with drafts, by workload"),
         f"<style>{CHART_STYLE}</style>",
-        f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
+        card(WIDTH, height),
         text(20, 34, "Tokens per second, plain and with drafts", "title"),
         text(
             20, 58, f"{result['model']}, {result['dtype']}, {machine['num_cpus']} CPU cores", "note"
@@ -150,6 +150,11 @@ def text(x: int, y: int, words: str, style: str = "", anchor: str = "start") -> 
     kind = f' class="{style}"' if style else ""
     ends = f' text-anchor="{anchor}"' if anchor != "start" else ""
     return f'<text x="{x}" y="{y}"{kind}{ends}>{escape(words)}</text>'
+
+
+def card(width: int, height: int) -> str:
+    """Return the ground of a picture of this size in pixels."""
+    return f'<rect class="card" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
 
 
 def svg_opening(width: int, height: int, title: str) -> str:
@@ -222,8 +227,7 @@ def terminal(lines: list[Line]) -> str:
         f"<style>{TERMINAL_STYLE}",
         *(appearance(place, at, end) for place, at in enumerate(times)),
         "@media (prefers-reduced-motion: reduce) { text { animation: none !important } }</style>",
-        f'<rect class="card" x="0.5" y="0.5" width="{TERMINAL_WIDTH - 1}" '
-        f'height="{height - 1}" rx="8"/>',
+        card(TERMINAL_WIDTH, height),
         *(f'<circle class="dot" cx="{x}" cy="20" r="5"/>' for x in (20, 38, 56)),
         text(TERMINAL_WIDTH // 2, 25, f"foredraft ({took})", "title", anchor="middle"),
         text(12, SCREEN_FROM, "$ make demo", "typed"),
