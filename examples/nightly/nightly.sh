@@ -20,7 +20,7 @@ flags=${BUILD_FLAGS---redact --strict 0.1}
 say() { echo "nightly: $*"; }
 fail() { echo "nightly: $*" >&2; exit 2; }
 
-# Run a command that ends with this script: a shell waits for its foreground before it hears signals.
+# Run a command that ends with this script: a shell hears no signal before its foreground ends.
 run() {
     "$@" &
     child=$!

