@@ -153,7 +153,8 @@ def known_costs(
 ) -> CostSurface:
     """Return what passes of a target cost, from a store where that still holds, else measured.
 
-    Logs that it measures, which takes seconds.
+    Logs that it measures, as a warning: who waits those seconds sees why, also where a program has
+    set up no logging.
 
     Args:
         target: whose passes; a sequence in progress is lost.
@@ -163,14 +164,18 @@ def known_costs(
         holds: whether kept costs are still to be believed.
     """
     if store is None:
-        _log.info("measuring what passes cost")
+        _log.warning("measuring what passes cost: some seconds")
         return measure(target)
     key = key_of(model) | {"packed": target.packed_bytes > 0, "padded": target.pads_passes}
     surface = store.load(key)
     if surface is not None and holds(target, surface):
         return surface
-    why = "once on this machine" if surface is None else "as they no longer take what they took"
-    _log.info("measuring what passes cost, %s", why)
+    why = (
+        "once on this machine: some seconds"
+        if surface is None
+        else "as they no longer take what they took: the machine is busier or quieter than then"
+    )
+    _log.warning("measuring what passes cost, %s", why)
     surface = measure(target)
     store.save(key, surface)
     return surface

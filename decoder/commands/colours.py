@@ -4,7 +4,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import TextIO
+from typing import Final, TextIO
 
 from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console
@@ -15,6 +15,16 @@ from decoder.observation import ObservedPass
 from decoder.stopping import TextStream
 from retriever.operations.design import colours
 from retriever.tree import Source
+
+_FEW: Final = {
+    Source.UNSPECIFIED: "red",
+    Source.CONTEXT: "blue",
+    Source.GENERATIONS: "yellow",
+    Source.PHRASES: "green",
+    Source.CORPUS: "magenta",
+    Source.MODEL: "cyan",
+}
+"""For terminals of eight or sixteen colours, where the nearest one is the same for some sources."""
 
 
 class Colouring(StrEnum):
@@ -46,7 +56,10 @@ class Palette:
     def __init__(self) -> None:
         name = Console(force_terminal=True, no_color=False).color_system
         self._system = COLOR_SYSTEMS.get(name or "", ColorSystem.STANDARD)
+        has_few = self._system in (ColorSystem.STANDARD, ColorSystem.WINDOWS)
         known = colours()
+        if has_few:
+            known |= {source.label: colour for source, colour in _FEW.items()}
         self._styles = {source: Style.parse(known.get(source.label, "")) for source in Source}
 
     def painted(self, text: str, source: Source | None) -> str:

@@ -3,12 +3,14 @@
 import gzip
 import json
 import math
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -292,12 +294,24 @@ def check_trace(path: Path, what: str = "trace") -> None:
     """Refuse a place that no trace, or what else is named, can be written to, before it is made.
 
     Raises:
-        TraceFileError: it is a folder, or in one that is not there.
+        TraceFileError: it is a folder, or in one that is not there or takes no new file, or a file
+            that must not be written.
     """
     if path.is_dir():
         raise TraceFileError(f"cannot write the {what} {path}: it is a folder")
     if not path.parent.is_dir():
         raise TraceFileError(f"cannot write the {what} {path}: there is no folder {path.parent}")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise TraceFileError(f"cannot write the {what} {path}: the file is write-protected")
+        return
+    try:
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise TraceFileError(
+            f"cannot write the {what} {path}: no file can be made in {path.parent}: "
+            f"{reason_of(error)}"
+        ) from error
 
 
 def read_trace(path: Path) -> Iterator[TracedStep]:

@@ -27,8 +27,12 @@ def health(
         typer.Option("--live", help="Whether it answers at all, also while it starts or drains."),
     ] = False,
 ) -> None:
-    """End with 0 if the service takes calls, and with 1 and the reason if it does not."""
+    """Print `ready` and end with 0 if the service takes calls, else with 1 and the reason.
+
+    With --live it prints `alive`.
+    """
     reason = why_not_serving(address, timeout_s, client.shown_credentials(), live=live)
     if reason:
         print(reason, file=sys.stderr)
         raise typer.Exit(1)
+    print("alive" if live else "ready")

@@ -106,9 +106,12 @@ def _tell_no_cache(reason: str) -> None:
 
 @cache
 def _tell_compiling(*, is_kept: bool) -> None:
-    """Log, once in a process, that the kernels that follow are compiled: all wait for it."""
+    """Log, once in a process, that the kernels that follow are compiled: all wait for it.
+
+    As a warning, so that it is seen where a program has set up no logging, too.
+    """
     once = ", once on this machine" if is_kept else ""
-    _log.info("compiling kernels%s: up to half a minute", once)
+    _log.warning("compiling kernels%s: up to half a minute", once)
 
 
 _MANTISSA_BITS: Final = 23

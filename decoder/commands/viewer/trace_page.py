@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
+import typer
 from transformers import PreTrainedTokenizerBase
 
 from decoder.commands.trace import TracedStep, TraceWriter, read_as_far
@@ -173,7 +174,8 @@ def written_passes(
 ) -> Iterator[TraceWriter | None]:
     """Write the passes of the block to a trace, a page, or both; without either, give `None`.
 
-    The page is written at the end, also where an error ends the block.
+    The page is written at the end, also where an error ends the block; then standard error names
+    what was written.
 
     Args:
         trace: where the trace goes, if wanted.
@@ -200,6 +202,9 @@ def written_passes(
             if page is not None and writer.num_passes:
                 steps, note = read_as_far(path)
                 write_page(page, steps, page.stem, note)
+            written = [each for each in (trace, page) if each is not None and writer.num_passes]
+            if written:
+                typer.echo(f"wrote {' and '.join(map(str, written))}", err=True)
 
 
 def _embeddable(values: Any) -> str:

@@ -3,6 +3,7 @@ import os
 import stat
 import time
 from collections import Counter
+from logging import lastResort
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +143,24 @@ def known(counted: list[int], where: CostStore, model: Any = None) -> CostSurfac
 def test_a_second_start_measures_nothing(
     tmp_path: Path, counted: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
     where = CostStore(tmp_path / "new" / "cache")
     assert known(counted, where) == known(counted, where) == SURFACE
     assert len(counted) == 1
-    assert caplog.messages == ["measuring what passes cost, once on this machine"]
+    assert caplog.messages == ["measuring what passes cost, once on this machine: some seconds"]
+    assert lastResort is not None
+    assert caplog.records[0].levelno >= lastResort.level, "seen where no logging is set up"
     assert [path.suffix for path in where.directory.iterdir()] == [".json"]
+
+
+def test_costs_that_no_longer_hold_are_measured_again_and_that_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, where = tiny_llama(), CostStore(tmp_path)
+    for _ in range(2):
+        known_costs(Target(model), model, where, lambda _: SURFACE, lambda *_: False)
+    assert caplog.messages[1].endswith(
+        "as they no longer take what they took: the machine is busier or quieter than then"
+    )
 
 
 def test_another_model_or_implementation_is_measured_on_its_own(

@@ -92,8 +92,15 @@ def test_colours_follow_the_sources_and_change_no_text(
         assert coloured == "".join(palette.painted(c, source) for c, source in pairs)
 
 
-def test_every_source_has_a_colour_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLORTERM", "truecolor")
+@pytest.mark.parametrize(
+    ("colour_term", "term"),
+    [("truecolor", "xterm"), ("", "xterm-256color"), ("", "xterm"), ("", "")],
+)
+def test_every_source_has_a_colour_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, colour_term: str, term: str
+) -> None:
+    monkeypatch.setenv("COLORTERM", colour_term)
+    monkeypatch.setenv("TERM", term)
     palette = Palette()
     painted = {palette.painted("x", source) for source in Source}
     assert len(painted) == len(Source)

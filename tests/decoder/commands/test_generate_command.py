@@ -129,6 +129,9 @@ def test_answers_end_at_stop_texts_and_stop_tokens(
         (["--prompts", sys.executable], "not text (first: "),
         (["--prompt", PROMPT, "--trace", "/no/such/trace"], "there is no folder /no/such"),
         (["--prompt", PROMPT, "--trace", "/"], "it is a folder"),
+        (["--prompt", PROMPT, "--trace", "/proc/trace"], "no file can be made in /proc: "),
+        (["--prompt", PROMPT, "--html", "/"], "cannot write the page /: it is a folder"),
+        (["--prompt", PROMPT, "--html", "/proc/page"], "cannot write the page /proc/page: no file"),
         (["--prompt", PROMPT, "--system", "x", "--no-chat-template"], "exclude each other"),
     ],
 )
@@ -213,6 +216,40 @@ def test_traces_are_written_and_shown(
     assert "empty holds no pass" in capsys.readouterr().err
 
 
+def test_what_was_written_is_named(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trace, page = tmp_path / "passes.jsonl", tmp_path / "page.html"
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "5")
+    for more, told in (
+        (["--html", str(page)], f"wrote {page}"),
+        (["--html", str(page), "--trace", str(trace)], f"wrote {trace} and {page}"),
+    ):
+        assert generate(monkeypatch, model_directory, *arguments, *more) == 0
+        assert capsys.readouterr().err.splitlines()[-1] == told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "passes.jsonl"]
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    assert "wrote" not in capsys.readouterr().err
+
+
+def test_a_write_protected_file_is_refused_before_anything_is_loaded(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = tmp_path / "page.html"
+    page.touch()
+    monkeypatch.setattr(os, "access", lambda path, _: path != page)  # root may write it
+    monkeypatch.setattr(models, "load_tokenizer", never)
+    arguments = ("--prompt", PROMPT, "--html", str(page))
+    assert generate(monkeypatch, model_directory, *arguments) == 1
+    assert f"cannot write the page {page}: the file is write-protected" in capsys.readouterr().err
+
+
 def test_a_full_disk_keeps_the_text_so_far(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +304,8 @@ def test_a_signal_leaves_a_page_of_what_there_is(
         _, errors = process.communicate(timeout=60)
     assert process.returncode == status
     assert b"Traceback" not in errors
-    assert errors.splitlines()[-2].count(b"tokens/s") == 1
+    assert errors.splitlines()[-3].count(b"tokens/s") == 1
+    assert errors.splitlines()[-1] == f"wrote {page}".encode()
     assert page.read_text().rstrip().endswith("</html>")
     assert not list(place.glob("foredraft-*"))
 

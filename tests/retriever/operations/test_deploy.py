@@ -246,12 +246,14 @@ def test_the_health_check_tells_who_takes_calls() -> None:
     checks = ("retriever.operations.health",), ("foredraft", "health")
     process, address = start_service("--address", "127.0.0.1:0")
     live = ("foredraft", "health", "--live")
-    assert [run(*check, address).returncode for check in (*checks, live)] == [0, 0, 0]
+    done = [run(*check, address) for check in (*checks, live)]
+    assert [each.returncode for each in done] == [0, 0, 0]
+    assert [each.stdout for each in done] == ["", "ready\n", "alive\n"]
     assert run(*checks[0], FOREDRAFT_ADDRESS=address).returncode == 0
     stop_service(process)
     for check in checks:
         done = run(*check, address)
-        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
         assert f"no answer from {address}" in done.stderr
     assert "usage:" in run(*checks[0]).stderr
 
