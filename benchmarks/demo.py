@@ -210,7 +210,7 @@ def main(
     console.print("[bold]2/3[/] serve the index over gRPC")
     with draft_service() as address:
         console.print(f"[bold]3/3[/] decode with {DEFAULT_MODEL}, plainly and with drafts")
-        console.print("loading the model and measuring what its passes cost")
+        console.print("loading the model")
         language_model = load_model(ModelOptions(DEFAULT_MODEL))
         with DrafterSettings(server=[address]).connect(language_model) as drafter:
             decoder = assemble(language_model, drafter)
