@@ -1,9 +1,11 @@
 """Answering prompts one after the other, and printing answers, figures and errors."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from decoder.sampling.constraint import Grammar
 from decoder.worth import Worth
 from indexer.errors import IndexerError, reason_of
 from retriever.errors import RetrieverError
+from retriever.tree import Source
 
 
 @dataclass(slots=True)
@@ -89,15 +92,23 @@ class Printer:
         is_single: there is one prompt, which was not read from a file.
         num_prompts: how many there are.
         palette: colours of texts; `None` for none.
+        indexes: that are drafted from.
     """
 
     def __init__(
-        self, *, as_json: bool, is_single: bool, num_prompts: int, palette: Palette | None = None
+        self,
+        *,
+        as_json: bool,
+        is_single: bool,
+        num_prompts: int,
+        palette: Palette | None = None,
+        indexes: Sequence[Path] = (),
     ) -> None:
         self._as_json = as_json
         self.is_single = is_single
         self._num_prompts = num_prompts
         self.palette = palette
+        self._indexes = indexes
 
     def piece(self, text: str) -> None:
         """Show a part of an answer's text at once, where it streams."""
@@ -147,6 +158,21 @@ class Printer:
             typer.echo(f"tokens by colour: {legend}", err=True, color=True)
         typer.echo(total.summary() + endings.summary(), err=True)
         typer.echo(worth.summary(), err=True)
+        if self._indexes and total.num_tokens and not total.accepted[Source.CORPUS]:
+            self._tell_unused()
+
+    def _tell_unused(self) -> None:
+        """Say that no token came from an index, and what to do."""
+        if self._as_json:
+            return
+        named = ", ".join(map(str, self._indexes))
+        flags = [part for path in self._indexes for part in ("--index", str(path))]
+        typer.echo(
+            f"no token came from {named}: an index helps a model that writes what stands in it; "
+            f"`{shlex.join(['foredraft', 'explain', *flags])} --context TEXT` shows what it would "
+            "draft",
+            err=True,
+        )
 
     def _echo(self, text: str, *, nl: bool = True) -> None:
         typer.echo(text, nl=nl, color=None if self.palette is None else True)

@@ -1,8 +1,9 @@
 """The command that holds a conversation in the terminal."""
 
+import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -38,6 +39,12 @@ _LEAST_ROOM: Final = 64
 
 _PROMPT: Final = "> "
 
+_COMMAND: Final = re.compile(r"/\w+(\s|$)")
+_COMMANDS: Final = (
+    "/clear begins a new conversation, /exit and /quit end all, /help shows this; a text that "
+    "begins with a slash is sent with a space before it"
+)
+
 
 class ChatSettings(OutputSettings):
     """How a conversation is held and shown."""
@@ -63,8 +70,9 @@ def run_chat(
 ) -> None:
     """Talk with a model: answers stream in the colours of the sources that drafted them.
 
-    Earlier answers are drafted from. Ctrl-C ends an answer, Ctrl-D the conversation. Without a
-    terminal each line of standard input is a message, and each answer goes to standard output.
+    Earlier answers are drafted from. Ctrl-C ends an answer, Ctrl-D or /exit the conversation, and
+    /clear begins a new one. Without a terminal each line of standard input is a message, and each
+    answer goes to standard output.
     """
     drafts.check()
     settings = choice.sampling()
@@ -148,7 +156,7 @@ class Chat:
         """Answer messages until there are no more, and print the figures of all answers."""
         is_live = sys.stdin.isatty() and sys.stdout.isatty()
         is_interrupted = False
-        for message in _typed() if is_live else _lines(sys.stdin.buffer):
+        for message in self._obeyed(_typed()) if is_live else _lines(sys.stdin.buffer):
             reason = self._answer(message)
             ends_all = self._interruption.is_terminated or not is_live
             is_interrupted = reason is FinishReason.INTERRUPTED and ends_all
@@ -158,6 +166,22 @@ class Chat:
             typer.echo(f"{self._total.summary()}\n{self._worth.summary()}", err=True)
         if is_interrupted:
             raise typer.Exit(self._interruption.status)
+
+    def _obeyed(self, lines: Iterable[str]) -> Iterator[str]:
+        """Yield the messages among typed lines, and carry out the commands until one ends all."""
+        for line in lines:
+            command = line.rstrip()
+            if not _COMMAND.match(line):
+                yield line.removeprefix(" ") if line.startswith(" /") else line
+            elif command in {"/exit", "/quit"}:
+                return
+            elif command == "/clear":
+                self._messages.turns.clear()
+                typer.echo("a new conversation begins", err=True)
+            elif command == "/help":
+                typer.echo(_COMMANDS, err=True)
+            else:
+                typer.echo(f"there is no command {command.split()[0]}: {_COMMANDS}", err=True)
 
     def _answer(self, message: str) -> FinishReason:
         """Answer a message; one that cannot be answered is left out of the conversation."""
@@ -206,7 +230,7 @@ class Chat:
         """Print what an answer took, in lines that fit."""
         statistics = result.statistics
         parts = [
-            f"{statistics.tokens_per_pass:.2f} tokens per step",
+            f"{statistics.tokens_per_pass:.2f} tokens per pass",
             f"{statistics.tokens_per_second:.1f} tokens/s",
         ]
         if worth.times_plain is not None:
@@ -223,7 +247,7 @@ class Chat:
 
 
 class Pace:
-    """Counts the tokens of an answer, and shows tokens per step while it is written.
+    """Counts the tokens of an answer, and shows tokens per pass while it is written.
 
     Args:
         worth: of the answer so far, told of a pass before this.
@@ -239,7 +263,7 @@ class Pace:
         """Take in a pass, and show what all come to."""
         self._num_tokens += len(step.tokens)
         self._num_passes += 1
-        parts = [f"{self._num_tokens / self._num_passes:.2f} tokens per step"]
+        parts = [f"{self._num_tokens / self._num_passes:.2f} tokens per pass"]
         parts.append(f"this one {len(step.tokens)}")
         if self._worth.times_plain is not None:
             parts.append(f"{self._worth.times_plain:.1f}x plain")
@@ -322,7 +346,7 @@ def _typed() -> Iterator[str]:
     """Return what is typed at a terminal, until Ctrl-D; Ctrl-C gives up a line."""
     with suppress(ImportError):
         import_module("readline")  # keys of the cursor, and earlier messages
-    typer.echo("Ctrl-C ends an answer, Ctrl-D the conversation.", err=True)
+    typer.echo("Ctrl-C ends an answer, Ctrl-D the conversation; /help shows commands.", err=True)
     while True:
         try:
             message = input(_PROMPT)

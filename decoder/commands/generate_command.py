@@ -74,6 +74,7 @@ def run_generate(
         is_single=given.prompts is None,
         num_prompts=len(selected),
         palette=palette,
+        indexes=drafts.index,
     )
     interruption = Interruption()
     with ExitStack() as stack:

@@ -122,7 +122,7 @@ class ModelSettings(BaseModel):
         Raises:
             ContradictoryOptionsError: two settings exclude each other.
             IndexerError: an index cannot be opened.
-            TokenizerError: the model that an index names is not here.
+            TokenizerError: the model that an index names is not here, or is a tokenizer alone.
         """
         system = prompting.system if isinstance(prompting, AnsweredPrompts) else _MODEL.system
         return ModelOptions(
@@ -141,9 +141,14 @@ def _model_of(indexes: Sequence[Path]) -> str:
     if name is None:
         return _MODEL.name
     try:
-        locate_model(name)
+        files = locate_model(name)
     except TokenizerError as error:
         raise TokenizerError(not_here(name, error)) from error
+    if not files.has_model:
+        raise TokenizerError(
+            f"the index names {name!r}, which is a tokenizer without a model: name the model "
+            "that has it by --model"
+        )
     return name
 
 

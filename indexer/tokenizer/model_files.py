@@ -34,6 +34,12 @@ class ModelFiles:
         """Whether the location is a hub id."""
         return not Path(self.location).is_dir()
 
+    @property
+    def has_model(self) -> bool:
+        """Whether a model may be there: a folder can hold a tokenizer alone."""
+        folder = Path(self.location)
+        return self.is_on_hub or self.gguf_file is not None or (folder / "config.json").exists()
+
     def options(self) -> dict[str, Any]:
         """Return further arguments of `from_pretrained`.
 

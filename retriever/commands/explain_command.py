@@ -77,7 +77,10 @@ def shown_paths(explanation: Explanation, text_of: Callable[[list[int]], str] | 
     if not len(tree):
         return ["no draft: nothing that is known goes on from this context"]
     paths = paths_of(tree)
-    lines = [f"nodes: {len(tree)}, paths: {len(paths)}, those first that bring most tokens"]
+    lines = [
+        f"nodes: {len(tree)}, paths: {len(paths)}, those first that bring most tokens",
+        "first the probability that a path comes true; below, tokens of it by database",
+    ]
     numbers: dict[str, int] = {}
     for path in paths[:_SHOWN_PATHS]:
         tokens = tree.token_ids[path.nodes].tolist()

@@ -70,10 +70,10 @@ def test_each_line_of_a_pipe_is_a_message_and_the_model_sees_all_turns(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n\nmore\n")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n\n/more\n")))
     assert chat(monkeypatch, talking, "--system", "Brief.") == 0
     first = reply(model, "s:Brief.\nu:hello\n")
-    second = reply(model, f"s:Brief.\nu:hello\na:{first}\nu:more\n")
+    second = reply(model, f"s:Brief.\nu:hello\na:{first}\nu:/more\n")
     shown = capsys.readouterr()
     assert shown.out == f"{first}\n{second}\n"
     assert shown.err.splitlines()[-2].startswith(f"{2 * NEW} tokens, ")
@@ -174,13 +174,35 @@ def test_a_terminal_of_40_columns_shows_all(  # noqa: PLR0913  the last three ar
     assert ("\x1b[r" in text) == live  # lines scroll again
     assert ("uncoloured: the model's own" in text) == coloured
     if live:
-        assert "tokens per step, this one" in text
+        assert "tokens per pass, this one" in text
     statuses = re.findall("\x1b\\[2K([^\x1b]*)", text)
     assert all(len(status) < 40 for status in statuses)
     after = ESCAPES.sub("", text.rpartition("\x1b[2K")[2]).replace("\r", "").splitlines()
     told = next(line for line in after if "tokens/s" in line)
-    assert re.fullmatch(r"\d\.\d\d tokens per step, \d+\.\d tokens/s", told)
+    assert re.fullmatch(r"\d\.\d\d tokens per pass, \d+\.\d tokens/s", told)
     assert len(told) <= 40
+
+
+def test_lines_that_begin_with_a_slash_are_commands_at_a_terminal(
+    talking: Path,
+    screen: Callable[[bytes], Screen],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[str, int]] = []
+    own = Messages.prompt
+
+    def prompt(self: Messages, message: str, max_new_tokens: int) -> tuple[list[int], int]:
+        seen.append((message, len(self.turns)))
+        return own(self, message, max_new_tokens)
+
+    monkeypatch.setattr(Messages, "prompt", prompt)
+    shown = screen(b"a\n/help\n/nope x\n /exit\n/a/b\n/clear \nb\n/quit\nc\n")
+    assert chat(monkeypatch, talking) == 0
+    assert seen == [("a", 0), ("/exit", 1), ("/a/b", 2), ("b", 0)]
+    text = ESCAPES.sub("", shown.text())
+    assert text.count("/exit and /quit end all") == 2
+    assert "there is no command /nope: /clear" in text
+    assert "a new conversation begins" in text
 
 
 def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(
@@ -224,8 +246,8 @@ def test_a_status_line_leaves_the_cursor_and_the_screen_as_they_were(
 
 
 def test_parts_are_folded_and_never_cut() -> None:
-    parts = ["4.67 tokens per step", "31.0 tokens/s", "2.9x plain"]
+    parts = ["4.67 tokens per pass", "31.0 tokens/s", "2.9x plain"]
     assert folded(parts, 80) == [", ".join(parts)]
-    assert folded(parts, 40) == ["4.67 tokens per step, 31.0 tokens/s", "2.9x plain"]
+    assert folded(parts, 40) == ["4.67 tokens per pass, 31.0 tokens/s", "2.9x plain"]
     assert folded(parts, 5) == parts
     assert Worth().times_plain is None

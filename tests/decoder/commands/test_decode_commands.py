@@ -398,6 +398,13 @@ def test_an_index_names_the_model_that_it_was_built_for(
     expected = json.loads(capsys.readouterr().out)["token_ids"]
     assert run(monkeypatch, "generate", *arguments) == 0
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).unlink()
+    assert run(monkeypatch, "generate", *arguments) == 1
+    told = f"the index names '{folder}', which is a tokenizer without a model: name the model that"
+    assert told in capsys.readouterr().err
+    assert generate(monkeypatch, model_directory, *arguments) == 0
+    capsys.readouterr()
     shutil.rmtree(folder)
     assert run(monkeypatch, "generate", *arguments) == 1
     said = capsys.readouterr().err

@@ -16,6 +16,7 @@ from decoder import assembly
 from decoder.budget.costs import CostSurface
 from decoder.model import pretrained as models
 from decoder.model.pretrained import PreparedModel
+from indexer.build import build_from_texts
 from indexer.launch import INTERRUPTED, TERMINATED
 from tests.decoder.commands.command_line import PROMPT, generate, never, run
 from tests.decoder.conftest import STOP
@@ -248,6 +249,32 @@ def test_a_write_protected_file_is_refused_before_anything_is_loaded(
     arguments = ("--prompt", PROMPT, "--html", str(page))
     assert generate(monkeypatch, model_directory, *arguments) == 1
     assert f"cannot write the page {page}: the file is write-protected" in capsys.readouterr().err
+
+
+def test_an_index_that_brought_nothing_is_told(
+    model_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "20", "--no-recycle")
+    assert generate(monkeypatch, model_directory, *arguments, "--json") == 0
+    own = reported(capsys)[0]["text"]
+    told = {}
+    for name, text in (("its own", PROMPT + own), ("an other", "0123456789" * 9)):
+        index = tmp_path / name
+        build_from_texts([("a", text)], index, str(model_directory))
+        assert generate(monkeypatch, model_directory, *arguments, "--index", str(index)) == 0
+        told[name] = capsys.readouterr().err
+    assert "no token came from" not in told["its own"]
+    assert told["an other"].splitlines()[-1] == (
+        f"no token came from {tmp_path}/an other: an index helps a model that writes what stands "
+        f"in it; `foredraft explain --index '{tmp_path}/an other' --context TEXT` shows what it "
+        "would draft"
+    )
+    more = ("--json", "--index", str(index))
+    assert generate(monkeypatch, model_directory, *arguments, *more) == 0
+    assert "no token came from" not in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_the_text_so_far(

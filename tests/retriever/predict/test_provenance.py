@@ -332,8 +332,8 @@ def test_command_shows_the_text_of_tokens(tmp_path: Path) -> None:
     assert "'i'" in run(*options, "--context", "the qu", "--full").stdout
     shown = run(*options, "--context", "the qu").stdout.splitlines()
     assert shown[0] == "nodes: 2, paths: 1, those first that bring most tokens"
-    assert shown[1].endswith("  'ic'")
-    assert shown[2:4] == ["        corpus 2 [1]", "[1] index: fox"]
+    assert shown[2].endswith("  'ic'")
+    assert shown[3:5] == ["        corpus 2 [1]", "[1] index: fox"]
     (tmp_path / "tokenizer").rename(tmp_path / "elsewhere")
     missing = run(*options, "--context", "the qu")
     assert missing.exit_code == 1
@@ -353,7 +353,9 @@ def test_the_paths_that_bring_most_tokens_come_first_and_each_source_once() -> N
     document = DocumentOccurrence("my", "a.py", "MIT", 3)
     nodes = tuple(NodeProvenance(1, 2, (), (document,)) for _ in range(4))
     lines = shown_paths(Explanation(tree, nodes), None)
-    assert lines[1:-1] == [
+    assert lines[:-1] == [
+        "nodes: 4, paths: 2, those first that bring most tokens",
+        "first the probability that a path comes true; below, tokens of it by database",
         " 0.100  tokens 5, 6, 8",
         "        corpus 3 [1]",
         " 0.400  tokens 7",
