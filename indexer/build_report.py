@@ -149,12 +149,14 @@ class ConversationTally:
         num_conversations: of which any was taken or not.
         num_turns: turns that were taken.
         left_out: of the conversations, by kind: images, empty turns, turns of unknown roles.
+        missing_field: a key that was named for the text, and that none of them has; else empty.
     """
 
     kind: str
     num_conversations: int = 0
     num_turns: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
+    missing_field: str = ""
 
     def add(self, other: "ConversationTally") -> None:
         """Add the counts of another part of the file."""
@@ -166,9 +168,9 @@ class ConversationTally:
         """Return the counts in words."""
         counts = ", ".join(f"{count:,} x {what}" for what, count in self.left_out.most_common())
         without = f"; left out: {counts}" if counts else ""
-        return (
-            f"{self.num_turns:,} {self.kind} of {self.num_conversations:,} conversations{without}"
-        )
+        unused = f"; none has the field {self.missing_field!r}" if self.missing_field else ""
+        counted = f"{self.num_turns:,} {self.kind} of {self.num_conversations:,} conversations"
+        return f"{counted}{unused}{without}"
 
 
 Conversations = dict[tuple[str, str], ConversationTally]

@@ -48,7 +48,7 @@ def add_command(
     """
     options = build_options(found, screen, added, work)
     if dry_run:
-        show_preview(sources, options, as_json=as_json)
+        show_preview(sources, options, into=path, as_json=as_json)
         return
     with BuildProgress() as progress:
         report = add_documents(path, sources, options, progress)

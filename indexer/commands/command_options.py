@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Protocol
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from indexer import engines
 from indexer.engines.memory import parse_size
 from indexer.flags import Metavar
 from indexer.format.names import MAX_POSITIONS
+from indexer.reader import Index
 from indexer.screening.exclusion import ExcludedPhrases
 from indexer.screening.screen import NO_SCREENING, ExcludeScope, ScreenOptions
 from indexer.sources import Git, SourceOptions, StdinFormat, Turns
@@ -248,13 +251,26 @@ DryRun = Annotated[
 ]
 
 
-def show_preview(sources: Sequence[str], options: BuildOptions, *, as_json: bool) -> None:
+def show_preview(
+    sources: Sequence[str], options: BuildOptions, *, into: Path | None = None, as_json: bool
+) -> None:
     """Print what would be indexed; end with status 1 if nothing would be.
+
+    Args:
+        sources: to be read.
+        options: how.
+        into: an index that they would be added to: what it holds is left out.
+        as_json: for machines to read.
 
     Raises:
         SourceError: a source does not exist, or more would be dropped than the options allow.
+        IndexerError: the index cannot be opened.
     """
-    preview = preview_of(sources, options)
+    known = list[NDArray[np.uint8]]()
+    if into is not None:
+        with Index.open(into) as index:
+            known = [np.array(segment.documents.digests) for segment in index.segments]
+    preview = preview_of(sources, options, known)
     show(preview, as_json=as_json)
     options.check_dropped(preview.tally)
     if not preview.tally.num_documents:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Summary:
     Attributes:
         path: the index's directory.
         snapshot: number of the snapshot: higher after every change.
+        changed_s: when the index was changed last, in seconds since 1970.
         vocabulary: of the tokenizer that it was built with.
         num_tokens: tokens, separators not counted.
         num_documents: documents.
@@ -49,6 +51,7 @@ class Summary:
 
     path: str
     snapshot: int
+    changed_s: float
     vocabulary: Vocabulary
     num_tokens: int
     num_documents: int
@@ -67,6 +70,7 @@ class Summary:
             "path": self.path,
             "format_version": FORMAT_VERSION,
             "snapshot": self.snapshot,
+            "changed": self._changed(),
             "tokens": self.num_tokens,
             "documents": self.num_documents,
             "licences": self.licences,
@@ -94,6 +98,7 @@ class Summary:
         licences = sorted(self.licences.items(), key=lambda item: (-item[1], item[0]))
         lines = [
             f"{self.path}: format version {FORMAT_VERSION}, snapshot {self.snapshot}",
+            f"changed      {self._changed()}",
             f"documents    {self.num_documents:,}",
             *(f"  {number:>10,} {licence or 'of unknown licence'}" for licence, number in licences),
             f"texts        {'kept' if self.keeps_texts else 'not kept'}",
@@ -112,6 +117,12 @@ class Summary:
         ]
         return "\n".join(lines)
 
+    def _changed(self) -> str:
+        """Return when the index was changed last, in the local time zone, as ISO 8601 has it."""
+        return (
+            datetime.fromtimestamp(self.changed_s, UTC).astimezone().isoformat(timespec="seconds")
+        )
+
 
 def summarise(path: Path | str) -> Summary:
     """Open an index and count what it holds.
@@ -125,6 +136,7 @@ def summarise(path: Path | str) -> Summary:
         return Summary(
             path=str(path),
             snapshot=index.number,
+            changed_s=index.published_s,
             vocabulary=index.vocabulary,
             num_tokens=index.num_tokens,
             num_documents=index.num_documents,

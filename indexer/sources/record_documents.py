@@ -20,7 +20,7 @@ from indexer.sources.conversations import (
     turns_of,
 )
 from indexer.sources.licences import licence_in
-from indexer.sources.source_options import SourceOptions
+from indexer.sources.source_options import DEFAULT_FIELD, SourceOptions
 from indexer.sources.streamed_answers import is_chunk
 
 _MAX_KEYS: Final = 12
@@ -90,7 +90,9 @@ def documents_of(
         taken = list(_texts(conversation, options))
     finally:
         place = file.name, str(conversation.shape)
-        tally.count_conversation(place, _counted(conversation, options.turns))
+        is_missing = options.field not in ("", DEFAULT_FIELD, *columns)
+        counted = _counted(conversation, options.turns, options.field if is_missing else "")
+        tally.count_conversation(place, counted)
     if not taken:
         raise _without_turns(conversation, columns, options.turns)
     for number, text in taken:
@@ -183,10 +185,11 @@ def _together(conversation: Conversation, options: SourceOptions) -> str:
     return str(rendered[0][0])
 
 
-def _counted(conversation: Conversation, turns: Turns) -> ConversationTally:
+def _counted(conversation: Conversation, turns: Turns, missing_field: str) -> ConversationTally:
     taken = [turn for turn in conversation.turns if turns in {Turns.ALL, turn.role}]
     kind = "turns" if turns == Turns.ALL else f"{turns} turns"
-    return ConversationTally(kind, 1, len(taken), Counter(conversation.left_out))
+    left_out = Counter(conversation.left_out)
+    return ConversationTally(kind, 1, len(taken), left_out, missing_field)
 
 
 def _without_turns(

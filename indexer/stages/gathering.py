@@ -117,10 +117,7 @@ def without_duplicates(
         known: uint8[n, DIGEST_BYTES] each, digests of documents that the index holds already.
         tally: counts the duplicates.
     """
-    digests = np.concatenate([*known, *(part.documents().digests for part in parts)])
-    is_first = np.zeros(len(digests), np.bool_)
-    keys = np.ascontiguousarray(digests).view(f"V{DIGEST_BYTES}").reshape(-1)
-    is_first[np.unique(keys, return_index=True)[1]] = True
+    is_first = first_of(np.concatenate([*known, *(part.documents().digests for part in parts)]))
     begin = sum(len(each) for each in known)
     pieces = []
     for part in parts:
@@ -133,6 +130,18 @@ def without_duplicates(
         if kept.any():
             pieces.append(Piece(part, tuple(kept_runs(kept))))
     return pieces
+
+
+def first_of(digests: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Return which of some digests are equal to none before.
+
+    Args:
+        digests: uint8[n, DIGEST_BYTES].
+    """
+    is_first = np.zeros(len(digests), np.bool_)
+    keys = np.ascontiguousarray(digests).view(f"V{DIGEST_BYTES}").reshape(-1)
+    is_first[np.unique(keys, return_index=True)[1]] = True
+    return is_first
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What a build or an addition would index, without writing anything."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +8,15 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from indexer.build_report import BuildTally, describe_conversations, list_conversations
+from indexer.format.documents import digest_of
+from indexer.format.names import DIGEST_BYTES
 from indexer.sources import SourceBlock, plan, read
 from indexer.stages.build_options import BuildOptions
+from indexer.stages.gathering import DUPLICATE, first_of
 from indexer.stages.tokenise import UsableText, usable_texts
 
 _MAX_SAMPLES: Final = 5
@@ -21,7 +28,7 @@ _MAX_WORDS_CHARACTERS: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class PreviewedFile:
-    """A file that would be read: its form, and how many documents it holds."""
+    """A file that would be read: its form, and how many documents it holds, equal ones too."""
 
     name: str
     form: str
@@ -35,8 +42,8 @@ class Preview:
     Attributes:
         files: those that would be read, in order.
         samples: names and first words of some documents: the first of each of the first pieces.
-        num_bytes: text of all documents in UTF-8; equal documents count each.
-        tally: what is skipped and why, and the conversations.
+        num_bytes: text of these documents in UTF-8.
+        tally: what is skipped and why, equal documents too, and the conversations.
     """
 
     files: tuple[PreviewedFile, ...]
@@ -80,12 +87,17 @@ class Preview:
         )
 
 
-def preview_of(sources: Sequence[Path | str], options: BuildOptions) -> Preview:
+def preview_of(
+    sources: Sequence[Path | str],
+    options: BuildOptions,
+    known: Sequence[NDArray[np.uint8]] = (),
+) -> Preview:
     """Read sources as a build does, up to where texts would be tokenised.
 
     Args:
         sources: as for `build_index`.
         options: as for `build_index`.
+        known: uint8[n, DIGEST_BYTES] each, digests of documents that the index holds already.
 
     Raises:
         SourceError: a source does not exist, or consists of tables without a usable column.
@@ -93,20 +105,53 @@ def preview_of(sources: Sequence[Path | str], options: BuildOptions) -> Preview:
     tally = BuildTally()
     files: dict[str, PreviewedFile] = {}
     samples: list[tuple[str, str]] = []
-    num_bytes = 0
+    found = _Found()
     with TemporaryDirectory() as scratch:
         for block in plan(sources, options.sources, tally, Path(scratch)):
             for file, texts in _texts_of(block, options, tally):
                 num_documents = 0
                 for number, text in enumerate(texts, 1):
                     num_documents = number
-                    num_bytes += text.num_bytes
+                    found.add(text)
                     if number == 1 and len(samples) < _MAX_SAMPLES:
                         samples.append((text.name, _first_words(text.text)))
                 before = files.get(file.name, file).num_documents
                 files[file.name] = PreviewedFile(file.name, file.form, before + num_documents)
-                tally.num_documents += num_documents
+    num_bytes = found.count(tally, known, deduplicate=options.deduplicate)
     return Preview(tuple(files.values()), tuple(samples), num_bytes, tally)
+
+
+class _Found:
+    """The documents that were found: a digest and a size of each, which is all that is kept."""
+
+    def __init__(self) -> None:
+        self._digests = bytearray()
+        self._sizes = array("q")
+
+    def add(self, text: UsableText) -> None:
+        """Take in a document."""
+        self._digests += digest_of(text.text.encode("utf-8"))
+        self._sizes.append(text.num_bytes)
+
+    def count(
+        self, tally: BuildTally, known: Sequence[NDArray[np.uint8]], *, deduplicate: bool
+    ) -> int:
+        """Count the documents that would be indexed and the equal ones; return the former's bytes.
+
+        Args:
+            tally: counts them.
+            known: uint8[n, DIGEST_BYTES] each, digests of documents that the index holds already.
+            deduplicate: whether equal ones are left out.
+        """
+        sizes = np.frombuffer(self._sizes, np.int64)
+        if deduplicate:
+            own = np.frombuffer(self._digests, np.uint8).reshape(-1, DIGEST_BYTES)
+            num_known = sum(map(len, known))
+            sizes = sizes[first_of(np.concatenate([*known, own]))[num_known:]]
+        tally.num_documents += len(sizes)
+        if len(sizes) < len(self._sizes):
+            tally.skipped[DUPLICATE] += len(self._sizes) - len(sizes)
+        return int(sizes.sum())
 
 
 def _texts_of(

@@ -1,9 +1,12 @@
 import io
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
@@ -131,6 +134,7 @@ def test_segments_beyond_the_format_are_a_usage_error(
 def test_inspect_tells_what_an_index_holds(cli: Cli, built: Path) -> None:
     status, out, err = cli("inspect", built)
     assert (status, err) == (0, "")
+    shown = out
     assert re.search(r"tokens\s+11 in 1 segment", out)
     assert re.search(r"6 of 2 .*, 3 of 3 .*, 2 of 4 .* 1, 2, 2 times\n\s+1,366 bytes, 124.18", out)
 
@@ -142,6 +146,14 @@ def test_inspect_tells_what_an_index_holds(cli: Cli, built: Path) -> None:
     assert summary.pop("bytes") == sum(files) - sum(folders)
     assert len(summary.pop("fingerprint")) == 64
     assert Path(summary.pop("tokenizer")).is_dir()
+    changed = summary.pop("changed")
+    assert abs(datetime.fromisoformat(changed).timestamp() - time.time()) < 3600
+    [snapshot] = (built / "catalog").iterdir()
+    os.utime(snapshot, (0, 0))
+    assert datetime.fromisoformat(json.loads(cli("inspect", built, "--json")[1])["changed"]) == (
+        datetime.fromtimestamp(0, UTC)
+    )
+    assert f"changed      {changed}" in shown
     assert summary.pop("phrases") == {
         "ngrams": [6, 3, 2],
         "min_counts": [1, 2, 2],

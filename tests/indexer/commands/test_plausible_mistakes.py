@@ -355,6 +355,42 @@ def test_a_dry_run_says_what_would_be_indexed_and_writes_nothing(cli: Cli, tmp_p
     assert report["conversations"][0]["turns"] == 1
 
 
+def test_a_dry_run_counts_equal_texts_as_a_build_does(
+    cli: Cli, tmp_path: Path, tokenizer_folder: Path
+) -> None:
+    write(tmp_path / "a.jsonl", [{"text": text} for text in ("one", "two", "one", "one", "")])
+    write(tmp_path / "b.jsonl", [{"text": text} for text in ("two", "three")])
+    sources, options = (tmp_path / "a.jsonl", tmp_path / "b.jsonl"), ("--json",)
+    build = ("build", *sources, "-o", tmp_path / "x", "--tokenizer", tokenizer_folder)
+    for more in ((), ("--keep-duplicates",)):
+        preview = json.loads(cli(*build, *more, *options, "--dry-run")[1])
+        report = json.loads(cli(*build, *more, *options, "--overwrite")[1])
+        assert preview["documents"] == report["documents"] == (6 if more else 3)
+        assert preview["skipped"] == report["skipped"]
+        assert preview["bytes"] == (3 * 4 + 2 * 3 + 2 if more else 3 + 3 + 5)
+    assert "would index 3 documents, 11 bytes" in cli(*build, "--dry-run")[1]
+    write(tmp_path / "c.jsonl", [{"text": text} for text in ("three", "four", "four")])
+    add = ("add", tmp_path / "x", tmp_path / "c.jsonl", *options)
+    preview, report = (json.loads(cli(*add, *more)[1]) for more in (("--dry-run",), ()))
+    assert preview["documents"] == report["added"] == 1
+    assert preview["skipped"] == report["skipped"] == {"exact duplicate": 2}
+    status, out, _ = cli(*add, "--dry-run")
+    assert (status, json.loads(out)["documents"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "is_missing"), [("content", True), ("text", False), ("messages", False)]
+)
+def test_a_field_that_no_conversation_has_is_told(
+    cli: Cli, tmp_path: Path, field: str, *, is_missing: bool
+) -> None:
+    write(tmp_path / "a.jsonl", chat(USER, assistant("x")))
+    _, out, _ = cli("build", tmp_path / "a.jsonl", "--field", field, "--dry-run")
+    told = "1 assistant turns of 1 conversations; none has the field 'content'\n"
+    assert (told in out) == is_missing
+    assert ("has the field" in out) == is_missing
+
+
 def test_build_and_add_say_which_conversations_they_found(
     cli: Cli, tmp_path: Path, tokenizer_folder: Path
 ) -> None:

@@ -246,9 +246,9 @@ def test_the_health_check_tells_who_takes_calls() -> None:
     checks = ("retriever.operations.health",), ("foredraft", "health")
     process, address = start_service("--address", "127.0.0.1:0")
     live = ("foredraft", "health", "--live")
-    done = [run(*check, address) for check in (*checks, live)]
-    assert [each.returncode for each in done] == [0, 0, 0]
-    assert [each.stdout for each in done] == ["", "ready\n", "alive\n"]
+    healthy = [run(*check, address) for check in (*checks, live)]
+    assert [each.returncode for each in healthy] == [0, 0, 0]
+    assert [each.stdout for each in healthy] == ["", "ready\n", "alive\n"]
     assert run(*checks[0], FOREDRAFT_ADDRESS=address).returncode == 0
     stop_service(process)
     for check in checks:
