@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import typer
@@ -84,6 +84,10 @@ _HEADING_CHARACTERS = 72
 """Of a prompt, so that its heading fits a line of 80."""
 
 
+_INDEXED: Final = (Source.CORPUS, Source.PHRASES)
+"""What a token of an index is drafted from: its texts, or its phrase tables."""
+
+
 class Printer:
     """Shows answers on standard output, and figures and errors on standard error.
 
@@ -158,7 +162,8 @@ class Printer:
             typer.echo(f"tokens by colour: {legend}", err=True, color=True)
         typer.echo(total.summary() + endings.summary(), err=True)
         typer.echo(worth.summary(), err=True)
-        if self._indexes and total.num_tokens and not total.accepted[Source.CORPUS]:
+        is_unused = not any(total.accepted[source] for source in _INDEXED)
+        if self._indexes and total.num_tokens and is_unused:
             self._tell_unused()
 
     def _tell_unused(self) -> None:

@@ -15,7 +15,7 @@ from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN
 from decoder.commands.options import ModelSettings
 from decoder.commands.trace_command import print_table
-from decoder.contenders.drafting_rules import DraftingRule, drafting_rules
+from decoder.contenders.drafting_rules import OWN, DraftingRule, drafting_rules
 from decoder.errors import ContradictoryOptionsError
 from decoder.estimate.cost_curve import (
     DEFAULT_ROOFLINE,
@@ -27,6 +27,7 @@ from decoder.estimate.cost_curve import (
 )
 from decoder.estimate.estimate_plot import check_plot, draw
 from decoder.estimate.estimate_report import (
+    Crowded,
     Estimate,
     as_json,
     assumptions,
@@ -45,6 +46,9 @@ from retriever.replay.traces import ChatEncoder, stream_traces
 from retriever.sessions.options import DEFAULT_LIMITS, check_files, indexed_tokenizer
 
 BUDGETS: Final = (4, 8, 16, 32, 64)
+
+_CROWDED: Final = 32
+"""Sequences in a pass of a busy server: what a gain for one alone is set against."""
 
 _ASSUMPTIONS: Final = (
     "each output drafts from its own prompt and from the outputs before it in the log",
@@ -270,7 +274,8 @@ def run_estimate(
             rules = drafting_rules(drafts.index, encoder.vocabulary)
             budgets: list[Nodes] = [*drafts.budgets, PAYING]
             outcomes = _replayed(records, rules, budgets, curve, progress)
-            estimate = _estimate(outcomes, records, curve, drafts)
+            crowded = _crowded(records, rules, curve, drafts.budgets[-1])
+            estimate = _estimate(outcomes, records, curve, drafts, crowded)
     if plot is not None:
         draw(estimate, plot)
     _show(estimate, is_json=as_json_)
@@ -302,8 +307,24 @@ def _replayed(
     return list(project(watched, rules, budgets, curve))
 
 
+def _crowded(
+    log: TokenLog, rules: list[DraftingRule], curve: CostCurve, max_nodes: int
+) -> Crowded | None:
+    """Replay our drafts for a busy server, where passes are computed for one sequence alone."""
+    if not curve.roofline or curve.batch != 1:
+        return None
+    own = [rule for rule in rules if rule.name == OWN]
+    busy = roofline(curve.roofline, _CROWDED, max_nodes)
+    plain, drafted = project(log, own, [PAYING], busy)
+    return Crowded(_CROWDED, drafted.speedup(plain))
+
+
 def _estimate(
-    outcomes: list[Outcome], records: TokenLog, curve: CostCurve, drafts: EstimatedDrafts
+    outcomes: list[Outcome],
+    records: TokenLog,
+    curve: CostCurve,
+    drafts: EstimatedDrafts,
+    crowded: Crowded | None,
 ) -> Estimate:
     short = f"; {records.num_short:,} have less than two: nothing to draft"
     taken = [
@@ -313,7 +334,7 @@ def _estimate(
     ]
     if drafts.index:
         taken.append("no index holds the log's own outputs, which would foretell themselves")
-    return Estimate(outcomes[0], outcomes[1:], curve, records.kinds, records.field, taken)
+    return Estimate(outcomes[0], outcomes[1:], curve, records.kinds, records.field, taken, crowded)
 
 
 def _show(estimate: Estimate, *, is_json: bool) -> None:

@@ -7,7 +7,7 @@ sequence comes on top. So nodes are free until arithmetic takes longer than read
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -94,12 +94,15 @@ class CostCurve:
         source: where the figures come from, in a few words.
         assumptions: what they take for granted, a sentence each.
         batch: sequences that share a pass; drafts for them are made one after the other.
+        roofline: the name that it was computed for from data sheets, without the engine's own time,
+            so that what it promises is the most there can be; empty where passes were measured.
     """
 
     surface: CostSurface
     source: str
     assumptions: tuple[str, ...] = field(default=())
     batch: int = 1
+    roofline: str = ""
 
     def seconds(self, num_nodes: int, context: int) -> float:
         """Return what a pass takes that verifies so many nodes behind `context` tokens."""
@@ -120,7 +123,7 @@ class CostCurve:
         )
         wider = CostSurface(surface.contexts, (*surface.widths, max_nodes + 1), rows)
         told = f"beyond {widest - 1} nodes, passes cost as between {before - 1} and {widest - 1}"
-        return CostCurve(wider, self.source, (*self.assumptions, told), self.batch)
+        return replace(self, surface=wider, assumptions=(*self.assumptions, told))
 
 
 def roofline(name: str, batch: int, max_nodes: int) -> CostCurve:
@@ -167,6 +170,7 @@ def roofline(name: str, batch: int, max_nodes: int) -> CostCurve:
             ),
         ),
         batch,
+        name,
     )
 
 

@@ -30,6 +30,7 @@ class Estimate:
         kinds: of traffic; one for all where they are not told apart.
         field: of the log that tells them; empty if none does.
         assumptions: of the replay, a sentence each.
+        crowded: for passes by a roofline, what our drafts gain where more sequences share one.
     """
 
     plain: Outcome
@@ -38,6 +39,7 @@ class Estimate:
     kinds: Sequence[str]
     field: str
     assumptions: Sequence[str]
+    crowded: "Crowded | None" = None
 
     @property
     def drafters(self) -> list[str]:
@@ -71,6 +73,19 @@ class Estimate:
         return self.speedup(OWN, kind) >= WORTH_IT
 
 
+@dataclass(frozen=True, slots=True)
+class Crowded:
+    """What our drafts, cut to what pays, gain where many sequences share a pass.
+
+    Attributes:
+        batch: sequences in a pass.
+        speedup: over plain decoding of as many.
+    """
+
+    batch: int
+    speedup: float
+
+
 def verdict(estimate: Estimate) -> str:
     """Return in one sentence whether our drafts help, how much, and where they do not."""
     best = estimate.best(OWN)
@@ -79,9 +94,27 @@ def verdict(estimate: Estimate) -> str:
     if not estimate.helps():
         told = f"it won't help: {speedup:.2f} times plain decoding at best, {_reason(estimate)}"
         return told + (f"; but {_listed(estimate, helped)}" if helped else "")
-    told = f"about {speedup:.1f} times plain decoding with {_budget(best)}"
+    told = (
+        f"{_about(estimate)} {speedup:.1f} times plain decoding with {_budget(best)}"
+        f"{_bounds(estimate)}"
+    )
     others = [kind for kind in estimate.kinds if kind not in helped]
     return told + (f"; it won't help with {_listed(estimate, others)}" if others else "")
+
+
+def _about(estimate: Estimate) -> str:
+    return "at most" if estimate.curve.roofline else "about"
+
+
+def _bounds(estimate: Estimate) -> str:
+    """Return for how many sequences computed passes hold, and what they leave out."""
+    if not estimate.curve.roofline:
+        return ""
+    batch, crowded = estimate.curve.batch, estimate.crowded
+    told = ", for one sequence at a time" if batch == 1 else f", for {batch} sequences in a pass"
+    if crowded is not None:
+        told += f" ({crowded.speedup:.1f} times for {crowded.batch} in a pass)"
+    return f"{told}, the engine's own time left out"
 
 
 def beside(estimate: Estimate) -> str:
@@ -127,6 +160,8 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
         "helps": estimate.helps(),
         "speedup": estimate.speedup(OWN),
         "nodes": estimate.best(OWN).nodes,
+        "is_bound": bool(estimate.curve.roofline),
+        "crowded": None if estimate.crowded is None else asdict(estimate.crowded),
         "kinds": {"field": estimate.field, "names": list(estimate.kinds)},
         "assumptions": assumptions(estimate),
         "costs": {"batch": estimate.curve.batch, **asdict(estimate.curve.surface)},

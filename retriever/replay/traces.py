@@ -223,8 +223,8 @@ class _Reading:
                 yield self._trace(each), each.row
 
     def without_trace(self) -> TraceError:
-        """Return the error that there is no trace, and why."""
-        return TraceError(f"{self._path} holds no trace: {self.tally.why_nothing()}")
+        """Return the error that there is no output, and why."""
+        return TraceError(f"{self._path} holds no recorded output: {self.tally.why_nothing()}")
 
     def _records(self) -> Iterator[tuple[str, Any]]:
         try:

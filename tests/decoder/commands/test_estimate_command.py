@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,18 @@ def test_it_answers_in_the_last_line_and_states_what_it_assumes(
     assert run(monkeypatch, "estimate", str(log), "--budget", "8") == 0
     shown = capsys.readouterr().out
     last = shown.splitlines()[-1]
-    assert last.startswith("foredraft: about ")
-    assert "it won't help with poems (" in last
+    said = re.match(
+        r"foredraft: at most ([\d.]+) times plain decoding with .*, for one sequence at a time "
+        r"\(([\d.]+) times for 32 in a pass\), the engine's own time left out; it won't help with "
+        r"poems \(",
+        last,
+    )
+    assert said, last
+    alone, crowded = map(float, said.groups())
+    assert alone > crowded
+    assert run(monkeypatch, "estimate", str(log), "--budget", "8", "--batch", "2") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert ", for 2 sequences in a pass, the engine's own time left out" in last
     for told in ("tokens per step", "speed-up", "prompt lookup", "SuffixDecoding", "data sheet"):
         assert told in shown
 
@@ -50,6 +61,7 @@ def test_values_are_json_and_the_costs_are_those_of_a_file(
     report = json.loads(capsys.readouterr().out)
     assert report["verdict"].startswith("it won't help: ")
     assert report["helps"] is False
+    assert (report["is_bound"], report["crowded"]) == (False, None)
     plain = report["plain"]["all"]
     assert (plain["records"], plain["tokens"], plain["pass_s"]) == (5, 5 * 59, 5 * 59)
     fixed = next(o for o in report["outcomes"] if (o["drafter"], o["nodes"]) == ("foredraft", 4))

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from decoder import assembly
 from decoder.budget.costs import CostSurface
+from decoder.commands.answers import Endings, Printer
 from decoder.model import pretrained as models
 from decoder.model.pretrained import PreparedModel
+from decoder.observation import Statistics
+from decoder.worth import Worth
 from indexer.build import build_from_texts
 from indexer.launch import INTERRUPTED, TERMINATED
+from retriever.tree import Source
 from tests.decoder.commands.command_line import PROMPT, generate, never, run
 from tests.decoder.conftest import STOP
 from tests.decoder.decoding import SIZES
@@ -234,6 +239,21 @@ def test_what_was_written_is_named(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "passes.jsonl"]
     assert generate(monkeypatch, model_directory, *arguments) == 0
     assert "wrote" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "is_told"),
+    [(Source.CORPUS, False), (Source.PHRASES, False), (Source.CONTEXT, True), (Source.MODEL, True)],
+)
+def test_texts_and_phrase_tables_of_an_index_are_its_tokens(
+    source: Source, capsys: pytest.CaptureFixture[str], *, is_told: bool
+) -> None:
+    printer = Printer(as_json=False, is_single=True, num_prompts=1, indexes=[Path("x")])
+    total = Statistics(num_passes=2, num_tokens=5, accepted=Counter({source: 1}))
+    printer.statistics(total, Endings(9), Worth())
+    assert ("no token came from x" in capsys.readouterr().err) == is_told
+    printer.statistics(Statistics(num_passes=1), Endings(9), Worth())
+    assert "no token came from" not in capsys.readouterr().err
 
 
 def test_a_write_protected_file_is_refused_before_anything_is_loaded(

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -13,7 +14,15 @@ from decoder.contenders.drafting_rules import OWN
 from decoder.errors import PlotError
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.estimate_plot import check_plot, draw
-from decoder.estimate.estimate_report import Estimate, as_json, assumptions, beside, tables, verdict
+from decoder.estimate.estimate_report import (
+    Crowded,
+    Estimate,
+    as_json,
+    assumptions,
+    beside,
+    tables,
+    verdict,
+)
 from decoder.estimate.projection import PAYING, Nodes, Outcome, Tally
 
 CURVE = CostCurve(CostSurface.flat([1, 65], [1.0, 1.0]), "a made-up machine", ("all is flat",))
@@ -38,6 +47,17 @@ def estimate(*outcomes: Outcome) -> Estimate:
 def test_the_verdict_names_the_gain_and_the_nodes() -> None:
     made = estimate(outcome(OWN, 4, ("all", 60, 1.0)), outcome(OWN, 16, ("all", 40, 1.19)))
     assert verdict(made) == "about 2.1 times plain decoding with 16 nodes"
+
+
+def test_a_gain_by_computed_passes_is_called_the_most_there_can_be() -> None:
+    made = estimate(outcome(OWN, 16, ("all", 50, 1.0)))
+    bound = replace(made, curve=replace(CURVE, roofline="8b-h100"), crowded=Crowded(32, 1.44))
+    assert verdict(bound) == (
+        "at most 2.0 times plain decoding with 16 nodes, for one sequence at a time (1.4 times for "
+        "32 in a pass), the engine's own time left out"
+    )
+    values = as_json(bound)
+    assert (values["is_bound"], values["crowded"]) == (True, {"batch": 32, "speedup": 1.44})
 
 
 def test_the_verdict_tells_what_paying_drafts_come_to() -> None:

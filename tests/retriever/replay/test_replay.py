@@ -149,7 +149,7 @@ def test_a_budget_beyond_the_limit_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_a_file_without_a_trace_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text("\n\n")
-    assert "holds no trace: expected are `messages`" in refused(tmp_path / "t.jsonl")
+    assert "holds no recorded output: expected are `messages`" in refused(tmp_path / "t.jsonl")
     (tmp_path / "t.jsonl").write_text('{"body": "x", "id": 1}\n')
     assert "skipped: 1 no conversation (first: " in refused(tmp_path / "t.jsonl")
     assert "its keys are 'body', 'id': expected are" in refused(tmp_path / "t.jsonl")
@@ -159,8 +159,8 @@ def test_a_log_without_an_answer_is_said_to_have_none(tmp_path: Path) -> None:
     asked = {"messages": [{"role": "user", "content": "?"}]}
     log = write(tmp_path / "t.jsonl", [{"request": asked, "response": {"error": {"code": 503}}}])
     assert refused(log) == (
-        f"error: {log} holds no trace: {log}: requests and responses of a server, 0 outputs of 1 "
-        "conversations; left out: 1 x response without an answer\n"
+        f"error: {log} holds no recorded output: {log}: requests and responses of a server, 0 "
+        "outputs of 1 conversations; left out: 1 x response without an answer\n"
     )
 
 
@@ -248,7 +248,9 @@ def test_turns_that_a_template_refuses_and_too_long_ones_are_skipped(
     alone = encoding.read_traces(
         write(tmp_path / "alone.jsonl", rows[:1]), encoding.ChatEncoder("x"), skipped=found
     )
-    with pytest.raises(TraceError, match=r"holds no trace: .*2 refused by the chat template"):
+    with pytest.raises(
+        TraceError, match=r"holds no recorded output: .*2 refused by the chat template"
+    ):
         list(alone)
 
 
