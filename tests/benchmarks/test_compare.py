@@ -53,7 +53,7 @@ def test_comparison_is_written_for_programs_and_people(
     ("arguments", "reason"),
     [
         (("--workload", "nothing"), "a workload is NAME=TRACES"),
-        (("--workload", "a=missing.jsonl"), "cannot be read"),
+        (("--workload", "a=missing.jsonl"), "cannot read"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: tuple[str, ...], reason: str) -> None:
