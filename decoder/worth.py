@@ -6,6 +6,9 @@ from typing import Any, Final
 from decoder.budget.budget import MeasuredBudget
 from decoder.observation import ObservedPass, Observer
 
+_TELLING_PASSES: Final = 64
+"""Passes from which on an estimate may say no: of fewer a busy moment makes what it will."""
+
 UNKNOWN: Final = (
     "what drafts are worth here is not known yet: no pass was made behind the prompt's own"
 )
@@ -89,12 +92,17 @@ class Worth:
         times = self.times_plain
         if times is None:
             return UNKNOWN
-        useless = ": drafts do not pay here" if times < 1 else ""
+        useless = self._useless() if times < 1 else ""
         gain = f"{times:.1f}x plain decoding on this machine"
         if not self.num_compared:
             return f"{gain}, estimated from measured passes{useless}"
         seconds = f"{self.own_s:.2f} s against {self.plain_s:.2f} s without drafts"
         return f"{gain}, measured{useless}: {seconds}; {self._identity()}"
+
+    def _useless(self) -> str:
+        if not self.num_compared and self.num_passes < _TELLING_PASSES:
+            return ": too few passes to say whether drafts pay"
+        return ": drafts do not pay here"
 
     def _identity(self) -> str:
         if not self.num_different:

@@ -275,7 +275,7 @@ def run_estimate(
             budgets: list[Nodes] = [*drafts.budgets, PAYING]
             outcomes = _replayed(records, rules, budgets, curve, progress)
             crowded = _crowded(records, rules, curve, drafts.budgets[-1])
-            estimate = _estimate(outcomes, records, curve, drafts, crowded)
+            estimate = _estimate(outcomes, records, curve, drafts, crowded, encoder.used_tokenizer)
     if plot is not None:
         draw(estimate, plot)
     _show(estimate, is_json=as_json_)
@@ -325,6 +325,7 @@ def _estimate(
     curve: CostCurve,
     drafts: EstimatedDrafts,
     crowded: Crowded | None,
+    tokenizer: str | None,
 ) -> Estimate:
     short = f"; {records.num_short:,} have less than two: nothing to draft"
     taken = [
@@ -332,6 +333,8 @@ def _estimate(
         + (short if records.num_short else ""),
         *_ASSUMPTIONS,
     ]
+    if tokenizer is not None:
+        taken.append(f"tokens are those of {tokenizer}: name your model's by --tokenizer")
     if drafts.index:
         taken.append("no index holds the log's own outputs, which would foretell themselves")
     return Estimate(outcomes[0], outcomes[1:], curve, records.kinds, records.field, taken, crowded)

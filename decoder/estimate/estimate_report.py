@@ -114,7 +114,10 @@ def _bounds(estimate: Estimate) -> str:
     told = ", for one sequence at a time" if batch == 1 else f", for {batch} sequences in a pass"
     if crowded is not None:
         told += f" ({crowded.speedup:.1f} times for {crowded.batch} in a pass)"
-    return f"{told}, the engine's own time left out"
+    return (
+        f"{told}, computed for {estimate.curve.roofline} without the engine's own time, not "
+        "measured: `--model M` measures yours"
+    )
 
 
 def beside(estimate: Estimate) -> str:

@@ -51,6 +51,13 @@ class ChatEncoder:
         return load_core(self._name or DEFAULT_MODEL)
 
     @property
+    def used_tokenizer(self) -> str | None:
+        """The name of the tokenizer; None while none was needed."""
+        if "tokenizer" not in vars(self):
+            return None
+        return self._name or self._index_name or DEFAULT_MODEL
+
+    @property
     def vocabulary(self) -> Vocabulary | None:
         """The vocabulary that ids belong to; None where none was named and none was needed."""
         if self._name is None and "tokenizer" not in vars(self):

@@ -46,6 +46,9 @@ def test_plain_decoding_would_take_a_plain_pass_for_each_token() -> None:
     assert worth.summary() == "1.7x plain decoding on this machine, estimated from measured passes"
     for _ in range(9):
         observe(seen(1, 9.0))
+    assert worth.summary().endswith("measured passes: too few passes to say whether drafts pay")
+    for _ in range(60):
+        observe(seen(1, 9.0))
     assert worth.summary().endswith("measured passes: drafts do not pay here")
 
 

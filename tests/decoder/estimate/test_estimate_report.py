@@ -54,7 +54,8 @@ def test_a_gain_by_computed_passes_is_called_the_most_there_can_be() -> None:
     bound = replace(made, curve=replace(CURVE, roofline="8b-h100"), crowded=Crowded(32, 1.44))
     assert verdict(bound) == (
         "at most 2.0 times plain decoding with 16 nodes, for one sequence at a time (1.4 times for "
-        "32 in a pass), the engine's own time left out"
+        "32 in a pass), computed for 8b-h100 without the engine's own time, not measured: "
+        "`--model M` measures yours"
     )
     values = as_json(bound)
     assert (values["is_bound"], values["crowded"]) == (True, {"batch": 32, "speedup": 1.44})
