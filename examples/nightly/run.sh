@@ -3,7 +3,7 @@
 #   run.sh MODEL [OPTIONS OF vllm serve]
 #
 # MODEL is a hub id or a folder. `python3` and `foredraft` of the path are of an environment with:
-#   pip install vllm 'foredraft[redact,vllm]'
+#   pip install vllm '.[redact,vllm]'   # in a checkout
 # From the environment:
 #   DATA       folder of all that is kept: logs, index, state of the service [./nightly-data]
 #   NUM_DRAFT  most tokens that vLLM verifies in a pass besides its own [8]
