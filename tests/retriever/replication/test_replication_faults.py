@@ -251,13 +251,15 @@ def test_a_tenant_of_many_deletions_pushes_out_none_of_anothers(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replication_state, "MAX_TENANT_DELETIONS", 4)
-    with sharing(server.url) as one, server.client() as client:
-        before = time.time()
-        for number in range(2):
-            one.delete_session(SessionKey("", f"s{number}"), tenant="few")
-        for number in range(30):
-            one.delete_session(SessionKey("", f"s{number}"), tenant="many")
-        soon(lambda: one.replication.unsent_deletions == 0 and client.xlen(DELETIONS) == 6)
+    before = time.time()
+    with server.client() as client:
+        with sharing(server.url) as one:
+            for number in range(2):
+                one.delete_session(SessionKey("", f"s{number}"), tenant="few")
+            for number in range(30):
+                one.delete_session(SessionKey("", f"s{number}"), tenant="many")
+            soon(lambda: one.replication.unsent_deletions == 0 and client.xlen(DELETIONS) == 6)
+        # It has ended: of what comes it would take out, unseen by others, what was deleted.
         with sharing(server.url) as other:
             soon(lambda: other.replication.connected)
             for number, tenant in enumerate(("few", "few", "many", "many"), 1):
