@@ -91,6 +91,14 @@ def take(address: str, output: Path, width: int, height: int) -> None:
         )
 
 
+def take_page(html: str, output: Path, width: int, height: int, fragment: str = "") -> None:
+    """Write what a browser's window shows of a page, at the place that a fragment names."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        page.write_text(html, encoding="utf-8")
+        take(f"{page.as_uri()}{fragment}", output, width, height)
+
+
 @contextmanager
 def serving(folder: Path, index: Path, tenants: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Run a service that tenants may use; yield its status page's address, and their tokens."""
@@ -165,10 +173,7 @@ def readme_command(
     output: Annotated[Path, typer.Option(help="The picture.")] = PICTURES / "readme.png",
 ) -> None:
     """Picture the top of the README."""
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "readme.html"
-        page.write_text(readme_page((ROOT / "README.md").read_text()), encoding="utf-8")
-        take(page.as_uri(), output, 900, 1000)
+    take_page(readme_page((ROOT / "README.md").read_text()), output, 900, 1000)
 
 
 @app.command("trace")
@@ -176,11 +181,8 @@ def trace_command(
     output: Annotated[Path, typer.Option(help="The picture.")] = PICTURES / "trace.png",
 ) -> None:
     """Picture pass 24 of the kept trace."""
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "page.html"
-        steps, note = read_as_far(TRACE)
-        page.write_text(page_of(steps, "passes.jsonl", note), encoding="utf-8")
-        take(f"{page.as_uri()}#24", output, 1200, 980)
+    steps, note = read_as_far(TRACE)
+    take_page(page_of(steps, "passes.jsonl", note), output, 1200, 980, fragment="#24")
 
 
 @app.command("status")

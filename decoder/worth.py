@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Final
 
-from decoder.budget.budget import MeasuredBudget
+from decoder.budget.budget import Budget, MeasuredBudget
 from decoder.observation import ObservedPass, Observer
 
 _TELLING_PASSES: Final = 64
@@ -40,16 +40,20 @@ class Worth:
         is_known = self.num_passes > 0 and self.own_s > 0 and self.plain_s > 0
         return self.plain_s / self.own_s if is_known else None
 
-    def observer(self, budget: MeasuredBudget, num_prompt: int) -> Observer:
+    def observer(self, budget: Budget, num_prompt: int) -> Observer:
         """Return what adds the passes of an answer, as an estimate.
 
         Each token would have taken a plain pass, at what the budget knows of its cost by now; the
-        prompt's pass is the same in both.
+        prompt's pass is the same in both. A budget that does not measure knows no cost: nothing is
+        added then.
 
         Args:
             budget: of the decoder.
             num_prompt: tokens of the prompt.
         """
+        if not isinstance(budget, MeasuredBudget):
+            return lambda _: None
+        costs = budget.costs
         context = num_prompt
         is_first = True
 
@@ -61,7 +65,7 @@ class Worth:
                 self.plain_s += times.target_s
                 is_first = False
             else:
-                self.plain_s += len(step.tokens) * float(budget.costs.table(context)[0])
+                self.plain_s += len(step.tokens) * float(costs.table(context)[0])
                 self.num_passes += 1
             context += len(step.tokens)
 

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from decoder.budget.budget import MeasuredBudget
 from decoder.commands.colours import Painter, Palette
 from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
 from decoder.commands.plain_comparison import Comparison
@@ -336,15 +335,14 @@ def painted_answer(
     Raises:
         InvalidPromptError: the prompt is empty or too long for the model.
     """
-    measured = decoder.budget if isinstance(decoder.budget, MeasuredBudget) else None
-    first = [] if measured is None else [worth.observer(measured, len(tokens))]
+    counted_worth = worth.observer(decoder.budget, len(tokens))
     result = answer(
         decoder,
         language_model,
         tokens,
         options,
         on_text=painter.text,
-        observer=together([painter.observe, *first, *observers]),
+        observer=together([painter.observe, counted_worth, *observers]),
         interruption=interruption,
     )
     painter.finish()

@@ -125,15 +125,12 @@ class Foredraft:
         check_request(input_ids, generation_config, model_kwargs)
         ending, stream = Ending(stopping_criteria, input_ids), Stream(streamer_of_call())
         prompt, budget = input_ids[0].tolist(), self._decoder.budget
-        observer = None
-        if isinstance(budget, MeasuredBudget):
-            observer = self.worth.observer(budget, len(prompt))
         with self._decoder.reserved():
             generation = self._decoding(logits_processor, generation_config, ending).generate(
                 prompt,
                 ending.max_new_tokens,
                 stop_rule=ending.rule,
-                observer=observer,
+                observer=self.worth.observer(budget, len(prompt)),
             )
             new: list[int] = []
             try:
