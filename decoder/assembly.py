@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
 from decoder.drafters.draft_model import frequent_tokens
+from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.recycling import RecycledLogits
@@ -279,7 +280,7 @@ def assemble(
     Raises:
         UnsupportedModelError: the model cannot be decoded here.
     """
-    target = Target(language_model.model)
+    target = Target(language_model.model, states=states_of(drafter))
     unapplied = unapplied_settings(language_model.model, language_model.stop_ids, accept)
     if unapplied:
         stated = ", ".join(f"{name}={value}" for name, value in unapplied.items())

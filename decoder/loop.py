@@ -169,7 +169,7 @@ class Generation:
         with self.statistics.charging("target_s"), self.statistics.charging("prompt_s"):
             logits = self._target.prefill(self._sequence.prompt)
             path, next_token = self._accept(tree, logits, self._pass_context())
-        self._learn(Verified(self._last_token, tree, logits, path, next_token))
+        self._learn(self._verified(tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
 
     def _step(self) -> list[int]:
@@ -182,7 +182,7 @@ class Generation:
             self._target.commit(path)
         context, pass_s = len(self._sequence), self.statistics.target_s - before_s
         self._budget.learn(PassOutcome(tree, path, next_token, context, pass_s))
-        self._learn(Verified(self._last_token, tree, logits, path, next_token))
+        self._learn(self._verified(tree, logits, path, next_token))
         return self._emit(tree, path, next_token)
 
     def _verify(self, tree: DraftTree) -> tuple[DraftTree, torch.Tensor]:
@@ -196,6 +196,12 @@ class Generation:
 
     def _pass_context(self) -> PassContext:
         return PassContext(self._number, self._sequence.tokens, self._sequence.num_prompt)
+
+    def _verified(
+        self, tree: DraftTree, logits: torch.Tensor, path: NDArray[np.int64], next_token: int
+    ) -> Verified:
+        states = self._target.states
+        return Verified(self._last_token, tree, logits, path, next_token, states)
 
     def _learn(self, verified: Verified) -> None:
         with self.statistics.charging("draft_s"):

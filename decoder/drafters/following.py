@@ -1,14 +1,15 @@
 """Drafting for the one sequence of a decoding loop, and learning from its passes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retriever.drafter import DraftRequest, TokenIds
+from decoder.model.states import States
+from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.follower import DraftLimits, Followers
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
@@ -25,6 +26,8 @@ class Verified:
             device. They are the target's own: no temperature, no penalty.
         path: int64[k], the nodes that were accepted.
         next_token: the target's choice after them.
+        states: that the drafter asked for: [1 + N, hidden size] each, a row for the last token and
+            for each node; in a sequence's first pass a row for every token of the prompt.
     """
 
     last_token: int
@@ -32,6 +35,7 @@ class Verified:
     logits: torch.Tensor
     path: NDArray[np.int64]
     next_token: int
+    states: States = field(default_factory=dict)
 
 
 class SequenceDrafter(Protocol):
@@ -62,6 +66,11 @@ class SequenceDrafter(Protocol):
 class FollowingDrafter(Protocol):
     """A drafter that makes its own sequence drafters, as one that combines drafters does."""
 
+    @property
+    def states(self) -> frozenset[int]:
+        """Numbers of the target's states that it learns from; see `decoder.model.states`."""
+        ...
+
     def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> SequenceDrafter:
         """Return the drafter of one sequence.
 
@@ -73,6 +82,11 @@ class FollowingDrafter(Protocol):
             InvalidRequestError: a prompt is refused.
         """
         ...
+
+
+def states_of(drafter: Drafter) -> frozenset[int]:
+    """Return the numbers of the target's states that a drafter learns from."""
+    return drafter.states if isinstance(drafter, FollowingDrafter) else frozenset()
 
 
 def follow(

@@ -359,6 +359,11 @@ class FusedDrafter:
         self._growth = Growth.of(num_trees, MAX_NODES)
         self._planted: Sequence[DraftTree] = ()
 
+    @property
+    def states(self) -> frozenset[int]:
+        """Numbers of the target's states that it learns from; see `FollowingDrafter`."""
+        return frozenset()
+
     def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> FusedSequence:
         """Return the drafter of one sequence; see `FollowingDrafter.follow`."""
         return FusedSequence(self, self._ensemble, sequence, limits)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from decoder.model.cache import Frame, TreeCache, num_seen
 from decoder.model.passes import CachedPasses, Masks
+from decoder.model.states import States, StateTap
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 
@@ -178,7 +179,7 @@ _log = getLogger(__name__)
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pass:
     inputs: FixedInputs
-    run: Callable[[], torch.Tensor]
+    run: Callable[[], tuple[torch.Tensor, States]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,6 +202,7 @@ class GraphPasses(CachedPasses):
         cache: of its sequence.
         windows: of the model's layer types.
         make_capture: how shapes are captured.
+        tap: keeps states of the model; `None` to keep none.
     """
 
     def __init__(
@@ -209,8 +211,9 @@ class GraphPasses(CachedPasses):
         cache: TreeCache,
         windows: Windows,
         make_capture: CaptureMaker,
+        tap: StateTap | None = None,
     ) -> None:
-        super().__init__(model, cache)
+        super().__init__(model, cache, tap)
         self._trees = cache
         self._windows = dict(windows)
         self._make_capture = make_capture
@@ -224,7 +227,7 @@ class GraphPasses(CachedPasses):
 
     def read(
         self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, States]:
         """See `Passes`."""
         width, past = len(tokens), self._trees.get_seq_length()
         is_prompt = self._trees.capacity == 0 or (masks is None and width > 1)
@@ -232,9 +235,11 @@ class GraphPasses(CachedPasses):
         if captured is None:
             return super().read(tokens, masks, positions, num_logits)
         captured.inputs.fill(tokens, positions, masks, past)
-        logits = captured.run()
+        logits, states = captured.run()
         self._trees.hold(past + width)
-        return logits[width - num_logits : width].clone()  # the next pass writes to these again
+        # The next pass writes to these again.
+        kept = {number: rows[:width].clone() for number, rows in states.items()}
+        return logits[width - num_logits : width].clone(), kept
 
     def truncate(self, length: int) -> None:
         """See `Passes`."""
@@ -274,13 +279,18 @@ class GraphPasses(CachedPasses):
         made = self._passes[num_rows, num_keys] = _Pass(inputs, run)
         return made
 
-    def _padded(self, inputs: FixedInputs, num_keys: int) -> Callable[[], torch.Tensor]:
-        """Return a function that runs inputs through the model: [rows, vocabulary], all logits."""
+    def _padded(
+        self, inputs: FixedInputs, num_keys: int
+    ) -> Callable[[], tuple[torch.Tensor, States]]:
+        """Return a function that runs inputs through the model.
+
+        It returns [rows, vocabulary], all logits, and the states that are tapped.
+        """
         masks = inputs.masks
         options: dict[str, Any] = {"logits_to_keep": 0} if self._takes_count else {}
         frame = Frame(inputs.slots, num_keys)
 
-        def run() -> torch.Tensor:
+        def run() -> tuple[torch.Tensor, States]:
             with self._trees.framed(frame) as states:
                 output = self._model(
                     input_ids=inputs.tokens,
@@ -290,8 +300,7 @@ class GraphPasses(CachedPasses):
                     use_cache=True,
                     **options,
                 )
-            logits: torch.Tensor = output.logits[0]
-            return logits
+            return output.logits[0], {} if self._tap is None else self._tap.taken()
 
         return run
 

@@ -14,6 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from decoder.errors import OutOfMemoryError, UncroppableCacheError
 from decoder.model.cache import TreeCache
+from decoder.model.states import States, StateTap
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
 
@@ -26,11 +27,12 @@ class Passes(Protocol):
 
     def read(
         self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, States]:
         """Run tokens, int32[n] at positions int64[n], through the model, behind its state.
 
         Returns:
-            [num_logits, vocabulary], the logits after the last so many tokens.
+            [num_logits, vocabulary], the logits after the last so many tokens, and the states
+            that are tapped.
         """
         ...
 
@@ -97,9 +99,13 @@ class CachedPasses:
     Args:
         model: the model to run.
         cache: of its sequence.
+        tap: keeps states of the model; `None` to keep none.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: TreeCache | ChainCache) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: TreeCache | ChainCache, tap: StateTap | None = None
+    ) -> None:
+        self._tap = tap
         taken = inspect.signature(model.forward).parameters
         self._model = model
         self._takes_positions = "position_ids" in taken
@@ -108,7 +114,7 @@ class CachedPasses:
 
     def read(
         self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, States]:
         """See `Passes`."""
         options: dict[str, Any] = {}
         if self._takes_positions:
@@ -123,8 +129,7 @@ class CachedPasses:
                 use_cache=True,
                 **options,
             )
-        logits: torch.Tensor = output.logits[0, -num_logits:]
-        return logits
+        return output.logits[0, -num_logits:], _tapped(self._tap)
 
     def truncate(self, length: int) -> None:
         """See `Passes`."""
@@ -149,15 +154,16 @@ class PlainPasses:
     Where tokens must be dropped, those before them are read again.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, tap: StateTap | None = None) -> None:
         self._model = model
+        self._tap = tap
         self._takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._tokens: list[int] = []
         self._state: dict[str, Any] | None = None
 
     def read(
         self, tokens: TokenIds, _masks: Masks, _: NDArray[np.int64], num_logits: int
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, States]:
         """See `Passes`."""
         model: Any = self._model
         self._tokens.extend(tokens.tolist())
@@ -172,8 +178,7 @@ class PlainPasses:
         )
         output = model(**inputs, return_dict=True)
         self._state = model._update_model_kwargs_for_generation(output, state)  # noqa: SLF001
-        logits: torch.Tensor = output.logits[0, -num_logits:]
-        return logits
+        return output.logits[0, -num_logits:], _tapped(self._tap)
 
     def truncate(self, length: int) -> None:
         """See `Passes`."""
@@ -200,6 +205,10 @@ class PlainPasses:
         mode = GenerationMode.GREEDY_SEARCH
         model._prepare_cache_for_generation(config, state, mode, 1, 0)  # noqa: SLF001
         return state
+
+
+def _tapped(tap: StateTap | None) -> States:
+    return {} if tap is None else tap.taken()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """The target model: it verifies a draft tree in one forward pass."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -31,6 +31,7 @@ from decoder.model.passes import (
     TreeLayout,
     additive_mask,
 )
+from decoder.model.states import States, StateTap
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
@@ -118,8 +119,12 @@ class Target:
             `packed_bytes`.
         capture: how passes of fixed shapes are captured; `None` for CUDA graphs on CUDA, and
             elsewhere passes as wide as their draft.
+        states: numbers of the states to keep of every pass, see `decoder.model.states`; a target
+            that is asked for none pays nothing.
 
     Attributes:
+        states: of the last pass, by number: [rows, hidden size], a row for every token that the
+            pass read.
         capability: which drafts the model can verify; logged once where it is not trees.
         max_nodes: most nodes of a draft that it verifies; halved where memory runs out.
         packed_bytes: memory that packed weights take besides the model's own.
@@ -138,13 +143,16 @@ class Target:
         *,
         pack: bool | LeastWeights = True,
         capture: CaptureMaker | None = None,
+        states: Iterable[int] = (),
     ) -> None:
         compatibility = compatibility_of(model)
         self.capability = compatibility.capability
         tell_once(model, self.capability, compatibility.reason)
         self._windows = dict(compatibility.layers or ())
         self._model, self.packed_bytes = adapted(model, self.capability, pack=pack)
-        self._passes = _passes(self._model, compatibility, capture or capture_on(self.device))
+        tap = StateTap(self._model, states) if (states := tuple(states)) else None
+        self._passes = _passes(self._model, compatibility, capture or capture_on(self.device), tap)
+        self.states: States = {}
         self._committed = 0
         self.max_nodes = 0 if self.capability is Capability.PLAIN else sys.maxsize
         self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
@@ -289,21 +297,25 @@ class Target:
         """Return [num_logits, vocabulary], the logits after the last tokens given."""
         with within_memory(self._committed + len(tokens)):
             masks = None if layout is None else self._masks(layout)
-            return self._passes.read(tokens, masks, positions, num_logits)
+            logits, self.states = self._passes.read(tokens, masks, positions, num_logits)
+            return logits
 
 
 def _passes(
-    model: PreTrainedModel, compatibility: Compatibility, capture: CaptureMaker | None
+    model: PreTrainedModel,
+    compatibility: Compatibility,
+    capture: CaptureMaker | None,
+    tap: StateTap | None,
 ) -> Passes:
     if compatibility.layers is not None:
         cache = TreeCache([window for _, window in compatibility.layers])
         takes_trees = compatibility.capability is Capability.TREES
         if capture is None or not takes_trees or is_patched(model):
-            return CachedPasses(model, cache)
-        return GraphPasses(model, cache, dict(compatibility.layers), capture)
+            return CachedPasses(model, cache, tap)
+        return GraphPasses(model, cache, dict(compatibility.layers), capture, tap)
     if compatibility.capability is Capability.CHAINS:
-        return CachedPasses(model, ChainCache(model))
-    return PlainPasses(model)
+        return CachedPasses(model, ChainCache(model), tap)
+    return PlainPasses(model, tap)
 
 
 def _num_in_place(path: NDArray[np.int64]) -> int:

@@ -17,6 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from decoder.budget.budget import Budget, MeasuredBudget
 from decoder.budget.cost_store import known_costs, store_at
 from decoder.budget.costs import CostSurface
+from decoder.drafters.following import states_of
 from decoder.engines.engine_options import checked_vocabulary_size
 from decoder.engines.transformers.requests import (
     Ending,
@@ -76,7 +77,7 @@ class Foredraft:
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         check_transformers()
-        target = Target(model)
+        target = Target(model, states=states_of(drafter))
         own = None if tokenizer is None else vocabulary_of(tokenizer)
         known = checked_vocabulary_size(drafter, target.vocabulary_size, own)
         self._model = model
