@@ -87,3 +87,11 @@ class CostFileError(DecoderError):
 
 class PlotError(DecoderError):
     """A plot cannot be drawn or written; the message says what is missing."""
+
+
+class TeachingTextError(DecoderError):
+    """What a speculator is taught from cannot be read or is too little; the message says which."""
+
+
+class TrainingError(DecoderError):
+    """Training cannot go on or its result cannot be kept; the message says what to do."""

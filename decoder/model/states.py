@@ -41,6 +41,10 @@ class StateTap:
         """Return the states of the last pass: [rows, hidden size] each."""
         return {number: state[0] for number, state in self._latest.items()}
 
+    def batch(self) -> States:
+        """Return the states of the last pass: [batch, rows, hidden size] each."""
+        return dict(self._latest)
+
     def _place(self, model: PreTrainedModel, number: int) -> None:
         layers, norm = _layers_and_norm(model)
         if number == FINAL:

@@ -426,12 +426,12 @@ class DraftLayer(nn.Module):
         cache: KeyValues | None,
     ) -> torch.Tensor:
         """Return [batch, rows, hidden size]; see `EagleHead.step`."""
-        inputs, residual = self._prepared(states, embeddings)
+        inputs, residual = self.prepared(states, embeddings)
         states = residual + self.self_attn(inputs, rotation, mask, cache)
         output: torch.Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return output
 
-    def _prepared(
+    def prepared(
         self, states: torch.Tensor, embeddings: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what attention takes, and what its output is added to."""

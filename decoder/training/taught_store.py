@@ -1,0 +1,192 @@
+"""Texts with the target's states on disk: recorded once, gone through many times."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from decoder.errors import TrainingError
+from decoder.training.teacher import Taught
+from indexer.errors import reason_of
+from retriever.drafter import TokenIds
+
+_SHARD: Final = "taught-{:05d}.safetensors"
+_STAMP: Final = "of"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """A recorded text.
+
+    Attributes:
+        tokens: int32[n].
+        num_prompt: how many of them are the prompt's.
+        states: bfloat16[m, F], m at most n; see `Taught`.
+    """
+
+    tokens: TokenIds
+    num_prompt: int
+    states: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shard:
+    """One file: where its texts begin, and the file itself for their states."""
+
+    tokens: TokenIds
+    starts: NDArray[np.int64]
+    num_prompts: TokenIds
+    is_own: NDArray[np.bool_]
+    file: Any
+
+
+class TaughtStore:
+    """Recorded texts in the files of a directory, each written as a whole.
+
+    States are read from the files when they are asked for, so that they need not fit in memory.
+
+    Args:
+        directory: made if it is not there.
+        stamp: what the states are of (model, numbers of states); files of another are refused.
+
+    Raises:
+        TrainingError: the directory holds what another model or other options recorded, or cannot
+            be written.
+    """
+
+    def __init__(self, directory: Path, stamp: Mapping[str, Any]) -> None:
+        self._directory = directory
+        self._stamp = json.dumps(dict(stamp), sort_keys=True)
+        self._shards: list[_Shard] = []
+        with _telling(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        while (path := self._path()).exists():
+            self._shards.append(self._opened(path))
+
+    def __len__(self) -> int:
+        return sum(len(shard.num_prompts) for shard in self._shards)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(self._num_outputs(shard) for shard in self._shards)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """Those that the target wrote."""
+        return sum(
+            int((np.diff(shard.starts) - shard.num_prompts)[shard.is_own].sum())
+            for shard in self._shards
+        )
+
+    def add(self, taught: Sequence[Taught]) -> None:
+        """Write texts to a file of their own.
+
+        Raises:
+            TrainingError: they cannot be written; what was recorded before stays.
+        """
+        if not taught:
+            return
+        path = self._path()
+        tensors = {
+            "tokens": torch.from_numpy(np.concatenate([each.tokens for each in taught])),
+            "starts": torch.from_numpy(np.cumsum([0, *(len(each.tokens) for each in taught)])),
+            "num_prompts": torch.tensor([each.num_prompt for each in taught], dtype=torch.int32),
+            "is_own": torch.tensor([each.is_own for each in taught]),
+            "states": torch.cat([_padded(each) for each in taught]),
+        }
+        partial = path.with_suffix(".partial")
+        with _telling(self._directory):
+            save_file(tensors, partial, {_STAMP: self._stamp})
+            partial.replace(path)
+        self._shards.append(self._opened(path))
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Return int64[texts], the tokens of each."""
+        if not self._shards:
+            return np.zeros(0, np.int64)
+        return np.concatenate([np.diff(shard.starts) for shard in self._shards])
+
+    def example(self, number: int) -> Example:
+        """Return a text by its number."""
+        for shard in self._shards:
+            if number < len(shard.num_prompts):
+                return _example(shard, number)
+            number -= len(shard.num_prompts)
+        raise IndexError(number)
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self.example(number) for number in range(len(self)))
+
+    def token_counts(self, vocabulary_size: int) -> NDArray[np.int64]:
+        """Return int64[vocabulary], how often each token is in an output."""
+        counts = np.zeros(vocabulary_size, np.int64)
+        for shard in self._shards:
+            is_output = np.ones(len(shard.tokens), np.bool_)
+            for start, count in zip(shard.starts[:-1], shard.num_prompts, strict=True):
+                is_output[start : start + count] = False
+            counts += np.bincount(shard.tokens[is_output], minlength=vocabulary_size)
+        return counts
+
+    def _path(self) -> Path:
+        return self._directory / _SHARD.format(len(self._shards))
+
+    def _opened(self, path: Path) -> _Shard:
+        try:
+            file = safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call]  # not typed there
+            stamp = (file.metadata() or {}).get(_STAMP)
+            arrays = {name: file.get_tensor(name).numpy() for name in _ARRAYS}
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(
+                f"{path} cannot be read ({reason_of(error)}): remove it and all after it, and run "
+                "the same command again"
+            ) from error
+        if stamp != self._stamp:
+            raise TrainingError(
+                f"{self._directory} holds what was recorded of {stamp}, and not of {self._stamp}: "
+                "remove it, or train with the model and options that recorded it"
+            )
+        return _Shard(file=file, **arrays)
+
+    @staticmethod
+    def _num_outputs(shard: _Shard) -> int:
+        return int(shard.starts[-1] - shard.num_prompts.sum())
+
+
+_ARRAYS: Final = ("tokens", "starts", "num_prompts", "is_own")
+
+
+@contextmanager
+def _telling(directory: Path) -> Iterator[None]:
+    """Translate what a disk refuses in the block.
+
+    Raises:
+        TrainingError: it does.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise TrainingError(
+            f"{directory} cannot be written ({reason_of(error)}): make room there, and run the "
+            "same command again; what was recorded before is kept"
+        ) from error
+
+
+def _padded(taught: Taught) -> torch.Tensor:
+    """Return bfloat16[n, F]: where the last token was not read, zeros stand for its states."""
+    missing = len(taught.tokens) - len(taught.states)
+    return torch.nn.functional.pad(taught.states, (0, 0, 0, missing))
+
+
+def _example(shard: _Shard, number: int) -> Example:
+    start, end = int(shard.starts[number]), int(shard.starts[number + 1])
+    states = shard.file.get_slice("states")[start:end]
+    return Example(shard.tokens[start:end], int(shard.num_prompts[number]), states)
