@@ -34,7 +34,7 @@ from decoder.drafters.source_weights import SourceWeights
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.follower import DraftLimits, Followers
 from retriever.sequences import OpenSessions, TokenSequence, check_named_once, check_step
-from retriever.tree import DraftTree, Source
+from retriever.tree import ROOT, DraftTree, Source
 
 RATE: Final = 0.2
 """Size of a step of learning, before it is divided by the root of the squared gradients."""
@@ -175,6 +175,7 @@ class FusedDrafter:
         recycled: RecycledLogits | None = None,
         costs: StepCosts | None = None,
     ) -> None:
+        self._limits = limits
         self._followers = [Followers(drafter, limits) for drafter in drafters]
         self._readers = Readers(readers, costs, limits.model_vocabulary)
         self._recycled = recycled
@@ -283,7 +284,7 @@ class FusedDrafter:
     def _unread(self, read: ReadTree, asked: AskedDraft, size: int) -> NDArray[np.intp]:
         """Return the nodes that a reader can read in its next pass, the most probable ones."""
         reader, rows = self._readers.all[asked.number], self._growth.rows[:, asked.number]
-        can_be_read = rows[1 : size + 1] == NOWHERE
+        can_be_read = self._known_paths(size) & (rows[1 : size + 1] == NOWHERE)
         if not reader.reads_paths:
             can_be_read &= rows[self._growth.parents[:size] + 1] != NOWHERE
         if reader.max_depth is not None:
@@ -291,6 +292,16 @@ class FusedDrafter:
         is_first = asked.num_passes == 1
         width = _FIRST_WIDTH if is_first and reader.reads_paths else _WIDTH
         return np.flatnonzero(can_be_read)[: min(width, read.room(asked.number))]
+
+    def _known_paths(self, size: int) -> NDArray[np.bool_]:
+        """Return bool[size], the nodes of the tree whose paths have known tokens only."""
+        if self._limits.drafter_vocabulary is None:
+            return np.ones(size, np.bool_)
+        known = self._growth.tokens[:size] < self._limits.drafter_vocabulary
+        for node in range(size) if not known.all() else ():
+            parent = self._growth.parents[node]
+            known[node] &= parent == ROOT or known[parent]
+        return known
 
     def _reach(self, nodes: NDArray[np.intp], size: int, budget_nodes: int) -> float:
         """Return how many of some nodes the target is expected to come to.
