@@ -245,9 +245,7 @@ class DrafterSettings(DraftSettings):
             IndexerError: an index cannot be opened or was built for another tokenizer.
             VocabularyMismatchError: the draft model has another tokenizer.
         """
-        readers: list[TreeReader] = []
-        if self.drafting_model is not None:
-            readers.append(load_draft_reader(self.drafting_model, language_model, self.index))
+        readers = self.readers(language_model)
         retrieval = self._retrieval(language_model)
         try:
             if self.recycle or readers:
@@ -258,6 +256,17 @@ class DrafterSettings(DraftSettings):
                 yield retrieval
         finally:
             retrieval.shut_down()
+
+    def readers(self, language_model: LanguageModel) -> list[TreeReader]:
+        """Load the models that read drafts for a model, the quickest first.
+
+        Raises:
+            VocabularyMismatchError: the draft model has another tokenizer.
+        """
+        readers: list[TreeReader] = []
+        if self.drafting_model is not None:
+            readers.append(load_draft_reader(self.drafting_model, language_model, self.index))
+        return readers
 
     def _retrieval(
         self, language_model: LanguageModel

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Final
+from typing import BinaryIO, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.kernels.readings import DRAFT_MODEL, SPECULATOR
-from decoder.drafters.kernels.siblings import NUM_SETS, NUM_TABLE_SOURCES, NUM_WEIGHTS
+from decoder.drafters.kernels.siblings import NUM_TABLE_SOURCES
 
 PRIOR_ROWS: Final = ("tree", "one", "two", "three", "hints", "speculator", "draft_model", "shared")
 """Rows of the prior's weights, as its file names them: a retrieved tree, recycled logits by
@@ -41,16 +41,16 @@ class SourceWeights:
     """
 
     def __init__(self, num_trees: int, kinds: Sequence[int] = ()) -> None:
-        prior = load_prior()
-        tables = num_trees + NUM_TABLE_SOURCES
-        self.values = np.empty((NUM_SETS, tables + len(kinds) + 1, NUM_WEIGHTS))
-        self.values[:, :num_trees] = prior[:, :1] / np.sqrt(max(num_trees, 1))
-        self.values[:, num_trees:tables] = prior[:, 1 : 1 + NUM_TABLE_SOURCES]
-        for reader, kind in enumerate(kinds):
-            shared = np.sqrt(sum(other == kind for other in kinds))
-            self.values[:, tables + reader] = prior[:, _READER_ROWS[kind]] / shared
-        self.values[:, -1] = prior[:, -1]
+        rows = prior_rows(num_trees, kinds)
+        shared = np.sqrt([rows.count(row) for row in rows])
+        self.values = load_prior()[:, rows] / shared[:, None]
         self.curvature = np.full_like(self.values, _PRIOR_STRENGTH)
+
+
+def prior_rows(num_trees: int, kinds: Sequence[int] = ()) -> list[int]:
+    """Return the rows of the prior for each source, and for what all of them share."""
+    tables = range(1, 1 + NUM_TABLE_SOURCES)
+    return [0] * num_trees + [*tables, *(_READER_ROWS[kind] for kind in kinds), len(PRIOR_ROWS) - 1]
 
 
 def load_prior() -> NDArray[np.float64]:
@@ -58,3 +58,9 @@ def load_prior() -> NDArray[np.float64]:
     with (files(__package__) / _PRIOR).open("rb") as stream:
         rows = np.load(stream, allow_pickle=False)
         return np.stack([rows[name] for name in PRIOR_ROWS], axis=1)
+
+
+def save_prior(stream: BinaryIO, prior: NDArray[np.float64]) -> None:
+    """Write weights as `load_prior` reads them: an array for each row, by name."""
+    rows = {name: prior[:, row] for row, name in enumerate(PRIOR_ROWS)}
+    np.savez(stream, **rows)  # type: ignore[arg-type]  # no row is called allow_pickle
