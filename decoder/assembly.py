@@ -11,13 +11,16 @@ from typing import Annotated
 import numpy as np
 import torch
 from pydantic import ConfigDict, Field
+from transformers import PreTrainedModel
 
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
-from decoder.drafters.draft_model import frequent_tokens
+from decoder.drafters.draft_model import DraftModel, frequent_tokens
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
+from decoder.drafters.model_reader import ModelReader
+from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Decoder
@@ -79,7 +82,30 @@ def load_draft_model(
     indexes: Sequence[Path] = (),
     drafting: DraftingOptions | None = None,
 ) -> ModelDrafter:
-    """Load a draft model for a target, on its device and in its precision.
+    """Load a draft model that drafts alone; see `load_draft_reader` for one that is fused.
+
+    Args:
+        options: which model.
+        target: the model to draft for.
+        indexes: whose frequent tokens a trimmed vocabulary is made of.
+        drafting: how it drafts.
+
+    Raises: as `load_draft_reader`.
+    """
+    kept = _kept(options, target, indexes)
+    return ModelDrafter(
+        _draft_model(options, target),
+        drafting,
+        vocabulary_size=target.vocabulary.size,
+        target_vocabulary=_num_logits(target),
+        kept=kept,
+    )
+
+
+def load_draft_reader(
+    options: DraftModelOptions, target: LanguageModel, indexes: Sequence[Path] = ()
+) -> ModelReader:
+    """Load a draft model that reads fused drafts, on the target's device and in its precision.
 
     Whether the tokenizers agree is checked before any weights are loaded.
 
@@ -87,7 +113,6 @@ def load_draft_model(
         options: which model.
         target: the model to draft for.
         indexes: whose frequent tokens a trimmed vocabulary is made of.
-        drafting: how it drafts.
 
     Raises:
         ContradictoryOptionsError: there are no indexes to rank a trimmed vocabulary by.
@@ -97,18 +122,16 @@ def load_draft_model(
         IndexerError: an index cannot be opened.
     """
     kept = _kept(options, target, indexes)
+    model = _draft_model(options, target)
+    return ModelReader(DraftModel(model, vocabulary_size=target.vocabulary.size, kept=kept))
+
+
+def _draft_model(options: DraftModelOptions, target: LanguageModel) -> PreTrainedModel:
     parameter = next(target.model.parameters())
     precision = Precision(str(parameter.dtype).removeprefix("torch."))
     prepared = prepare_model(ModelOptions(options.name, str(parameter.device), precision))
     check_draft_vocabulary(prepared, target)
-    model = prepared.load().model
-    return ModelDrafter(
-        model,
-        drafting,
-        vocabulary_size=target.vocabulary.size,
-        target_vocabulary=_num_logits(target),
-        kept=kept,
-    )
+    return prepared.load().model
 
 
 def check_draft_vocabulary(prepared: PreparedModel, target: LanguageModel) -> None:
@@ -222,20 +245,28 @@ class DrafterSettings(DraftSettings):
             IndexerError: an index cannot be opened or was built for another tokenizer.
             VocabularyMismatchError: the draft model has another tokenizer.
         """
-        models: list[Drafter] = []
-        if self.drafting_model is not None:
-            models.append(load_draft_model(self.drafting_model, language_model, self.index))
+        readers = self.readers(language_model)
         retrieval = self._retrieval(language_model)
         try:
-            if self.recycle or models:
+            if self.recycle or readers:
                 recycled = RecycledLogits() if self.recycle else None
                 limits = draft_limits(language_model)
-                with FusedDrafter([retrieval], limits, models=models, recycled=recycled) as fused:
-                    yield fused
+                yield FusedDrafter([retrieval], limits, readers=readers, recycled=recycled)
             else:
                 yield retrieval
         finally:
             retrieval.shut_down()
+
+    def readers(self, language_model: LanguageModel) -> list[TreeReader]:
+        """Load the models that read drafts for a model, the quickest first.
+
+        Raises:
+            VocabularyMismatchError: the draft model has another tokenizer.
+        """
+        readers: list[TreeReader] = []
+        if self.drafting_model is not None:
+            readers.append(load_draft_reader(self.drafting_model, language_model, self.index))
+        return readers
 
     def _retrieval(
         self, language_model: LanguageModel

@@ -293,7 +293,7 @@ class BranchCache:
         Args:
             tokens: of n nodes.
             parents: their parents, numbered in the order in which they were read since the last
-                `catch_up`, or `ROOT`.
+                `catch_up`, or `ROOT`; some may be among the n nodes, each before its children.
 
         Returns:
             [n, C], the logits after each node.

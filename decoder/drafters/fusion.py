@@ -1,197 +1,65 @@
-"""One draft tree from several drafters, and from what the target found likely before.
+"""One draft tree from several drafters, from models, and from what the target found likely before.
 
 Trees are merged by longest prefix, as in RASD (arXiv:2503.03434): a path that two trees share is
 one path, and the rest of each tree is grafted onto it. At every node, each source that knows it
 gives probabilities for its children. A logistic model, which learns from every token that comes,
 turns them into one probability: nodes that sources share gain, nodes that a sure source lacks lose,
 and the merged tree is cut to the budget.
+
+Models read the merged tree while it grows: they say how probable its nodes are, whoever proposed
+them, and propose others below. RASD prunes the first retrieved tokens by a draft model; here each
+reading counts, at every depth, as one more source.
 """
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from importlib.resources import files
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.budget.payoff import FadingRatio, Payoff
+from decoder.drafters.asking import AskedDraft
 from decoder.drafters.following import SequenceDrafter, Verified, follow
-from decoder.drafters.kernels.forest import Forest, plant
+from decoder.drafters.kernels.forest import NOWHERE, Forest, plant
 from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
-from decoder.drafters.kernels.siblings import (
-    NUM_SETS,
-    NUM_TABLE_SOURCES,
-    NUM_WEIGHTS,
-    Hints,
-    Siblings,
-)
+from decoder.drafters.kernels.siblings import Hints, Siblings
+from decoder.drafters.model_trees import StepCosts
+from decoder.drafters.readers import Readers, ReadTree
+from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import NO_HINTS, NUM_LIKELY, RecycledLogits
+from decoder.drafters.source_weights import SourceWeights
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.follower import DraftLimits, Followers
 from retriever.sequences import OpenSessions, TokenSequence, check_named_once, check_step
-from retriever.tree import DraftTree, Source
+from retriever.tree import ROOT, DraftTree, Source
 
 RATE: Final = 0.2
 """Size of a step of learning, before it is divided by the root of the squared gradients."""
 
-_PRIOR: Final = "fusion_prior.npy"
-_PRIOR_STRENGTH: Final = 200.0
-"""Sum of squared gradients that the prior counts for: it was fitted to thousands of tokens."""
+MAX_NODES: Final = 256
+"""Most nodes of a fused tree, and of each tree that goes into it."""
+
+_CONSIDERED: Final = 1.5
+"""Nodes that a reader may read, to those of the budget: a reading moves nodes across the cut."""
+
+_WIDTH: Final = 8
+"""Most nodes of a reader's pass: about as many as cost little more than one."""
+
+_FIRST_WIDTH: Final = 64
+"""Most nodes of the first pass of a reader that reads paths: all of the tree that there is."""
+
+_MAX_PASSES: Final = 5
+"""Most passes of a reader for one draft, besides the one that reads the sequence."""
 
 
-class SourceWeights:
-    """The weights of a logistic model over sources: trees, recycled logits and hints.
+_LEAST_PROBABILITY: Final = 1e-4
+"""Less probable nodes are not considered: 256 of them together bring at most 0.026 tokens, and each
+candidate of a node must be scored."""
 
-    They begin as a prior that `benchmarks.decoding.fit_fusion` fitted to passes with one tree.
-    Several trees overlap, so at first each of n counts for 1/√n.
-
-    Args:
-        num_trees: trees that are fused.
-
-    Attributes:
-        values: float64[NUM_SETS, S + 1, NUM_WEIGHTS], S sources and a row that all share.
-        curvature: the same shape, sums of squared gradients.
-    """
-
-    def __init__(self, num_trees: int) -> None:
-        prior = _prior()
-        self.values = np.empty((NUM_SETS, num_trees + NUM_TABLE_SOURCES + 1, NUM_WEIGHTS))
-        self.values[:, :num_trees] = prior[:, :1] / np.sqrt(max(num_trees, 1))
-        self.values[:, num_trees:] = prior[:, 1:]
-        self.curvature = np.full_like(self.values, _PRIOR_STRENGTH)
-
-
-def _prior() -> NDArray[np.float64]:
-    """Return float64[NUM_SETS, 1 + NUM_TABLE_SOURCES + 1, NUM_WEIGHTS]."""
-    with (files(__package__) / _PRIOR).open("rb") as stream:
-        prior: NDArray[np.float64] = np.load(stream, allow_pickle=False)
-    return prior
-
-
-_NUM_BINS: Final = 8
-"""Levels of sureness of the quick tree. Fewer are learned sooner, more tell apart what pays; 4 and
-16 obtain 3% more and 1% less of what could be gained in simulation, where gains fall evenly, but
-more where they turn."""
-
-_DECAY: Final = 0.95
-"""Gains are those of some twenty drafts of a level. In simulation 0.98 obtains 3% more of what
-could be gained while gains stay as they are, and 6% less where they turn every 1,500 steps; 0.9
-loses 3% and gains 1%."""
-
-_TRIALS: Final = 6
-"""Drafts of a level before it is judged: accepted tokens vary as much as their mean, so six give it
-to within 40%. 2 and 20 obtain the same to 1% while gains stay as they are."""
-
-_PAUSE: Final = 31
-"""Steps of a level between two trials once it does not pay: every 32nd takes 3% of the draft
-model's time. In simulation 127 obtains 2% less of what could be gained, and 17% less where gains
-turn."""
-
-
-class GainEstimate:
-    """Learns what a slow drafter adds to the tree of quick ones, by how sure that tree is.
-
-    The slow drafter is asked where the tokens that it has lately added there, at the pace of
-    decoding, save more time than it takes. RASD (arXiv:2503.03434) sets such a threshold by hand.
-    Each kind of tree is tried a few times first, and again now and then.
-    """
-
-    def __init__(self) -> None:
-        self._by_sureness = [
-            Payoff(_DECAY, trials=_TRIALS, first_pause=_PAUSE) for _ in range(_NUM_BINS)
-        ]
-        self._seconds = FadingRatio(_DECAY)
-
-    @property
-    def seconds(self) -> float:
-        """Mean seconds that a recent draft of the slow drafters took."""
-        return self._seconds.value()
-
-    def pays(self, sureness: float, token_s: float) -> bool:
-        """Return whether to ask the slow drafter now.
-
-        Args:
-            sureness: probability of the quick tree's first node, 0 where it is empty.
-            token_s: seconds that a token takes at the present pace.
-        """
-        return self._at(sureness).is_due(token_s, self.seconds, _PAUSE)
-
-    def learn(self, sureness: float, gain: float, seconds: float) -> None:
-        """Take in a draft of the slow drafters.
-
-        Args:
-            sureness: of the quick tree of that draft.
-            gain: tokens that were accepted beyond those of the quick tree alone.
-            seconds: that drafting took.
-        """
-        self._at(sureness).learn(gain)
-        self._seconds.add(seconds)
-
-    def _at(self, sureness: float) -> Payoff:
-        return self._by_sureness[min(int(sureness * _NUM_BINS), _NUM_BINS - 1)]
-
-
-_PATIENCE: Final = 0.05
-"""Share of the models' time that the quick drafters are waited for before the models are asked."""
-
-
-class Ensemble:
-    """The drafters that are fused, and the gain estimate that all sequences share.
-
-    Args:
-        drafters: the quick ones.
-        models: the slow ones.
-        limits: which tokens target and drafters know.
-
-    Attributes:
-        gain: estimate of what asking the slow drafters adds.
-    """
-
-    def __init__(
-        self, drafters: Sequence[Drafter], models: Sequence[Drafter], limits: DraftLimits
-    ) -> None:
-        self.gain = GainEstimate()
-        self._quick = [Followers(drafter, limits) for drafter in drafters]
-        self._slow = [Followers(model, limits) for model in models]
-        self._thread = ThreadPoolExecutor(1, "quick-drafters") if models else None
-
-    def follow(
-        self, sequence: TokenSequence, limits: DraftLimits | None
-    ) -> tuple[list[SequenceDrafter], list[SequenceDrafter]]:
-        """Return the quick and the slow drafters' followers of a sequence.
-
-        Raises:
-            InvalidRequestError: a drafter refuses the prompt.
-        """
-        with ExitStack() as opened:
-
-            def begin(followers: Followers) -> SequenceDrafter:
-                member = follow(followers, sequence, limits)
-                opened.callback(member.close)
-                return member
-
-            quick = [begin(each) for each in self._quick]
-            slow = [begin(each) for each in self._slow]
-            opened.pop_all()
-        return quick, slow
-
-    def shut_down(self) -> None:
-        """End the thread, if there is one."""
-        if self._thread is not None:
-            self._thread.shutdown()
-
-    def start_quick(
-        self, quick: list[SequenceDrafter], budget_nodes: int
-    ) -> Future[list[DraftTree]]:
-        """Ask the quick drafters in another thread, while this one runs the models."""
-        if self._thread is None:
-            raise RuntimeError("only an ensemble with models has a thread for quick drafters")
-        return self._thread.submit(_ask, quick, budget_nodes)
+_NO_TABLE: Final = Table.of(4, NUM_LIKELY)
 
 
 class FusedSequence:
@@ -201,43 +69,42 @@ class FusedSequence:
 
     Args:
         drafter: fuses the trees, and learns.
-        ensemble: the drafters that are fused.
+        members: the drafters of this sequence.
+        read: what readers say of its tree.
         sequence: the committed tokens; its owner extends it.
-        limits: which tokens the model and the drafters know.
 
     Attributes:
         sequence: as given.
-        trees: of the last draft, quick drafters first.
+        read: as given.
+        trees: of the last draft, one for each member.
+        asked: readers that were asked for the last draft.
         hints: the other tokens that the target found likely where it chose the last one.
-
-    Raises:
-        InvalidRequestError: a drafter refuses the prompt.
+        token_s: seconds that each of the last tokens took.
     """
 
     def __init__(
         self,
         drafter: "FusedDrafter",
-        ensemble: Ensemble,
+        members: list[SequenceDrafter],
+        read: ReadTree,
         sequence: TokenSequence,
-        limits: DraftLimits | None = None,
     ) -> None:
         self._drafter = drafter
-        self._ensemble = ensemble
-        self._quick, self._slow = ensemble.follow(sequence, limits)
-        self._all = [*self._quick, *self._slow]
+        self._members = members
         self._num_paced = len(sequence)
         self._asked_at = time.perf_counter()
-        self._asking_s = 0.0
-        self._token_s = 0.0
         self._drafted_length = -1
         self.sequence = sequence
+        self.read = read
         self.trees: list[DraftTree] = []
+        self.asked: list[AskedDraft] = []
         self.hints = NO_HINTS
+        self.token_s = 0.0
 
     @property
     def num_failures(self) -> int:
-        """Drafts of members that failed or were refused."""
-        return sum(member.num_failures for member in self._all)
+        """Drafts of members that failed or were refused, and readers that failed."""
+        return sum(member.num_failures for member in self._members) + self.read.num_failures
 
     @property
     def has_drafted(self) -> bool:
@@ -252,93 +119,51 @@ class FusedSequence:
         return context
 
     def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
-        """Ask the members and fuse their trees."""
+        """Ask the members, fuse their trees, and have models read the result where that pays."""
         self._note_pace()
         budget_nodes = min(budget_nodes, MAX_NODES)
-        self._ask(budget_nodes)
+        self.trees = [member.draft(budget_nodes) for member in self._members]
         self._drafted_length = len(self.sequence)
         return self._drafter.fuse(self, budget_nodes, min_probability)
 
     def learn(self, verified: Verified) -> None:
         """Learn from a pass which tokens the target found likely, and how to weigh each source."""
-        for member in self._all:
+        for member in self._members:
             member.learn(verified)
-        if self.has_drafted and self._asking_s > 0.0:
-            self._learn_gain(verified)
+        self.read.learn(verified)
         self.hints = self._drafter.take_in(self, verified)
 
     def close(self) -> None:
         """End the sessions of all members."""
         with ExitStack() as members:
-            for member in reversed(self._all):
+            members.callback(self.read.close)
+            for member in reversed(self._members):
                 members.callback(member.close)
-
-    def _ask(self, budget_nodes: int) -> None:
-        """Set `trees` to the members' drafts; ask slow members only where that pays."""
-        start = time.perf_counter()
-        self._asking_s = 0.0
-        if not self._slow:
-            self.trees = _ask(self._quick, budget_nodes)
-            return
-        pending = self._ensemble.start_quick(self._quick, budget_nodes)
-        wait([pending], self._ensemble.gain.seconds * _PATIENCE)
-        if pending.done() and not self._pays(pending.result()):
-            self.trees = [*pending.result(), *(DraftTree.empty() for _ in self._slow)]
-            return
-        slow = _ask(self._slow, budget_nodes)
-        self.trees = [*pending.result(), *slow]
-        self._asking_s = time.perf_counter() - start
-
-    def _learn_gain(self, verified: Verified) -> None:
-        """Learn how many tokens the slow members added to a pass."""
-        came = np.append(verified.tree.token_ids[verified.path], verified.next_token)
-        quick = self.trees[: len(self._quick)]
-        alone = max((len(t.prefix(len(verified.tree)).follow(came)) for t in quick), default=0)
-        gain = len(verified.path) - min(alone, len(verified.path))
-        self._ensemble.gain.learn(_sureness(quick), gain, self._asking_s)
-
-    def _pays(self, quick: list[DraftTree]) -> bool:
-        return self._ensemble.gain.pays(_sureness(quick), self._token_s)
 
     def _note_pace(self) -> None:
         now, num_tokens = time.perf_counter(), len(self.sequence) - self._num_paced
         if num_tokens:
-            self._token_s = (now - self._asked_at) / num_tokens
+            self.token_s = (now - self._asked_at) / num_tokens
         self._asked_at, self._num_paced = now, len(self.sequence)
-
-
-def _ask(members: list[SequenceDrafter], budget_nodes: int) -> list[DraftTree]:
-    return [member.draft(budget_nodes) for member in members]
-
-
-def _sureness(trees: list[DraftTree]) -> float:
-    """Return the probability of the likeliest node."""
-    return max((float(tree.probabilities[0]) for tree in trees if len(tree)), default=0.0)
-
-
-MAX_NODES: Final = 256
-"""Most nodes of a fused tree, and of each tree that goes into it."""
-
-_LEAST_PROBABILITY: Final = 1e-4
-"""Less probable nodes are not considered: 256 of them together bring at most 0.026 tokens, and each
-candidate of a node must be scored."""
-
-_NO_TABLE: Final = Table.of(4, NUM_LIKELY)
 
 
 class FusedDrafter:
     """Merges the trees of other drafters into one; a `Drafter` that learns from passes.
 
     A decoding loop has it `follow` the sequence that it commits to, and names no sessions; to
-    others it is a drafter like any. A drafter that fails costs its share of the tree. Not safe
-    to call from several threads.
+    others it is a drafter like any. A drafter or a reader that fails costs its share of the tree.
+    Not safe to call from several threads.
 
     Args:
         drafters: those that answer in microseconds, such as retrieval.
-        models: those that take passes of a model: asked while the others answer, and not at all
-            where they would bring less than they take.
-        recycled: likely tokens of earlier passes; `None` to do without.
         limits: which tokens target and drafters know.
+        readers: models that read the tree, the quickest first: each is asked where it lately
+            brought more than it took, beyond the tree that there was before.
+        recycled: likely tokens of earlier passes; `None` to do without.
+        costs: what passes of readers cost; measured if not given.
+
+    Raises:
+        VocabularyMismatchError: a reader proposes tokens that the target does not know.
     """
 
     def __init__(
@@ -346,27 +171,36 @@ class FusedDrafter:
         drafters: Sequence[Drafter],
         limits: DraftLimits,
         *,
-        models: Sequence[Drafter] = (),
+        readers: Sequence[TreeReader] = (),
         recycled: RecycledLogits | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
-        self._ensemble = Ensemble(drafters, models, limits)
+        self._limits = limits
+        self._followers = [Followers(drafter, limits) for drafter in drafters]
+        self._readers = Readers(readers, costs, limits.model_vocabulary)
         self._recycled = recycled
         self._sessions: OpenSessions[str, FusedSequence] = OpenSessions()
-        num_trees = len(drafters) + len(models)
-        self._weights = SourceWeights(num_trees)
-        self._forest = Forest.of(num_trees, MAX_NODES)
-        self._siblings = Siblings.of(num_trees)
-        self._growth = Growth.of(num_trees, MAX_NODES)
+        self._weights = SourceWeights(len(drafters), self._readers.kinds)
+        self._forest = Forest.of(len(drafters), MAX_NODES)
+        self._siblings = Siblings.of(len(drafters), len(readers))
+        self._growth = Growth.of(len(drafters), MAX_NODES, len(readers))
         self._planted: Sequence[DraftTree] = ()
 
     @property
     def states(self) -> frozenset[int]:
         """Numbers of the target's states that it learns from; see `FollowingDrafter`."""
-        return frozenset()
+        return self._readers.states
 
     def follow(self, sequence: TokenSequence, limits: DraftLimits | None = None) -> FusedSequence:
         """Return the drafter of one sequence; see `FollowingDrafter.follow`."""
-        return FusedSequence(self, self._ensemble, sequence, limits)
+        with ExitStack() as opened:
+            members = []
+            for followers in self._followers:
+                members.append(follow(followers, sequence, limits))
+                opened.callback(members[-1].close)
+            read = self._readers.follow(sequence)
+            opened.pop_all()
+        return FusedSequence(self, members, read, sequence)
 
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:
         """Begin a sequence; see `Drafter.open`."""
@@ -397,51 +231,125 @@ class FusedDrafter:
             fused.sequence.extend(new_tokens)
         fused.close()
 
-    def shut_down(self) -> None:
-        """End the thread that asks the quick drafters while models run; drafters stay open."""
-        self._ensemble.shut_down()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shut_down()
-
     def num_failures(self, session: str) -> int:
         """Return how many drafts of a session failed or were refused, over all drafters."""
         return self._sessions.get(session).num_failures
 
     def fuse(self, sequence: FusedSequence, budget_nodes: int, min_probability: float) -> DraftTree:
-        """Return one tree made of the members' trees and the recycled logits."""
+        """Return one tree made of the members' trees, the recycled logits and what readers say."""
         self._plant(sequence.trees)
+        floor = max(min_probability, _LEAST_PROBABILITY)
+        sequence.read.drop()
+        sequence.asked.clear()
+        tree = self._grown(sequence, budget_nodes, floor)
+        for number in sequence.read.present():
+            if self._readers.rules[number].asks(tree, sequence.token_s):
+                asked = AskedDraft(number, tree)
+                if sequence.read.begin(number):
+                    tree = self._read(sequence, asked, budget_nodes, floor)
+                    sequence.asked.append(asked)
+        return tree
+
+    def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
+        """Learn from a pass; return the other likely tokens where the target chose its own."""
+        came = np.append(verified.tree.token_ids[verified.path], verified.next_token)
+        came = came.astype(np.int32)
+        if sequence.has_drafted:
+            self._learn_gains(sequence, verified, came)
+        self._learn_weights(sequence, came)
+        if self._recycled is None:
+            return NO_HINTS
+        return self._recycled.learn(verified, sequence.context())
+
+    def _read(
+        self, sequence: FusedSequence, asked: AskedDraft, budget_nodes: int, floor: float
+    ) -> DraftTree:
+        """Have a reader read the tree, and grow it with what it says, as long as that pays."""
+        number, rule = asked.number, self._readers.rules[asked.number]
+        considered = min(int(_CONSIDERED * budget_nodes), MAX_NODES)
+        size = self._grow(sequence, considered, floor)
+        asked.note_pass(1.0)
+        while asked.num_passes <= _MAX_PASSES:
+            nodes = self._unread(sequence.read, asked, size)
+            reach = self._reach(nodes, size, budget_nodes)
+            if reach == 0.0 or not rule.is_worthwhile(reach, sequence.token_s):
+                break
+            goes_on = self._read_nodes(sequence.read, number, nodes)
+            size = self._grow(sequence, considered, floor)
+            rule.record_pass(asked.note_pass(reach))
+            if not goes_on:
+                break
+        return self._tree(min(size, budget_nodes))
+
+    def _unread(self, read: ReadTree, asked: AskedDraft, size: int) -> NDArray[np.intp]:
+        """Return the nodes that a reader can read in its next pass, the most probable ones."""
+        reader, rows = self._readers.all[asked.number], self._growth.rows[:, asked.number]
+        can_be_read = self._known_paths(size) & (rows[1 : size + 1] == NOWHERE)
+        if not reader.reads_paths:
+            can_be_read &= rows[self._growth.parents[:size] + 1] != NOWHERE
+        if reader.max_depth is not None:
+            can_be_read &= self._growth.depths[:size] <= reader.max_depth
+        is_first = asked.num_passes == 1
+        width = _FIRST_WIDTH if is_first and reader.reads_paths else _WIDTH
+        return np.flatnonzero(can_be_read)[: min(width, read.room(asked.number))]
+
+    def _known_paths(self, size: int) -> NDArray[np.bool_]:
+        """Return bool[size], the nodes of the tree whose paths have known tokens only."""
+        if self._limits.drafter_vocabulary is None:
+            return np.ones(size, np.bool_)
+        known = self._growth.tokens[:size] < self._limits.drafter_vocabulary
+        for node in range(size) if not known.all() else ():
+            parent = self._growth.parents[node]
+            known[node] &= parent == ROOT or known[parent]
+        return known
+
+    def _reach(self, nodes: NDArray[np.intp], size: int, budget_nodes: int) -> float:
+        """Return how many of some nodes the target is expected to come to.
+
+        In a tree that is full, a node below the last one that is kept has no children to add.
+        """
+        probabilities = self._growth.probabilities
+        least = probabilities[budget_nodes - 1] if 0 < budget_nodes <= size else 0.0
+        reached = probabilities[nodes]
+        return float(reached[reached > least].sum())
+
+    def _read_nodes(self, read: ReadTree, number: int, nodes: NDArray[np.intp]) -> bool:
+        """Have a reader read nodes of the tree that was grown last; return whether it did."""
+        growth, first = self._growth, read.next_row(number)
+        growth.rows[nodes + 1, number] = np.arange(first, first + len(nodes))
+        parents = growth.rows[growth.parents[nodes] + 1, number]
+        return read.read(number, growth.tokens[nodes], parents)
+
+    def _grown(self, sequence: FusedSequence, budget_nodes: int, floor: float) -> DraftTree:
+        return self._tree(self._grow(sequence, budget_nodes, floor))
+
+    def _grow(self, sequence: FusedSequence, max_nodes: int, floor: float) -> int:
+        """Grow the tree from all that is known, and return how many nodes it has."""
         growth = self._growth
         growth.places[0] = np.arange(len(sequence.trees))
         growth.contexts[0] = sequence.context()
-        size = grow(
+        growth.rows[0] = sequence.read.root_rows()
+        return grow(
             growth,
             self._siblings,
             self._forest,
             self._table(),
             self._weights.values,
             sequence.hints,
-            budget_nodes,
-            max(min_probability, _LEAST_PROBABILITY),
+            sequence.read.readings,
+            max_nodes,
+            floor,
             int(Source.MODEL),
         )
+
+    def _tree(self, size: int) -> DraftTree:
+        growth = self._growth
         return DraftTree(
             growth.tokens[:size].copy(),
             growth.parents[:size].copy(),
             growth.probabilities[:size].copy(),
             growth.sources[:size].copy(),
         )
-
-    def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
-        """Learn from a pass; return the other likely tokens where the target chose its own."""
-        came = [*verified.tree.token_ids[verified.path].tolist(), verified.next_token]
-        self._learn_weights(sequence, np.array(came, np.int32))
-        if self._recycled is None:
-            return NO_HINTS
-        return self._recycled.learn(verified, sequence.context())
 
     def _table(self) -> Table:
         return _NO_TABLE if self._recycled is None else self._recycled.table
@@ -462,6 +370,14 @@ class FusedDrafter:
                 tree.sources,
             )
 
+    def _learn_gains(self, sequence: FusedSequence, verified: Verified, came: TokenIds) -> None:
+        """Learn how many tokens each reader added to the tree that there was before."""
+        gained = len(verified.path)
+        for asked in reversed(sequence.asked):
+            before = len(asked.tree.prefix(len(verified.tree)).follow(came))
+            self._readers.rules[asked.number].learn(asked, gained - before)
+            gained = before
+
     def _learn_weights(self, sequence: FusedSequence, came: TokenIds) -> None:
         """Learn from the tokens that came after a draft."""
         if not sequence.has_drafted:
@@ -470,6 +386,8 @@ class FusedDrafter:
         num_trees = len(sequence.trees)
         places = np.zeros((2, num_trees), np.int32)
         places[0] = np.arange(num_trees)
+        rows = np.zeros((2, len(self._readers.all)), np.int32)
+        rows[0] = sequence.read.root_rows()
         learn(
             self._siblings,
             self._forest,
@@ -479,6 +397,8 @@ class FusedDrafter:
             places,
             sequence.context(),
             sequence.hints,
+            sequence.read.readings,
+            rows,
             came,
             RATE,
         )

@@ -10,8 +10,8 @@ from retriever.kernels.compiling import kernel
 NOWHERE: Final = -1
 """In place of a node's number, where a tree lacks the node."""
 
-_LEAST_SHARE: Final = 1e-4
-_MOST_SHARE: Final = 0.9995
+LEAST_SHARE: Final = 1e-4
+MOST_SHARE: Final = 0.9995
 """Shares of a parent's probability are clipped to these, so that log-odds lie between -9.2 and 7.6:
 a source that is sure and wrong can still be outweighed."""
 
@@ -63,8 +63,8 @@ def plant(
         parent, above = tree, 1.0
         if parents[node] >= 0:
             parent, above = start + parents[node], np.float64(probabilities[parents[node]])
-        share = probabilities[node] / max(above, _LEAST_SHARE)
-        share = min(max(share, _LEAST_SHARE), _MOST_SHARE)
+        share = probabilities[node] / max(above, LEAST_SHARE)
+        share = min(max(share, LEAST_SHARE), MOST_SHARE)
         forest.tokens[place] = tokens[node]
         forest.log_odds[place] = np.log(share / (1.0 - share))
         forest.sources[place] = sources[node]

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.kernels.forest import Forest, step_down
+from decoder.drafters.kernels.readings import Readings, read_below
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
 from decoder.drafters.kernels.siblings import Hints, Siblings, gather, score, set_of
 from retriever.kernels.compiling import kernel
@@ -25,7 +26,9 @@ class Growth(NamedTuple):
         parents: int32[B].
         probabilities: float32[B].
         sources: uint8[B].
+        depths: int32[B], 1 for the root's children.
         places: int32[1 + B, trees], where each given tree has a node; row 0 is the root.
+        rows: int32[1 + B, readers], each reader's row of a node, or `NOWHERE`.
         contexts: int32[1 + B, NUM_ORDERS], the last tokens at a node, the latest first.
         candidates: int32[C, 3], token, parent and source of each candidate.
         beliefs: float32[C], its probability.
@@ -36,21 +39,25 @@ class Growth(NamedTuple):
     parents: NDArray[np.int32]
     probabilities: NDArray[np.float32]
     sources: NDArray[np.uint8]
+    depths: NDArray[np.int32]
     places: NDArray[np.int32]
+    rows: NDArray[np.int32]
     contexts: NDArray[np.int32]
     candidates: NDArray[np.int32]
     beliefs: NDArray[np.float32]
     heap: NDArray[np.int64]
 
     @classmethod
-    def of(cls, num_trees: int, max_nodes: int) -> "Growth":
-        """Return room for a tree of so many nodes, from so many given ones."""
+    def of(cls, num_trees: int, max_nodes: int, num_readers: int = 0) -> "Growth":
+        """Return room for a tree of so many nodes, from so many given ones and readers."""
         return cls(
             np.zeros(max_nodes, np.int32),
             np.zeros(max_nodes, np.int32),
             np.zeros(max_nodes, np.float32),
             np.zeros(max_nodes, np.uint8),
+            np.zeros(max_nodes, np.int32),
             np.zeros((1 + max_nodes, num_trees), np.int32),
+            np.zeros((1 + max_nodes, num_readers), np.int32),
             np.zeros((1 + max_nodes, NUM_ORDERS), np.int32),
             np.zeros((MAX_CANDIDATES, 3), np.int32),
             np.zeros(MAX_CANDIDATES, np.float32),
@@ -66,13 +73,14 @@ def grow(
     table: Table,
     weights: NDArray[np.float64],
     hints: Hints,
+    readings: Readings,
     budget: int,
     min_probability: float,
     table_source: int,
 ) -> int:
     """Grow a tree of at most `budget` nodes and return how many it has.
 
-    Row 0 of `growth.places` and `growth.contexts` is set by the caller.
+    Row 0 of `growth.places`, `growth.contexts` and `growth.rows` is set by the caller.
 
     Args:
         growth: filled.
@@ -81,6 +89,7 @@ def grow(
         table: the recycled logits.
         weights: float64[NUM_SETS, S + 1, NUM_WEIGHTS].
         hints: for the root's children.
+        readings: what readers said.
         budget: most nodes.
         min_probability: nodes less probable than this are left out.
         table_source: the `Source` of candidates that only the table or a hint lists.
@@ -91,8 +100,10 @@ def grow(
     while size < budget:
         said = hints if size == 0 else nothing
         places, context = growth.places[size], growth.contexts[size]
-        count = gather(siblings, forest, places, table, context, said, table_source)
-        total = score(siblings, count, weights[set_of(siblings.known, num_trees)])
+        rows = growth.rows[size]
+        count = gather(siblings, forest, places, table, context, said, readings, rows, table_source)
+        chosen = set_of(siblings.known, num_trees, readings.kinds)
+        total = score(siblings, count, weights[chosen])
         scale = above / max(total, 1.0)
         for candidate in range(count):
             belief = siblings.probabilities[candidate] * scale
@@ -107,7 +118,7 @@ def grow(
             waiting += 1
         if waiting == 0:
             break
-        _take(growth, forest, size, candidate_of(pop(growth.heap, waiting)))
+        _take(growth, forest, readings, size, candidate_of(pop(growth.heap, waiting)))
         waiting -= 1
         above = np.float64(growth.probabilities[size])
         size += 1
@@ -115,15 +126,17 @@ def grow(
 
 
 @kernel()
-def _take(growth: Growth, forest: Forest, node: int, candidate: int) -> None:
+def _take(growth: Growth, forest: Forest, readings: Readings, node: int, candidate: int) -> None:
     """Let a candidate join the tree as its node number `node`."""
     token, parent = growth.candidates[candidate, 0], growth.candidates[candidate, 1]
     growth.tokens[node] = token
     growth.parents[node] = parent
     growth.probabilities[node] = growth.beliefs[candidate]
     growth.sources[node] = growth.candidates[candidate, 2]
+    growth.depths[node] = 1 if parent < 0 else growth.depths[parent] + 1
     row, above = node + 1, parent + 1
     step_down(forest, growth.places[above], growth.places[row], token)
+    read_below(readings, growth.rows[above], growth.rows[row], token)
     growth.contexts[row, 0] = token
     for order in range(1, NUM_ORDERS):
         growth.contexts[row, order] = growth.contexts[above, order - 1]

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.kernels.forest import Forest, step_down
+from decoder.drafters.kernels.readings import Readings, read_below
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
 from decoder.drafters.kernels.siblings import (
     ABSENT,
@@ -29,6 +30,8 @@ def learn(
     places: NDArray[np.int32],
     context: NDArray[np.int32],
     hints: Hints,
+    readings: Readings,
+    rows: NDArray[np.int32],
     came: NDArray[np.int32],
     rate: float,
 ) -> None:
@@ -45,6 +48,8 @@ def learn(
         places: int32[2, trees], scratch; row 0: where each tree has the last committed token.
         context: int32[NUM_ORDERS], the last tokens before those, the latest first; changed.
         hints: those of the last draft.
+        readings: what readers said for the last draft.
+        rows: int32[2, readers], scratch; row 0: each reader's row of the last committed token.
         came: int32[T], the tokens that came.
         rate: size of a step.
     """
@@ -52,8 +57,8 @@ def learn(
     nothing = Hints(hints.tokens[:0], hints.log_odds[:0])
     for depth in range(len(came)):
         said = hints if depth == 0 else nothing
-        count = gather(siblings, forest, places[0], table, context, said, 0)
-        chosen = set_of(siblings.known, num_trees)
+        count = gather(siblings, forest, places[0], table, context, said, readings, rows[0], 0)
+        chosen = set_of(siblings.known, num_trees, readings.kinds)
         score(siblings, count, weights[chosen])
         for candidate in range(count):
             target = 1.0 if siblings.tokens[candidate] == came[depth] else 0.0
@@ -62,6 +67,9 @@ def learn(
         step_down(forest, places[0], places[1], came[depth])
         for tree in range(num_trees):
             places[0, tree] = places[1, tree]
+        read_below(readings, rows[0], rows[1], came[depth])
+        for reader in range(len(readings.kinds)):
+            rows[0, reader] = rows[1, reader]
         for order in range(NUM_ORDERS - 1, 0, -1):
             context[order] = context[order - 1]
         context[0] = came[depth]

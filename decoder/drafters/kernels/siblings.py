@@ -6,15 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.kernels.forest import NOWHERE, Forest
+from decoder.drafters.kernels.readings import NUM_KNOWING, NUM_LIKELY_COLUMNS, Readings, said_of
 from decoder.drafters.kernels.recycled import NOT_FOUND, NUM_ORDERS, Table, find, key_of
 from retriever.kernels.compiling import kernel
 
 NUM_TABLE_SOURCES: Final = NUM_ORDERS + 1
-"""Sources besides the trees: the table for one, two and three tokens, and the hints."""
+"""Sources besides the trees and readers: the table for one, two and three tokens, and the hints."""
 
-NUM_SETS: Final = 2 * (NUM_ORDERS + 1)
-"""Sets of weights: by the longest context that the table knows, and whether a tree knows the
-node."""
+NUM_UNREAD_SETS: Final = 2 * (NUM_ORDERS + 1)
+NUM_SETS: Final = NUM_KNOWING * NUM_UNREAD_SETS
+"""Sets of weights: by the longest context that the table knows, whether a tree knows the node, and
+which kinds of readers have read it; the first `NUM_UNREAD_SETS` are for nodes that none has."""
 
 BIAS: Final = 0
 SLOPE: Final = 1
@@ -27,19 +29,22 @@ ABSENT: Final = -1e9
 """Log-odds of a candidate that a source does not list: below all that clipped shares can have."""
 
 MAX_SIBLINGS: Final = 192
-"""Most candidates below one node; any more are left out. The table and the hints list at most 32,
-so at least 160 are for the trees."""
+"""Most candidates below one node, besides those that readers propose; any more are left out. The
+table and the hints list at most 32, so at least 160 are for the trees."""
 
 
 class Siblings(NamedTuple):
     """The candidates below one node.
+
+    Sources are the trees, the table's orders, the hints and the readers, in this order.
 
     Attributes:
         tokens: int32[C].
         log_odds: float64[C, S], by source; `ABSENT` where a source does not list the candidate.
         known: bool[S], whether a source knows the node.
         probabilities: float64[C].
-        sources: uint8[C], the source that listed a candidate first: trees before the table.
+        sources: uint8[C], the source that listed a candidate first: trees before the table before
+            readers.
     """
 
     tokens: NDArray[np.int32]
@@ -49,15 +54,16 @@ class Siblings(NamedTuple):
     sources: NDArray[np.uint8]
 
     @classmethod
-    def of(cls, num_trees: int) -> "Siblings":
+    def of(cls, num_trees: int, num_readers: int = 0) -> "Siblings":
         """Return room for the candidates of a node."""
-        num_sources = num_trees + NUM_TABLE_SOURCES
+        num_sources = num_trees + NUM_TABLE_SOURCES + num_readers
+        room = MAX_SIBLINGS + num_readers * NUM_LIKELY_COLUMNS
         return cls(
-            np.zeros(MAX_SIBLINGS, np.int32),
-            np.zeros((MAX_SIBLINGS, num_sources)),
+            np.zeros(room, np.int32),
+            np.zeros((room, num_sources)),
             np.zeros(num_sources, np.bool_),
-            np.zeros(MAX_SIBLINGS),
-            np.zeros(MAX_SIBLINGS, np.uint8),
+            np.zeros(room),
+            np.zeros(room, np.uint8),
         )
 
 
@@ -101,6 +107,8 @@ def gather(
     table: Table,
     context: NDArray[np.int32],
     hints: Hints,
+    readings: Readings,
+    rows: NDArray[np.int32],
     table_source: int,
 ) -> int:
     """Ask all sources for a node's children and return how many candidates there are.
@@ -112,11 +120,32 @@ def gather(
         table: the recycled logits.
         context: int32[NUM_ORDERS], the last tokens at the node, the latest first; -1: none.
         hints: for the root; none for other nodes.
+        readings: what readers said.
+        rows: int32[readers], each reader's row of the node, or `NOWHERE`.
         table_source: the `Source` of what only the table or a hint names.
     """
-    count, num_trees = 0, len(places)
     siblings.known[:] = False
-    for tree in range(num_trees):
+    count = _note_trees(siblings, forest, places)
+    count = _note_table(siblings, count, len(places), table, context, table_source)
+    source = len(places) + NUM_ORDERS
+    siblings.known[source] = len(hints.tokens) > 0
+    for column in range(len(hints.tokens)):
+        token, odds = hints.tokens[column], hints.log_odds[column]
+        count = _note(siblings, count, source, token, odds, table_source)
+    for reader in range(len(rows)):
+        if rows[reader] != NOWHERE:
+            count = _propose(siblings, count, readings, reader, rows[reader])
+    for reader in range(len(rows)):
+        if rows[reader] != NOWHERE:
+            _judge(siblings, count, readings, reader, rows[reader])
+    return count
+
+
+@kernel()
+def _note_trees(siblings: Siblings, forest: Forest, places: NDArray[np.int32]) -> int:
+    """Enter what the trees list and return how many candidates there are."""
+    count = 0
+    for tree in range(len(places)):
         if places[tree] == NOWHERE:
             continue
         child = forest.first_child[places[tree]]
@@ -125,6 +154,19 @@ def gather(
             odds, speaker = forest.log_odds[child], forest.sources[child]
             count = _note(siblings, count, tree, forest.tokens[child], odds, speaker)
             child = forest.next_sibling[child]
+    return count
+
+
+@kernel()
+def _note_table(
+    siblings: Siblings,
+    count: int,
+    num_trees: int,
+    table: Table,
+    context: NDArray[np.int32],
+    table_source: int,
+) -> int:
+    """Enter what the recycled logits list and return how many candidates there are."""
     for order in range(NUM_ORDERS, 0, -1):
         if context[order - 1] < 0:
             continue
@@ -136,25 +178,52 @@ def gather(
         for column in range(table.tokens.shape[1]):
             token, odds = table.tokens[entry, column], table.log_odds[entry, column]
             count = _note(siblings, count, source, token, odds, table_source)
-    source = num_trees + NUM_ORDERS
-    siblings.known[source] = len(hints.tokens) > 0
-    for column in range(len(hints.tokens)):
-        token, odds = hints.tokens[column], hints.log_odds[column]
-        count = _note(siblings, count, source, token, odds, table_source)
     return count
 
 
 @kernel()
-def set_of(known: NDArray[np.bool_], num_trees: int) -> int:
-    """Return which set of weights a node is scored with."""
-    longest = 0
+def _propose(siblings: Siblings, count: int, readings: Readings, reader: int, row: int) -> int:
+    """Enter a reader's likeliest tokens and return how many candidates there are."""
+    source = len(siblings.known) - len(readings.kinds) + reader
+    siblings.known[source] = True
+    for place in range(NUM_LIKELY_COLUMNS):
+        column = readings.likely[reader, row, place]
+        if column < 0:
+            break
+        token = readings.token_of[reader, column]
+        count = _note(siblings, count, source, token, ABSENT, readings.sources[reader])
+    return count
+
+
+@kernel()
+def _judge(siblings: Siblings, count: int, readings: Readings, reader: int, row: int) -> None:
+    """Enter a reader's log-odds for every candidate within its vocabulary, whoever listed it."""
+    source = len(siblings.known) - len(readings.kinds) + reader
+    for candidate in range(count):
+        token = siblings.tokens[candidate]
+        siblings.log_odds[candidate, source] = said_of(readings, reader, row, token, ABSENT)
+
+
+@kernel()
+def set_of(known: NDArray[np.bool_], num_trees: int, kinds: NDArray[np.uint8]) -> int:
+    """Return which set of weights a node is scored with.
+
+    Args:
+        known: bool[S], which sources know the node.
+        num_trees: the first sources.
+        kinds: uint8[readers], of the last sources.
+    """
+    longest, by_trees, knowing = 0, 0, 0
     for order in range(NUM_ORDERS):
         if known[num_trees + order]:
             longest = order + 1
     for tree in range(num_trees):
         if known[tree]:
-            return NUM_ORDERS + 1 + longest
-    return longest
+            by_trees = NUM_ORDERS + 1
+    for reader in range(len(kinds)):
+        if known[num_trees + NUM_TABLE_SOURCES + reader]:
+            knowing |= kinds[reader]
+    return knowing * NUM_UNREAD_SETS + by_trees + longest
 
 
 @kernel()

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from decoder.drafters.kernels.readings import NUM_LIKELY_COLUMNS
 from decoder.drafters.kernels.recycled import NUM_ORDERS
-from decoder.drafters.kernels.siblings import BIAS, SLOPE, UNLISTED
+from decoder.drafters.kernels.siblings import BIAS, NUM_UNREAD_SETS, SLOPE, UNLISTED
 from retriever.tree import ROOT, DraftTree, Source
 
 Path = tuple[int, ...]
@@ -21,6 +22,24 @@ def log_odds(share: float) -> float:
 
 
 @dataclass
+class ReaderNotes:
+    """What a model said of the nodes that it read: logits of its tokens, by path."""
+
+    kind: int
+    source: int
+    logits: dict[Path, Odds]
+
+    def odds(self, path: Path) -> Odds | None:
+        """Return its log-odds for every token that it knows, the likeliest first."""
+        if path not in self.logits:
+            return None
+        said = self.logits[path]
+        total = sum(math.exp(logit) for logit in said.values())
+        ranked = sorted(said, key=lambda token: -said[token])
+        return {token: log_odds(math.exp(said[token]) / total) for token in ranked}
+
+
+@dataclass
 class Knowledge:
     """All that a fused draft is made from, as plain dictionaries."""
 
@@ -29,6 +48,7 @@ class Knowledge:
     context: Path  # the last tokens of the sequence
     hints: Odds
     weights: NDArray[np.float64]
+    readers: list[ReaderNotes] = field(default_factory=list)
     listed: list[dict[Path, dict[int, tuple[float, int]]]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +67,8 @@ class Knowledge:
             self.table.get(text[-order:]) if len(text) >= order else None
             for order in range(1, NUM_ORDERS + 1)
         ]
-        return [*trees, *orders, self.hints if self.hints and not path else None]
+        hints = self.hints if self.hints and not path else None
+        return [*trees, *orders, hints, *(reader.odds(path) for reader in self.readers)]
 
     def chosen(self, opinions: list[Odds | None]) -> int:
         count = len(self.trees)
@@ -56,20 +77,37 @@ class Knowledge:
             (order for order, said in enumerate(orders, 1) if said is not None), default=0
         )
         has_tree = any(said is not None for said in opinions[:count])
-        return longest + (NUM_ORDERS + 1 if has_tree else 0)
+        knowing = 0
+        for reader, said in zip(self.readers, opinions[count + NUM_ORDERS + 1 :], strict=True):
+            if said is not None:
+                knowing |= reader.kind
+        return longest + (NUM_ORDERS + 1 if has_tree else 0) + knowing * NUM_UNREAD_SETS
 
     def children(self, path: Path) -> dict[int, float]:
         """Return how probable each candidate below a node is, given the node."""
         opinions = self.opinions(path)
         weights = self.weights[self.chosen(opinions)]
-        tokens = {token for said in opinions if said for token in said}
+        tokens = {token for said in self.proposals(opinions) for token in said}
         return {token: sigmoid(added_up(opinions, weights, token)) for token in tokens}
+
+    def proposals(self, opinions: list[Odds | None]) -> list[list[int]]:
+        """Return the candidates that each source names: a reader only those likeliest to it."""
+        named = [list(said or ()) for said in opinions]
+        first = len(opinions) - len(self.readers)
+        return [*named[:first], *(tokens[:NUM_LIKELY_COLUMNS] for tokens in named[first:])]
 
     def speaker(self, path: Path, token: int) -> int:
         for children in self.listed:
             if path in children and token in children[path]:
                 return children[path][token][1]
-        return int(Source.MODEL)
+        proposals = self.proposals(self.opinions(path))
+        first = len(proposals) - len(self.readers)
+        if any(token in said for said in proposals[:first]):
+            return int(Source.MODEL)
+        for reader, said in zip(self.readers, proposals[first:], strict=True):
+            if token in said:
+                return reader.source
+        raise AssertionError(token)
 
     def grown(self, budget: int, min_probability: float) -> list[tuple[Path, float, int]]:
         """Return the nodes of the fused tree: path, probability and source."""

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from decoder.drafters.kernels.forest import Forest, plant
 from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
+from decoder.drafters.kernels.readings import Readings, enter_rows, said_of
 from decoder.drafters.kernels.recycled import (
     NOT_FOUND,
     NUM_ORDERS,
@@ -28,7 +29,7 @@ from decoder.drafters.kernels.siblings import (
 from decoder.drafters.recycling import contexts_of, likeliest
 from retriever.tree import DraftTree, Source
 from tests.decoder.decoding import random_tree
-from tests.decoder.drafters.fusing import Knowledge, Odds, Path
+from tests.decoder.drafters.fusing import Knowledge, Odds, Path, ReaderNotes, log_odds
 
 VOCABULARY = 12
 CAPACITY = 1 << 12
@@ -62,10 +63,69 @@ def knowledge(rng: np.random.Generator) -> tuple[Knowledge, Table, Hints]:
         rng.normal(0, 2, 5).astype(np.float32),
     )
     hints = Hints(hints.tokens, hints.log_odds[: len(hints.tokens)])
-    weights = rng.normal(0, 0.7, (NUM_SETS, len(trees) + NUM_TABLE_SOURCES + 1, NUM_WEIGHTS))
+    readers = [read(rng, trees) for _ in range(rng.integers(0, 3))]
+    num_sources = len(trees) + NUM_TABLE_SOURCES + len(readers)
+    weights = rng.normal(0, 0.7, (NUM_SETS, num_sources + 1, NUM_WEIGHTS))
     context = tuple(rng.integers(0, VOCABULARY, int(rng.integers(1, 5))).tolist())
     said = dict(zip(hints.tokens.tolist(), hints.log_odds.tolist(), strict=True))
-    return Knowledge(trees, table, context, said, weights), arrays, hints
+    return Knowledge(trees, table, context, said, weights, readers), arrays, hints
+
+
+def read(rng: np.random.Generator, trees: list[DraftTree]) -> ReaderNotes:
+    """Return what a model with part of the vocabulary says of some paths, each behind its parent.
+
+    Some paths are of the trees, others of its own. No share is so small that it would be clipped:
+    candidates would tie.
+    """
+    paths: list[Path] = [()] if rng.random() < 0.8 else []
+    tokens = np.sort(rng.permutation(VOCABULARY)[: rng.integers(1, VOCABULARY + 1)])
+    known = [
+        tuple(tree.token_ids[tree.path_to(n)].tolist()) for tree in trees for n in range(len(tree))
+    ]
+    for path in sorted(known, key=len):
+        if path[:-1] in paths and path not in paths and rng.random() < 0.7:
+            paths.append(path)
+    for _ in range(rng.integers(0, 20) if paths else 0):
+        path = (*paths[rng.integers(0, len(paths))], int(rng.integers(0, VOCABULARY)))
+        if path not in paths:
+            paths.append(path)
+    logits = {
+        path: dict(
+            zip(
+                tokens.tolist(),
+                rng.normal(0, 1.2, len(tokens)).astype(np.float32).tolist(),
+                strict=True,
+            )
+        )
+        for path in paths
+    }
+    return ReaderNotes(int(rng.integers(1, 3)), int(rng.integers(1, 6)), logits)
+
+
+def readings_of(readers: list[ReaderNotes]) -> tuple[Readings, NDArray[np.int32]]:
+    """Return the same as arrays, and the rows of the root."""
+    columns = [
+        np.array(list(next(iter(each.logits.values()), {0: 0.0})), np.int32) for each in readers
+    ]
+    readings = Readings.of(
+        columns, [each.kind for each in readers], [each.source for each in readers]
+    )
+    roots = np.full(len(readers), -1, np.int32)
+    for number, each in enumerate(readers):
+        rows = {path: row for row, path in enumerate(each.logits)}
+        for path, row in rows.items():
+            values = np.array(list(each.logits[path].values()), np.float32)
+            readings.logits[number, row, : len(values)] = values
+            readings.log_sums[number, row] = np.log(np.exp(values.astype(np.float64)).sum())
+            likely = np.argsort(-values, kind="stable")[: readings.likely.shape[2]]
+            readings.likely[number, row, : len(likely)] = likely
+            parent = rows[path[:-1]] if path else -1
+            token = path[-1] if path else 0
+            enter_rows(
+                readings, number, row, np.array([token], np.int32), np.array([parent], np.int32)
+            )
+        roots[number] = rows.get((), -1)
+    return readings, roots
 
 
 def planted(trees: list[DraftTree]) -> Forest:
@@ -77,13 +137,16 @@ def planted(trees: list[DraftTree]) -> Forest:
     return forest
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(500))
 def test_fused_tree_is_that_of_the_slow_twin(seed: int) -> None:
     rng = np.random.default_rng(seed)
     known, table, hints = knowledge(rng)
     budget, floor = int(rng.integers(0, 40)), float(rng.choice([1e-4, 0.05]))
     num_trees = len(known.trees)
-    growth, siblings = Growth.of(num_trees, 64), Siblings.of(num_trees)
+    num_readers = len(known.readers)
+    growth = Growth.of(num_trees, 64, num_readers)
+    siblings = Siblings.of(num_trees, num_readers)
+    readings, growth.rows[0] = readings_of(known.readers)
     growth.places[0] = np.arange(num_trees)
     growth.contexts[0] = latest_first(known.context)
     size = grow(
@@ -93,6 +156,7 @@ def test_fused_tree_is_that_of_the_slow_twin(seed: int) -> None:
         table,
         known.weights,
         hints,
+        readings,
         budget,
         floor,
         int(Source.MODEL),
@@ -109,6 +173,7 @@ def test_fused_tree_is_that_of_the_slow_twin(seed: int) -> None:
         assert tuple(tree.token_ids[tree.path_to(node)].tolist()) == path
         assert tree.probabilities[node] == pytest.approx(probability, rel=1e-4)
         assert tree.sources[node] == source
+    assert growth.depths[:size].tolist() == [len(path) for path, _, _ in expected]
 
 
 def learned(known: Knowledge, came: Path, rate: float) -> NDArray[np.float64]:
@@ -132,7 +197,7 @@ def learned(known: Knowledge, came: Path, rate: float) -> NDArray[np.float64]:
     return weights
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(300))
 def test_learning_moves_the_weights_as_the_slow_twin_does(seed: int) -> None:
     rng = np.random.default_rng(1000 + seed)
     known, table, hints = knowledge(rng)
@@ -142,8 +207,10 @@ def test_learning_moves_the_weights_as_the_slow_twin_does(seed: int) -> None:
     num_trees = len(known.trees)
     places = np.zeros((2, num_trees), np.int32)
     places[0] = np.arange(num_trees)
+    rows = np.zeros((2, len(known.readers)), np.int32)
+    readings, rows[0] = readings_of(known.readers)
     learn(
-        Siblings.of(num_trees),
+        Siblings.of(num_trees, len(known.readers)),
         planted(known.trees),
         table,
         weights,
@@ -151,6 +218,8 @@ def test_learning_moves_the_weights_as_the_slow_twin_does(seed: int) -> None:
         places,
         latest_first(known.context),
         hints,
+        readings,
+        rows,
         np.array(came, np.int32),
         rate,
     )
@@ -158,6 +227,15 @@ def test_learning_moves_the_weights_as_the_slow_twin_does(seed: int) -> None:
     np.testing.assert_allclose(
         weights - before, learned(known, came, rate) - before, rtol=1e-3, atol=1e-8
     )
+
+
+def test_what_a_reader_says_is_bounded_and_no_evidence_outside_of_its_vocabulary() -> None:
+    logits = {3: 40.0, 5: 0.0, 9: 39.0}
+    readings, _ = readings_of([ReaderNotes(1, 5, {(): logits})])
+    said = [said_of(readings, 0, 0, token, 77.0) for token in (3, 5, 9, 4, 10_000)]
+    expected = [log_odds(1 / (1 + np.exp(-1))), log_odds(0.0), log_odds(1 / (1 + np.exp(1)))]
+    np.testing.assert_allclose(said, [*expected, 77.0, 77.0], rtol=1e-5)
+    assert readings.likely[0, 0].tolist() == [0, 2, 1] + [-1] * 7
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,11 +1,10 @@
-import threading
-
 import numpy as np
 import pytest
 import torch
 
+from decoder.drafters.asking import GainEstimate
 from decoder.drafters.following import NoDrafter, Verified
-from decoder.drafters.fusion import FusedDrafter, GainEstimate
+from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
 from decoder.sampling.verification import Acceptance, PassContext, accept_greedy
 from retriever.drafter import Drafter, DraftRequest, TokenIds
@@ -121,7 +120,7 @@ class Sharing(ScriptedDrafter):
 
 
 def test_the_loop_and_all_parts_share_one_sequence() -> None:
-    quick, slow = Sharing(), Sharing()
+    first, second = Sharing(), Sharing()
     sequences: list[TokenIds] = []
 
     def noting(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
@@ -129,12 +128,12 @@ def test_the_loop_and_all_parts_share_one_sequence() -> None:
         return accept_greedy(tree, logits, context)
 
     model, prompt = MODELS["llama"](), prompt_of(12)
-    with FusedDrafter([quick], LIMITS, models=[slow], recycled=RecycledLogits(1 << 8)) as drafter:
-        decoded(decoder_with(model, drafter, accept=noting), prompt, NEW_TOKENS)
+    drafter = FusedDrafter([first, second], LIMITS, recycled=RecycledLogits(1 << 8))
+    decoded(decoder_with(model, drafter, accept=noting), prompt, NEW_TOKENS)
     assert len(sequences) > 2
-    for shown in (*quick.prompts, *slow.prompts, *sequences):
+    for shown in (*first.prompts, *second.prompts, *sequences):
         assert np.shares_memory(shown, sequences[0])
-    assert quick.closed == slow.closed == [prompt + plainly(model, prompt, NEW_TOKENS)]
+    assert first.closed == second.closed == [prompt + plainly(model, prompt, NEW_TOKENS)]
 
 
 def test_a_part_that_refuses_a_prompt_leaves_no_session_of_the_others() -> None:
@@ -164,16 +163,6 @@ def test_a_draft_of_earlier_tokens_teaches_nothing() -> None:
         passed = Verified(5, nothing, logits_for({5: 9}), np.zeros(0, np.int64), 5)
         fused_sequence.learn(passed)
     assert fused_sequence.draft(4).token_ids.tolist() == taught[0].token_ids.tolist()
-
-
-def test_thread_ends_with_the_drafter() -> None:
-    before = threading.active_count()
-    with FusedDrafter([saying(([4], 0.8))], LIMITS, models=[saying(([5], 0.8))]) as drafter:
-        drafter.open("a", np.array([1], np.int32))
-        drafter.draft([DraftRequest("a", np.zeros(0, np.int32), 1, 8)])
-        assert threading.active_count() == before + 1
-        drafter.close("a")
-    assert threading.active_count() == before
 
 
 def test_sessions_are_as_the_protocol_says() -> None:
@@ -242,12 +231,11 @@ def test_fused_drafts_change_no_output(name: str) -> None:
     drafters = [
         ScriptedDrafter(guess) for guess in (oracle(prompt + expected), at_random(), every_token)
     ]
-    slow = ScriptedDrafter(at_random(seed=5))
-    drafter = FusedDrafter(drafters, LIMITS, models=[slow], recycled=RecycledLogits())
+    drafter = FusedDrafter(drafters, LIMITS, recycled=RecycledLogits())
     decoder = decoder_with(model, drafter)
     for _ in range(2):  # the second time with what was recycled
         assert decoded(decoder, prompt, NEW_TOKENS) == expected
-    assert all(len(part.closed) == 2 for part in [*drafters, slow])
+    assert all(len(part.closed) == 2 for part in drafters)
     assert drafters[0].closed[0] == prompt + expected
 
 

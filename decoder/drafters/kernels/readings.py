@@ -1,0 +1,163 @@
+"""What models said of the nodes of a tree that they read, in arrays that kernels walk."""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decoder.drafters.kernels.forest import LEAST_SHARE, MOST_SHARE, NOWHERE
+from retriever.kernels.compiling import kernel
+
+SPECULATOR: Final = 1
+DRAFT_MODEL: Final = 2
+NUM_KNOWING: Final = 4
+"""Kinds of readers, as bits, and how many sets of kinds there are: which of them know a node
+decides how much each source counts there."""
+
+NUM_LIKELY_COLUMNS: Final = 10
+"""Candidates that a reader proposes below a node: as many as EAGLE-2 (arXiv:2406.16858) expands."""
+
+MAX_READ: Final = 128
+"""Most nodes that a reader reads in a draft: 64 in its first pass and eight in each later one leave
+room; each takes four bytes a column, once it is used."""
+
+ROOT_ROW: Final = 0
+
+
+class Readings(NamedTuple):
+    """Rows of logits by reader: the first for the root, then one for each node that was read.
+
+    Where readers have fewer columns than others, their rows are filled up with nothing: columns
+    beyond their own are never looked at.
+
+    Attributes:
+        tokens: int32[readers, 1 + M], of a row's node.
+        first_child: int32[readers, 1 + M], -1 for none.
+        next_sibling: int32[readers, 1 + M], -1 for none.
+        logits: float32[readers, 1 + M, C].
+        log_sums: float32[readers, 1 + M], logarithm of the sum of each row's exponentials.
+        likely: int32[readers, 1 + M, NUM_LIKELY_COLUMNS], the likeliest columns, likeliest first;
+            -1 beyond a reader's last.
+        token_of: int32[readers, C], the token of each column.
+        column_of: int32[readers, V], the column of each token; -1 outside of the vocabulary.
+        kinds: uint8[readers].
+        sources: uint8[readers], what their proposals are labelled with.
+    """
+
+    tokens: NDArray[np.int32]
+    first_child: NDArray[np.int32]
+    next_sibling: NDArray[np.int32]
+    logits: NDArray[np.float32]
+    log_sums: NDArray[np.float32]
+    likely: NDArray[np.int32]
+    token_of: NDArray[np.int32]
+    column_of: NDArray[np.int32]
+    kinds: NDArray[np.uint8]
+    sources: NDArray[np.uint8]
+
+    @classmethod
+    def of(
+        cls, columns: list[NDArray[np.int32]], kinds: list[int], sources: list[int]
+    ) -> "Readings":
+        """Return room for the rows of readers with these columns, int32[C] each.
+
+        Memory of rows is taken as they are written.
+        """
+        num_readers = len(columns)
+        width = max((len(each) for each in columns), default=0)
+        token_of = np.full((num_readers, width), -1, np.int32)
+        vocabulary = max((int(each.max()) + 1 for each in columns if len(each)), default=0)
+        column_of = np.full((num_readers, vocabulary), NOWHERE, np.int32)
+        for reader, each in enumerate(columns):
+            token_of[reader, : len(each)] = each
+            column_of[reader, each] = np.arange(len(each), dtype=np.int32)
+        return _unread(token_of, column_of, np.array(kinds, np.uint8), np.array(sources, np.uint8))
+
+    def unread(self) -> "Readings":
+        """Return room for other rows of the same readers."""
+        return _unread(self.token_of, self.column_of, self.kinds, self.sources)
+
+
+def _unread(
+    token_of: NDArray[np.int32],
+    column_of: NDArray[np.int32],
+    kinds: NDArray[np.uint8],
+    sources: NDArray[np.uint8],
+) -> Readings:
+    num_readers, width = token_of.shape
+    rows = (num_readers, 1 + MAX_READ)
+    return Readings(
+        np.zeros(rows, np.int32),
+        np.full(rows, NOWHERE, np.int32),
+        np.full(rows, NOWHERE, np.int32),
+        np.empty((*rows, width), np.float32),
+        np.zeros(rows, np.float32),
+        np.full((*rows, NUM_LIKELY_COLUMNS), -1, np.int32),
+        token_of,
+        column_of,
+        kinds,
+        sources,
+    )
+
+
+@kernel()
+def enter_rows(
+    readings: Readings,
+    reader: int,
+    first: int,
+    tokens: NDArray[np.int32],
+    parents: NDArray[np.int32],
+) -> None:
+    """Enter nodes that were read, as rows from `first` on.
+
+    Args:
+        readings: changed.
+        reader: which one.
+        first: row of the first node.
+        tokens: int32[n].
+        parents: int32[n], rows of their parents, `NOWHERE` for the root itself.
+    """
+    for node in range(len(tokens)):
+        row, parent = first + node, parents[node]
+        readings.tokens[reader, row] = tokens[node]
+        readings.first_child[reader, row] = NOWHERE
+        readings.next_sibling[reader, row] = NOWHERE
+        if parent != NOWHERE:
+            readings.next_sibling[reader, row] = readings.first_child[reader, parent]
+            readings.first_child[reader, parent] = row
+
+
+@kernel()
+def read_below(
+    readings: Readings, rows: NDArray[np.int32], below: NDArray[np.int32], token: int
+) -> None:
+    """Set the row of the child with a token, for each reader.
+
+    Args:
+        readings: the rows.
+        rows: int32[readers], each reader's row of the node, or `NOWHERE`.
+        below: int32[readers], set.
+        token: of the child.
+    """
+    for reader in range(len(rows)):
+        child = NOWHERE
+        if rows[reader] != NOWHERE:
+            child = readings.first_child[reader, rows[reader]]
+            while child >= 0 and readings.tokens[reader, child] != token:
+                child = readings.next_sibling[reader, child]
+        below[reader] = child
+
+
+@kernel()
+def said_of(readings: Readings, reader: int, row: int, token: int, unknown: float) -> float:
+    """Return the log-odds that a reader gives a token; `unknown` outside of its vocabulary."""
+    if token >= readings.column_of.shape[1]:
+        return unknown
+    column = readings.column_of[reader, token]
+    if column == NOWHERE:
+        return unknown
+    share = np.exp(
+        np.float64(readings.logits[reader, row, column]) - readings.log_sums[reader, row]
+    )
+    share = min(max(share, LEAST_SHARE), MOST_SHARE)
+    return np.log(share / (1.0 - share))

@@ -1,0 +1,66 @@
+"""The weights of the sources of a fused draft, and what they begin with."""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import BinaryIO, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decoder.drafters.kernels.readings import DRAFT_MODEL, SPECULATOR
+from decoder.drafters.kernels.siblings import NUM_TABLE_SOURCES
+
+PRIOR_ROWS: Final = ("tree", "one", "two", "three", "hints", "speculator", "draft_model", "shared")
+"""Rows of the prior's weights, as its file names them: a retrieved tree, recycled logits by
+context, hints, both kinds of readers, and what is added for every candidate."""
+
+_PRIOR: Final = "fusion_prior.npz"
+_PRIOR_STRENGTH: Final = 200.0
+"""Sum of squared gradients that the prior counts for: it was fitted to thousands of tokens."""
+
+_READER_ROWS: Final = {
+    SPECULATOR: PRIOR_ROWS.index("speculator"),
+    DRAFT_MODEL: PRIOR_ROWS.index("draft_model"),
+}
+
+
+class SourceWeights:
+    """The weights of a logistic model over sources: trees, recycled logits, hints and readers.
+
+    They begin as a prior that `benchmarks.decoding.fit_fusion` fitted to passes with one tree and
+    at most one reader of a kind. Several sources of a kind overlap, so at first each of n counts
+    for 1/√n.
+
+    Args:
+        num_trees: trees that are fused.
+        kinds: of the readers.
+
+    Attributes:
+        values: float64[NUM_SETS, S + 1, NUM_WEIGHTS], S sources and a row that all share.
+        curvature: the same shape, sums of squared gradients.
+    """
+
+    def __init__(self, num_trees: int, kinds: Sequence[int] = ()) -> None:
+        rows = prior_rows(num_trees, kinds)
+        shared = np.sqrt([rows.count(row) for row in rows])
+        self.values = load_prior()[:, rows] / shared[:, None]
+        self.curvature = np.full_like(self.values, _PRIOR_STRENGTH)
+
+
+def prior_rows(num_trees: int, kinds: Sequence[int] = ()) -> list[int]:
+    """Return the rows of the prior for each source, and for what all of them share."""
+    tables = range(1, 1 + NUM_TABLE_SOURCES)
+    return [0] * num_trees + [*tables, *(_READER_ROWS[kind] for kind in kinds), len(PRIOR_ROWS) - 1]
+
+
+def load_prior() -> NDArray[np.float64]:
+    """Return float64[NUM_SETS, len(PRIOR_ROWS), NUM_WEIGHTS]."""
+    with (files(__package__) / _PRIOR).open("rb") as stream:
+        rows = np.load(stream, allow_pickle=False)
+        return np.stack([rows[name] for name in PRIOR_ROWS], axis=1)
+
+
+def save_prior(stream: BinaryIO, prior: NDArray[np.float64]) -> None:
+    """Write weights as `load_prior` reads them: an array for each row, by name."""
+    rows = {name: prior[:, row] for row, name in enumerate(PRIOR_ROWS)}
+    np.savez(stream, **rows)  # type: ignore[arg-type]  # no row is called allow_pickle

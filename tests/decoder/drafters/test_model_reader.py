@@ -1,0 +1,123 @@
+"""A draft model as a reader: what it says of a tree is what it says of each path alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from decoder.drafters.draft_model import DraftModel
+from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.model_reader import ModelReader
+from decoder.drafters.model_trees import StepCosts
+from decoder.drafters.recycling import RecycledLogits
+from retriever.errors import DrafterUnavailableError
+from retriever.sequences import TokenSequence
+from retriever.tree import ROOT, DraftTree
+from tests.decoder.decoding import (
+    MODELS,
+    VOCABULARY,
+    ScriptedDrafter,
+    at_random,
+    decoder_with,
+    oracle,
+    plainly,
+    prompt_of,
+    random_tree,
+)
+from tests.decoder.drafters.draft_models import distribution, llama, most_probable_prefixes
+from tests.decoder.drafters.test_fusion import LIMITS, paths_of
+
+FREE = StepCosts(target_s=1.0, pass_s=0.0)
+
+
+def said(logits: torch.Tensor) -> np.ndarray:
+    return np.asarray(torch.softmax(logits.double(), -1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_tree_read_at_once_says_of_each_path_what_the_model_does(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    model = llama()
+    tokens = prompt_of(9, seed)
+    sequence = TokenSequence(np.array(tokens, np.int32))
+    reading = ModelReader(DraftModel(model)).follow(sequence)
+    for _ in range(3):
+        begun = reading.begin()
+        assert begun is not None
+        np.testing.assert_allclose(said(begun)[0], distribution(model, tokens), atol=1e-9)
+        tree = random_tree(rng, 20)
+        first = int(rng.integers(1, 19))
+        parts = [slice(0, first), slice(first, 20)]
+        rows = [reading.read(tree.token_ids[p].tolist(), tree.parents[p].tolist()) for p in parts]
+        for node, row in enumerate(said(torch.cat(rows))):
+            path = tree.token_ids[tree.path_to(node)].tolist()
+            np.testing.assert_allclose(row, distribution(model, [*tokens, *path]), atol=1e-9)
+        taken = tree.token_ids[tree.path_to(int(rng.integers(0, 20)))].tolist()
+        new = [*taken, int(rng.integers(4, VOCABULARY))]
+        sequence.extend(new)
+        tokens += new
+    reading.close()
+
+
+def test_alone_it_grows_the_most_probable_tree() -> None:
+    model, tokens = llama(), prompt_of(9)
+    reader = ModelReader(DraftModel(model))
+    drafter = FusedDrafter([], LIMITS, readers=[reader], costs=FREE)
+    sequence = drafter.follow(TokenSequence(np.array(tokens, np.int32)))
+    paths = set(paths_of(sequence.draft(12)))
+    best = set(most_probable_prefixes(model, tokens, 6))
+    assert len(paths & best) >= 5
+    sequence.close()
+
+
+def test_sequences_beyond_its_limits_are_refused_with_a_reason() -> None:
+    reader = ModelReader(DraftModel(llama(), vocabulary_size=30))
+    with pytest.raises(DrafterUnavailableError, match="token 31"):
+        reader.follow(TokenSequence(np.array([3, 31], np.int32))).begin()
+    with pytest.raises(DrafterUnavailableError, match="at most 256 tokens"):
+        reader.follow(TokenSequence(np.full(257, 3, np.int32))).begin()
+    reading = reader.follow(TokenSequence(np.full(255, 3, np.int32)))
+    assert reading.begin() is not None
+    assert len(reading.read([1], [ROOT])) == 1
+    with pytest.raises(DrafterUnavailableError, match="at most 256 tokens"):
+        reading.read([2], [0])
+
+
+def test_the_least_recently_used_cache_gives_way_and_is_read_again() -> None:
+    model = llama()
+    reader = ModelReader(DraftModel(model), max_caches=2)
+    prompts = [prompt_of(7, seed) for seed in range(3)]
+    readings = [reader.follow(TokenSequence(np.array(prompt, np.int32))) for prompt in prompts]
+    for _ in range(2):
+        for reading, prompt in zip(readings, prompts, strict=True):
+            begun = reading.begin()
+            assert begun is not None
+            row = said(reading.read([5, 6], [ROOT, 0]))[1]
+            np.testing.assert_allclose(row, distribution(model, [*prompt, 5, 6]), atol=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_draft_models_as_readers_change_no_output(name: str) -> None:
+    model, prompt = MODELS[name](), prompt_of(12)
+    expected = plainly(model, prompt, 50)
+    readers = [ModelReader(DraftModel(llama(seed))) for seed in (1, 2)]
+    drafters = [ScriptedDrafter(guess) for guess in (oracle(prompt + expected), at_random())]
+    drafter = FusedDrafter(
+        drafters, LIMITS, readers=readers, recycled=RecycledLogits(1 << 8), costs=FREE
+    )
+    decoder = decoder_with(model, drafter)
+    for _ in range(2):
+        generation = decoder.generate(prompt, 50)
+        assert [token for step in generation for token in step] == expected
+
+
+def test_a_sequence_that_outgrows_it_goes_on_without_it() -> None:
+    model, prompt = MODELS["llama"](), prompt_of(200)
+    short = llama(3)
+    short.config.max_position_embeddings = 220
+    retrieval = ScriptedDrafter(lambda _tokens, _budget: DraftTree.empty())
+    drafter = FusedDrafter(
+        [retrieval], LIMITS, readers=[ModelReader(DraftModel(short))], costs=FREE
+    )
+    generation = decoder_with(model, drafter).generate(prompt, 50)
+    assert [token for step in generation for token in step] == plainly(model, prompt, 50)
+    assert generation.statistics.num_failures == 1
