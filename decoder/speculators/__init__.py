@@ -1,0 +1,1 @@
+"""Speculators: small heads that draft from the target's own states."""
