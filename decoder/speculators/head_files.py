@@ -48,7 +48,7 @@ _REDUNDANT: Final = {"d2t", "t2d", "lm_head.weight"}
 """Tensors that files hold besides: maps of a whole vocabulary, and the target's own head."""
 
 _DIGESTED_ROWS: Final = 16
-"""Embeddings of the digest: training a model on moves all that its texts use, and a norm as well."""
+"""Embeddings of the digest: training a model on moves those that its texts use, and its norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,7 @@ def load_head(path: Path, target: HeadTarget) -> LoadedHead:
         weights = {name: tensors.read(names[source]) for name, source in sources.items()}
     _check_values(path, weights)
     if isinstance(head, Eagle3Head):
+        shape = head.config
         weights = _with_rising_columns(path, weights, shape.layer.vocab_size)
     head.load_state_dict(weights, strict=True, assign=True)
     return LoadedHead(path.name, head, origin)
@@ -225,7 +226,7 @@ def _opened(paths: list[Path]) -> Iterator[_Tensors]:
     try:
         with ExitStack() as stack:
             opened = []
-            for path in paths:  # noqa: B007  the error names it
+            for path in paths:
                 opened.append(stack.enter_context(safe_open(path, framework="pt")))
             yield _Tensors(opened)
     except (SafetensorError, OSError) as error:

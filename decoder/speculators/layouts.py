@@ -302,7 +302,7 @@ def published_config(
 
 
 def _published_layer(config: EagleConfig) -> dict[str, Any]:
-    """Return a layer's settings, the rotary embedding by its older names, which all readers know."""
+    """Return a layer's settings; the rotary embedding by its older names, which all know."""
     layer = config.layer
     rope = dict(layer.rope_parameters)
     theta, kind = rope.pop("rope_theta"), rope.get("rope_type", "default")

@@ -1,8 +1,9 @@
 """The arithmetic of MLP speculators (Wertheimer et al., 2024, arXiv:2404.19124).
 
 A small recurrent network over the target's last state and the tokens behind it. Each depth has an
-embedding, a projection, a norm and an output layer, its own or one that all depths share. Parameters
-have the names of the published files: those of fms-extras and of vLLM's `mlp_speculator`.
+embedding, a projection, a norm and an output layer, its own or one that all depths share.
+Parameters have the names of the published files: those of fms-extras and of vLLM's
+`mlp_speculator`.
 
 The state at position t and the token at t + 1 give the state of depth 1 and the logits of the token
 at t + 2; that state and the token at t + 2 give depth 2; and so on, as deep as it was trained.

@@ -1,8 +1,8 @@
 """A head as a reader of draft trees: its keys and values, and the true states that it reads.
 
-The keys and values of committed tokens come from the target's own states. Those of a tree come from
-the head's outputs, stand behind them, see their ancestors alone, and are always dropped: tokens that
-come true are read again, with the states that the target has found meanwhile.
+The keys and values of committed tokens come from the target's own states. Those of a tree come
+from the head's outputs, stand behind them, see their ancestors alone, and are always dropped:
+tokens that come true are read again, with the states that the target has found meanwhile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ from retriever.sequences import TokenSequence
 from retriever.tree import ROOT, Source
 
 _MOST_STATES: Final = 4096
-"""True states that are kept until the head is asked, and the most of a prompt that it reads: beyond,
-the oldest are forgotten. Of three states of 4,096 in half precision they take 96 MiB."""
+"""True states that are kept until the head is asked, and the most of a prompt that it reads: of
+more, the oldest are forgotten. Three states of 4,096 in half precision take 96 MiB."""
 
 _PIECE: Final = 512
 """Rows of a prompt that are read at once: enough to keep a processor busy, and the scores of their
@@ -78,14 +78,13 @@ class Speculator:
         name: str = "the speculator",
         kept: TokenIds | None = None,
     ) -> None:
-        embedding = model.get_input_embeddings()
-        self.head = head.to(embedding.weight.device, embedding.weight.dtype).eval()
+        embedding = model.get_input_embeddings().get_parameter("weight")
+        self.head = head.to(embedding.device, embedding.dtype).eval()
         self.name = name
         self.states = frozenset(head.config.states)
         self.max_depth: int | None = None
         self.max_length: int | None = None
-        self.columns = _columns(head, int(embedding.weight.shape[0]), kept)
-        self._model = model
+        self.columns = _columns(head, int(embedding.shape[0]), kept)
         if isinstance(head, MlpHead):
             self.max_depth = head.config.num_depths - 1
             _cut_outputs(head, self.columns)
@@ -188,17 +187,17 @@ def _rows_of(layer: Any, columns: TokenIds) -> nn.Linear:
     return made
 
 
-def _embedding_of(head: EagleHead, embedding: Any) -> Any:
+def _embedding_of(head: EagleHead, embedding: torch.Tensor) -> nn.Embedding:
     """Return the head's own embedding, or the target's where that is the same or the head has none.
 
     The weights alone are used: some models scale what their embedding gives, and heads are
     published for the plain rows.
     """
     own = head.embed_tokens
-    if own is not None and not torch.equal(own.weight, embedding.weight):
+    if own is not None and not torch.equal(own.weight, embedding):
         return own
     shared = nn.Embedding(1, 1, device="meta")
-    shared.weight = nn.Parameter(embedding.weight.detach(), requires_grad=False)
+    shared.weight = nn.Parameter(embedding.detach(), requires_grad=False)
     return shared
 
 
@@ -318,6 +317,11 @@ class EagleReading:
         self._sequence = sequence
         self._window = head.config.window
         self._states = TrueStates(head.config.states)
+        self._first = self._end = 0
+        self._cache: list[GrowingLayer] = []
+        self._hidden = torch.empty(0)
+        self._depths = [0]
+        self._tree = Ancestors()
         self._forget()
 
     def learn(self, verified: Verified) -> None:
@@ -355,7 +359,7 @@ class EagleReading:
     def _forget(self) -> None:
         self._cache = [GrowingLayer() for _ in range(self._head.num_layers)]
         self._first = self._end = 0
-        self._hidden = torch.empty(0)
+        self._hidden = self._hidden[:0]
         self._drop_tree()
 
     def _drop_tree(self) -> None:
