@@ -160,10 +160,10 @@ def load_head(path: Path, target: HeadTarget) -> LoadedHead:
 
 
 def save_head(folder: Path, head: EagleHead, origin: HeadOrigin, *, num_drafted: int = 5) -> None:
-    """Write a head as others publish theirs; the folder appears whole or not at all.
+    """Write a head as others publish theirs; a folder that was not there appears whole.
 
     EAGLE-3 is written in the layout of `speculators`, which vLLM and SGLang read, EAGLE-1 in its
-    authors'. A folder that is there is replaced.
+    authors'. In a folder that is there, each of the two files is replaced in one step.
 
     Args:
         folder: to be made.

@@ -67,9 +67,6 @@ class Speculator:
         VocabularyMismatchError: a kept token lies outside the vocabulary.
     """
 
-    reads_paths: Final = False
-    source: Final = Source.MODEL
-
     def __init__(
         self,
         head: Head,
@@ -81,6 +78,8 @@ class Speculator:
         embedding = model.get_input_embeddings().get_parameter("weight")
         self.head = head.to(embedding.device, embedding.dtype).eval()
         self.name = name
+        self.reads_paths = False
+        self.source = Source.MODEL
         self.states = frozenset(head.config.states)
         self.max_depth: int | None = None
         self.max_length: int | None = None
@@ -258,12 +257,10 @@ class TrueStates:
             verified: the pass.
             length: of the sequence before its path is committed.
         """
-        num_rows = len(verified.states[self._numbers[0]])
-        if num_rows == 1 + len(verified.tree):
-            kept, start = [0, *(verified.path + 1).tolist()], length - 1
-        else:
-            kept, start = None, length - num_rows
+        is_prompt = len(verified.states[self._numbers[0]]) != 1 + len(verified.tree)
+        kept = None if is_prompt else [0, *(verified.path + 1).tolist()]
         rows = torch.cat([_rows(verified.states[number], kept) for number in self._numbers], -1)
+        start = length - len(rows) if is_prompt else length - 1
         if start != self.end:
             self._forget(start)
         self._rows.append(rows)
@@ -294,10 +291,8 @@ class TrueStates:
 
 
 def _rows(state: torch.Tensor, kept: list[int] | None) -> torch.Tensor:
-    """Return rows of a state that stay as they are when the next pass writes to it."""
-    if kept is None:
-        return state[-_MOST_STATES:]
-    return state[kept[0] : kept[0] + 1] if len(kept) == 1 else state[kept]
+    """Return some rows of a state, or the last ones."""
+    return state[-_MOST_STATES:] if kept is None else state[kept]
 
 
 class EagleReading:

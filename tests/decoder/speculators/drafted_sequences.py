@@ -85,7 +85,7 @@ class Reading:
                 order[node] = len(order) - 1
         return ReadTree(tree, root[0].float(), nodes)
 
-    def verify(self, num_nodes: int = 12) -> None:
+    def verify(self, num_nodes: int = 12, *, is_shown: bool = True) -> None:
         """Have the target verify a random tree and accept a path of it."""
         tree = random_tree(self._rng, num_nodes)
         logits = self.target.verify(self.tokens[-1], tree)
@@ -95,12 +95,15 @@ class Reading:
             node = int(tree.parents[node])
         accepted = np.array(path[::-1], np.int64)
         self.target.commit(accepted)
-        self._learn(tree, logits, accepted)
+        self._learn(tree, logits, accepted, is_shown=is_shown)
 
-    def _learn(self, tree: DraftTree, logits: torch.Tensor, path: Any) -> None:
+    def _learn(
+        self, tree: DraftTree, logits: torch.Tensor, path: Any, *, is_shown: bool = True
+    ) -> None:
         next_token = int(self._rng.integers(0, VOCABULARY))
         last = self.tokens[-1]
-        self.reader.learn(Verified(last, tree, logits, path, next_token, self.target.states))
+        if is_shown:
+            self.reader.learn(Verified(last, tree, logits, path, next_token, self.target.states))
         came = [*tree.token_ids[path].tolist(), next_token]
         self.sequence.extend(np.array(came, np.int32))
 

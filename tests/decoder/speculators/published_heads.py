@@ -264,12 +264,13 @@ class TargetParts:
     states: Mapping[int, Tensor]
 
 
-def eagle3_logits(
+def eagle3_logits(  # noqa: PLR0913, PLR0917  the last is an option
     made: Published,
     target: TargetParts,
     states: Sequence[int],
     tokens: Sequence[int],
     chain: Sequence[int],
+    first: int = 0,
 ) -> Tensor:
     """Return [1 + len(chain), columns]: logits after the last token, and after each of a chain.
 
@@ -279,6 +280,7 @@ def eagle3_logits(
         states: which of them the head takes.
         tokens: the committed tokens.
         chain: tokens drafted behind them.
+        first: position of the first pair that is read.
     """
     weights = _of_first_layer(made)
     options = made.config
@@ -302,7 +304,7 @@ def eagle3_logits(
             output = rows.layer(number, entered, output, position)
         return _rms(output, weights["norm.weight"]) if options.get("norm_output") else output
 
-    outputs = _chained(_Rows(made, weights), row, hidden, tokens, chain)
+    outputs = _chained(_Rows(made, weights), row, hidden, tokens, chain, first)
     normed = outputs if options.get("norm_output") else _rms(outputs, weights["norm.weight"])
     return normed @ weights["lm_head.weight"].T
 
@@ -372,13 +374,15 @@ def _of_first_layer(made: Published) -> Weights:
     return found
 
 
-def _chained(rows: "_Rows", row: Any, states: Tensor, tokens: Any, chain: Any) -> Tensor:
+def _chained(  # noqa: PLR0913, PLR0917  likewise
+    rows: "_Rows", row: Any, states: Tensor, tokens: Any, chain: Any, first: int = 0
+) -> Tensor:
     """Run the true pairs, then a chain on the head's own outputs; return the last outputs.
 
     The pair of the state at t and the token at t + 1 stands at position t.
     """
     output = states[0]
-    for position in range(len(tokens) - 1):
+    for position in range(first, len(tokens) - 1):
         output = row(rows, tokens[position + 1], states[position], position)
     outputs = [output]
     for depth, token in enumerate(chain):
