@@ -17,6 +17,14 @@ class UnsupportedModelError(DecoderError):
     """The model cannot be a target or draft model here; the message gives the reason."""
 
 
+class HeadFileError(DecoderError):
+    """A speculator's file cannot be read or written; the message says why and what to do."""
+
+
+class HeadMismatchError(DecoderError):
+    """A speculator was made for another model; the message names both sides."""
+
+
 class UncroppableCacheError(UnsupportedModelError):
     """The model's cache cannot drop rejected tokens, which the requested use needs."""
 

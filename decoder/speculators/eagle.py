@@ -143,7 +143,12 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList(
             DraftLayer(config, number) for number in range(layer.num_hidden_layers)
         )
-        self.rotary_emb = LlamaRotaryEmbedding(layer)  # type: ignore[arg-type]  # either config has what it reads
+        self.make_rotation()
+
+    def make_rotation(self) -> None:
+        """Make the rotary embedding again: its constants are in no file."""
+        layer: Any = self.config.layer  # Qwen 3's has all that it reads, too
+        self.rotary_emb: nn.Module = LlamaRotaryEmbedding(layer)
 
     @property
     def hidden_size(self) -> int:

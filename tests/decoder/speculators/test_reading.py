@@ -1,0 +1,339 @@
+"""A head's reading of a sequence: its bounds, its gaps, its failures; and errors are noticed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoder.model.states import FINAL
+from decoder.speculators import speculator as speculator_module
+from decoder.speculators.eagle import (
+    DraftLayer,
+    Eagle3Head,
+    EagleHead,
+    JoinedKeyValues,
+    unrolled_mask,
+)
+from decoder.speculators.speculator import EagleReading, Speculator, TrueStates, load_speculator
+from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
+from retriever.sequences import TokenSequence
+from retriever.tree import ROOT
+from tests.decoder.decoding import VOCABULARY, prompt_of, tiny_llama
+from tests.decoder.speculators.drafted_sequences import Reading, parts_of
+from tests.decoder.speculators.published_heads import (
+    Published,
+    eagle3_logits,
+    eagle_logits,
+    mlp_speculator,
+    official_eagle,
+    official_eagle3,
+    speculators_eagle3,
+)
+
+STATES = (2, 1, 0)
+MADE = official_eagle3()
+
+
+@pytest.fixture
+def head_folder(tmp_path: Path) -> Path:
+    return MADE.write(tmp_path / "head")
+
+
+def distance(reading: Reading, first: int = 0, made: Published = MADE) -> float:
+    """Return how far logits lie from the reference, on all paths of a tree."""
+    read = reading.draft()
+    target = parts_of(tiny_llama(), reading.tokens)
+    reference: Callable[..., torch.Tensor] = eagle3_logits
+    states: Any = STATES
+    if made.config.get("bias"):
+        reference, states = eagle_logits, FINAL
+    worst = 0.0
+    for node in range(len(read.tree)):
+        chain = read.tree.token_ids[read.path_to(node)].tolist()
+        options = {"first": first} if first else {}
+        expected = reference(made, target, states, reading.tokens, chain, **options)
+        worst = max(worst, float((read.root - expected[0]).abs().max()))
+        worst = max(worst, float((read.nodes[node] - expected[-1]).abs().max()))
+    return worst
+
+
+def read_along(folder: Path, prompt_length: int = 11) -> Reading:
+    model = tiny_llama()
+    return Reading(load_speculator(folder, model), model, prompt_of(prompt_length))
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 9, 10])
+def test_prompts_are_read_in_pieces(
+    length: int, head_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculator_module, "_PIECE", 3)
+    assert distance(read_along(head_folder, length)) < 1e-4
+
+
+def test_states_of_several_passes_are_read_together(head_folder: Path) -> None:
+    reading = read_along(head_folder)
+    for _ in range(4):
+        reading.verify()
+    assert distance(reading) < 1e-4
+
+
+def test_a_draft_that_is_begun_again_is_the_same(head_folder: Path) -> None:
+    reading = read_along(head_folder)
+    read = reading.draft()
+    again = reading.reader.begin()
+    assert again is not None
+    assert torch.equal(read.root, again[0])
+    children = np.flatnonzero(read.tree.parents == ROOT)
+    tokens = read.tree.token_ids[children].tolist()
+    logits = reading.reader.read(tokens, [ROOT] * len(tokens))
+    assert torch.allclose(logits, read.nodes[children], atol=1e-5)
+
+
+def test_only_the_newest_states_are_kept_and_at_their_positions(
+    head_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculator_module, "_MOST_STATES", 6)
+    reading = read_along(head_folder)
+    assert distance(reading, first=5) < 1e-4
+    reading.verify()
+    assert distance(reading, first=5) < 1e-4
+    for _ in range(4):
+        reading.verify()
+    waiting: Any = reading.reader
+    kept = waiting._states
+    assert kept.end - kept.start == 6
+    assert kept.end == len(reading.tokens) - 1
+    assert distance(reading, first=len(reading.tokens) - 7) < 1e-4
+
+
+def test_a_pass_that_was_not_shown_ends_what_can_be_said(head_folder: Path) -> None:
+    reading = read_along(head_folder)
+    reading.draft()
+    reading.verify(is_shown=False)
+    assert reading.reader.begin() is None
+    gap = len(reading.tokens) - 1
+    reading.verify()
+    assert distance(reading, first=gap) < 1e-4
+
+
+def test_nothing_is_said_before_the_first_states(head_folder: Path) -> None:
+    for folder in (head_folder, mlp_speculator().write(head_folder.parent / "mlp")):
+        reader = load_speculator(folder, tiny_llama())
+        assert reader.follow(TokenSequence(np.arange(5, dtype=np.int32))).begin() is None
+
+
+def test_a_closed_reading_says_nothing(head_folder: Path) -> None:
+    for folder in (head_folder, mlp_speculator().write(head_folder.parent / "mlp")):
+        reading = read_along(folder)
+        reading.draft()
+        reading.reader.close()
+        assert reading.reader.begin() is None
+
+
+def test_beyond_its_positions_a_head_is_not_to_be_had(tmp_path: Path) -> None:
+    made = Published(MADE.config | {"max_position_embeddings": 12}, MADE.weights)
+    reading = read_along(made.write(tmp_path))
+    assert distance(reading) < 1e-4
+    while len(reading.tokens) <= 13:
+        reading.verify()
+    with pytest.raises(DrafterUnavailableError, match="sequences of at most 12 tokens"):
+        reading.reader.begin()
+
+
+def test_lack_of_memory_costs_a_draft_and_no_more(
+    head_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = read_along(head_folder)
+    reading.draft()
+    reading.verify()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(EagleHead, "step", fail)
+        with pytest.raises(DrafterUnavailableError, match="memory did not suffice"):
+            reading.reader.begin()
+    assert reading.reader.begin() is None
+    gap = len(reading.tokens) - 1
+    reading.verify()
+    assert distance(reading, first=gap) < 1e-4
+
+
+def test_errors_of_other_kinds_are_raised(
+    head_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    reading = read_along(head_folder)
+    monkeypatch.setattr(EagleHead, "step", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        reading.reader.begin()
+
+
+def test_an_mlp_is_as_deep_as_it_was_trained(tmp_path: Path) -> None:
+    speculator = load_speculator(mlp_speculator(depths=3).write(tmp_path), tiny_llama())
+    assert speculator.max_depth == 2
+    reading = Reading(speculator, tiny_llama(), prompt_of(4))
+    assert reading.draft(30).tree.depths().max() == 2
+
+
+@pytest.mark.parametrize("make", [official_eagle, mlp_speculator])
+def test_a_cut_vocabulary_drafts_the_same_logits(
+    make: Callable[[], Published], tmp_path: Path
+) -> None:
+    folder, model = make().write(tmp_path), tiny_llama()
+    kept = np.array([40, 3, 3, 17], np.int32)
+    cut = load_speculator(folder, model, kept=kept)
+    whole = load_speculator(folder, model)
+    assert cut.columns.tolist() == [3, 17, 40]
+    assert whole.columns.tolist() == list(range(VOCABULARY))
+    some, every = (Reading(each, model, prompt_of(6)).draft() for each in (cut, whole))
+    assert torch.allclose(some.root, every.root[[3, 17, 40]], atol=1e-5)
+    assert torch.allclose(some.nodes, every.nodes[:, [3, 17, 40]], atol=1e-5)
+    with pytest.raises(VocabularyMismatchError, match="some of the model's 48"):
+        load_speculator(folder, model, kept=np.array([48], np.int32))
+
+
+@pytest.mark.parametrize("make", [official_eagle3, official_eagle, mlp_speculator])
+def test_half_precision_is_near_full(make: Callable[[], Published], tmp_path: Path) -> None:
+    folder = make().write(tmp_path)
+    half, full = tiny_llama(dtype=torch.bfloat16), tiny_llama()
+    exact = Reading(load_speculator(folder, full), full, prompt_of(40)).draft()
+    rough = Reading(load_speculator(folder, half), half, prompt_of(40)).draft()
+    assert rough.tree.token_ids.tolist() == exact.tree.token_ids.tolist()
+    scale = float(exact.nodes.abs().max())
+    assert torch.allclose(rough.nodes, exact.nodes, atol=0.1 * scale)
+
+
+def test_rows_unrolled_in_training_see_what_rows_of_a_draft_see(head_folder: Path) -> None:
+    speculator = load_speculator(head_folder, tiny_llama())
+    head: Any = speculator.head
+    torch.manual_seed(0)
+    length, depths = 9, 3
+    features = torch.randn(1, length, 96)
+    tokens = torch.randint(0, VOCABULARY, (length + depths + 1,))
+    positions = torch.arange(length)[None]
+    cache, hidden = [JoinedKeyValues()], head.project(features)
+    unrolled = []
+    for depth in range(depths):
+        embedded = head.embed_tokens(tokens[None, 1 + depth : 1 + depth + length])
+        mask = unrolled_mask(length, depth)
+        hidden = head.step(embedded, hidden, positions + depth, mask, cache)
+        unrolled.append(head.logits(hidden))
+    for row in range(length):
+        reading: Any = speculator.follow(TokenSequence(tokens[: row + 2].numpy()))
+        states = reading._states
+        states._rows, states.end = [features[0, : row + 1]], row + 1
+        found = [reading.begin()]
+        found += [
+            reading.read([int(tokens[row + 1 + depth])], [depth - 2]) for depth in range(1, depths)
+        ]
+        for depth in range(depths):
+            assert torch.allclose(found[depth][0], unrolled[depth][0, row], atol=1e-5)
+
+
+def test_gradients_reach_every_weight(tmp_path: Path) -> None:
+    options = {"norm_before_fc": True, "norm_output": True, "num_layers": 2}
+    made = speculators_eagle3(states=(0, 1, 2), **options)
+    head: Any = load_speculator(made.write(tmp_path), tiny_llama()).head
+    trained = Eagle3Head(head.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = trained.project(torch.randn(2, 7, 96))
+        embedded = torch.randn(2, 7, 32)
+        positions = torch.arange(7)[None].expand(2, -1)
+        cache = [JoinedKeyValues(), JoinedKeyValues()]
+        first = trained.step(embedded, hidden, positions, None, cache)
+        second = trained.step(embedded, first, positions + 1, unrolled_mask(7, 1), cache)
+        torch.autograd.backward(trained.logits(second).float().logsumexp(-1).sum())
+    without = [
+        name
+        for name, value in trained.named_parameters()
+        if value.grad is None or not value.grad.abs().sum() > 0
+    ]
+    assert without == ["embed_tokens.weight"]
+
+
+def _late_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = EagleReading._step
+
+    def late(self: Any, tokens: Any, hidden: Any, positions: Any, visible: Any) -> Any:
+        is_tree = len(self._hidden) > 0
+        return step(self, tokens, hidden, [each + is_tree for each in positions], visible)
+
+    monkeypatch.setattr(EagleReading, "_step", late)
+
+
+def _states_of_the_token_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = TrueStates.take
+    monkeypatch.setattr(TrueStates, "take", lambda self: take(self).roll(-1, dims=0))
+
+
+def _states_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = TrueStates.__init__
+    monkeypatch.setattr(TrueStates, "__init__", lambda self, numbers: made(self, numbers[::-1]))
+
+
+def _rejected_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = speculator_module._rows
+
+    def shifted(state: torch.Tensor, kept: list[int] | None) -> torch.Tensor:
+        return rows(state, kept and [max(row - 1, 0) for row in kept])
+
+    monkeypatch.setattr(speculator_module, "_rows", shifted)
+
+
+def _siblings_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    extended = speculator_module.Ancestors.extended
+    monkeypatch.setattr(
+        speculator_module.Ancestors,
+        "extended",
+        lambda self, parents: extended(self, parents) | True,
+    )
+
+
+def _no_norm_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepared(self: Any, states: Any, embeddings: Any) -> Any:
+        entered = [self.input_layernorm(embeddings), self.input_layernorm(states)]
+        return torch.cat(entered, dim=-1), states
+
+    monkeypatch.setattr(DraftLayer, "_prepared", prepared)
+
+
+def _no_norm_before_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Eagle3Head, "outputs", lambda _, hidden: hidden)
+
+
+PLANTED = {
+    "positions late by one": _late_positions,
+    "states off by one": _states_of_the_token_after,
+    "states in another order": _states_in_another_order,
+    "rejected rows kept": _rejected_states,
+    "siblings in sight": _siblings_in_sight,
+    "the embedding's norm on states": _no_norm_of_the_state,
+    "no norm before the output": _no_norm_before_the_output,
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_errors_are_noticed(
+    name: str, head_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PLANTED[name](monkeypatch)
+    reading = read_along(head_folder)
+    worst = distance(reading)
+    for _ in range(3):
+        reading.verify()
+        worst = max(worst, distance(reading))
+    assert worst > 1e-2
+
+
+def test_a_speculator_says_what_it_is(head_folder: Path) -> None:
+    speculator: Speculator = load_speculator(head_folder, tiny_llama())
+    assert speculator.name == "the speculator head"
+    assert speculator.states == {0, 1, 2}
+    assert not speculator.reads_paths
