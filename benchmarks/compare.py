@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.comparison import Comparison, Measurement, circumstances, describe
-from benchmarks.peers import DRAFTERS
+from decoder.contenders.drafting_rules import DRAFTERS
 from benchmarks.workloads import Workload, WorkloadFiles, stdlib_workload
 from retriever.commands.factories import OWN, DrafterFactory, find_factory
 from retriever.commands.options import clear_errors
@@ -57,7 +57,7 @@ def main(
     stem = output or RESULTS / f"{dt.datetime.now(dt.UTC).date()}-peers"
     with clear_errors():
         with ExitStack() as opened:
-            factories = {name: find_factory(name, "benchmarks.peers") for name in names}
+            factories = {name: find_factory(name, "decoder.contenders.drafting_rules") for name in names}
             workloads = _workloads(workload or [], ChatEncoder(tokenizer), limit, opened)
             before = circumstances()
             rows = list(_measure(workloads, factories, sorted(budget or BUDGETS)))
