@@ -26,9 +26,9 @@ from rich.console import Console
 
 from benchmarks.comparison import circumstances
 from benchmarks.index.growth_report import SYNTHETIC, as_markdown, write
-from decoder.contenders.longest_match import POINTER_BYTES
 from benchmarks.stitching import Written, read_texts, write_corpus
 from benchmarks.workloads import stdlib_corpus, stdlib_recordings
+from decoder.contenders.longest_match import POINTER_BYTES
 from indexer.errors import IndexerError
 from indexer.reader import Index
 from indexer.tokenizer import DEFAULT_MODEL

@@ -1,17 +1,28 @@
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import ArrayLike
 
-from decoder.assembly import assemble
+from decoder.assembly import DrafterSettings, assemble
 from decoder.commands import main
 from decoder.commands.bench import BenchOptions, run_benchmark
-from decoder.commands.bench_report import Comparison, summarize, table_of, time_per_step
+from decoder.commands.bench_report import summarize, table_of, time_per_step
 from decoder.commands.prompts import Prompt, read_prompts
-from decoder.contenders.contender import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED, Run
+from decoder.contenders.contender import (
+    FOREDRAFT,
+    PLAIN,
+    PROMPT_LOOKUP,
+    UNDRAFTED,
+    Run,
+    contenders,
+)
+from decoder.contenders.registry import DEFAULT, Contest, Lineup, Setting
+from decoder.contenders.standings import Comparison
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.observation import Statistics
 from indexer.reader import Vocabulary
@@ -43,33 +54,37 @@ def language_model(model_directory: Path) -> LanguageModel:
 def test_warm_answers_and_repeats_never_show_a_measured_answer(
     language_model: LanguageModel,
 ) -> None:
-    drafter = Watched(language_model.vocabulary)
+    """Each round begins with a drafter that has seen nothing but the answers to warm with."""
+    made: list[Watched] = []
+
+    @contextmanager
+    def opened(_: Setting) -> Iterator[Lineup]:
+        made.append(Watched(language_model.vocabulary))
+        decoder = assemble(language_model, made[-1])
+        yield Lineup(contenders(language_model, decoder, 6), decoder.target, None)
+
     measured = [Prompt("a", "abc"), Prompt("b", "bcd")]
     warm = [Prompt("a", " abc "), Prompt("c", "cde"), Prompt("c", "def"), Prompt("c", "efg")]
     report = run_benchmark(
         language_model,
-        assemble(language_model, drafter),
+        opened,
         measured,
         BenchOptions(max_new_tokens=6, repeat=3, warm=warm, warm_limit=2),
     )
     assert report["warm"]["num_prompts"] == 2
     assert 2 <= report["warm"]["num_tokens"] <= 12
     assert report["warm"]["left_out_as_measured"] == 1
-    remembered = [prompt for prompt, remember in drafter.opened if remember]
     expected = [language_model.encode(text) for text in ("cde", "def", "abc", "bcd")]
-    assert remembered == expected
-    for prompt in expected[2:]:
-        rounds = [remember for opened, remember in drafter.opened if opened == prompt]
-        assert rounds == [False, False, True]
+    assert len(made) == 3
+    for drafter in made:
+        assert [prompt for prompt, remember in drafter.opened if remember] == expected
     assert report["overall"]["num_prompts"] == report["overall"]["identical"] == 2
 
 
 def test_the_table_tells_where_time_goes(language_model: LanguageModel) -> None:
-    drafter = EmbeddedDrafter(vocabulary=language_model.vocabulary)
-    decoder = assemble(language_model, drafter)
-    warm = [Prompt("c", "cde")]
-    options = BenchOptions(max_new_tokens=6, warm=warm)
-    report = run_benchmark(language_model, decoder, [Prompt("a", "abc")], options)
+    contest = Contest(language_model, DEFAULT, DrafterSettings(), 6)
+    options = BenchOptions(max_new_tokens=6, warm=[Prompt("c", "cde")])
+    report = run_benchmark(language_model, contest.opened, [Prompt("a", "abc")], options)
     table = table_of({**report, "drafter": "context"})
     assert "a plain one" in str(table.caption)
     assert "undrafted: our own loop" in str(table.caption)
