@@ -261,7 +261,7 @@ def _with_interval(figure: Sequence[float]) -> tuple[str, str]:
 def _standings_notes(report: dict[str, Any]) -> list[str]:
     reference = report["settings"][0]["reference"]
     notes = [
-        f"speed-up: in tokens per second, over {reference}; nodes: of a draft; drafting: share of the time",
+        f"speed-up: in tokens per second over {reference}; nodes: of a draft; drafting: its share",
         "accepted: tokens of a pass after the prompt's, the model's own token included",
         "90%: intervals by bootstrap over prompts, which are resampled alike for all contenders",
         f"equal: answers that are those of {reference}",
