@@ -33,7 +33,7 @@ from decoder.budget.costs import measure_costs
 from decoder.commands.bench import BenchOptions, fitting, run_benchmark
 from decoder.commands.bench_report import table_of
 from decoder.commands.prompts import Prompt, read_prompts
-from decoder.contenders.contender import contenders
+from decoder.contenders.contender import FOREDRAFT, PLAIN, contenders
 from decoder.contenders.registry import DEFAULT, Contest
 from decoder.errors import DecoderError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
@@ -91,7 +91,8 @@ def exactness(plan: Plan) -> dict[str, Any]:
     language_model = plan.load(Precision.FLOAT32)
     with plan.drafter.connect(language_model) as drafter:
         decoder = assemble(language_model, drafter)
-        ways = contenders(language_model, decoder, plan.bench.max_new_tokens)
+        all_ways = contenders(language_model, decoder, plan.bench.max_new_tokens)
+        ways = {name: all_ways[name] for name in (PLAIN, FOREDRAFT)}
         cases = fitting(language_model, decoder.target, plan.prompts)
         rows = [
             greedy_exactness.compare(language_model, ways, case, number)
