@@ -33,7 +33,8 @@ from decoder.budget.costs import measure_costs
 from decoder.commands.bench import BenchOptions, fitting, run_benchmark
 from decoder.commands.bench_report import table_of
 from decoder.commands.prompts import Prompt, read_prompts
-from decoder.contenders.contender import contenders
+from decoder.contenders.contender import FOREDRAFT, PLAIN, contenders
+from decoder.contenders.registry import DEFAULT, Contest
 from decoder.errors import DecoderError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
@@ -90,7 +91,8 @@ def exactness(plan: Plan) -> dict[str, Any]:
     language_model = plan.load(Precision.FLOAT32)
     with plan.drafter.connect(language_model) as drafter:
         decoder = assemble(language_model, drafter)
-        ways = contenders(language_model, decoder, plan.bench.max_new_tokens)
+        all_ways = contenders(language_model, decoder, plan.bench.max_new_tokens)
+        ways = {name: all_ways[name] for name in (PLAIN, FOREDRAFT)}
         cases = fitting(language_model, decoder.target, plan.prompts)
         rows = [
             greedy_exactness.compare(language_model, ways, case, number)
@@ -115,10 +117,9 @@ def cost_curve(plan: Plan) -> dict[str, Any]:
 def bench(plan: Plan) -> dict[str, Any]:
     """Measure tokens per second of every way of decoding in bfloat16, in turn."""
     language_model = plan.load(Precision.BFLOAT16)
-    with plan.drafter.connect(language_model) as drafter:
-        decoder = assemble(language_model, drafter)
-        progress = partial(_track, description=Part.BENCH)
-        report = run_benchmark(language_model, decoder, plan.prompts, plan.bench, progress)
+    contest = Contest(language_model, DEFAULT, plan.drafter, plan.bench.max_new_tokens)
+    progress = partial(_track, description=Part.BENCH)
+    report = run_benchmark(language_model, contest.opened, plan.prompts, plan.bench, progress)
     report["drafter"] = plan.drafter.describe()
     _console.print(table_of(report))
     return report

@@ -312,14 +312,7 @@ def assemble(
         UnsupportedModelError: the model cannot be decoded here.
     """
     target = Target(language_model.model, states=states_of(drafter))
-    unapplied = unapplied_settings(language_model.model, language_model.stop_ids, accept)
-    if unapplied:
-        stated = ", ".join(f"{name}={value}" for name, value in unapplied.items())
-        warnings.warn(
-            f"the model's generation_config sets {stated}, which is not applied: "
-            "the output is that of model.generate without it",
-            stacklevel=2,
-        )
+    warn_of_unapplied(language_model, accept, stacklevel=3)
     return Decoder(
         target,
         drafter,
@@ -328,6 +321,20 @@ def assemble(
         language_model.stop_ids,
         drafter_vocabulary=language_model.vocabulary.size,
     )
+
+
+def warn_of_unapplied(
+    language_model: LanguageModel, accept: AcceptRule, *, stacklevel: int = 2
+) -> None:
+    """Warn where the model's generation_config sets options that a rule does not apply."""
+    unapplied = unapplied_settings(language_model.model, language_model.stop_ids, accept)
+    if unapplied:
+        stated = ", ".join(f"{name}={value}" for name, value in unapplied.items())
+        warnings.warn(
+            f"the model's generation_config sets {stated}, which is not applied: "
+            "the output is that of model.generate without it",
+            stacklevel=stacklevel,
+        )
 
 
 def pattern_of(language_model: LanguageModel, regex: str | None) -> Grammar | None:

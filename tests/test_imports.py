@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "decoder": {"indexer", "retriever", "decoder"},
 }
 # Of the indexer, drafting needs to read indexes, tokenizers and recorded conversations and to state
-# flags, never to build.
+# flags, never to build; rules of others sort the suffixes of outputs as builds do.
 READER = {
     "indexer.errors",
     "indexer.flags",
@@ -25,6 +25,7 @@ READER = {
     "indexer.reader",
     "indexer.sources.conversations",
     "indexer.sources.recordings",
+    "indexer.stages.segments",
     "indexer.tokenizer",
 }
 # Adapters of decoder/engines and the libraries that are theirs alone. The decoder is built on

@@ -21,10 +21,10 @@ from rich.progress import track
 from decoder.assembly import assemble
 from decoder.budget.budget import MeasuredBudget
 from decoder.commands.bench import BenchPrompt, circumstances, compare, fitting
-from decoder.commands.bench_report import Comparison
 from decoder.commands.prompts import read_prompts
 from decoder.contenders.contender import FOREDRAFT, UNDRAFTED, contenders
 from decoder.contenders.drafting_rules import OWN, drafting_rules
+from decoder.contenders.standings import Comparison
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.projection import PAYING, Outcome, project
 from decoder.estimate.token_log import Record

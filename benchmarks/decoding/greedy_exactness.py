@@ -2,16 +2,19 @@
 
     python -m benchmarks.decoding.greedy_exactness --prompts questions.jsonl.gz --output exact.jsonl
 
-Both decode every prompt in float32, the decoder as it comes: measured budget, and a drafter that
-remembers its answers to earlier prompts. The first line of the file says how; each line after it is
-one prompt. `--resume` goes on where a file ends. A difference is an error (exit code 1): the report
-names its position and how far apart the two best logits stand there, computed afresh in float64.
-Sums in passes of other widths are rounded in other places, so that a tie may fall either way.
+All decode every prompt in float32, by default the decoder as it comes: measured budget, and a
+drafter that remembers its answers to earlier prompts. `--contender NAME` takes other drafters, as
+`foredraft bench` does, and `--contender all` every one that has something to draft with. The first
+line of the file says how; each line after it is one prompt. `--resume` goes on where a file ends. A
+difference is an error (exit code 1): the report names its position and how far apart the two best
+logits stand there, computed afresh in float64. Sums in passes of other widths are rounded in other
+places, so that a tie may fall either way.
 """
 
 import copy
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -22,18 +25,27 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from decoder.assembly import DrafterSettings, assemble
+from decoder.assembly import DrafterSettings
 from decoder.commands.bench import BenchPrompt, circumstances, fitting
 from decoder.commands.prompts import read_prompts
-from decoder.contenders.contender import FOREDRAFT, PLAIN, Contender, contenders
-from decoder.errors import DecoderError
+from decoder.contenders.contender import FOREDRAFT, PLAIN, Contender
+from decoder.contenders.registry import ENTRIES, Contest, Setting
+from decoder.errors import ContradictoryOptionsError, DecoderError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from indexer.errors import IndexerError
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.errors import RetrieverError
 
 _TIE: Final = 1e-4
-_WAYS: Final = (PLAIN, FOREDRAFT)
+_ALL: Final = "all"
+_IDENTIFYING: Final = (
+    "model",
+    "dtype",
+    "contenders",
+    "nodes",
+    "max_new_tokens",
+    "prompts_sha256",
+)
 
 
 class ResumeError(Exception):
@@ -100,37 +112,43 @@ def _best_two(language_model: LanguageModel, tokens: list[int]) -> tuple[tuple[i
 def compare(
     language_model: LanguageModel, ways: dict[str, Contender], case: BenchPrompt, number: int
 ) -> dict[str, Any]:
-    """Decode one prompt in both ways and return a line of the file."""
-    runs = {name: ways[name](case.token_ids, remember=True) for name in _WAYS}
-    plain, drafted = (runs[name].token_ids for name in _WAYS)
-    found = difference(language_model, case.token_ids, plain, drafted)
+    """Decode one prompt in all ways and return a line of the file."""
+    runs = {name: way(case.token_ids, remember=True) for name, way in ways.items()}
+    plain = runs.pop(PLAIN).token_ids
+    found = {
+        name: difference(language_model, case.token_ids, plain, run.token_ids)
+        for name, run in runs.items()
+    }
     return {
         "prompt": number,
         "category": case.category,
         "num_prompt_tokens": len(case.token_ids),
         "num_tokens": len(plain),
-        "num_passes": runs[FOREDRAFT].num_passes,
-        "num_drafted": runs[FOREDRAFT].statistics.num_drafted,
-        "output_ids": drafted,
-        "difference": None if found is None else found.as_json(),
+        "num_passes": {name: run.num_passes for name, run in runs.items()},
+        "num_drafted": {name: run.statistics.num_drafted for name, run in runs.items()},
+        "output_ids": plain,
+        "differences": {name: each.as_json() for name, each in found.items() if each is not None},
     }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return how many outputs are identical, and the differences."""
-    different = [row for row in rows if row["difference"] is not None]
-    tokens, passes = (sum(row[name] for row in rows) for name in ("num_tokens", "num_passes"))
+    """Return how many prompts have identical outputs with every contender, and the differences."""
     return {
         "prompts": len(rows),
-        "identical": len(rows) - len(different),
-        "tokens": tokens,
-        "passes": passes,
-        "nodes_verified": sum(row["num_drafted"] for row in rows),
+        "identical": sum(not row["differences"] for row in rows),
+        "tokens": sum(row["num_tokens"] for row in rows),
+        "passes": _summed(rows, "num_passes"),
+        "nodes_verified": _summed(rows, "num_drafted"),
         "different": [
-            {"prompt": row["prompt"], "category": row["category"], **row["difference"]}
-            for row in different
+            {"prompt": row["prompt"], "category": row["category"], "contender": name, **found}
+            for row in rows
+            for name, found in row["differences"].items()
         ],
     }
+
+
+def _summed(rows: list[dict[str, Any]], key: str) -> dict[str, int]:
+    return {name: sum(row[key][name] for row in rows) for name in (rows[0][key] if rows else ())}
 
 
 def _rows(output: Path, head: dict[str, Any], *, resume: bool) -> list[dict[str, Any]]:
@@ -147,7 +165,7 @@ def _rows(output: Path, head: dict[str, Any], *, resume: bool) -> list[dict[str,
     text = output.read_text()
     whole = text[: text.rfind("\n") + 1]
     lines = [json.loads(line) for line in whole.splitlines()]
-    asked = {name: head[name] for name in ("model", "dtype", "max_new_tokens", "prompts_sha256")}
+    asked = {name: head[name] for name in _IDENTIFYING}
     if not lines or any(lines[0].get(name) != value for name, value in asked.items()):
         raise ResumeError(f"{output} belongs to another run: it does not say {asked}")
     output.write_text(whole)
@@ -160,29 +178,38 @@ def measure(  # noqa: PLR0913  options
     output: Annotated[Path, typer.Option(help="JSON lines, written as it goes.")],
     model: Annotated[str, typer.Option(help="The model.")] = DEFAULT_MODEL,
     index: Annotated[list[Path] | None, typer.Option(help="Indexes to draft from.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="A model to draft with.")] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help="What drafts, or all. Repeatable.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Default: as many as pay.")] = None,
+    per_category: Annotated[int | None, typer.Option(min=1, help="Most of each.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each.")] = 64,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a file.")] = False,
 ) -> None:
-    """Decode prompts in both ways and compare."""
-    options = DrafterSettings(index=index or [])
+    """Decode prompts in all ways and compare."""
+    options = DrafterSettings(index=index or [], draft_model=draft_model)
     options.check()
+    names = _names(contender or [FOREDRAFT], options)
     language_model = load_model(ModelOptions(model, precision=Precision.FLOAT32))
     head = {
         **circumstances(language_model),
         "drafter": options.describe(),
+        "contenders": names,
+        "nodes": nodes,
         "max_new_tokens": max_new_tokens,
         "prompts_sha256": sha256(prompts.read_bytes()).hexdigest(),
     }
     rows = _rows(output, head, resume=resume)
-    with options.connect(language_model) as drafter:
-        decoder = assemble(language_model, drafter)
-        ways = contenders(language_model, decoder, max_new_tokens)
-        cases = fitting(language_model, decoder.target, read_prompts(prompts, limit))
+    contest = Contest(language_model, [PLAIN, *names], options, max_new_tokens)
+    with contest.opened(Setting(nodes)) as lineup:
+        selected = read_prompts(prompts, limit, per_category)
+        cases = fitting(language_model, lineup.target, selected)
         todo = list(enumerate(cases))[len(rows) :]
         with output.open("a", encoding="utf-8") as file:
             for number, case in track(todo, "prompts", console=Console(stderr=True)):
-                rows.append(compare(language_model, ways, case, number))
+                rows.append(compare(language_model, lineup.ways, case, number))
                 file.write(json.dumps(rows[-1]) + "\n")
                 file.flush()
     result = {**summary(rows), **head}
@@ -190,6 +217,19 @@ def measure(  # noqa: PLR0913  options
     print(json.dumps(result, indent=2))
     if result["different"]:
         raise typer.Exit(1)
+
+
+def _names(given: list[str], drafts: DrafterSettings) -> list[str]:
+    """Return the contenders; of `all` those that draft and have something to draft with."""
+    if _ALL not in given:
+        return given
+    names = []
+    for entry in ENTRIES.values():
+        with suppress(ContradictoryOptionsError):
+            entry.check(drafts)
+            if entry.name != PLAIN:
+                names.append(entry.name)
+    return names
 
 
 def main() -> None:

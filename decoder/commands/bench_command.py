@@ -1,24 +1,146 @@
-"""The command that measures against decoding without drafts."""
+"""The command that measures ways of decoding side by side."""
 
 import json
+from collections.abc import Iterator
+from enum import StrEnum
 from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Annotated
 
 import typer
+from pydantic import BaseModel, ConfigDict, Field
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
-from decoder.assembly import DrafterSettings, assemble
+from decoder.assembly import DrafterSettings
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN
 from decoder.commands.bench import BenchOptions, run_benchmark
-from decoder.commands.bench_report import table_of
+from decoder.commands.bench_report import draw_standings, notes_of, table_of, tables_of
 from decoder.commands.options import MeasuredOutput, MeasuredPrompts, ModelSettings
 from decoder.commands.prompts import read_prompts
 from decoder.commands.trace_command import print_table
+from decoder.contenders.contender import PLAIN, UNDRAFTED
+from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Setting, chosen
+from decoder.drafters.fusion import MAX_NODES
+from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
+from decoder.estimate.estimate_plot import check_plot
 from decoder.model.pretrained import prepare_model
-from indexer.flags import AsJson, with_flags
+from indexer.flags import AsJson, Metavar, with_flags
 from indexer.launch import errors_in_one_line
 from indexer.sources.recordings import RecordingTally
+
+
+class AskedTurns(StrEnum):
+    """Which turns of a question are asked."""
+
+    FIRST = "first"
+    BOTH = "both"
+
+
+class ContestSettings(BaseModel):
+    """Who is measured, and under what settings."""
+
+    model_config = ConfigDict(title="Contenders", extra="forbid", frozen=True)
+
+    contender: Annotated[
+        list[str],
+        Metavar("NAME"),
+        Field(
+            description="Who is measured; --contenders lists all. The report is then laid out as "
+            f"papers' tables. Repeatable. Default: {', '.join(DEFAULT)}."
+        ),
+    ] = []
+    nodes: Annotated[
+        list[int],
+        Metavar("N"),
+        Field(
+            description="Fix the nodes of every draft, at most "
+            f"{MAX_NODES}; 0 for as many as pay. Repeatable. Default: as many as pay."
+        ),
+    ] = []
+    temperature: Annotated[
+        list[float],
+        Metavar("T"),
+        Field(description="Of sampling; 0 decodes greedily. Repeatable. Default: 0."),
+    ] = []
+    seed: Annotated[
+        list[int],
+        Metavar("SEED"),
+        Field(description="Of sampling; several are counted together. Repeatable. Default: 0."),
+    ] = []
+    turns: Annotated[
+        AskedTurns,
+        Field(
+            description="Of questions with several turns: the first, or each behind the plain "
+            "answer to the one before."
+        ),
+    ] = AskedTurns.FIRST
+    plot: Annotated[
+        Path | None,
+        Metavar("FILE"),
+        Field(description="Draw the figures of all contenders, as .png or .svg."),
+    ] = None
+
+    @property
+    def names(self) -> list[str]:
+        """The contenders; one to compare the others with is always there."""
+        names = list(dict.fromkeys(self.contender or DEFAULT))
+        if not {PLAIN, UNDRAFTED} & set(names):
+            names.insert(0, PLAIN)
+        if any(self.temperature) and UNDRAFTED not in names:
+            names.insert(0, UNDRAFTED)
+        return names
+
+    @property
+    def settings(self) -> list[Setting]:
+        """All combinations; seeds count where tokens are sampled alone."""
+        return list(dict.fromkeys(self._combined()))
+
+    def _combined(self) -> Iterator[Setting]:
+        for nodes, temperature, seed in product(
+            self.nodes or [0], self.temperature or [0.0], self.seed or [0]
+        ):
+            yield Setting(nodes or None, temperature, seed if temperature else 0)
+
+    def check(self, drafts: DrafterSettings) -> None:
+        """Refuse what cannot be measured, before a model is loaded.
+
+        Raises:
+            InvalidSettingsError: there is no contender of a name, or a value is out of its range.
+            ContradictoryOptionsError: a contender has nothing to draft with, or seeds are given
+                where nothing is sampled.
+            PlotError: a plot could not be drawn.
+        """
+        for entry in chosen(self.names):
+            entry.check(drafts)
+        if not all(0 <= nodes <= MAX_NODES for nodes in self.nodes):
+            raise InvalidSettingsError(f"--nodes must be 0 to {MAX_NODES}")
+        if self.seed and not any(self.temperature):
+            raise ContradictoryOptionsError(
+                "--seed has no effect at temperature 0: give a --temperature, or leave it out"
+            )
+        for setting in self.settings:
+            setting.rule()
+        if self.plot is not None:
+            check_plot(self.plot)
+
+
+def _list_contenders(value: bool) -> None:
+    """Print all contenders and end."""
+    if not value:
+        return
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("contender", "what it is", "paper", "needs"):
+        table.add_column(heading)
+    for entry in ENTRIES.values():
+        needs = " or ".join("--" + each.replace("_", "-") for each in entry.needs)
+        table.add_row(entry.name, entry.summary, entry.paper, needs)
+    print_table(table)
+    raise typer.Exit
 
 
 @errors_in_one_line(*FORESEEN)
@@ -26,33 +148,66 @@ from indexer.sources.recordings import RecordingTally
 def run_bench(
     *,
     given: MeasuredPrompts,
+    contest: ContestSettings,
     chosen: ModelSettings,
     drafts: DrafterSettings,
     output: MeasuredOutput,
     as_json: AsJson = False,
+    contenders: Annotated[  # noqa: ARG001  its callback answers
+        bool,
+        typer.Option(
+            "--contenders",
+            help="List the contenders that --contender takes, and end.",
+            is_eager=True,
+            callback=_list_contenders,
+            rich_help_panel="Contenders",
+        ),
+    ] = False,
 ) -> None:
-    """Measure against plain generation and prompt lookup, on the same prompts in one run."""
+    """Measure against plain generation, prompt lookup and published rules, in one run."""
     drafts.check()
+    contest.check(drafts)
     found = RecordingTally()
     selected = read_prompts(given.prompts, given.limit, given.per_category, found)
     others = [] if given.warm is None else read_prompts(given.warm, skipped=found)
     for line in found.describe():
         typer.echo(line, err=True)
-    options = BenchOptions(output.max_new_tokens, output.repeat, others, given.warm_limit)
+    options = BenchOptions(
+        output.max_new_tokens,
+        output.repeat,
+        others,
+        given.warm_limit,
+        contest.turns is AskedTurns.BOTH,
+        contest.settings,
+    )
     prepared = prepare_model(chosen.options(given, drafts.index))
     drafts.check(prepared.vocabulary)
     language_model = prepared.load()
+    costs = store_at(chosen.cost_cache)
+    field = Contest(language_model, contest.names, drafts, output.max_new_tokens, costs)
     progress = Progress(console=Console(stderr=True))
-    with drafts.connect(language_model) as drafter, progress:
+    with progress:
         report = run_benchmark(
             language_model,
-            assemble(language_model, drafter, costs=store_at(chosen.cost_cache)),
+            field.opened,
             selected,
             options,
             partial(progress.track, description="prompts"),
         )
     report["drafter"] = drafts.describe()
+    if contest.plot is not None:
+        draw_standings(report, contest.plot)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
-    else:
+        return
+    if _is_default(contest):
         print_table(table_of(report))
+        return
+    for table in tables_of(report):
+        print_table(table)
+    typer.echo("\n".join(notes_of(report)))
+
+
+def _is_default(contest: ContestSettings) -> bool:
+    """Return whether our own decoder's figures alone are asked for."""
+    return not (contest.contender or contest.nodes or contest.temperature)

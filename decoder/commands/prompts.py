@@ -29,12 +29,21 @@ class Prompt:
         text: a user's message; of a conversation, what was said last.
         line: where it stands: a line, from 1, or a row, from 0.
         turns: all that was said up to the answer, where that is more than the message.
+        later: what the user says next, behind each answer.
     """
 
     category: str
     text: str
     line: int = field(default=0, compare=False)
     turns: tuple[Turn, ...] = ()
+    later: tuple[str, ...] = field(default=(), compare=False)
+
+    def answered(self, answer: str) -> "Prompt":
+        """Return what the user says next, behind an answer."""
+        said = self.turns or (Turn("user", self.text),)
+        text, *later = self.later
+        turns = (*said, Turn("assistant", answer), Turn("user", text))
+        return Prompt(self.category, text, self.line, turns, tuple(later))
 
     def encoded(self, language_model: "LanguageModel") -> list[int]:
         """Return its tokens as the model is given them.
@@ -67,7 +76,7 @@ def read_prompts(
     Args:
         path: one prompt a line; or records in JSON lines, JSON, CSV or Parquet. A record is a
             question of Spec-Bench (Xia et al., 2024, arXiv:2401.07851), `{"question_id",
-            "category", "turns"}`, of which the first turn is used; or a conversation as
+            "category", "turns"}`, of which the first turn is the prompt; or a conversation as
             `conversation_of` knows it, of which each answer is asked for again: its prompt is all
             that was said before. Conversations in which no user speaks are passed over.
         limit: most prompts to return, spread evenly over the categories. Of conversations, which
@@ -164,9 +173,11 @@ def _prompt(turns: tuple[Turn, ...], number: int) -> Prompt:
 
 def _question(question: dict[str, Any], number: int) -> Prompt:
     try:
-        category, text = question["category"], question["turns"][0]
-    except (KeyError, IndexError, TypeError):
+        category, (text, *later) = question["category"], question["turns"]
+    except (KeyError, TypeError, ValueError):
         raise UnusableError(_NO_QUESTION, _QUESTION) from None
     if not all(isinstance(value, str) and value.strip() for value in (category, text)):
         raise UnusableError(_NO_QUESTION, "the category and the first turn must be texts")
-    return Prompt(category, text, number)
+    if not all(isinstance(value, str) for value in later):
+        raise UnusableError(_NO_QUESTION, "its turns must be texts")
+    return Prompt(category, text, number, later=tuple(later))

@@ -1,8 +1,10 @@
-"""The ways of decoding that a benchmark compares, all with one model."""
+"""What decodes a prompt in a benchmark: this package's loop with a drafter, or transformers."""
 
 import time
 import warnings
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import torch
@@ -15,14 +17,18 @@ from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
 from decoder.observation import Statistics
 from decoder.sampling.stated import without_own_settings
+from decoder.sampling.verification import Acceptance, AcceptRule, PassContext
+from retriever.tree import DraftTree
 
 PLAIN: Final = "plain"
-PROMPT_LOOKUP: Final = "prompt_lookup"
+PROMPT_LOOKUP: Final = "transformers-lookup"
 FOREDRAFT: Final = "foredraft"
 UNDRAFTED: Final = "undrafted"
 """This package's own loop and target without drafts, so that drafting alone can be credited."""
 PROMPT_LOOKUP_TOKENS: Final = 10
 """Tokens that prompt lookup proposes; transformers' documentation uses 3 and 10, 10 is faster."""
+
+_TORCH_SEEDS: Final = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,11 @@ class OwnContender:
     decoder: Decoder
     max_new_tokens: int
 
+    @property
+    def drafts(self) -> bool:
+        """Whether there are drafts, and so something to remember answers."""
+        return not isinstance(self.decoder.drafter, NoDrafter)
+
     def __call__(self, prompt: list[int], *, remember: bool) -> Run:
         """Decode a prompt."""
         start = time.perf_counter()
@@ -87,25 +98,31 @@ class OwnContender:
 
 @dataclass(frozen=True, slots=True)
 class LibraryContender:
-    """Decodes with `model.generate` of transformers, greedily.
+    """Decodes with `model.generate` of transformers.
 
     Attributes:
         language_model: the model.
         target: the same as this package's target, which states its limit.
         max_new_tokens: most tokens to generate.
         options: more of `model.generate`.
+        temperature: of sampling from the whole distribution; 0 decodes greedily.
+        seed: of torch's random numbers, with the prompt, where it samples.
     """
 
     language_model: LanguageModel
     target: Target
     max_new_tokens: int
-    options: dict[str, int] = field(default_factory=dict)
+    options: Mapping[str, int] = field(default_factory=dict)
+    temperature: float = 0.0
+    seed: int = 0
 
     def __call__(self, prompt: list[int], *, remember: bool) -> Run:  # noqa: ARG002  keeps nothing
         """Decode a prompt."""
         model = self.language_model.model
         passes = _PassCount()
         counting = model.register_forward_pre_hook(passes)
+        if self.temperature:
+            torch.manual_seed((self.seed + zlib.crc32(repr(prompt).encode())) % _TORCH_SEEDS)
         start = time.perf_counter()
         tokens = torch.tensor([prompt], device=torch.device(model.device))
         with warnings.catch_warnings(), without_own_settings(model):
@@ -123,11 +140,14 @@ class LibraryContender:
 
     def _config(self, max_new_tokens: int) -> GenerationConfig:
         stop_ids = list(self.language_model.stop_ids)
+        sampling: dict[str, Any] = {"do_sample": False}
+        if self.temperature:
+            sampling = {"do_sample": True, "temperature": self.temperature, "top_k": 0}
         return GenerationConfig(  # type: ignore[no-untyped-call]  # the library gives no types
-            do_sample=False,
             max_new_tokens=max_new_tokens,
             eos_token_id=stop_ids or None,
             pad_token_id=stop_ids[0] if stop_ids else 0,
+            **sampling,
             **self.options,
         )
 
@@ -140,3 +160,21 @@ class _PassCount:
 
     def __call__(self, *_: object) -> None:
         self.count += 1
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnByPrompt:
+    """A rule whose random numbers belong to the prompt, and not to how many were decoded before.
+
+    So decoders draw the same tokens for the same prompt, whatever else each has decoded.
+
+    Attributes:
+        rule: draws by seed, sequence and position.
+    """
+
+    rule: AcceptRule
+
+    def __call__(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
+        """Accept as the rule does."""
+        prompt = context.tokens[: context.num_prompt_tokens]
+        return self.rule(tree, logits, replace(context, sequence=zlib.crc32(prompt.tobytes())))

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any, Final
 
-from decoder.contenders.drafting_rules import OWN
 from decoder.errors import PlotError
 from decoder.estimate.estimate_report import Estimate
 from decoder.estimate.projection import PAYING
+from retriever.commands.factories import OWN
 
 SUFFIXES: Final = (".png", ".svg")
 _MAX_COLUMNS: Final = 6
@@ -26,7 +26,7 @@ def check_plot(path: Path) -> None:
         raise PlotError(f"--plot {path}: a plot is drawn as {' or '.join(SUFFIXES)}: name it so")
     if not path.parent.is_dir():
         raise PlotError(f"--plot {path}: there is no folder {path.parent}: make it first")
-    _figure_class()
+    figure_class()
 
 
 def draw(estimate: Estimate, path: Path) -> None:
@@ -36,7 +36,7 @@ def draw(estimate: Estimate, path: Path) -> None:
         PlotError: the file cannot be written.
     """
     kinds = estimate.shown_kinds[::-1][:_MAX_COLUMNS]
-    figure = _figure_class()(figsize=(max(3.4 * len(kinds), 6.4), 6.4), layout="constrained")
+    figure = figure_class()(figsize=(max(3.4 * len(kinds), 6.4), 6.4), layout="constrained")
     axes = figure.subplots(2, len(kinds), squeeze=False, sharex=True, sharey="row")
     for column, kind in enumerate(kinds):
         _draw_kind(axes[0, column], axes[1, column], estimate, kind)
@@ -75,7 +75,12 @@ def _draw_kind(above: Any, below: Any, estimate: Estimate, kind: str) -> None:
         axes.grid(alpha=0.3)
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
+    """Return matplotlib's class of figures.
+
+    Raises:
+        PlotError: matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415  (optional, and takes a second)
     except ModuleNotFoundError as error:

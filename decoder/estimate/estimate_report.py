@@ -7,10 +7,10 @@ from typing import Any, Final
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from decoder.contenders.drafting_rules import OWN
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.projection import PAYING, Nodes, Outcome, best_of
 from decoder.estimate.token_log import ALL
+from retriever.commands.factories import OWN
 
 WORTH_IT: Final = 1.05
 """Least speed-up that counts: a machine's own noise is a few percent."""

@@ -6,13 +6,13 @@ pass brings the first token of an output and is not counted, with or without dra
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget, PassOutcome
-from decoder.contenders.drafting_rules import DraftingRule
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.token_log import ALL, Record
 from retriever.drafter import Drafter, DraftRequest, TokenIds
@@ -26,6 +26,20 @@ Nodes = int | str
 """Most nodes of a draft, or `PAYING`."""
 
 _SESSION: Final = "estimate"
+
+
+class DraftingRule(Protocol):
+    """A way of drafting; see `decoder.contenders.drafting_rules`."""
+
+    @property
+    def name(self) -> str:
+        """In reports."""
+        ...
+
+    @property
+    def opened(self) -> Callable[[int], AbstractContextManager[Drafter]]:
+        """Gives a drafter that has seen nothing, for at most so many nodes."""
+        ...
 
 
 @dataclass(slots=True)

@@ -66,7 +66,7 @@ def replay_traces(
             help="Module with a mapping DRAFTERS of names to factories.",
             rich_help_panel="Drafts",
         ),
-    ] = "benchmarks.peers",
+    ] = "decoder.contenders.drafting_rules",
     budget: Annotated[
         int,
         typer.Option(

@@ -1,14 +1,28 @@
 """Asking a drafter once, and reading what it answers."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
-from indexer.reader import Index
+from indexer.build import BuildOptions, build_from_tokens
+from indexer.reader import Index, Vocabulary
 from retriever.drafter import Drafter, DraftRequest
 from retriever.tree import DraftTree
 
 IndexMaker = Callable[..., Index]
+
+
+def index_maker(path: Path) -> IndexMaker:
+    """Makes an index of lists of token ids, at one place."""
+
+    def make(*documents: list[int]) -> Index:
+        named = [(f"document-{i}", document) for i, document in enumerate(documents)]
+        options = BuildOptions(deduplicate=False)
+        build_from_tokens(named, path, Vocabulary(50, "ab" * 32), options)
+        return Index.open(path)
+
+    return make
 
 
 def ids(*tokens: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -1,12 +1,13 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.decoding import greedy_exactness
-from decoder.contenders.contender import FOREDRAFT, Contender, Run, contenders
+from decoder.contenders.contender import PLAIN, OwnContender, Run
+from decoder.contenders.prompt_lookup import PromptLookup
+from decoder.contenders.registry import ENTRIES
 from indexer.tokenizer import CACHE_VARIABLE
 
 PROMPTS = ["a b c a b", "c c d", "b a b a", "d e d"]
@@ -61,22 +62,33 @@ def test_a_file_of_another_run_is_not_gone_on_with(
 def test_a_difference_is_found_where_it_is(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def planted(*arguments: Any) -> dict[str, Contender]:
-        ways = contenders(*arguments)
+    decode = OwnContender.__call__
 
-        def wrong(prompt: list[int], *, remember: bool) -> Run:
-            run = ways[FOREDRAFT](prompt, remember=remember)
+    def wrong(self: OwnContender, prompt: list[int], *, remember: bool) -> Run:
+        run = decode(self, prompt, remember=remember)
+        if not isinstance(self.decoder.drafter, PromptLookup):
             run.token_ids[2:] = [run.token_ids[2] ^ 1]
-            return run
+        return run
 
-        return {**ways, FOREDRAFT: wrong}
-
-    monkeypatch.setattr(greedy_exactness, "contenders", planted)
-    assert run(monkeypatch, *command, "--limit", "1") == 1
+    monkeypatch.setattr(OwnContender, "__call__", wrong)
+    options = ["--limit", "1", "--contender", "prompt-lookup", "--contender", "hd"]
+    assert run(monkeypatch, *command, *options) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["identical"] == 0
     (found,) = result["different"]
+    assert found["contender"] == "hd"
     assert found["position"] == 2
     assert found["best_tokens"][0] == found["plain"] != found["drafted"]
     assert found["gap"] > 0
     assert not found["is_tie"]
+
+
+def test_all_contenders_that_have_something_to_draft_with_are_compared(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *command, "--contender", "all", "--nodes", "6") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["identical"] == len(PROMPTS)
+    drafting = [name for name, entry in ENTRIES.items() if not entry.needs and name != PLAIN]
+    assert result["contenders"] == drafting
+    assert result["passes"]["foredraft"] < result["passes"]["undrafted"]

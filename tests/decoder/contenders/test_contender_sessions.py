@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.peers import DRAFTERS
+from decoder.contenders.drafting_rules import DRAFTERS
 from retriever.commands.factories import own_drafter
 from retriever.drafter import DraftRequest
 from retriever.errors import OutOfSequenceError, SessionExistsError, UnknownSessionError

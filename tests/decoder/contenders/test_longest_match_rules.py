@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from benchmarks.peers.hierarchy import HierarchyDrafting
-from benchmarks.peers.infini_gram import InfiniGram
-from benchmarks.peers.rest import Rest
-from benchmarks.peers.sam_decoding import SamDecoding
+from decoder.contenders.hierarchy import HierarchyDrafting
+from decoder.contenders.longest_match import InfiniGram, Rest
+from decoder.contenders.sam_decoding import SamDecoding
 from retriever.tree import Source
 from tests.benchmarks.drafting import IndexMaker, draft_for, ids, paths
 

@@ -1,4 +1,4 @@
-"""Slow, obvious twins of the peers' kernels."""
+"""A slow, obvious twin of the counting of continuations."""
 
 from collections import Counter
 

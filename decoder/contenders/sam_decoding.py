@@ -14,7 +14,7 @@ short is left out, as for all peers.
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.peers.datastore import Datastore, continuation, first_occurrence, longest_match
+from decoder.contenders.datastore import Datastore, continuation, first_occurrence, longest_match
 from decoder.contenders.kernels.scanning import longest_repeat
 from decoder.contenders.sequence_drafter import SequenceDrafter, chain
 from indexer.reader import Index

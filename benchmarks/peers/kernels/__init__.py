@@ -1,1 +1,0 @@
-"""The peers' compiled inner loops: plain arrays in, plain arrays out."""

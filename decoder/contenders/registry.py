@@ -1,0 +1,353 @@
+"""All contenders of a benchmark by name, and how each is made for a run.
+
+Those of this package share the loop, the target, the acceptance rule and the budget, and differ in
+the drafter alone. Speed-up is over `plain`, as in the papers' tables.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from decoder.assembly import DrafterSettings, draft_limits, load_draft_model, warn_of_unapplied
+from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget
+from decoder.budget.cost_store import CostStore, known_costs
+from decoder.budget.costs import CostSurface
+from decoder.contenders.contender import (
+    FOREDRAFT,
+    PLAIN,
+    PROMPT_LOOKUP,
+    PROMPT_LOOKUP_TOKENS,
+    UNDRAFTED,
+    Contender,
+    DrawnByPrompt,
+    LibraryContender,
+    OwnContender,
+)
+from decoder.contenders.drafting_rules import PUBLISHED_RULES, PublishedRule, opened
+from decoder.contenders.token_recycling import TokenRecycling
+from decoder.drafters.following import NoDrafter, states_of
+from decoder.drafters.fusion import MAX_NODES, FusedDrafter
+from decoder.drafters.recycling import RecycledLogits
+from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
+from decoder.loop import Decoder
+from decoder.model.pretrained import LanguageModel
+from decoder.model.target import Target
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.sampling_settings import SamplingSettings
+from decoder.sampling.verification import AcceptRule
+from indexer.flags import flag_of
+from retriever.drafter import Drafter
+
+DEFAULT: Final = (PLAIN, PROMPT_LOOKUP, UNDRAFTED, FOREDRAFT)
+"""The contenders of a run that names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What drafters are made with.
+
+    Attributes:
+        language_model: the target.
+        drafts: where drafts come from.
+        max_nodes: most nodes of a draft.
+    """
+
+    language_model: LanguageModel
+    drafts: DrafterSettings
+    max_nodes: int
+
+
+Opened = Callable[[Means], AbstractContextManager[Drafter]]
+"""Gives a drafter that has seen nothing, during a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A contender that can be chosen.
+
+    Attributes:
+        name: by which it is.
+        summary: what it is, in a few words.
+        paper: where it is published, empty for our own.
+        opened: gives its drafter; `None` for transformers' own ways.
+        options: of transformers' own ways.
+        needs: settings of which one must be given.
+    """
+
+    name: str
+    summary: str
+    paper: str = ""
+    opened: Opened | None = None
+    options: dict[str, int] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+
+    def check(self, drafts: DrafterSettings) -> None:
+        """Refuse the contender where what it drafts with is not given.
+
+        Raises:
+            ContradictoryOptionsError: the message says what to give.
+        """
+        if self.needs and not any(getattr(drafts, name, None) for name in self.needs):
+            wanted = " or ".join(map(flag_of, self.needs))
+            raise ContradictoryOptionsError(
+                f"--contender {self.name} has nothing to draft with: give it {wanted}"
+            )
+
+
+@contextmanager
+def _nothing(_: Means) -> Iterator[Drafter]:
+    yield NoDrafter()
+
+
+@contextmanager
+def _published(rule: PublishedRule, means: Means) -> Iterator[Drafter]:
+    vocabulary = means.language_model.vocabulary
+    with opened(rule.name, means.drafts.index, vocabulary, means.max_nodes) as drafter:
+        yield drafter
+
+
+@contextmanager
+def _token_recycling(means: Means) -> Iterator[Drafter]:
+    size = draft_limits(means.language_model).model_vocabulary
+    yield TokenRecycling(size or means.language_model.vocabulary.size)
+
+
+@contextmanager
+def _draft_model(means: Means) -> Iterator[Drafter]:
+    options = means.drafts.drafting_model
+    if options is None:  # `Entry.check` says what to give
+        raise ContradictoryOptionsError("there is no draft model: give one with --draft-model")
+    yield load_draft_model(options, means.language_model, means.drafts.index)
+
+
+@contextmanager
+def _recycled_alone(means: Means) -> Iterator[Drafter]:
+    limits = draft_limits(means.language_model)
+    with FusedDrafter([], limits, recycled=RecycledLogits()) as drafter:
+        yield drafter
+
+
+@contextmanager
+def _own(means: Means) -> Iterator[Drafter]:
+    with means.drafts.connect(means.language_model) as drafter:
+        yield drafter
+
+
+@contextmanager
+def _tables(means: Means, *, recycle: bool) -> Iterator[Drafter]:
+    """Have our own drafter without any model."""
+    without = {"draft_model": None, "draft_vocabulary": None, "recycle": recycle}
+    drafts = means.drafts.model_copy(update=without)
+    with drafts.connect(means.language_model) as drafter:
+        yield drafter
+
+
+ENTRIES: Final[dict[str, Entry]] = {
+    entry.name: entry
+    for entry in (
+        Entry(PLAIN, "transformers' own generation: what speed-up is over, and outputs equal"),
+        Entry(
+            PROMPT_LOOKUP,
+            "transformers' own prompt lookup, of 10 tokens",
+            options={"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS},
+        ),
+        Entry(UNDRAFTED, "our own loop and target without drafts", opened=_nothing),
+        *(
+            Entry(rule.name, rule.summary, rule.paper, partial(_published, rule))
+            for rule in PUBLISHED_RULES
+        ),
+        Entry(
+            "recycling",
+            "Token Recycling: a fixed tree of the 8 likeliest tokens last seen after each token",
+            "arXiv:2408.08696",
+            _token_recycling,
+        ),
+        Entry(
+            "model",
+            "--draft-model alone: best-first trees that grow while that pays",
+            "arXiv:2406.02532, 2405.19715",
+            _draft_model,
+            needs=("draft_model",),
+        ),
+        Entry(FOREDRAFT, "all that is given, fused into one tree", opened=_own),
+        Entry(
+            "foredraft-tables",
+            "retrieval and recycled logits fused, without a model",
+            opened=partial(_tables, recycle=True),
+        ),
+        Entry(
+            "foredraft-retrieval",
+            "retrieval alone: context, answers and --index",
+            opened=partial(_tables, recycle=False),
+        ),
+        Entry(
+            "foredraft-recycling",
+            "recycled logits alone, after the last one, two and three tokens",
+            opened=_recycled_alone,
+        ),
+    )
+}
+
+
+def chosen(names: Sequence[str]) -> list[Entry]:
+    """Return contenders by name, each once, in order.
+
+    Raises:
+        InvalidSettingsError: there is none of a name.
+    """
+    for name in names:
+        if name not in ENTRIES:
+            raise InvalidSettingsError(
+                f"--contender {name}: there is none of this name, choose from {', '.join(ENTRIES)}"
+            )
+    return [ENTRIES[name] for name in dict.fromkeys(names)]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Under what contenders meet.
+
+    Attributes:
+        nodes: most nodes of each draft; `None` for as many as pay, as measured.
+        temperature: of sampling; 0 decodes greedily.
+        seed: of sampling.
+    """
+
+    nodes: int | None = None
+    temperature: float = 0.0
+    seed: int = 0
+
+    def rule(self) -> AcceptRule:
+        """Return the acceptance rule of all contenders of this package.
+
+        Where it samples, random numbers belong to prompt and position, so all draw what decoding
+        without drafts draws: each draft is accepted by the target's own choice.
+        """
+        if self.temperature == 0:
+            return accept_rule()
+        return accept_rule(SamplingSettings(self.temperature, seed=self.seed, coupled=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Lineup:
+    """Contenders that are ready to decode.
+
+    Attributes:
+        ways: contenders by name.
+        target: of those of this package.
+        surface: what passes cost; `None` where the number of nodes is fixed.
+    """
+
+    ways: dict[str, Contender]
+    target: Target
+    surface: CostSurface | None
+
+    @property
+    def drafting(self) -> dict[str, OwnContender]:
+        """Those that draft, and may remember answers."""
+        own = {name: way for name, way in self.ways.items() if isinstance(way, OwnContender)}
+        return {name: way for name, way in own.items() if way.drafts}
+
+
+class Contest:
+    """Makes the chosen contenders for each setting, with drafters that have seen nothing.
+
+    Target and costs are made once and serve all settings.
+
+    Args:
+        language_model: of all contenders.
+        names: of the contenders.
+        drafts: where drafts come from.
+        max_new_tokens: most tokens of an answer.
+        costs: keeps measured costs of passes for the next start; `None` to measure always.
+
+    Raises:
+        InvalidSettingsError: there is no contender of a name.
+        ContradictoryOptionsError: one has nothing to draft with.
+    """
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        names: Sequence[str],
+        drafts: DrafterSettings,
+        max_new_tokens: int,
+        costs: CostStore | None = None,
+    ) -> None:
+        self._entries = chosen(names)
+        for entry in self._entries:
+            entry.check(drafts)
+        self._language_model = language_model
+        self._drafts = drafts
+        self._max_new_tokens = max_new_tokens
+        self._costs = costs
+        self._target: Target | None = None
+        self._surface: CostSurface | None = None
+
+    @contextmanager
+    def opened(self, setting: Setting) -> Iterator[Lineup]:
+        """Have the contenders during the block.
+
+        Raises:
+            IndexerError: an index cannot be opened or was built for another tokenizer.
+            VocabularyMismatchError: the draft model has another tokenizer.
+            UnsupportedModelError: the model cannot be decoded here.
+        """
+        means = Means(self._language_model, self._drafts, max(MAX_NODES, setting.nodes or 0))
+        with ExitStack() as stack:
+            drafters = {
+                entry.name: stack.enter_context(entry.opened(means))
+                for entry in self._entries
+                if entry.opened is not None
+            }
+            target = self._target_for(drafters.values())
+            if setting.nodes is None and self._surface is None:
+                self._surface = known_costs(target, self._language_model.model, self._costs)
+            rule = setting.rule()
+            warn_of_unapplied(self._language_model, rule)
+            ways: dict[str, Contender] = {}
+            for entry in self._entries:
+                if entry.name in drafters:
+                    decoder = self._decoder(drafters[entry.name], target, setting, rule)
+                    ways[entry.name] = OwnContender(decoder, self._max_new_tokens)
+                else:
+                    ways[entry.name] = self._library(entry, target, setting)
+            yield Lineup(ways, target, None if setting.nodes else self._surface)
+
+    def _target_for(self, drafters: Iterable[Drafter]) -> Target:
+        """Return the target, which keeps the states that any of the drafters learns from."""
+        if self._target is None:
+            states = {number for drafter in drafters for number in states_of(drafter)}
+            self._target = Target(self._language_model.model, states=states)
+        return self._target
+
+    def _decoder(
+        self, drafter: Drafter, target: Target, setting: Setting, rule: AcceptRule
+    ) -> Decoder:
+        return Decoder(
+            target,
+            drafter,
+            self._budget(drafter, setting),
+            rule if setting.temperature == 0 else DrawnByPrompt(rule),
+            self._language_model.stop_ids,
+            drafter_vocabulary=self._language_model.vocabulary.size,
+        )
+
+    def _budget(self, drafter: Drafter, setting: Setting) -> Budget:
+        if isinstance(drafter, NoDrafter):
+            return FixedBudget(0)
+        if setting.nodes is not None or self._surface is None:
+            return FixedBudget(setting.nodes or 0)
+        return MeasuredBudget(self._surface)
+
+    def _library(self, entry: Entry, target: Target, setting: Setting) -> LibraryContender:
+        return LibraryContender(
+            self._language_model,
+            target,
+            self._max_new_tokens,
+            entry.options,
+            setting.temperature,
+            setting.seed,
+        )

@@ -1,0 +1,136 @@
+"""All contenders in the decoding loop: what they write, and what a replay of it counts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decoder.assembly import DrafterSettings
+from decoder.budget.costs import CostSurface
+from decoder.contenders.contender import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED
+from decoder.contenders.drafting_rules import DRAFTERS, OWN, DraftingRule, drafting_rules, opened
+from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Setting, chosen
+from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
+from decoder.estimate.cost_curve import CostCurve
+from decoder.estimate.projection import project
+from decoder.estimate.token_log import Record
+from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from indexer.build import build_from_texts
+from retriever.replay.traces import Trace
+
+PROMPTS = ["abc abc abc", "one two one two one", "x", "a longer one, with one two abc"]
+LIBRARY = (PLAIN, PROMPT_LOOKUP)
+OWN_WAYS = [name for name in ENTRIES if name not in LIBRARY]
+
+
+@pytest.fixture(scope="module")
+def language_model(model_directory: Path) -> LanguageModel:
+    return load_model(ModelOptions(str(model_directory)))
+
+
+@pytest.fixture(scope="module")
+def drafts(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> DrafterSettings:
+    """An index, and the model itself as a draft model: all that a contender may need."""
+    path = tmp_path_factory.mktemp("contest") / "index"
+    build_from_texts([("a", "abc one two " * 9), ("b", "two one abc")], path, str(model_directory))
+    return DrafterSettings(index=[path], draft_model=str(model_directory))
+
+
+def answers(
+    language_model: LanguageModel, drafts: DrafterSettings, setting: Setting
+) -> dict[str, list[list[int]]]:
+    """What each contender writes to the prompts, one after the other."""
+    contest = Contest(language_model, list(ENTRIES), drafts, max_new_tokens=24)
+    with contest.opened(setting) as lineup:
+        assert list(lineup.ways) == list(ENTRIES)
+        return {
+            name: [way(language_model.encode(text), remember=True).token_ids for text in PROMPTS]
+            for name, way in lineup.ways.items()
+        }
+
+
+@pytest.mark.parametrize("nodes", [1, 40])
+def test_every_contender_writes_what_plain_decoding_writes(
+    language_model: LanguageModel, drafts: DrafterSettings, nodes: int
+) -> None:
+    found = answers(language_model, drafts, Setting(nodes))
+    assert any(len(answer) > 5 for answer in found[PLAIN])
+    for name, written in found.items():
+        assert written == found[PLAIN], name
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_of_a_seed_every_contender_draws_what_decoding_without_drafts_draws(
+    language_model: LanguageModel, drafts: DrafterSettings, seed: int
+) -> None:
+    found = answers(language_model, drafts, Setting(16, temperature=0.9, seed=seed))
+    for name in OWN_WAYS:
+        assert found[name] == found[UNDRAFTED], name
+    greedy = answers(language_model, drafts, Setting(16))
+    assert found[UNDRAFTED] != greedy[UNDRAFTED]
+
+
+def test_a_seed_is_another_draw_and_the_order_of_prompts_is_not(
+    language_model: LanguageModel, drafts: DrafterSettings
+) -> None:
+    contest = Contest(language_model, [UNDRAFTED], drafts, max_new_tokens=24)
+    prompts = [language_model.encode(text) for text in PROMPTS]
+    written = []
+    for seed, order in ((0, prompts), (0, prompts[::-1]), (1, prompts)):
+        with contest.opened(Setting(4, temperature=1.0, seed=seed)) as lineup:
+            way = lineup.ways[UNDRAFTED]
+            written.append({tuple(p): way(p, remember=True).token_ids for p in order})
+    assert written[0] == written[1] != written[2]
+
+
+@pytest.mark.parametrize("name", [*DRAFTERS, OWN])
+@pytest.mark.parametrize("nodes", [1, 12])
+def test_a_replay_counts_the_passes_of_the_loop(
+    language_model: LanguageModel, drafts: DrafterSettings, name: str, nodes: int
+) -> None:
+    """At equal nodes, for each prompt, exactly; prompts come twice, to be drafted from answers.
+
+    The replay takes an output's first token as given, as the prompt's pass brings it, and its last
+    as the model's own. So does the loop: it verifies no deeper than its limit allows, and a node
+    that ends the sequence is that last token.
+    """
+    contender = "foredraft-retrieval" if name == OWN else name
+    contest = Contest(language_model, [contender], drafts, max_new_tokens=40)
+    prompts = [language_model.encode(text) for text in [*PROMPTS, *PROMPTS]]
+    with contest.opened(Setting(nodes)) as lineup:
+        runs = [lineup.ways[contender](prompt, remember=True) for prompt in prompts]
+    assert sum(len(run.token_ids) - run.num_passes for run in runs) > 2
+    log = [
+        Record(str(n), Trace(np.array(prompt, np.int32), np.array(run.token_ids, np.int32)))
+        for n, (prompt, run) in enumerate(zip(prompts, runs, strict=True))
+    ]
+    _, replayed = project(log, [rule_of(name, language_model, drafts)], [nodes], flat_curve())
+    for number, run in enumerate(runs):
+        tally = replayed.tally(str(number))
+        assert (tally.tokens, tally.steps) == (len(run.token_ids) - 1, run.num_passes - 1)
+
+
+def rule_of(name: str, language_model: LanguageModel, drafts: DrafterSettings) -> DraftingRule:
+    vocabulary = language_model.vocabulary
+    if name == OWN:
+        return drafting_rules(drafts.index, vocabulary)[0]
+    return DraftingRule(name, lambda nodes: opened(name, drafts.index, vocabulary, nodes))
+
+
+def flat_curve() -> CostCurve:
+    return CostCurve(CostSurface.flat((1, 65), (1.0, 1.0)), "flat")
+
+
+def test_a_contender_without_its_means_is_refused_with_what_to_give(
+    language_model: LanguageModel,
+) -> None:
+    with pytest.raises(ContradictoryOptionsError, match=r"--contender model .* --draft-model"):
+        Contest(language_model, ["model"], DrafterSettings(), 4)
+    with pytest.raises(InvalidSettingsError, match=r"there is none of this name.* hd, "):
+        chosen(["hd", "nobody"])
+
+
+def test_the_default_contenders_can_be_chosen() -> None:
+    assert [entry.name for entry in chosen([*DEFAULT, FOREDRAFT])] == list(DEFAULT)
+    published = [entry for entry in ENTRIES.values() if entry.paper]
+    assert {"rest", "hd", "suffix", "sam", "recycling"} <= {entry.name for entry in published}
