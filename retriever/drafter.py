@@ -99,8 +99,8 @@ class Drafter(Protocol):
 
 
 NUM_FOUND: Final = 8
-"""Tokens of a context in `Findings`, as in Token Recycling (arXiv:2408.08696): they hold most of the
-probability."""
+"""Tokens of a context in `Findings`, as in Token Recycling (arXiv:2408.08696): they hold most of
+the probability."""
 
 _CONTEXT: Final = np.dtype("<i8")
 _TOKEN: Final = np.dtype("<i4")

@@ -441,7 +441,8 @@ class FusedDrafter:
         self._learn_weights(sequence, np.array(came, np.int32))
         if self._recycled is None:
             return NO_HINTS
-        return self._recycled.learn(verified, sequence.context())
+        keep = sequence.sequence.remember
+        return self._recycled.learn(verified, sequence.context(), keep=keep)
 
     def _table(self) -> Table:
         return _NO_TABLE if self._recycled is None else self._recycled.table

@@ -24,9 +24,9 @@ class Eviction:
     Where the service is at its ceiling, these go in turn: what decoders of a tenant found likely,
     where no state keeps it; outputs of tenants without open sessions, the older half of the
     tenant's own, then sessions idle for longer than `idle_eviction_s`. Where a tenant is at its own
-    ceiling, the older half of its outputs goes, then its idle sessions. No tenant that has its
-    share takes from one that has no more than its own and called within `idle_session_s`; a share
-    is an equal part of the ceiling for each such tenant.
+    ceiling, the same of its own go. No tenant that has its share takes from one that has no more
+    than its own and called within `idle_session_s`; a share is an equal part of the ceiling for
+    each such tenant.
 
     Args:
         ledger: of the memory.
@@ -69,11 +69,13 @@ class Eviction:
         try:
             if limit == "max_tenant_bytes":
                 return num_bytes <= self._ledger.max_tenant_bytes and (
-                    self._shrink(tenant) or self._end_idle(tenant, lambda other: other == tenant)
+                    self._drop_findings(lambda other: other == tenant)
+                    or self._shrink(tenant)
+                    or self._end_idle(tenant, lambda other: other == tenant)
                 )
             spared = self._spared(tenant, num_bytes)
             return num_bytes <= self._ledger.max_bytes and (
-                self._drop_findings(spared)
+                self._drop_findings(lambda other: other not in spared)
                 or self._drop_pool(tenant, spared)
                 or self._shrink(tenant)
                 or self._end_idle(tenant, lambda other: other not in spared)
@@ -92,8 +94,8 @@ class Eviction:
             return set()
         return {other for other in active - {tenant} if self._ledger.of(other) <= share}
 
-    def _drop_findings(self, spared: set[str]) -> bool:
-        evicted = self._findings.evict_idle(spared)
+    def _drop_findings(self, is_meant: Callable[[str], bool]) -> bool:
+        evicted = self._findings.evict_idle(is_meant)
         self.counts["recycled"] += evicted
         return evicted
 

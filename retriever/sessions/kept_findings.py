@@ -163,21 +163,19 @@ class KeptFindings:
             if shelf is not None:
                 self._account(shelf, [])
 
-    def evict_idle(self, spared: set[str]) -> bool:
-        """Drop the findings of the tenant that has called for none longest, if there is one.
+    def evict_idle(self, may_go: Callable[[str], bool]) -> bool:
+        """Drop from memory what is kept of the tenant that called longest ago, if there is one.
 
         Never waits: while findings are being changed, there is none.
 
         Args:
-            spared: tenants whose findings stay.
+            may_go: whether those of a tenant may.
         """
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            shelves = self._shelves.items()
-            tenant = next(
-                (name for name, each in shelves if each.charge and name not in spared), None
-            )
+            held = (name for name, shelf in self._shelves.items() if shelf.charge and shelf.pieces)
+            tenant = next(filter(may_go, held), None)
             if tenant is not None:
                 self._account(self._shelves.pop(tenant), [])
             return tenant is not None
