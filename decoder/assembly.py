@@ -17,12 +17,11 @@ from decoder.budget.cost_store import CostStore, known_costs
 from decoder.drafters.draft_model import frequent_tokens
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.keeping import KeptLogits
+from decoder.drafters.keeping import kept_logits
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Decoder
-from decoder.model.fingerprint import fingerprint_of
 from decoder.model.pretrained import (
     LanguageModel,
     ModelOptions,
@@ -285,10 +284,8 @@ class DrafterSettings(DraftSettings):
         elif self.recycled_bytes and self.state and isinstance(retrieval, EmbeddedDrafter):
             store = retrieval
         if store is not None:
-            model = fingerprint_of(language_model.model, vocabulary.fingerprint)
-            opened.enter_context(
-                KeptLogits(recycled, store, model, vocabulary.size, max_bytes=self.recycled_bytes)
-            )
+            model, most = language_model.model, self.recycled_bytes
+            opened.enter_context(kept_logits(recycled, store, model, vocabulary, max_bytes=most))
         return recycled
 
     def _retrieval(

@@ -32,10 +32,9 @@ from decoder.commands.bench import circumstances
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.commands.trace_command import print_table
 from decoder.drafters.fusion import FusedDrafter
-from decoder.drafters.keeping import KeptLogits
+from decoder.drafters.keeping import kept_logits
 from decoder.drafters.recycling import RecycledLogits
 from decoder.loop import Decoder
-from decoder.model.fingerprint import fingerprint_of
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
 from indexer.tokenizer import DEFAULT_MODEL
@@ -90,10 +89,9 @@ class Bench:
         vocabulary = self.language_model.vocabulary
         retrieval = EmbeddedDrafter.open_indexes(self.indexes, vocabulary=vocabulary, state=state)
         recycled, place = RecycledLogits(), store or retrieval
-        model = fingerprint_of(self.language_model.model, vocabulary.fingerprint)
-        size = vocabulary.size
         is_kept = recycles and (store is not None or state is not None)
-        kept = KeptLogits(recycled, place, model, size) if is_kept else None
+        model = self.language_model.model
+        kept = kept_logits(recycled, place, model, vocabulary) if is_kept else None
         try:
             if kept is not None:
                 kept.load()

@@ -11,8 +11,11 @@ from threading import Event, Lock, Thread
 from typing import Final, Self
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from decoder.drafters.recycling import RecycledLogits
+from decoder.model.fingerprint import fingerprint_of
+from indexer.reader import Vocabulary
 from retriever.drafter import FINDING_BYTES, Findings, FindingsStore
 from retriever.errors import InvalidRequestError, NotPossibleError, RetrieverError
 from retriever.limits import DEFAULT_RECYCLED_BYTES, MAX_FINDINGS, check_findings
@@ -27,6 +30,28 @@ _CLOSING_S: Final = 10.0
 """Longest that an end waits for a service."""
 
 _log = getLogger(__name__)
+
+
+def kept_logits(
+    recycled: RecycledLogits,
+    store: FindingsStore,
+    model: PreTrainedModel,
+    vocabulary: Vocabulary,
+    *,
+    max_bytes: int = DEFAULT_RECYCLED_BYTES,
+) -> "KeptLogits":
+    """Return what keeps recycled logits of a model in a store, within a `with` block.
+
+    Args:
+        recycled: what learns from the model's passes.
+        store: such as an `EmbeddedDrafter` with a state directory, or a `SharedFindings`.
+        model: whose logits they are, with the weights that it decodes with: what other weights
+            found is neither taken nor replaced.
+        vocabulary: of its tokenizer.
+        max_bytes: most to take from the store, and to give to it at once; `0` for nothing.
+    """
+    fingerprint = fingerprint_of(model, vocabulary.fingerprint)
+    return KeptLogits(recycled, store, fingerprint, vocabulary.size, max_bytes=max_bytes)
 
 
 class KeptLogits:

@@ -88,20 +88,16 @@ class RecycledLogits:
         return Hints(tokens[end][others], log_odds[end][others])
 
     def take_in(self, findings: Findings) -> None:
-        """Enter what was found earlier or elsewhere, in its order, as if it were of one pass.
+        """Enter what was found earlier or elsewhere, as if each context were of a later pass.
 
         Args:
             findings: of the same model; their tokens are of its vocabulary.
         """
         with self._lock:
-            self._now += 1
-            enter(
-                self.table,
-                findings.contexts,
-                findings.tokens,
-                findings.log_odds,
-                self._now << 1,  # not for keeping: they are kept already
-            )
+            # Their numbers are even: they are kept already.
+            first = (self._now + 1) << 1
+            enter(self.table, findings.contexts, findings.tokens, findings.log_odds, first)
+            self._now += len(findings)
 
     def learned_since(self, number: int) -> tuple[Findings, int]:
         """Return what passes have learned that may be kept, the oldest first, and a number.

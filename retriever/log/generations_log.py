@@ -158,9 +158,23 @@ class GenerationsLog:
         return found
 
     def findings(self, tenant: str) -> list[FoundRecord]:
-        """Return a tenant's findings, the oldest first; none where the disk refuses."""
+        """Return a tenant's findings, the oldest first; damaged ones are removed."""
         found: list[FoundRecord] = []
-        self._attempt(lambda: found.extend(self._store.findings(tenant)))
+        damaged: list[int] = []
+
+        def read() -> None:
+            records, numbers = self._store.findings(tenant)
+            found.extend(records)
+            damaged.extend(numbers)
+
+        self._attempt(read)
+        if damaged:
+            _LOGGER.warning(
+                "%d records of findings in %s are damaged and were left out",
+                len(damaged),
+                self._directory,
+            )
+            self._attempt(lambda: self._store.put_findings(tenant, [], damaged))
         return found
 
     def found(self, tenant: str, number: int) -> FoundRecord | None:

@@ -340,14 +340,18 @@ class LogStore:
         self.evict(tenant)
         return num_removed
 
-    def findings(self, tenant: str) -> list[FoundRecord]:
-        """Return a tenant's findings, the oldest first; damaged ones are missing."""
+    def findings(self, tenant: str) -> tuple[list[FoundRecord], list[int]]:
+        """Return a tenant's findings, the oldest first, and the numbers of damaged ones."""
+        found, damaged = [], []
         with self._environment.begin() as transaction, transaction.cursor() as cursor:
-            found = [
-                FoundRecord.decode(number_of(key), unseal(key, cursor.value()))
-                for key in _keys(cursor, findings_prefix(tenant))
-            ]
-        return [each for each in found if each is not None]
+            for key in _keys(cursor, findings_prefix(tenant)):
+                number = number_of(key)
+                record = FoundRecord.decode(number, unseal(key, cursor.value()))
+                if record is None:
+                    damaged.append(number)
+                else:
+                    found.append(record)
+        return found, damaged
 
     def found(self, tenant: str, number: int) -> FoundRecord | None:
         """Return the findings of a number; None where they are missing or damaged."""
