@@ -147,11 +147,14 @@ def test_refusals_name_their_reasons(vocabulary: Vocabulary) -> None:
             client.share_findings(MODEL, findings(0, MAX_FINDINGS))
 
 
-class Older(RetrieverServiceServicer):
+_Servicer: Any = RetrieverServiceServicer
+
+
+class Older(_Servicer):
     """A service of a version without findings."""
 
 
-class Liar(RetrieverServiceServicer):
+class Liar(_Servicer):
     """A service that sends log-odds that are none."""
 
     def FetchFindings(  # noqa: N802

@@ -305,7 +305,7 @@ def test_no_damaged_byte_is_ever_drafted_from(tmp_path: Path) -> None:
                 damaged = bytearray(content)
                 damaged[place] ^= 0x40
                 with store._environment.begin(write=True) as transaction:
-                    sealed = bytearray(transaction.get(key_of[number]))
+                    sealed = bytearray(transaction.get(key_of[number]) or b"")
                     transaction.put(key_of[number], bytes(sealed[:4]) + bytes(damaged))
                 others = [each for at, each in enumerate(pieces, 1) if at != number]
                 drafter._findings.forget("")
