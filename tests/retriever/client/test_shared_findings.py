@@ -150,11 +150,11 @@ def test_refusals_name_their_reasons(vocabulary: Vocabulary) -> None:
 _Servicer: Any = RetrieverServiceServicer
 
 
-class Older(_Servicer):
+class Older(_Servicer):  # type: ignore[misc]  # its stub is abstract, the service is not
     """A service of a version without findings."""
 
 
-class Liar(_Servicer):
+class Liar(_Servicer):  # type: ignore[misc]
     """A service that sends log-odds that are none."""
 
     def FetchFindings(  # noqa: N802
