@@ -18,6 +18,7 @@ from decoder.budget.cost_store import CostStore, known_costs
 from decoder.drafters.draft_model import DraftModel, frequent_tokens
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.keeping import kept_logits
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.reading import TreeReader
@@ -41,10 +42,12 @@ from indexer.flags import Metavar
 from indexer.reader import Index, Vocabulary
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import ShardedDrafter, connect
+from retriever.client.shared_findings import SharedFindings
 from retriever.client.strict import RemoteDrafter
-from retriever.drafter import Drafter, TokenIds
+from retriever.drafter import Drafter, FindingsStore, TokenIds
 from retriever.errors import VocabularyMismatchError
 from retriever.follower import DraftLimits
+from retriever.limits import DEFAULT_RECYCLED_BYTES, Limits
 from retriever.operations.settings import DraftSettings
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import check_files, load_phrases
@@ -194,10 +197,32 @@ class DrafterSettings(DraftSettings):
     recycle: Annotated[
         bool, Field(description="Draft from the logits of the model's earlier passes, too.")
     ] = True
+    state: Annotated[
+        Path | None,
+        Metavar("DIR"),
+        Field(
+            description="A folder that keeps outputs and what the model found likely, so that a "
+            "later start drafts as well as this one ends. For one process and one tokenizer at a "
+            "time. Default: memory only."
+        ),
+    ] = None
+    recycled_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="With --state or --server: logits of earlier passes to keep there, and to "
+            "take from there at the start, in bytes; 0: none.",
+        ),
+    ] = DEFAULT_RECYCLED_BYTES
 
     def model_post_init(self, context: object, /) -> None:
         """Refuse settings that contradict one another."""
         super().model_post_init(context)
+        if self.server and self.state is not None:
+            raise ContradictoryOptionsError(
+                "--state and --server exclude each other: leave out --state, for a server keeps "
+                "its own (foredraft serve --state)"
+            )
         if self.drafting_model is not None:
             self.drafting_model.check(self.index)
         elif self.draft_vocabulary is not None:
@@ -231,6 +256,8 @@ class DrafterSettings(DraftSettings):
             parts = [f"server {', '.join(self.server)}"]
         else:
             parts = ["context", "generations", *map(str, [*self.phrases, *self.index])]
+        if self.state is not None:
+            parts.append(f"kept in {self.state}")
         if self.recycle:
             parts.append("recycled logits")
         if self.draft_model is not None:
@@ -243,19 +270,43 @@ class DrafterSettings(DraftSettings):
 
         Raises:
             IndexerError: an index cannot be opened or was built for another tokenizer.
-            VocabularyMismatchError: the draft model has another tokenizer.
+            StateError: the state directory cannot be used.
+            VocabularyMismatchError: the draft model, or what `state` holds, is of another
+                tokenizer.
         """
         readers = self.readers(language_model)
-        retrieval = self._retrieval(language_model)
-        try:
+        with ExitStack() as opened:
+            retrieval = self._retrieval(language_model)
+            opened.callback(retrieval.shut_down)
             if self.recycle or readers:
-                recycled = RecycledLogits() if self.recycle else None
+                recycled = self._recycled(language_model, retrieval, opened)
                 limits = draft_limits(language_model)
                 yield FusedDrafter([retrieval], limits, readers=readers, recycled=recycled)
             else:
                 yield retrieval
-        finally:
-            retrieval.shut_down()
+
+    def _recycled(
+        self, language_model: LanguageModel, retrieval: Drafter, opened: ExitStack
+    ) -> RecycledLogits | None:
+        """Return recycled logits, which are kept where there is a place until `opened` closes."""
+        if not self.recycle:
+            return None
+        recycled, vocabulary = RecycledLogits(), language_model.vocabulary
+        store: FindingsStore | None = None
+        if self.recycled_bytes and self.server:
+            store = opened.enter_context(
+                SharedFindings(
+                    self.server,
+                    vocabulary_fingerprint=vocabulary.fingerprint,
+                    credentials=self.shown_credentials(),
+                )
+            )
+        elif self.recycled_bytes and self.state and isinstance(retrieval, EmbeddedDrafter):
+            store = retrieval
+        if store is not None:
+            model, most = language_model.model, self.recycled_bytes
+            opened.enter_context(kept_logits(recycled, store, model, vocabulary, max_bytes=most))
+        return recycled
 
     def readers(self, language_model: LanguageModel) -> list[TreeReader]:
         """Load the models that read drafts for a model, the quickest first.
@@ -280,7 +331,13 @@ class DrafterSettings(DraftSettings):
             )
         encode = partial(language_model.tokenizer.encode, add_special_tokens=False)
         phrases = load_phrases(self.phrases, encode, vocabulary)
-        drafter = EmbeddedDrafter.open_indexes(self.index, vocabulary=vocabulary, phrases=phrases)
+        drafter = EmbeddedDrafter.open_indexes(
+            self.index,
+            vocabulary=vocabulary,
+            phrases=phrases,
+            state=self.state,
+            limits=Limits(recycled_bytes=self.recycled_bytes),
+        )
         drafter.warm()
         return drafter
 

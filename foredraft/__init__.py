@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from decoder.budget.budget import FixedBudget, MeasuredBudget
     from decoder.budget.costs import measure_costs
     from decoder.drafters.fusion import FusedDrafter
+    from decoder.drafters.keeping import KeptLogits, kept_logits
     from decoder.drafters.model_drafter import ModelDrafter
     from decoder.drafters.recycling import RecycledLogits
     from decoder.engines.transformers.custom_generate import Foredraft
@@ -48,8 +49,9 @@ if TYPE_CHECKING:
     from retriever.client.local import LocalDrafter
     from retriever.client.resilient import ResilientDrafter
     from retriever.client.sharded import ShardedDrafter, ShardState, connect
+    from retriever.client.shared_findings import SharedFindings
     from retriever.client.strict import IndexInfo, RemoteDrafter
-    from retriever.drafter import Drafter, DraftRequest, TokenIds
+    from retriever.drafter import Drafter, DraftRequest, Findings, FindingsStore, TokenIds
     from retriever.follower import DraftLimits
     from retriever.limits import Limits
     from retriever.predict.phrases import ListedPhrases
@@ -87,11 +89,14 @@ __all__ = [
     "EmbeddedDrafter",
     "Explanation",
     "FailOpen",
+    "Findings",
+    "FindingsStore",
     "FixedBudget",
     "Foredraft",
     "FusedDrafter",
     "Index",
     "IndexInfo",
+    "KeptLogits",
     "LanguageModel",
     "Limits",
     "ListedPhrases",
@@ -107,6 +112,7 @@ __all__ = [
     "ServerInfo",
     "ShardState",
     "ShardedDrafter",
+    "SharedFindings",
     "Source",
     "SourceOptions",
     "StopStrings",
@@ -123,6 +129,7 @@ __all__ = [
     "compact",
     "connect",
     "errors",
+    "kept_logits",
     "list_documents",
     "load_model",
     "load_tokenizer",
@@ -137,6 +144,7 @@ _HOMES: Final = {
     "decoder.budget.budget": ("FixedBudget", "MeasuredBudget"),
     "decoder.budget.costs": ("measure_costs",),
     "decoder.drafters.fusion": ("FusedDrafter",),
+    "decoder.drafters.keeping": ("KeptLogits", "kept_logits"),
     "decoder.drafters.model_drafter": ("ModelDrafter",),
     "decoder.drafters.recycling": ("RecycledLogits",),
     "decoder.engines.transformers.custom_generate": ("Foredraft",),
@@ -158,8 +166,9 @@ _HOMES: Final = {
     "retriever.client.local": ("LocalDrafter",),
     "retriever.client.resilient": ("ResilientDrafter",),
     "retriever.client.sharded": ("ShardedDrafter", "ShardState", "connect"),
+    "retriever.client.shared_findings": ("SharedFindings",),
     "retriever.client.strict": ("IndexInfo", "RemoteDrafter"),
-    "retriever.drafter": ("Drafter", "DraftRequest", "TokenIds"),
+    "retriever.drafter": ("Drafter", "DraftRequest", "Findings", "FindingsStore", "TokenIds"),
     "retriever.follower": ("DraftLimits",),
     "retriever.limits": ("Limits",),
     "retriever.predict.phrases": ("ListedPhrases",),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,5 +94,136 @@ class Drafter(Protocol):
 
         Raises:
             UnknownSessionError: the session is not open.
+        """
+        ...
+
+
+NUM_FOUND: Final = 8
+"""Tokens of a context in `Findings`, as in Token Recycling (arXiv:2408.08696): they hold most of
+the probability."""
+
+_CONTEXT: Final = np.dtype("<i8")
+_TOKEN: Final = np.dtype("<i4")
+_LOG_ODDS: Final = np.dtype("<f4")
+
+FINDING_BYTES: Final = _CONTEXT.itemsize + NUM_FOUND * (_TOKEN.itemsize + _LOG_ODDS.itemsize)
+"""Bytes of a context with its likely tokens, in memory, on disk and on the wire."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Findings:
+    """What a model found likely next, by the last tokens: recycled logits of verified passes.
+
+    Attributes:
+        contexts: int64[n], numbers of the last one to three tokens, above 0; the last one written
+            stands last.
+        tokens: int32[n, NUM_FOUND], the likeliest next tokens, the likeliest first.
+        log_odds: float32[n, NUM_FOUND], of each of them.
+    """
+
+    contexts: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    log_odds: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return FINDING_BYTES * len(self)
+
+    @classmethod
+    def none(cls) -> Self:
+        """Return findings of no context."""
+        return cls.from_bytes(b"", b"", b"")
+
+    @classmethod
+    def from_bytes(cls, contexts: bytes, tokens: bytes, log_odds: bytes) -> Self:
+        """Return findings from their arrays' bytes, little-endian, row by row.
+
+        Raises:
+            ValueError: they are not of the same contexts.
+        """
+        count = len(contexts) // _CONTEXT.itemsize
+        sizes = (_CONTEXT.itemsize, NUM_FOUND * _TOKEN.itemsize, NUM_FOUND * _LOG_ODDS.itemsize)
+        for name, part, size in zip(
+            ("contexts", "tokens", "log-odds"), (contexts, tokens, log_odds), sizes, strict=True
+        ):
+            if len(part) != count * size:
+                raise ValueError(
+                    f"{len(part)} bytes of {name}, where {count} contexts have {count * size}"
+                )
+        return cls(
+            np.frombuffer(contexts, _CONTEXT).astype(np.int64),
+            np.frombuffer(tokens, _TOKEN).astype(np.int32).reshape(count, NUM_FOUND),
+            np.frombuffer(log_odds, _LOG_ODDS).astype(np.float32).reshape(count, NUM_FOUND),
+        )
+
+    def to_bytes(self) -> tuple[bytes, bytes, bytes]:
+        """Return the bytes of each array, for `from_bytes`."""
+        return (
+            self.contexts.astype(_CONTEXT).tobytes(),
+            self.tokens.astype(_TOKEN).tobytes(),
+            self.log_odds.astype(_LOG_ODDS).tobytes(),
+        )
+
+    def part(self, wanted: slice | NDArray[np.bool_] | NDArray[np.int64]) -> "Findings":
+        """Return those of some contexts."""
+        return Findings(self.contexts[wanted], self.tokens[wanted], self.log_odds[wanted])
+
+    @classmethod
+    def joined(cls, parts: Sequence["Findings"]) -> "Findings":
+        """Return all of several, the oldest first; a context may stand there more than once."""
+        parts = [cls.none(), *parts]
+        return Findings(
+            np.concatenate([each.contexts for each in parts]),
+            np.concatenate([each.tokens for each in parts]),
+            np.concatenate([each.log_odds for each in parts]),
+        )
+
+    def latest(self) -> NDArray[np.int64]:
+        """Return int64[m], rising, the place of each context's last entry."""
+        _, from_end = np.unique(self.contexts[::-1], return_index=True)
+        return np.sort(len(self) - 1 - from_end)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPage:
+    """Some of the findings that are kept of a model.
+
+    Attributes:
+        findings: newer than those of later pages.
+        before: what to ask the next page with; 0: there is none.
+    """
+
+    findings: Findings
+    before: int = 0
+
+
+class FindingsStore(Protocol):
+    """Keeps what models found likely, by model: a state directory, a service, or memory."""
+
+    def share_findings(self, model: str, findings: Findings) -> None:
+        """Keep findings of a model.
+
+        Args:
+            model: its fingerprint, in hexadecimal digits.
+            findings: of at most `MAX_FINDINGS` contexts.
+
+        Raises:
+            RetrieverError: they are not kept.
+        """
+        ...
+
+    def fetch_findings(self, model: str, before: int = 0) -> FoundPage:
+        """Return a page of what is kept of a model, the newest first.
+
+        Args:
+            model: its fingerprint.
+            before: of the last page; 0 for the newest.
+
+        Raises:
+            RetrieverError: they cannot be had.
         """
         ...

@@ -24,6 +24,9 @@ MAX_DOCUMENTS: Final = 64
 MAX_MESSAGE_BYTES: Final = 16 << 20
 """Longest message in either direction; a prompt of a million tokens fits."""
 
+DEFAULT_RECYCLED_BYTES: Final = 20 << 20
+"""Recycled logits kept of a tenant, in bytes."""
+
 Durability = Literal["process", "disk"]
 """What an acknowledged output survives: a kill of the process, or also a power failure."""
 
@@ -60,6 +63,8 @@ class Limits:
         max_message_bytes: longest message that the service reads.
         generations_tokens: generations kept of each tenant, in tokens.
         generations_age_s: outputs older than this are dropped, in seconds.
+        recycled_bytes: what decoders found likely, kept of each tenant, in bytes: the default holds
+            the whole table of a decoder (18.9 MB). 0: none is kept.
         max_tenants: tenants whose outputs are in memory at once.
         max_tenant_deletions: calls of one tenant that delete data, in a minute.
         max_tenant_waiting: calls of one tenant that may be under way outside of streams, and long
@@ -81,6 +86,7 @@ class Limits:
     max_message_bytes: int = MAX_MESSAGE_BYTES
     generations_tokens: int = 1 << 20
     generations_age_s: float = math.inf
+    recycled_bytes: int = DEFAULT_RECYCLED_BYTES
     max_tenants: int = 256
     max_tenant_deletions: int = 60
     max_tenant_waiting: int = 256
@@ -173,6 +179,68 @@ def check_fingerprint(fingerprint: str) -> None:
     if _FINGERPRINT.fullmatch(fingerprint) is None:
         raise InvalidRequestError(
             f"a vocabulary's fingerprint has 1 to {MAX_FINGERPRINT} hexadecimal digits"
+        )
+
+
+MAX_FINDINGS: Final = 4096
+"""Most contexts in one piece of findings, of 295 KB: a message, a record on disk, and a millisecond
+of work."""
+
+MAX_LOG_ODDS: Final = 16.0
+"""Greatest log-odds of a token, either way; those of recycled logits stay within 7."""
+
+
+def check_findings(
+    contexts: NDArray[np.int64],
+    tokens: NDArray[np.int32],
+    log_odds: NDArray[np.float32],
+    vocabulary_size: int | None,
+) -> None:
+    """Refuse what cannot be findings of a model; see `retriever.drafter.Findings`.
+
+    Whether they are true is not known: wrong ones cost drafts, and never change an output.
+
+    Args:
+        contexts: int64[n].
+        tokens: int32[n, k].
+        log_odds: float32[n, k].
+        vocabulary_size: ids must be below it; None if unknown.
+
+    Raises:
+        InvalidRequestError: a number is out of its range, or they are too many.
+    """
+    check_num_findings(len(contexts))
+    if len(contexts) and int(contexts.min()) <= 0:
+        raise InvalidRequestError("contexts of findings are numbers above 0")
+    if tokens.size:
+        _check_ids([int(tokens.min()), int(tokens.max())], vocabulary_size)
+    if not bool((np.abs(log_odds) <= MAX_LOG_ODDS).all()):  # a NaN is not
+        raise InvalidRequestError(
+            f"log-odds of findings lie between {-MAX_LOG_ODDS:g} and {MAX_LOG_ODDS:g}"
+        )
+
+
+def check_num_findings(count: int) -> None:
+    """Refuse too many contexts at once.
+
+    Raises:
+        InvalidRequestError: they are more than `MAX_FINDINGS`.
+    """
+    if count > MAX_FINDINGS:
+        raise InvalidRequestError(
+            f"findings of {count} contexts are too many at once: send at most {MAX_FINDINGS}"
+        )
+
+
+def check_model(fingerprint: str) -> None:
+    """Refuse an invalid fingerprint of a model: it is stored.
+
+    Raises:
+        InvalidRequestError: it is not hexadecimal, or too long.
+    """
+    if _FINGERPRINT.fullmatch(fingerprint) is None:
+        raise InvalidRequestError(
+            f"a model's fingerprint has 1 to {MAX_FINGERPRINT} hexadecimal digits"
         )
 
 

@@ -48,9 +48,20 @@ def _calls() -> list[bytes]:
         [first, second, second],
         [opening, pb.DeleteSessionDataRequest(session_id=SESSION), pb.DeleteTenantDataRequest()],
         [pb.DraftRequest(context=PROMPT, vocabulary_fingerprint="ab" * 32)],
+        [
+            pb.ShareFindingsRequest(model_fingerprint="cd" * 32, findings=_findings()),
+            pb.FetchFindingsRequest(model_fingerprint="cd" * 32),
+        ],
         [pb.ListIndexesRequest(), pb.GetServerInfoRequest()],
     ]
     return [_row(messages, tenant) for messages in rows for tenant in (a, b)]
+
+
+def _findings() -> pb.Findings:
+    contexts, token_ids = np.array([1, 3, 5], "<i8"), np.arange(24, dtype="<i4")
+    return pb.Findings(
+        contexts=contexts.tobytes(), token_ids=token_ids.tobytes(), log_odds=bytes(96)
+    )
 
 
 def _row(messages: list[Any], tenant: str) -> bytes:

@@ -125,8 +125,7 @@ def _draft_model(means: Means) -> Iterator[Drafter]:
 @contextmanager
 def _recycled_alone(means: Means) -> Iterator[Drafter]:
     limits = draft_limits(means.language_model)
-    with FusedDrafter([], limits, recycled=RecycledLogits()) as drafter:
-        yield drafter
+    yield FusedDrafter([], limits, recycled=RecycledLogits())
 
 
 @contextmanager

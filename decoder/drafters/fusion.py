@@ -259,7 +259,8 @@ class FusedDrafter:
         self._learn_weights(sequence, came)
         if self._recycled is None:
             return NO_HINTS
-        return self._recycled.learn(verified, sequence.context())
+        keep = sequence.sequence.remember
+        return self._recycled.learn(verified, sequence.context(), keep=keep)
 
     def _read(
         self, sequence: FusedSequence, asked: AskedDraft, budget_nodes: int, floor: float

@@ -3,8 +3,12 @@
 Every pass computes likely next tokens after each token of the tree, on the accepted path and off
 it. Token Recycling (Luo et al., 2024, arXiv:2408.08696) keeps the likeliest successors of each
 token; here they are kept for the last one, two and three tokens, with their probabilities.
+
+They are taken out of the table, and into it, for later runs and other decoders: `KeptLogits`.
 """
 
+import time
+from threading import Lock
 from typing import Final
 
 import numpy as np
@@ -13,17 +17,27 @@ from numpy.typing import NDArray
 
 from decoder.drafters.following import Verified
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table, rank_columns, write_rows
+from decoder.drafters.kernels.recycled_entries import enter
 from decoder.drafters.kernels.siblings import Hints
-from retriever.drafter import TokenIds
+from retriever.drafter import NUM_FOUND, Findings, TokenIds
 from retriever.tree import DraftTree
 
 DEFAULT_CAPACITY: Final = 1 << 18
 """Contexts that a table holds, in 21 MB: those of some 87,000 rows, as each row is kept under three
 of them. Fewer forget sooner, more miss the processor's caches more often."""
 
-NUM_LIKELY: Final = 8
-"""Tokens that are kept of each row of logits, as in Token Recycling: they hold most of the
-probability, and more would make the table longer to read at every node."""
+NUM_LIKELY: Final = NUM_FOUND
+"""Tokens that are kept of each row of logits: more would make the table longer to read at every
+node."""
+
+_SLICE: Final = 1 << 14
+"""Entries that are looked through at once: 50 us, for which a pass may have to wait."""
+
+_PAUSE_S: Final = 1e-4
+"""Between two slices, in seconds: for the decoding loop to get the interpreter."""
+
+_MAY_BE_KEPT: Final = 1
+"""Lowest bit of an entry's number: the pass learned it, and of a sequence that is remembered."""
 
 NO_HINTS: Final = Hints(np.zeros(0, np.int32), np.zeros(0, np.float32))
 
@@ -49,24 +63,67 @@ class RecycledLogits:
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self.table = Table.of(capacity, NUM_LIKELY)
         self._now = 0
+        self._lock = Lock()  # held while entries are written or taken out; drafts do not need it
 
-    def learn(self, verified: Verified, context: TokenIds) -> Hints:
+    def learn(self, verified: Verified, context: TokenIds, *, keep: bool = True) -> Hints:
         """Keep the likeliest tokens of each row of a pass.
 
         Args:
             verified: the pass.
             context: int32[NUM_ORDERS], the last tokens before it, the latest first; -1: none.
+            keep: whether they may outlive this table, as those of a sequence that is remembered.
 
         Returns:
             The other likely tokens where the target chose its own.
         """
-        self._now += 1
         tokens, logits = likeliest(verified.logits, min(NUM_LIKELY, verified.logits.shape[-1]))
         log_odds = _log_odds(logits)
-        write_rows(self.table, contexts_of(verified.tree, context), tokens, log_odds, self._now)
+        contexts = contexts_of(verified.tree, context)
+        with self._lock:
+            self._now += 1
+            number = self._now << 1 | (_MAY_BE_KEPT if keep else 0)
+            write_rows(self.table, contexts, tokens, log_odds, number)
         end = int(verified.path[-1]) + 1 if len(verified.path) else 0
         others = tokens[end] != verified.next_token
         return Hints(tokens[end][others], log_odds[end][others])
+
+    def take_in(self, findings: Findings) -> None:
+        """Enter what was found earlier or elsewhere, as if each context were of a later pass.
+
+        Args:
+            findings: of the same model; their tokens are of its vocabulary.
+        """
+        with self._lock:
+            # Their numbers are even: they are kept already.
+            first = (self._now + 1) << 1
+            enter(self.table, findings.contexts, findings.tokens, findings.log_odds, first)
+            self._now += len(findings)
+
+    def learned_since(self, number: int) -> tuple[Findings, int]:
+        """Return what passes have learned that may be kept, the oldest first, and a number.
+
+        May run in another thread than the decoding loop's, which waits for a slice at most.
+
+        Args:
+            number: of an earlier call, for what was learned since; 0 for everything.
+        """
+        now, parts, written = self._now << 1, [], []
+        for begin in range(0, len(self.table.entries), _SLICE):
+            part = slice(begin, begin + _SLICE)
+            with self._lock:
+                numbers = self.table.entries["written"][part]
+                wanted = np.flatnonzero((numbers > number) & (numbers & _MAY_BE_KEPT))
+                written.append(numbers[wanted])
+                parts.append(
+                    Findings(
+                        self.table.entries["key"][part][wanted],
+                        self.table.tokens[part][wanted],
+                        self.table.log_odds[part][wanted],
+                    )
+                )
+            time.sleep(_PAUSE_S)
+        order = np.argsort(np.concatenate(written), kind="stable")
+        return Findings.joined(parts).part(order), now | _MAY_BE_KEPT
 
 
 def likeliest(logits: torch.Tensor, count: int) -> tuple[TokenIds, NDArray[np.float32]]:

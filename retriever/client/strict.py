@@ -13,14 +13,21 @@ from numpy.typing import ArrayLike
 
 from retriever.client.credentials import Credentials, open_channel
 from retriever.client.streams import LinkStream
-from retriever.drafter import DraftRequest
+from retriever.drafter import DraftRequest, Findings, FoundPage
 from retriever.errors import (
     DrafterUnavailableError,
+    InvalidRequestError,
     InvalidTreeError,
     RetrieverError,
     UnknownSessionError,
 )
-from retriever.limits import DEFAULT_DOCUMENTS, check_session_name, checked_tokens, shown
+from retriever.limits import (
+    DEFAULT_DOCUMENTS,
+    check_findings,
+    check_session_name,
+    checked_tokens,
+    shown,
+)
 from retriever.sequences import OpenSessions
 from retriever.tree import DraftTree, Explanation
 from retriever.v1 import retriever_pb2 as pb
@@ -33,6 +40,8 @@ from retriever.wire.messages import (
     context_to_message,
     explanation_from_message,
     explanation_request,
+    findings_from_message,
+    findings_to_message,
     opening_message,
     tokens_to_wire,
     trees_from_messages,
@@ -186,6 +195,40 @@ class Calls:
             return explanation_from_message(response)
         except InvalidTreeError as error:
             raise DrafterUnavailableError(f"{self._address} sent no tree: {error}") from error
+
+    def share_findings(self, model: str, findings: Findings) -> None:
+        """Have the service keep what a model found likely; see `FindingsStore.share_findings`.
+
+        Raises:
+            InvalidRequestError: they cannot be findings.
+            NotPossibleError: the service keeps none.
+            DrafterUnavailableError: no answer in time, or the service is too old to know of them.
+        """
+        message = pb.ShareFindingsRequest(
+            model_fingerprint=model,
+            findings=findings_to_message(findings),
+            vocabulary_fingerprint=self._fingerprint,
+        )
+        self._call(self._stub.ShareFindings, message)
+
+    def fetch_findings(self, model: str, before: int = 0) -> FoundPage:
+        """Return a page of what the tenant's decoders have shared of a model; see `FindingsStore`.
+
+        Raises:
+            NotPossibleError: the service keeps none.
+            DrafterUnavailableError: no answer in time or no findings, or the service is too old to
+            know of them.
+        """
+        message = pb.FetchFindingsRequest(
+            model_fingerprint=model, before=before, vocabulary_fingerprint=self._fingerprint
+        )
+        response = self._call(self._stub.FetchFindings, message)
+        try:
+            findings = findings_from_message(response.findings)
+            check_findings(findings.contexts, findings.tokens, findings.log_odds, None)
+        except InvalidRequestError as error:
+            raise DrafterUnavailableError(f"{self._address} sent no findings: {error}") from error
+        return FoundPage(findings, response.before)
 
     def delete_tenant_data(self) -> None:
         """Delete all data of the credentials' tenant on the service.

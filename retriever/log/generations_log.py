@@ -26,7 +26,7 @@ from retriever.log.log_files import (
     sync_path,
     write_seal,
 )
-from retriever.log.log_store import FINGERPRINT_KEY, NOTE_KEY, LogStore, Remembered
+from retriever.log.log_store import FINGERPRINT_KEY, NOTE_KEY, FoundRecord, LogStore, Remembered
 from retriever.log.options import LogOptions
 from retriever.predict.generations import NO_OUTPUT, steady_time
 from retriever.predict.pool import Entry
@@ -157,6 +157,47 @@ class GenerationsLog:
         self._attempt(read)
         return found
 
+    def findings(self, tenant: str) -> list[FoundRecord]:
+        """Return a tenant's findings, the oldest first; damaged ones are removed."""
+        found: list[FoundRecord] = []
+        damaged: list[int] = []
+
+        def read() -> None:
+            records, numbers = self._store.findings(tenant)
+            found.extend(records)
+            damaged.extend(numbers)
+
+        self._attempt(read)
+        if damaged:
+            _LOGGER.warning(
+                "%d records of findings in %s are damaged and were left out",
+                len(damaged),
+                self._directory,
+            )
+            self._attempt(lambda: self._store.put_findings(tenant, [], damaged))
+        return found
+
+    def found(self, tenant: str, number: int) -> FoundRecord | None:
+        """Return a tenant's findings of a number; None where they cannot be read."""
+        found: list[FoundRecord | None] = []
+        self._attempt(lambda: found.append(self._store.found(tenant, number)))
+        return found[0] if found else None
+
+    def put_findings(
+        self, tenant: str, added: Sequence[FoundRecord], removed: Sequence[int]
+    ) -> None:
+        """Write findings of a tenant and remove others, all or nothing.
+
+        Raises:
+            StorageError: the disk refuses.
+        """
+        with self._lock:
+            if not self._attempt_locked(lambda: self._store.put_findings(tenant, added, removed)):
+                raise StorageError(
+                    f"what decoders found likely is not kept in {self._directory.name}, as its "
+                    "disk refuses: drafts go on; free space, and it is kept again"
+                )
+
     def delete(self, tenant: str) -> None:
         """Remove all records of a tenant, and rewrite the file without them.
 
@@ -167,7 +208,7 @@ class GenerationsLog:
         self._delete(tenant, lambda: self._store.delete(tenant))
 
     def delete_origin(self, tenant: str, origin: bytes) -> None:
-        """Remove a tenant's outputs of an origin, and rewrite the file without them.
+        """Remove a tenant's outputs of an origin, and its findings; rewrite the file without them.
 
         Raises:
             StorageError: as for `delete`.

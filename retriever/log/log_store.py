@@ -9,10 +9,12 @@ Every value begins with the CRC-32 (u32, little-endian) of its key and of the re
 | `note` | position in the streams of replication, opaque |
 | `o`, length of the tenant's name (u16, big-endian), name, number (u64, big-endian) | an output |
 | `s`, length of the tenant's name (u16, big-endian), name | statistics, opaque |
+| `r`, length of the tenant's name (u16, big-endian), name, number (u64, big-endian) | findings |
 
 An output is its time in seconds since 1970 (f64), the bytes of a token (u8: 2 or 4, and 128 more
 where an origin follows), the origin that it is deleted by (16 bytes) and its tokens (u16 or u32),
-little-endian. A tenant's outputs are numbered upwards, the oldest goes first.
+little-endian. A tenant's outputs are numbered upwards, the oldest goes first. Findings are a time
+(f64), the length of their model's fingerprint (u8), it, and what a model found likely, opaque here.
 """
 
 import math
@@ -41,6 +43,8 @@ OUTPUTS: Final = b"o"
 """Prefix of the keys of all outputs."""
 
 _STATISTICS: Final = b"s"
+_FINDINGS: Final = b"r"
+_FINDINGS_HEAD: Final = struct.Struct("<dB")
 _CHECKSUM: Final = struct.Struct("<I")
 _NAME_LENGTH: Final = struct.Struct(">H")
 _NUMBER: Final = struct.Struct(">Q")
@@ -75,6 +79,43 @@ def tenant_prefix_of(key: bytes) -> bytes:
 def statistics_key(tenant: str) -> bytes:
     """Return the key of a tenant's statistics."""
     return _STATISTICS + _named(tenant)
+
+
+def findings_prefix(tenant: str) -> bytes:
+    """Return the prefix of the keys of a tenant's findings; unique to it."""
+    return _FINDINGS + _named(tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecord:
+    """Findings of a model.
+
+    Attributes:
+        number: higher than those of older ones of the tenant.
+        time_s: when they were kept, in seconds since 1970.
+        model: its fingerprint.
+        content: opaque here.
+    """
+
+    number: int
+    time_s: float
+    model: str
+    content: bytes
+
+    def encode(self) -> bytes:
+        """Return the content of the record."""
+        name = self.model.encode()
+        return _FINDINGS_HEAD.pack(self.time_s, len(name)) + name + self.content
+
+    @classmethod
+    def decode(cls, number: int, content: bytes | None) -> "FoundRecord | None":
+        """Return findings from the content of their record; None where its form is unknown."""
+        if content is None or len(content) < _FINDINGS_HEAD.size:
+            return None
+        time_s, length = _FINDINGS_HEAD.unpack_from(content)
+        begin = _FINDINGS_HEAD.size + length
+        model = content[_FINDINGS_HEAD.size : begin].decode("ascii", "replace")
+        return cls(number, time_s, model, content[begin:])
 
 
 def seal(key: bytes, content: bytes) -> bytes:
@@ -267,8 +308,9 @@ class LogStore:
 
         def delete_all(transaction: Any) -> None:
             with transaction.cursor() as cursor:
-                for _ in _keys(cursor, output_prefix(tenant), delete=True):
-                    pass
+                for prefix in (output_prefix(tenant), findings_prefix(tenant)):
+                    for _ in _keys(cursor, prefix, delete=True):
+                        pass
             transaction.delete(statistics_key(tenant))
 
         # Removal needs some free pages too, even at the size limit.
@@ -276,7 +318,10 @@ class LogStore:
         self.evict(tenant)
 
     def delete_origin(self, tenant: str, origin: bytes) -> int:
-        """Remove the outputs of an origin; return their number."""
+        """Remove the outputs of an origin, and all findings of the tenant; return their number.
+
+        Findings of several sessions are one: none can be taken out.
+        """
         num_removed = 0
 
         def delete_all(transaction: Any) -> None:
@@ -289,17 +334,50 @@ class LogStore:
                     is_meant = origin_of(cursor.value()) == origin
                     num_removed += is_meant
                     found = cursor.delete() and bool(cursor.key()) if is_meant else cursor.next()
+                num_removed += sum(1 for _ in _keys(cursor, findings_prefix(tenant), delete=True))
 
         self._write(delete_all, 2 * self._options.max_bytes)
         self.evict(tenant)
         return num_removed
+
+    def findings(self, tenant: str) -> tuple[list[FoundRecord], list[int]]:
+        """Return a tenant's findings, the oldest first, and the numbers of damaged ones."""
+        found, damaged = [], []
+        with self._environment.begin() as transaction, transaction.cursor() as cursor:
+            for key in _keys(cursor, findings_prefix(tenant)):
+                number = number_of(key)
+                record = FoundRecord.decode(number, unseal(key, cursor.value()))
+                if record is None:
+                    damaged.append(number)
+                else:
+                    found.append(record)
+        return found, damaged
+
+    def found(self, tenant: str, number: int) -> FoundRecord | None:
+        """Return the findings of a number; None where they are missing or damaged."""
+        return FoundRecord.decode(number, self.record(output_key(findings_prefix(tenant), number)))
+
+    def put_findings(
+        self, tenant: str, added: Sequence[FoundRecord], removed: Sequence[int]
+    ) -> None:
+        """Write findings of a tenant and remove others, in one transaction."""
+        prefix = findings_prefix(tenant)
+
+        def put_all(transaction: Any) -> None:
+            for number in removed:  # first: their pages serve
+                transaction.delete(output_key(prefix, number))
+            for each in added:
+                key = output_key(prefix, each.number)
+                transaction.put(key, seal(key, each.encode()))
+
+        self._write(put_all)
 
     def evict(self, tenant: str) -> None:
         """Drop a tenant's entries in memory."""
         self._extents.pop(tenant, None)
 
     def remove_expired(self, now_s: float) -> int:
-        """Remove expired outputs of all tenants; return their number."""
+        """Remove expired outputs and findings of all tenants; return their number."""
         if self._options.max_age_s == math.inf:
             return 0
 
@@ -310,6 +388,7 @@ class LogStore:
                     prefix = tenant_prefix_of(cursor.key())
                     self._trim(cursor, prefix, 0, now_s)
                     found = cursor.set_range(prefix + _AFTER_NUMBERS)
+                self._remove_old_findings(cursor, now_s)
 
         before = int(self._environment.stat()["entries"])
         self._write(remove, 2 * self._options.max_bytes)
@@ -382,6 +461,13 @@ class LogStore:
             found = bool(cursor.key())
         return num_tokens
 
+    def _remove_old_findings(self, cursor: Any, now_s: float) -> None:
+        found = cursor.set_range(_FINDINGS)
+        while found and cursor.key().startswith(_FINDINGS):
+            time_s = _time_of_findings(cursor.value())
+            is_old = now_s - time_s > self._options.max_age_s
+            found = cursor.delete() and bool(cursor.key()) if is_old else cursor.next()
+
     def _write(self, action: Callable[[Any], None], max_bytes: int | None = None) -> None:
         """Run an action in one transaction; grow the map where it is full."""
         max_bytes = max_bytes or self._options.max_bytes
@@ -396,6 +482,14 @@ class LogStore:
                 self._environment.set_mapsize(min(2 * size, max_bytes))
             else:
                 return
+
+
+def _time_of_findings(value: bytes) -> float:
+    """Return when findings were kept, from a sealed value, which may be damaged."""
+    if len(value) < _CHECKSUM.size + _FINDINGS_HEAD.size:
+        return 0.0
+    time_s: float = _FINDINGS_HEAD.unpack_from(value, _CHECKSUM.size)[0]
+    return time_s
 
 
 def _keys(cursor: Any, prefix: bytes, first: int = 0, *, delete: bool = False) -> Iterator[bytes]:

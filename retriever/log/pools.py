@@ -98,6 +98,11 @@ class Pools:
         return self._log.fingerprint if self._log is not None else ""
 
     @property
+    def log(self) -> GenerationsLog | None:
+        """The log; None without a state directory."""
+        return self._log
+
+    @property
     def log_failures(self) -> int:
         """Outputs that the log failed to write."""
         return self._log.failures if self._log is not None else 0
@@ -145,7 +150,7 @@ class Pools:
             LimitExceededError: the tenant's data is being deleted.
         """
         while True:
-            self._check_kept(tenant)
+            self.check_kept(tenant)
             pool = self._in_use.get(tenant)
             if pool is not None or tenant not in self._busy:
                 return pool
@@ -190,7 +195,12 @@ class Pools:
         finally:
             self._lock.release()
 
-    def _check_kept(self, tenant: str) -> None:
+    def check_kept(self, tenant: str) -> None:
+        """Refuse a tenant whose data is being deleted.
+
+        Raises:
+            LimitExceededError: it is.
+        """
         if tenant in self._deleting:
             raise LimitExceededError(
                 "the tenant's data is being deleted: try again soon", retry_after_s=1.0
@@ -314,7 +324,7 @@ class Pools:
             LimitExceededError: the tenant's data is being deleted already.
         """
         with self._lock:
-            self._check_kept(tenant)
+            self.check_kept(tenant)
             self._deleting.add(tenant)  # before the wait: no further load begins
             while tenant in self._busy:
                 self._idle.wait()

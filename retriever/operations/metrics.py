@@ -155,6 +155,9 @@ class ServiceCollector(Collector):
         )
         yield _gauge("generations_bytes", "Memory of generations.", census.generations_bytes)
         yield _gauge(
+            "recycled_bytes", "Memory of what decoders found likely.", census.recycled_bytes
+        )
+        yield _gauge(
             "memory_bytes",
             "Memory by the service's own count: what it keeps, and what it had when ready.",
             census.memory_bytes,

@@ -298,6 +298,14 @@ class LimitSettings(BaseModel):
     generations_age_s: Annotated[
         float, Field(ge=1, description="Forget outputs that are older than this, in seconds.")
     ] = _DEFAULTS.generations_age_s
+    recycled_bytes: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="What decoders found likely (recycled logits) to keep of each tenant and "
+            "give to its other decoders, in bytes; 0: nothing.",
+        ),
+    ] = _DEFAULTS.recycled_bytes
     max_sessions: Annotated[int, Field(ge=1, description="Most sessions open at once.")] = (
         _DEFAULTS.max_sessions
     )

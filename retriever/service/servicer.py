@@ -19,7 +19,7 @@ from grpc import aio
 
 from indexer.reader import Index
 from retriever.errors import LimitExceededError, RetrieverError
-from retriever.limits import check_draft
+from retriever.limits import MAX_FINDINGS, check_draft
 from retriever.operations.lifecycle import Lifecycle
 from retriever.operations.logs import log_event
 from retriever.operations.service_report import installed_version
@@ -33,7 +33,13 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1 import retriever_pb2_grpc as pb_grpc
 from retriever.wire.long_messages import opened
-from retriever.wire.messages import DEFAULT_BUDGET_NODES, budget_in, pad
+from retriever.wire.messages import (
+    DEFAULT_BUDGET_NODES,
+    budget_in,
+    findings_from_message,
+    findings_to_message,
+    pad,
+)
 from retriever.wire.server_info import ServerInfo
 from retriever.wire.statuses import abort, status_of
 
@@ -244,6 +250,38 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
                     await asyncio.shield(lasting)
                 await self._scheduler.flushing.flushed()
             return pb.CloseSessionResponse(keeping=f"KEEPING_{fate.keeping.name}")
+
+    async def ShareFindings(
+        self, request: pb.ShareFindingsRequest, context: _Context
+    ) -> pb.ShareFindingsResponse:
+        async with _statuses(context):
+            tenant = tenant_of(context)
+            self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
+            findings = findings_from_message(request.findings)
+            self._scheduler.take_allowance(tenant, work_of_tokens(len(findings)))
+            share = partial(
+                self._drafter.share_findings, request.model_fingerprint, findings, tenant=tenant
+            )
+            await self._scheduler.lanes.disk.run(tenant, share)
+            return pb.ShareFindingsResponse()
+
+    async def FetchFindings(
+        self, request: pb.FetchFindingsRequest, context: _Context
+    ) -> pb.FetchFindingsResponse:
+        async with _statuses(context):
+            tenant = tenant_of(context)
+            self._drafter.check_vocabulary(request.vocabulary_fingerprint, tenant)
+            self._scheduler.take_allowance(tenant, work_of_tokens(MAX_FINDINGS))
+            fetch = partial(
+                self._drafter.fetch_findings,
+                request.model_fingerprint,
+                request.before,
+                tenant=tenant,
+            )
+            page = await self._scheduler.lanes.disk.run(tenant, fetch)
+            return pb.FetchFindingsResponse(
+                findings=findings_to_message(page.findings), before=page.before
+            )
 
     async def DeleteSessionData(
         self, request: pb.DeleteSessionDataRequest, context: _Context

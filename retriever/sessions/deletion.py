@@ -9,14 +9,16 @@ from retriever.log.pools import Pools
 from retriever.predict.generations import Scope, session_origin
 from retriever.predict.pool import Pool
 from retriever.sequences import SessionKey
+from retriever.sessions.kept_findings import KeptFindings
 from retriever.sessions.session_table import Session, Sessions
 
 _DONE: Final = object()
 
 
-def forget(
+def forget(  # noqa: PLR0913, PLR0917  (what holds data, and what is deleted of it)
     sessions: Sessions,
     pools: Pools,
+    findings: KeptFindings,
     lock: Lock,
     scope: Scope,
     tell: Callable[[Scope], None],
@@ -28,6 +30,8 @@ def forget(
     Args:
         sessions: the open ones.
         pools: generations, and their log.
+        findings: what decoders found likely; of the whole tenant, as that of several sessions is
+            one.
         lock: held while sessions or pools are used.
         scope: what to delete.
         tell: called with the scope, and with the lock held, before anything is removed.
@@ -47,6 +51,7 @@ def forget(
             time.sleep(0)  # lets others draft
             with lock:
                 is_done = next(rest, _DONE) is _DONE
+        findings.forget(scope.tenant)
         if not scope.origin:
             pools.evict(scope.tenant)
         pools.delete_logged(scope)

@@ -134,11 +134,12 @@ class Census:
         tenants: tenants whose generations are in memory.
         generations_tokens: tokens of the generations, and one for the end of each.
         generations_bytes: memory of the generations.
-        reserved_bytes: taken from the ceiling `max_bytes`: of the above, and of contexts that are
-            read or drafted for just now.
+        reserved_bytes: taken from the ceiling `max_bytes`: of the above and of `recycled_bytes`,
+            and of contexts that are read or drafted for just now.
         untouched_bytes: of these, the room for tokens to come, which takes no pages yet.
         base_bytes: what the process had when it became ready, without the above and with the pages
             of files, such as indexes, that are resident now.
+        recycled_bytes: memory of what decoders found likely.
     """
 
     sessions: Mapping[str, int]
@@ -150,6 +151,7 @@ class Census:
     reserved_bytes: int
     untouched_bytes: int
     base_bytes: int = 0
+    recycled_bytes: int = 0
 
     @property
     def memory_bytes(self) -> int:

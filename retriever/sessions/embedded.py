@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from indexer.reader import Index
-from retriever.drafter import DraftRequest, Fate, Keeping, TokenIds
+from retriever.drafter import DraftRequest, Fate, Findings, FoundPage, Keeping, TokenIds
 from retriever.errors import (
     OutOfSequenceError,
     RetrieverError,
@@ -67,6 +67,7 @@ from retriever.sessions.draft_counts import (
     resident_bytes,
 )
 from retriever.sessions.eviction import Eviction
+from retriever.sessions.kept_findings import KeptFindings
 from retriever.sessions.options import (
     DEFAULT_LIMITS,
     DrafterOptions,
@@ -147,12 +148,13 @@ class EmbeddedDrafter:
             self._bindings.has_corpus,
             self._ledger,
         )
+        self._findings = KeptFindings(self._pools, self._ledger, lambda: self.limits)
         self._ledger.evictor = self._eviction = Eviction(
-            self._ledger, self._sessions, self._pools, self._lock
+            self._ledger, self._sessions, self._pools, self._findings, self._lock
         )
         self._named: dict[str, str] = {}  # fingerprints by tenant
         self._keeps_elsewhere = self._pools.is_logged or options.get("replication") is not None
-        self._forget = partial(forget, self._sessions, self._pools, self._lock)
+        self._forget = partial(forget, self._sessions, self._pools, self._findings, self._lock)
         self._replication = Replication.join(
             options.get("replication"), self._pools, self._lock, self.limits, self._forget
         )
@@ -528,8 +530,31 @@ class EmbeddedDrafter:
             yield
         return Explanation(tree, tuple(nodes))
 
+    def share_findings(self, model: str, findings: Findings, *, tenant: str = "") -> None:
+        """Keep what a decoder's model found likely, for a later run or the tenant's others.
+
+        It is neither drafted from nor checked here: wrong findings cost drafts of the tenant's
+        decoders, and never change an output. See `FindingsStore.share_findings`.
+
+        Raises:
+            InvalidRequestError: they cannot be findings.
+            NotPossibleError: none are kept here.
+            LimitExceededError: there is no room for them.
+            StorageError: the disk refuses.
+        """
+        check_tenant_name(tenant)
+        size = self.vocabulary.size if self.vocabulary else None
+        self._findings.share(tenant, model, findings, size)
+        with self._lock:
+            self._name_vocabulary(tenant)
+
+    def fetch_findings(self, model: str, before: int = 0, *, tenant: str = "") -> FoundPage:
+        """Return a page of what a tenant's decoders found likely; see `FindingsStore`."""
+        check_tenant_name(tenant)
+        return self._findings.fetch(tenant, model, before)
+
     def delete_tenant(self, tenant: str) -> None:
-        """Delete all outputs of a tenant, in memory and in the state directory.
+        """Delete a tenant's outputs and what its decoders found likely, in memory and on disk.
 
         Open sessions do not remember what they have generated so far either. Replicated outputs are
         deleted on the server and by the other drafters as soon as the server can be reached.
@@ -543,7 +568,8 @@ class EmbeddedDrafter:
     def delete_session(self, key: SessionKey, *, tenant: str = "") -> None:
         """Delete the outputs of sessions of a name, as `delete_tenant` does.
 
-        An open one is ended. The tenant's learned weights stay: they hold no tokens.
+        An open one is ended. The tenant's learned weights stay: they hold no tokens. What its
+        decoders found likely goes as a whole: which session it is from is not known.
         """
         check_session_name(key.name)
         check_tenant_name(tenant)
@@ -671,7 +697,11 @@ class EmbeddedDrafter:
         with self._lock:
             sessions = self._sessions.all()
         census = census_of(sessions, self._pools.all(), self._ledger, self._lock)
-        return replace(census, base_bytes=self._base_bytes + resident_bytes()[1])
+        return replace(
+            census,
+            recycled_bytes=self._findings.num_bytes,
+            base_bytes=self._base_bytes + resident_bytes()[1],
+        )
 
     @property
     def evictions(self) -> Mapping[str, int]:

@@ -8,10 +8,12 @@ from typing import Final
 
 from retriever.log.pools import Pools
 from retriever.predict.ledger import Ledger
+from retriever.sessions.kept_findings import KeptFindings
 from retriever.sessions.session_table import Sessions
 
-EVICTED: Final = ("pools", "generations", "sessions")
-"""What makes room: outputs of whole tenants, older halves of outputs, idle sessions."""
+EVICTED: Final = ("recycled", "pools", "generations", "sessions")
+"""What makes room: what decoders found likely, outputs of whole tenants, older halves of outputs,
+idle sessions."""
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -19,24 +21,34 @@ _LOGGER: Final = logging.getLogger(__name__)
 class Eviction:
     """Makes room in a ledger; see `Evictor`.
 
-    Where the service is at its ceiling, these go in turn: outputs of tenants without open sessions,
-    the older half of the tenant's own, then sessions idle for longer than `idle_eviction_s`. Where
-    a tenant is at its own ceiling, the older half of its outputs goes, then its idle sessions. No
-    tenant that has its share takes from one that has no more than its own and called within
-    `idle_session_s`; a share is an equal part of the ceiling for each such tenant.
+    Where the service is at its ceiling, these go in turn: what decoders of a tenant found likely,
+    where no state keeps it; outputs of tenants without open sessions, the older half of the
+    tenant's own, then sessions idle for longer than `idle_eviction_s`. Where a tenant is at its own
+    ceiling, the same of its own go. No tenant that has its share takes from one that has no more
+    than its own and called within `idle_session_s`; a share is an equal part of the ceiling for
+    each such tenant.
 
     Args:
         ledger: of the memory.
         sessions: the open ones.
         pools: outputs.
+        findings: what decoders found likely.
         lock: the drafter's.
 
     Attributes:
         counts: how often each of `EVICTED` has made room.
     """
 
-    def __init__(self, ledger: Ledger, sessions: Sessions, pools: Pools, lock: Lock) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        sessions: Sessions,
+        pools: Pools,
+        findings: KeptFindings,
+        lock: Lock,
+    ) -> None:
         self._ledger = ledger
+        self._findings = findings
         self._sessions = sessions
         self._pools = pools
         self._lock = lock
@@ -57,11 +69,14 @@ class Eviction:
         try:
             if limit == "max_tenant_bytes":
                 return num_bytes <= self._ledger.max_tenant_bytes and (
-                    self._shrink(tenant) or self._end_idle(tenant, lambda other: other == tenant)
+                    self._drop_findings(lambda other: other == tenant)
+                    or self._shrink(tenant)
+                    or self._end_idle(tenant, lambda other: other == tenant)
                 )
             spared = self._spared(tenant, num_bytes)
             return num_bytes <= self._ledger.max_bytes and (
-                self._drop_pool(tenant, spared)
+                self._drop_findings(lambda other: other not in spared)
+                or self._drop_pool(tenant, spared)
                 or self._shrink(tenant)
                 or self._end_idle(tenant, lambda other: other not in spared)
             )
@@ -78,6 +93,11 @@ class Eviction:
         if self._ledger.of(tenant) + num_bytes <= share:
             return set()
         return {other for other in active - {tenant} if self._ledger.of(other) <= share}
+
+    def _drop_findings(self, is_meant: Callable[[str], bool]) -> bool:
+        evicted = self._findings.evict_idle(is_meant)
+        self.counts["recycled"] += evicted
+        return evicted
 
     def _drop_pool(self, tenant: str, spared: set[str]) -> bool:
         evicted = self._pools.evict_idle({tenant, *spared, *self._sessions.tenants})

@@ -260,6 +260,48 @@ class CloseSessionResponse(_message.Message):
     keeping: Keeping
     def __init__(self, keeping: _Optional[_Union[Keeping, str]] = ...) -> None: ...
 
+class Findings(_message.Message):
+    __slots__ = ("contexts", "token_ids", "log_odds")
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_ODDS_FIELD_NUMBER: _ClassVar[int]
+    contexts: bytes
+    token_ids: bytes
+    log_odds: bytes
+    def __init__(self, contexts: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., log_odds: _Optional[bytes] = ...) -> None: ...
+
+class ShareFindingsRequest(_message.Message):
+    __slots__ = ("model_fingerprint", "findings", "vocabulary_fingerprint")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    findings: Findings
+    vocabulary_fingerprint: str
+    def __init__(self, model_fingerprint: _Optional[str] = ..., findings: _Optional[_Union[Findings, _Mapping]] = ..., vocabulary_fingerprint: _Optional[str] = ...) -> None: ...
+
+class ShareFindingsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FetchFindingsRequest(_message.Message):
+    __slots__ = ("model_fingerprint", "before", "vocabulary_fingerprint")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    before: int
+    vocabulary_fingerprint: str
+    def __init__(self, model_fingerprint: _Optional[str] = ..., before: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ...) -> None: ...
+
+class FetchFindingsResponse(_message.Message):
+    __slots__ = ("findings", "before")
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    findings: Findings
+    before: int
+    def __init__(self, findings: _Optional[_Union[Findings, _Mapping]] = ..., before: _Optional[int] = ...) -> None: ...
+
 class DeleteSessionDataRequest(_message.Message):
     __slots__ = ("session_id",)
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

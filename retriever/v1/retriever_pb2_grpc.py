@@ -35,7 +35,7 @@ class RetrieverServiceStub(object):
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
-    reason STORAGE is a deletion that the service's disk refuses: ask again. Reasons are
+    reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
@@ -74,6 +74,16 @@ class RetrieverServiceStub(object):
                 request_serializer=retriever_dot_v1_dot_retriever__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=retriever_dot_v1_dot_retriever__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.ShareFindings = channel.unary_unary(
+                '/retriever.v1.RetrieverService/ShareFindings',
+                request_serializer=retriever_dot_v1_dot_retriever__pb2.ShareFindingsRequest.SerializeToString,
+                response_deserializer=retriever_dot_v1_dot_retriever__pb2.ShareFindingsResponse.FromString,
+                _registered_method=True)
+        self.FetchFindings = channel.unary_unary(
+                '/retriever.v1.RetrieverService/FetchFindings',
+                request_serializer=retriever_dot_v1_dot_retriever__pb2.FetchFindingsRequest.SerializeToString,
+                response_deserializer=retriever_dot_v1_dot_retriever__pb2.FetchFindingsResponse.FromString,
+                _registered_method=True)
         self.DeleteSessionData = channel.unary_unary(
                 '/retriever.v1.RetrieverService/DeleteSessionData',
                 request_serializer=retriever_dot_v1_dot_retriever__pb2.DeleteSessionDataRequest.SerializeToString,
@@ -106,7 +116,7 @@ class RetrieverServiceServicer(object):
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
-    reason STORAGE is a deletion that the service's disk refuses: ask again. Reasons are
+    reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
@@ -163,17 +173,35 @@ class RetrieverServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShareFindings(self, request, context):
+        """Keeps what a decoder's model found likely after its last tokens, for other decoders of the same
+        model and tenant, and for its next start. The service neither drafts from it nor knows whether it
+        is true: what is wrong costs drafts, and never changes an output. FAILED_PRECONDITION where
+        nothing is kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchFindings(self, request, context):
+        """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteSessionData(self, request, context):
-        """Deletes what is kept of sessions of one name: what they generated, in memory and on disk. One
-        that is open ends.
+        """Deletes what is kept of sessions of one name: what they generated, in memory and on disk; and all
+        findings of the caller's tenant, as it is not known which session they are from. One that is open
+        ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteTenantData(self, request, context):
-        """Deletes all that is kept of the caller's tenant: generations and what was learned from them,
-        in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+        """Deletes all that is kept of the caller's tenant: generations, what was learned from them, and
+        findings, in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,6 +251,16 @@ def add_RetrieverServiceServicer_to_server(servicer, server):
                     request_deserializer=retriever_dot_v1_dot_retriever__pb2.CloseSessionRequest.FromString,
                     response_serializer=retriever_dot_v1_dot_retriever__pb2.CloseSessionResponse.SerializeToString,
             ),
+            'ShareFindings': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShareFindings,
+                    request_deserializer=retriever_dot_v1_dot_retriever__pb2.ShareFindingsRequest.FromString,
+                    response_serializer=retriever_dot_v1_dot_retriever__pb2.ShareFindingsResponse.SerializeToString,
+            ),
+            'FetchFindings': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchFindings,
+                    request_deserializer=retriever_dot_v1_dot_retriever__pb2.FetchFindingsRequest.FromString,
+                    response_serializer=retriever_dot_v1_dot_retriever__pb2.FetchFindingsResponse.SerializeToString,
+            ),
             'DeleteSessionData': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteSessionData,
                     request_deserializer=retriever_dot_v1_dot_retriever__pb2.DeleteSessionDataRequest.FromString,
@@ -261,7 +299,7 @@ class RetrieverService(object):
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
-    reason STORAGE is a deletion that the service's disk refuses: ask again. Reasons are
+    reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
@@ -394,6 +432,60 @@ class RetrieverService(object):
             '/retriever.v1.RetrieverService/CloseSession',
             retriever_dot_v1_dot_retriever__pb2.CloseSessionRequest.SerializeToString,
             retriever_dot_v1_dot_retriever__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShareFindings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/retriever.v1.RetrieverService/ShareFindings',
+            retriever_dot_v1_dot_retriever__pb2.ShareFindingsRequest.SerializeToString,
+            retriever_dot_v1_dot_retriever__pb2.ShareFindingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchFindings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/retriever.v1.RetrieverService/FetchFindings',
+            retriever_dot_v1_dot_retriever__pb2.FetchFindingsRequest.SerializeToString,
+            retriever_dot_v1_dot_retriever__pb2.FetchFindingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,7 +36,7 @@ class RetrieverServiceStub:
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
-    reason STORAGE is a deletion that the service's disk refuses: ask again. Reasons are
+    reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
@@ -75,13 +75,22 @@ class RetrieverServiceStub:
     """
     CloseSession: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]
     """Ends a session."""
+    ShareFindings: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ShareFindingsRequest, _retriever_pb2.ShareFindingsResponse]
+    """Keeps what a decoder's model found likely after its last tokens, for other decoders of the same
+    model and tenant, and for its next start. The service neither drafts from it nor knows whether it
+    is true: what is wrong costs drafts, and never changes an output. FAILED_PRECONDITION where
+    nothing is kept.
+    """
+    FetchFindings: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.FetchFindingsRequest, _retriever_pb2.FetchFindingsResponse]
+    """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first."""
     DeleteSessionData: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DeleteSessionDataRequest, _retriever_pb2.DeleteSessionDataResponse]
-    """Deletes what is kept of sessions of one name: what they generated, in memory and on disk. One
-    that is open ends.
+    """Deletes what is kept of sessions of one name: what they generated, in memory and on disk; and all
+    findings of the caller's tenant, as it is not known which session they are from. One that is open
+    ends.
     """
     DeleteTenantData: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.DeleteTenantDataRequest, _retriever_pb2.DeleteTenantDataResponse]
-    """Deletes all that is kept of the caller's tenant: generations and what was learned from them,
-    in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+    """Deletes all that is kept of the caller's tenant: generations, what was learned from them, and
+    findings, in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
     """
     ListIndexes: _grpc.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]
     """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids
@@ -103,7 +112,7 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
-    reason STORAGE is a deletion that the service's disk refuses: ask again. Reasons are
+    reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
@@ -139,13 +148,22 @@ class RetrieverServiceAsyncStub(RetrieverServiceStub):
     """
     CloseSession: _aio.UnaryUnaryMultiCallable[_retriever_pb2.CloseSessionRequest, _retriever_pb2.CloseSessionResponse]  # type: ignore[assignment]
     """Ends a session."""
+    ShareFindings: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ShareFindingsRequest, _retriever_pb2.ShareFindingsResponse]  # type: ignore[assignment]
+    """Keeps what a decoder's model found likely after its last tokens, for other decoders of the same
+    model and tenant, and for its next start. The service neither drafts from it nor knows whether it
+    is true: what is wrong costs drafts, and never changes an output. FAILED_PRECONDITION where
+    nothing is kept.
+    """
+    FetchFindings: _aio.UnaryUnaryMultiCallable[_retriever_pb2.FetchFindingsRequest, _retriever_pb2.FetchFindingsResponse]  # type: ignore[assignment]
+    """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first."""
     DeleteSessionData: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DeleteSessionDataRequest, _retriever_pb2.DeleteSessionDataResponse]  # type: ignore[assignment]
-    """Deletes what is kept of sessions of one name: what they generated, in memory and on disk. One
-    that is open ends.
+    """Deletes what is kept of sessions of one name: what they generated, in memory and on disk; and all
+    findings of the caller's tenant, as it is not known which session they are from. One that is open
+    ends.
     """
     DeleteTenantData: _aio.UnaryUnaryMultiCallable[_retriever_pb2.DeleteTenantDataRequest, _retriever_pb2.DeleteTenantDataResponse]  # type: ignore[assignment]
-    """Deletes all that is kept of the caller's tenant: generations and what was learned from them,
-    in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+    """Deletes all that is kept of the caller's tenant: generations, what was learned from them, and
+    findings, in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
     """
     ListIndexes: _aio.UnaryUnaryMultiCallable[_retriever_pb2.ListIndexesRequest, _retriever_pb2.ListIndexesResponse]  # type: ignore[assignment]
     """Lists the indexes that drafts are taken from, as they are now, and the vocabulary that token ids
@@ -166,7 +184,7 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
     A status carries google.rpc details: an ErrorInfo of the domain "foredraft" with a reason, and
     "limit" in its metadata where a limit is reached, which is the name of a setting; a RetryInfo
     where it is known how long to wait. Messages are for people and may change. UNAVAILABLE with the
-    reason STORAGE is a deletion that the service's disk refuses: ask again. Reasons are
+    reason STORAGE is a deletion, or findings, that the service's disk refuses: ask again. Reasons are
     INVALID_REQUEST, OUT_OF_SEQUENCE, VOCABULARY_MISMATCH, LIMIT_EXCEEDED, UNKNOWN_SESSION,
     STALE_CLIENT, SESSION_EXISTS, TIMED_OUT, UNAVAILABLE (it starts), DRAINING (it is about to end),
     ACCESS_REFUSED, NOT_PERMITTED and INTERNAL; there may be more later: go by the code then.
@@ -232,13 +250,34 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends a session."""
 
     @_abc_1.abstractmethod
+    def ShareFindings(
+        self,
+        request: _retriever_pb2.ShareFindingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.ShareFindingsResponse, _abc.Awaitable[_retriever_pb2.ShareFindingsResponse]]:
+        """Keeps what a decoder's model found likely after its last tokens, for other decoders of the same
+        model and tenant, and for its next start. The service neither drafts from it nor knows whether it
+        is true: what is wrong costs drafts, and never changes an output. FAILED_PRECONDITION where
+        nothing is kept.
+        """
+
+    @_abc_1.abstractmethod
+    def FetchFindings(
+        self,
+        request: _retriever_pb2.FetchFindingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_retriever_pb2.FetchFindingsResponse, _abc.Awaitable[_retriever_pb2.FetchFindingsResponse]]:
+        """Returns what decoders of the caller's tenant have shared of a model, in pages, the newest first."""
+
+    @_abc_1.abstractmethod
     def DeleteSessionData(
         self,
         request: _retriever_pb2.DeleteSessionDataRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.DeleteSessionDataResponse, _abc.Awaitable[_retriever_pb2.DeleteSessionDataResponse]]:
-        """Deletes what is kept of sessions of one name: what they generated, in memory and on disk. One
-        that is open ends.
+        """Deletes what is kept of sessions of one name: what they generated, in memory and on disk; and all
+        findings of the caller's tenant, as it is not known which session they are from. One that is open
+        ends.
         """
 
     @_abc_1.abstractmethod
@@ -247,8 +286,8 @@ class RetrieverServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _retriever_pb2.DeleteTenantDataRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_retriever_pb2.DeleteTenantDataResponse, _abc.Awaitable[_retriever_pb2.DeleteTenantDataResponse]]:
-        """Deletes all that is kept of the caller's tenant: generations and what was learned from them,
-        in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
+        """Deletes all that is kept of the caller's tenant: generations, what was learned from them, and
+        findings, in memory and on disk. Open sessions go on; nothing is kept of what they have generated.
         """
 
     @_abc_1.abstractmethod

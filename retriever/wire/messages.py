@@ -13,9 +13,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from retriever.drafter import DraftRequest, TokenIds
+from retriever.drafter import DraftRequest, Findings, TokenIds
 from retriever.errors import InvalidRequestError, InvalidTreeError
-from retriever.limits import MAX_NAME_BYTES, checked_tokens
+from retriever.limits import MAX_NAME_BYTES, check_num_findings, checked_tokens
 from retriever.tree import DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
 from retriever.v1 import retriever_pb2 as pb
 
@@ -25,6 +25,7 @@ a small model on a CPU verifies at a gain."""
 
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
 _MOST_NODES: Final = (1 << 32) - 1
+_CONTEXT_BYTES: Final = 8
 _UNSPECIFIED: Final = int(Source.UNSPECIFIED)
 
 
@@ -492,3 +493,22 @@ def check_wire(request: DraftRequest) -> None:
             f"a step of {request.budget_nodes} nodes of probability {request.min_probability} "
             "makes no sense: nodes are counted from 0, and probabilities lie between 0 and 1"
         )
+
+
+def findings_to_message(findings: Findings) -> pb.Findings:
+    """Return the wire form of findings."""
+    contexts, tokens, log_odds = findings.to_bytes()
+    return pb.Findings(contexts=contexts, token_ids=tokens, log_odds=log_odds)
+
+
+def findings_from_message(message: pb.Findings) -> Findings:
+    """Return the findings of a message; `check_findings` looks at their values.
+
+    Raises:
+        InvalidRequestError: its parts are not of the same contexts, or these are too many.
+    """
+    check_num_findings(len(message.contexts) // _CONTEXT_BYTES)
+    try:
+        return Findings.from_bytes(message.contexts, message.token_ids, message.log_odds)
+    except ValueError as error:
+        raise InvalidRequestError(f"these are no findings: {error}") from error

@@ -88,6 +88,16 @@ class SlowServicer(pb_grpc.RetrieverServiceServicer):
     def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:  # noqa: N802
         raise NotImplementedError
 
+    def ShareFindings(  # noqa: N802
+        self, request: pb.ShareFindingsRequest, context: Any
+    ) -> pb.ShareFindingsResponse:
+        raise NotImplementedError
+
+    def FetchFindings(  # noqa: N802
+        self, request: pb.FetchFindingsRequest, context: Any
+    ) -> pb.FetchFindingsResponse:
+        raise NotImplementedError
+
     def DeleteSessionData(  # noqa: N802
         self, request: pb.DeleteSessionDataRequest, context: Any
     ) -> pb.DeleteSessionDataResponse:

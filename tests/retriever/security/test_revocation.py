@@ -405,6 +405,8 @@ def test_each_method_takes_its_scope_and_unlisted_ones_the_highest() -> None:
         (f"{service}Draft", Scope.DRAFT),
         (f"{service}DraftStream", Scope.DRAFT),
         (f"{service}GetServerInfo", Scope.DRAFT),
+        (f"{service}ShareFindings", Scope.DRAFT),
+        (f"{service}FetchFindings", Scope.DRAFT),
         (f"{service}DeleteTenantData", Scope.DELETE),
         (f"{service}DeleteSessionData", Scope.DELETE),
         ("/retriever.v1.AdminService/ListTenants", Scope.ADMIN),
