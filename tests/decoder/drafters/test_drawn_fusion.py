@@ -199,7 +199,7 @@ def test_ranks_are_learned_of_the_share_that_certain_nodes_leave() -> None:
         path = tree.follow(np.array([2, 1]))
         fused.learn(Verified(0, tree, world.logits(tree), path, 1))
         fused.close()
-    assert shares[-1] < 0.3 * shares[0]  # what is retrieved comes always: draws lose their places
+    assert shares[-1] < 0.5 * shares[0]  # what is retrieved comes always: draws lose their places
 
 
 def test_without_its_model_a_draft_is_that_of_the_others() -> None:
