@@ -78,7 +78,6 @@ class Foredraft:
     """
 
     def __init__(  # noqa: PLR0913  all but the first two are options
-
         self,
         model: PreTrainedModel,
         drafter: Drafter,
