@@ -167,6 +167,11 @@ def run_bench(
     """Measure against plain generation, prompt lookup and published rules, in one run."""
     drafts.check()
     contest.check(drafts)
+    if drafts.state is not None and (len(contest.settings) > 1 or output.repeat > 1):
+        raise ContradictoryOptionsError(
+            "--state keeps answers from round to round: leave it out, or measure one setting "
+            "without --repeat"
+        )
     found = RecordingTally()
     selected = read_prompts(given.prompts, given.limit, given.per_category, found)
     others = [] if given.warm is None else read_prompts(given.warm, skipped=found)
