@@ -39,6 +39,8 @@ from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.stated import stated_processors, unapplied_settings
 from decoder.sampling.verification import AcceptRule, accept_greedy
+from decoder.speculators.head_files import check_head
+from decoder.speculators.speculator import load_speculator
 from indexer.flags import Metavar
 from indexer.reader import Index, Vocabulary
 from retriever.client.resilient import ResilientDrafter
@@ -67,18 +69,6 @@ class DraftModelOptions:
     name: str
     num_tokens: int | None = None
 
-    def check(self, indexes: Sequence[Path]) -> None:
-        """Refuse a trimmed vocabulary without an index to rank tokens by.
-
-        Raises:
-            ContradictoryOptionsError: there are no indexes, and not all tokens are drafted.
-        """
-        if self.num_tokens is not None and not indexes:
-            raise ContradictoryOptionsError(
-                "--draft-vocabulary takes the most frequent tokens of an index: "
-                "give one with --index"
-            )
-
 
 def load_draft_model(
     options: DraftModelOptions,
@@ -96,7 +86,7 @@ def load_draft_model(
 
     Raises: as `load_draft_reader`.
     """
-    kept = _kept(options, target, indexes)
+    kept = _kept(options.num_tokens, target, indexes)
     return ModelDrafter(
         _draft_model(options, target),
         drafting,
@@ -125,7 +115,7 @@ def load_draft_reader(
         ModelLoadError: the files cannot be found or read.
         IndexerError: an index cannot be opened.
     """
-    kept = _kept(options, target, indexes)
+    kept = _kept(options.num_tokens, target, indexes)
     model = _draft_model(options, target)
     return ModelReader(DraftModel(model, vocabulary_size=target.vocabulary.size, kept=kept))
 
@@ -152,19 +142,29 @@ def check_draft_vocabulary(prepared: PreparedModel, target: LanguageModel) -> No
         )
 
 
-def _kept(
-    options: DraftModelOptions, target: LanguageModel, paths: Sequence[Path]
-) -> TokenIds | None:
+def _kept(num_tokens: int | None, target: LanguageModel, paths: Sequence[Path]) -> TokenIds | None:
     """Return the tokens to draft: the frequent ones, and those that end a sequence."""
-    if options.num_tokens is None:
+    if num_tokens is None:
         return None
-    options.check(paths)
+    check_trimming(paths)
     with ExitStack() as stack:
         indexes = [
             stack.enter_context(Index.open(path, vocabulary=target.vocabulary)) for path in paths
         ]
-        frequent = frequent_tokens(indexes, options.num_tokens)
+        frequent = frequent_tokens(indexes, num_tokens)
     return np.union1d(frequent, np.array(target.stop_ids, np.int32)).astype(np.int32)
+
+
+def check_trimming(indexes: Sequence[Path]) -> None:
+    """Refuse a trimmed vocabulary without an index to rank tokens by.
+
+    Raises:
+        ContradictoryOptionsError: there are no indexes.
+    """
+    if not indexes:
+        raise ContradictoryOptionsError(
+            "--draft-vocabulary takes the most frequent tokens of an index: give one with --index"
+        )
 
 
 def _num_logits(target: LanguageModel) -> int:
@@ -187,12 +187,22 @@ class DrafterSettings(DraftSettings):
         Metavar("MODEL"),
         Field(description="A smaller model with the same tokenizer, to draft with."),
     ] = None
+    speculator: Annotated[
+        Path | None,
+        Metavar("HEAD"),
+        Field(
+            description="A head that drafts from the model's own states: a folder or .safetensors "
+            "file with config.json beside it, of an EAGLE-3, EAGLE or MLP speculator that was made "
+            "for this model."
+        ),
+    ] = None
     draft_vocabulary: Annotated[
         int | None,
         Metavar("N"),
         Field(
             ge=1,
-            description="With --draft-model: draft only the N most frequent tokens of --index.",
+            description="With --draft-model or --speculator: draft only the N most frequent "
+            "tokens of --index. Heads with a vocabulary of their own keep to that.",
         ),
     ] = None
     recycle: Annotated[
@@ -224,12 +234,13 @@ class DrafterSettings(DraftSettings):
                 "--state and --server exclude each other: leave out --state, for a server keeps "
                 "its own (foredraft serve --state)"
             )
-        if self.drafting_model is not None:
-            self.drafting_model.check(self.index)
-        elif self.draft_vocabulary is not None:
+        if self.draft_vocabulary is None:
+            return
+        if self.draft_model is None and self.speculator is None:
             raise ContradictoryOptionsError(
-                "--draft-vocabulary needs a model to trim: --draft-model"
+                "--draft-vocabulary needs a model to trim: --draft-model or --speculator"
             )
+        check_trimming(self.index)
 
     @property
     def drafting_model(self) -> DraftModelOptions | None:
@@ -247,9 +258,12 @@ class DrafterSettings(DraftSettings):
             IndexerError: an index cannot be opened or was built for another tokenizer.
             PhrasesError: a file of phrases cannot be read.
             CredentialsError: a token or certificate for a service cannot be read.
+            HeadFileError: the speculator cannot be read.
         """
         self.shown_credentials()
         check_files(self.index, self.phrases, vocabulary)
+        if self.speculator is not None:
+            check_head(self.speculator)
 
     def describe(self) -> str:
         """Return a few words for reports."""
@@ -263,6 +277,8 @@ class DrafterSettings(DraftSettings):
             parts.append("recycled logits")
         if self.draft_model is not None:
             parts.append(f"draft model {self.draft_model}")
+        if self.speculator is not None:
+            parts.append(f"speculator {self.speculator}")
         return ", ".join(parts)
 
     @contextmanager
@@ -321,9 +337,22 @@ class DrafterSettings(DraftSettings):
         """Load the models that read drafts for a model, the quickest first.
 
         Raises:
-            VocabularyMismatchError: the draft model has another tokenizer.
+            HeadFileError: the speculator cannot be read.
+            HeadMismatchError: it was made for another model.
+            VocabularyMismatchError: the draft model or the speculator has another tokenizer.
         """
         readers: list[TreeReader] = []
+        if self.speculator is not None:
+            kept = _kept(self.draft_vocabulary, language_model, self.index)
+            readers.append(
+                load_speculator(
+                    self.speculator,
+                    language_model.model,
+                    vocabulary=language_model.vocabulary,
+                    name=language_model.name,
+                    kept=kept,
+                )
+            )
         if self.drafting_model is not None:
             readers.append(load_draft_reader(self.drafting_model, language_model, self.index))
         return readers

@@ -46,6 +46,7 @@ COMMANDS: Final = (
     Command("generate", "decode", "decoder", "Answer prompts with a model and drafts."),
     Command("chat", "decode", "decoder", "Talk with a model, and see what each token came from."),
     Command("bench", "decode", "decoder", "Measure against decoding without drafts."),
+    Command("train", "decode", "decoder", "Have a model teach a speculator that drafts for it."),
     Command("documents", "look", "indexer", "List the documents of an index."),
     Command("inspect", "look", "indexer", "Say what an index holds, and for which tokenizer."),
     Command("verify", "look", "indexer", "Check that an index is whole."),

@@ -75,8 +75,8 @@ def with_flags(command: Command) -> Command:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
-    return "--" + name.replace("_", "-")
+    """Return the flag of a setting; a last underscore only keeps it apart from Python's words."""
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 def is_secret(field: FieldInfo) -> bool:

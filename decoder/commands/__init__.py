@@ -12,6 +12,7 @@ app = command_line(
         "generate": "decoder.commands.generate_command:run_generate",
         "chat": "decoder.commands.chat_command:run_chat",
         "bench": "decoder.commands.bench_command:run_bench",
+        "train": "decoder.commands.train_command:run_train",
         "estimate": "decoder.commands.estimate_command:run_estimate",
         "trace": "decoder.commands.trace_command:run_trace",
     },

@@ -81,8 +81,8 @@ class MeasuredPrompts(PromptSettings):
     ] = None
 
 
-class ModelSettings(BaseModel):
-    """Which model decodes, and where; see `ModelOptions`."""
+class ModelChoice(BaseModel):
+    """Which model computes, and where; see `ModelOptions`."""
 
     model_config = ConfigDict(title="Model", extra="forbid", frozen=True)
 
@@ -103,14 +103,6 @@ class ModelSettings(BaseModel):
     attention: Annotated[Attention, Field(description="Implementation of attention.")] = Attention(
         _MODEL.attention
     )
-    cost_cache: Annotated[
-        str | None,
-        Metavar("DIR"),
-        Field(
-            description="Where measured costs of passes are kept for the next start, none to "
-            "measure always. Default: FOREDRAFT_CACHE, or the user's directory for caches."
-        ),
-    ] = None
 
     def options(self, prompting: PromptSettings, indexes: Sequence[Path] = ()) -> ModelOptions:
         """Return how the model is loaded for prompts.
@@ -133,6 +125,19 @@ class ModelSettings(BaseModel):
             not prompting.no_chat_template,
             system,
         )
+
+
+class ModelSettings(ModelChoice):
+    """Which model decodes, and where what its passes cost is kept."""
+
+    cost_cache: Annotated[
+        str | None,
+        Metavar("DIR"),
+        Field(
+            description="Where measured costs of passes are kept for the next start, none to "
+            "measure always. Default: FOREDRAFT_CACHE, or the user's directory for caches."
+        ),
+    ] = None
 
 
 def _model_of(indexes: Sequence[Path]) -> str:

@@ -5,6 +5,11 @@ sampling. The shape of a tree is fixed before its first token is drawn, from how
 second, ... draw below a node was kept lately and from nothing else (the best tree of a given size:
 Sequoia, Chen et al., 2024, arXiv:2402.12374). So no token influences where it stands in the tree,
 and verification stays exact.
+
+Certain nodes, such as retrieved ones, take part in the plan by probabilities that no draw has
+changed. Below a node that has certain children in the plan, tokens are drawn from what those leave
+of the distribution, and that is the proposal that verification is told: so a token is never both,
+no draw is spent on a token that is there already, and no draw is dropped for its value.
 """
 
 import time
@@ -32,7 +37,7 @@ from decoder.drafters.model_trees import (
     grow,
 )
 from decoder.errors import ContradictoryOptionsError
-from decoder.sampling.verification import SampledTree
+from decoder.sampling.verification import CERTAIN, SampledTree
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source
 
@@ -46,6 +51,9 @@ _DECAY: Final = 0.99
 _PRIOR_SHARE: Final = 0.6
 """Share of nodes at which a draw is kept, of those that reach it, until outcomes are learned: a
 guess between a model that draws as the target does (1) and one that knows little of it."""
+
+_LEAST_LEFT: Final = 1e-3
+"""Least share that certain nodes leave to draws: their probabilities are estimates."""
 
 _PRIOR_WEIGHT: Final = 2.0
 """Nodes that the guess counts for: a handful of outcomes outweighs it."""
@@ -108,16 +116,30 @@ class RankRates:
         return np.minimum.accumulate(np.minimum(self._kept / self._drawn, 1.0))
 
     def learn(self, outcome: JudgedDraft) -> None:
-        """Learn which draws of a tree were kept."""
+        """Learn which draws of a tree were kept, of the share that certain siblings left."""
         path = set(outcome.path.tolist())
-        parents = outcome.tree.parents
+        tree = outcome.tree
+        is_drawn = (
+            tree.rows != CERTAIN if isinstance(tree, SampledTree) else np.ones(len(tree), bool)
+        )
+        left = shares_left(tree, ~is_drawn)
         for parent in outcome.decided_parents():
-            children = np.flatnonzero(parents == parent)[:MAX_SIBLINGS].tolist()
+            children = np.flatnonzero((tree.parents == parent) & is_drawn)[:MAX_SIBLINGS].tolist()
             self._kept[: len(children)] *= _DECAY
             self._drawn[: len(children)] *= _DECAY
-            self._drawn[: len(children)] += 1
+            self._drawn[: len(children)] += left[parent]
             for rank, child in enumerate(children):
                 self._kept[rank] += child in path
+
+
+def shares_left(tree: DraftTree, is_certain: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return float64[N + 1], the share of each node that its certain children leave; root last."""
+    left = np.ones(len(tree) + 1)
+    above = np.append(tree.probabilities, 1.0).astype(np.float64)
+    for node in np.flatnonzero(is_certain).tolist():
+        parent = tree.parents[node]
+        left[parent] -= above[node] / max(above[parent], _LEAST_LEFT)
+    return np.maximum(left, _LEAST_LEFT)
 
 
 def drawn_below(distribution: torch.Tensor, count: int, random: np.random.Generator) -> list[int]:
@@ -143,6 +165,44 @@ def drawn_below(distribution: torch.Tensor, count: int, random: np.random.Genera
     return columns
 
 
+class Plan(Frontier):
+    """The shape of a tree before anything is drawn: certain nodes, and places for draws.
+
+    Certain nodes have the numbers that they have in their tree. In place of a token, the others
+    carry the rank of their draw.
+
+    Args:
+        certain: nodes whose tokens are known.
+        readable: bool[N], which of them can be read.
+        max_nodes: most nodes that are kept.
+        min_log_probability: of a path; less probable nodes are never kept.
+        max_depth: nodes as deep as this are not read; `None` for no limit.
+    """
+
+    def __init__(
+        self,
+        certain: DraftTree,
+        readable: NDArray[np.bool_],
+        max_nodes: int,
+        min_log_probability: float = -np.inf,
+        max_depth: int | None = None,
+    ) -> None:
+        super().__init__(max_nodes, min_log_probability, max_depth)
+        self.num_certain = len(certain)
+        self.shares_left = shares_left(certain, np.ones(len(certain), np.bool_))
+        with np.errstate(divide="ignore"):
+            self.plant(certain, np.log(certain.probabilities.astype(np.float64)), readable)
+
+    def children(self, nodes: list[int], rates: NDArray[np.float64]) -> list[Children]:
+        """Return the places for draws below nodes, or the root, by the rates of ranks."""
+        ranks = np.flatnonzero(rates > 0).astype(np.int32)
+        below = []
+        for node in nodes:
+            left = self.shares_left[node] if node < self.num_certain else 1.0
+            below.append(Children(ranks, np.log(rates[ranks] * left)))
+        return below
+
+
 class DrawnTrees:
     """Grows trees whose shape is planned first and then filled with draws.
 
@@ -166,7 +226,7 @@ class DrawnTrees:
     def draft(self, cache: BranchCache, tokens: TokenIds, bounds: Bounds) -> ModelDraft:
         """Draft behind a sequence, int32[n], whose cache it is."""
         plan, passes = self._planned(bounds)
-        filling = _Filling(plan, self._random)
+        filling = Filling(plan, self._random)
         filling.take([ROOT], self._draws.distributions(cache.catch_up(tokens)), self._model.columns)
         num_passes = 1
         for planned in passes:
@@ -177,7 +237,7 @@ class DrawnTrees:
                 filling.take(nodes, self._draws.distributions(logits), self._model.columns)
                 self._rule.measured.record_pass(time.perf_counter() - start)
                 num_passes += 1
-        tree = filling.tree(self._proposals(filling.distributions))
+        tree = filling.tree(self._model.columns, self._num_tokens)
         return ModelDraft(tree, tree.probabilities.astype(np.float64), num_passes)
 
     def learn(self, draft: ModelDraft, outcome: JudgedDraft) -> None:  # noqa: ARG002  as others need it
@@ -203,33 +263,47 @@ class DrawnTrees:
         )
         return plan, passes
 
-    def _proposals(self, distributions: list[torch.Tensor]) -> torch.Tensor:
-        """Return float32[rows, vocabulary]: zero for tokens that the model cannot draft."""
-        drawn = torch.stack(distributions)
-        proposals = drawn.new_zeros(len(drawn), self._num_tokens)
-        proposals[:, torch.from_numpy(self._model.columns.astype(np.int64)).to(drawn.device)] = (
-            drawn
-        )
-        return proposals
 
+class Filling:
+    """Puts drawn tokens into a planned shape.
 
-class _Filling:
-    """Puts drawn tokens into a planned shape."""
+    Args:
+        plan: the shape.
+        random: generator of random numbers.
+        certain: the nodes that have tokens already, the first ones of the plan.
+        source: that drawn nodes are labelled with.
+    """
 
-    def __init__(self, plan: Frontier, random: np.random.Generator) -> None:
+    def __init__(
+        self,
+        plan: Frontier,
+        random: np.random.Generator,
+        certain: DraftTree | None = None,
+        source: Source = Source.MODEL,
+    ) -> None:
+        certain = DraftTree.empty() if certain is None else certain
         self._plan = plan
         self._random = random
+        self._source = source
+        self._sources = certain.sources
+        self._tokens: dict[int, int] = dict(enumerate(certain.token_ids.tolist()))
         self._children: dict[int, list[int]] = {}
+        self._named: dict[int, list[int]] = {}
+        self._to_read = {ROOT}
         for node in plan.kept.tolist():
-            self._children.setdefault(plan.parents[node], []).append(node)
-        self._tokens: dict[int, int] = {}
+            parent = plan.parents[node]
+            if node in self._tokens:
+                self._named.setdefault(parent, []).append(self._tokens[node])
+            else:
+                self._children.setdefault(parent, []).append(node)
+                self._note_path(parent)
         self._read: dict[int, int] = {ROOT: ROOT}
         self._rows: dict[int, int] = {}
-        self.distributions: list[torch.Tensor] = []
+        self._distributions: list[torch.Tensor] = []
 
     def to_expand(self, planned: list[int]) -> list[int]:
-        """Return those of planned nodes that have a token, and a child in the plan."""
-        return [node for node in planned if node in self._tokens and node in self._children]
+        """Return those of planned nodes that have a token, and a draw below in the plan."""
+        return [node for node in planned if node in self._tokens and node in self._to_read]
 
     def edges(self, nodes: list[int]) -> tuple[list[int], list[int]]:
         """Return the tokens of nodes that are to be read, and the rows of their parents."""
@@ -241,26 +315,59 @@ class _Filling:
     def take(
         self, nodes: list[int], distributions: torch.Tensor, columns: NDArray[np.int32]
     ) -> None:
-        """Draw the children of nodes from distributions [n, C] over tokens int32[C]."""
+        """Draw the children of nodes from distributions [n, C] over tokens int32[C], rising."""
         for node, distribution in zip(nodes, distributions.cpu(), strict=True):
             children = self._children.get(node, [])
-            drawn = drawn_below(distribution, len(children), self._random)
+            left = _without_named(distribution, columns, self._named.get(node, []))
+            drawn = drawn_below(left, len(children), self._random)
             for child, column in zip(children, drawn, strict=False):
                 self._tokens[child] = int(columns[column])
-                self._rows[child] = len(self.distributions)
-            self.distributions.append(distribution)
+                self._rows[child] = len(self._distributions)
+            if drawn:
+                self._distributions.append(left)
 
-    def tree(self, proposals: torch.Tensor) -> SampledTree:
-        """Return the planned nodes that have a token."""
+    def tree(self, columns: NDArray[np.int32], num_tokens: int) -> SampledTree:
+        """Return the planned nodes that have a token, with proposals over so many tokens."""
         nodes = [node for node in self._plan.kept.tolist() if node in self._tokens]
         places = {ROOT: ROOT} | {node: place for place, node in enumerate(nodes)}
-        shape = DraftTree(
+        sources = [
+            int(self._source) if node in self._rows else int(self._sources[node]) for node in nodes
+        ]
+        return SampledTree(
             np.array([self._tokens[node] for node in nodes], np.int32),
             np.array([places[self._plan.parents[node]] for node in nodes], np.int32),
             np.exp(self._plan.log_probabilities(nodes)).astype(np.float32),
-            np.full(len(nodes), Source.MODEL, np.uint8),
+            np.array(sources, np.uint8),
+            self._proposals(columns, num_tokens),
+            np.array([self._rows.get(node, CERTAIN) for node in nodes], np.int32),
         )
-        rows = np.array([self._rows[node] for node in nodes], np.int32)
-        return SampledTree(
-            shape.token_ids, shape.parents, shape.probabilities, shape.sources, proposals, rows
-        )
+
+    def _note_path(self, node: int) -> None:
+        """Note that a node and all above it are to be read."""
+        while node not in self._to_read:
+            self._to_read.add(node)
+            node = self._plan.parents[node]
+
+    def _proposals(self, columns: NDArray[np.int32], num_tokens: int) -> torch.Tensor:
+        """Return float32[rows, num_tokens]: zero for tokens that the model cannot draft."""
+        proposals = torch.zeros(len(self._distributions), num_tokens)
+        if self._distributions:
+            proposals[:, torch.from_numpy(columns.astype(np.int64))] = torch.stack(
+                self._distributions
+            )
+        return proposals
+
+
+def _without_named(
+    distribution: torch.Tensor, columns: NDArray[np.int32], named: list[int]
+) -> torch.Tensor:
+    """Return float32[C], what certain siblings leave of a distribution, normalised.
+
+    Zero everywhere where they leave nothing.
+    """
+    if not named:
+        return distribution
+    left = distribution.clone()
+    left[torch.from_numpy(np.isin(columns, named))] = 0.0
+    mass = float(left.double().sum())
+    return left / mass if mass > 0 else left

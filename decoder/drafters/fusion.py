@@ -45,13 +45,13 @@ MAX_NODES: Final = 256
 _CONSIDERED: Final = 1.5
 """Nodes that a reader may read, to those of the budget: a reading moves nodes across the cut."""
 
-_WIDTH: Final = 8
+WIDTH: Final = 8
 """Most nodes of a reader's pass: about as many as cost little more than one."""
 
 _FIRST_WIDTH: Final = 64
 """Most nodes of the first pass of a reader that reads paths: all of the tree that there is."""
 
-_MAX_PASSES: Final = 5
+MAX_PASSES: Final = 5
 """Most passes of a reader for one draft, besides the one that reads the sequence."""
 
 
@@ -241,14 +241,8 @@ class FusedDrafter:
         floor = max(min_probability, _LEAST_PROBABILITY)
         sequence.read.drop()
         sequence.asked.clear()
-        tree = self._grown(sequence, budget_nodes, floor)
-        for number in sequence.read.present():
-            if self._readers.rules[number].asks(tree, sequence.token_s):
-                asked = AskedDraft(number, tree)
-                if sequence.read.begin(number):
-                    tree = self._read(sequence, asked, budget_nodes, floor)
-                    sequence.asked.append(asked)
-        return tree
+        tree = self._tree(self._grow(sequence, budget_nodes, floor))
+        return self._extended(sequence, tree, budget_nodes, floor)
 
     def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
         """Learn from a pass; return the other likely tokens where the target chose its own."""
@@ -262,6 +256,18 @@ class FusedDrafter:
         keep = sequence.sequence.remember
         return self._recycled.learn(verified, sequence.context(), keep=keep)
 
+    def _extended(
+        self, sequence: FusedSequence, tree: DraftTree, budget_nodes: int, floor: float
+    ) -> DraftTree:
+        """Return the tree that models make of the quick drafters' one, where asking them pays."""
+        for number in sequence.read.present():
+            if self._readers.rules[number].asks(tree, sequence.token_s):
+                asked = AskedDraft(number, tree)
+                if sequence.read.begin(number):
+                    tree = self._read(sequence, asked, budget_nodes, floor)
+                    sequence.asked.append(asked)
+        return tree
+
     def _read(
         self, sequence: FusedSequence, asked: AskedDraft, budget_nodes: int, floor: float
     ) -> DraftTree:
@@ -270,7 +276,7 @@ class FusedDrafter:
         considered = min(int(_CONSIDERED * budget_nodes), MAX_NODES)
         size = self._grow(sequence, considered, floor)
         asked.note_pass(1.0)
-        while asked.num_passes <= _MAX_PASSES:
+        while asked.num_passes <= MAX_PASSES:
             nodes = self._unread(sequence.read, asked, size)
             reach = self._reach(nodes, size, budget_nodes)
             if reach == 0.0 or not rule.is_worthwhile(reach, sequence.token_s):
@@ -291,7 +297,7 @@ class FusedDrafter:
         if reader.max_depth is not None:
             can_be_read &= self._growth.depths[:size] <= reader.max_depth
         is_first = asked.num_passes == 1
-        width = _FIRST_WIDTH if is_first and reader.reads_paths else _WIDTH
+        width = _FIRST_WIDTH if is_first and reader.reads_paths else WIDTH
         return np.flatnonzero(can_be_read)[: min(width, read.room(asked.number))]
 
     def _known_paths(self, size: int) -> NDArray[np.bool_]:
@@ -320,9 +326,6 @@ class FusedDrafter:
         growth.rows[nodes + 1, number] = np.arange(first, first + len(nodes))
         parents = growth.rows[growth.parents[nodes] + 1, number]
         return read.read(number, growth.tokens[nodes], parents)
-
-    def _grown(self, sequence: FusedSequence, budget_nodes: int, floor: float) -> DraftTree:
-        return self._tree(self._grow(sequence, budget_nodes, floor))
 
     def _grow(self, sequence: FusedSequence, max_nodes: int, floor: float) -> int:
         """Grow the tree from all that is known, and return how many nodes it has."""

@@ -177,6 +177,7 @@ class StoppingRule:
 
 
 _NOT_EXPANDED: Final = -1
+_NEVER_EXPANDED: Final = -2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,9 +240,29 @@ class Frontier:
             if len(found) == width or self._log_probabilities[node] <= least:
                 break
             is_deep = self._max_depth is not None and self._depths[node] >= self._max_depth
-            if self.rows[node] == _NOT_EXPANDED and not is_deep:
+            above = self.parents[node]
+            is_known = above == ROOT or self.rows[above] >= 0
+            if self.rows[node] == _NOT_EXPANDED and is_known and not is_deep:
                 found.append(node)
         return found
+
+    def plant(
+        self, tree: DraftTree, log_probabilities: NDArray[np.float64], readable: NDArray[np.bool_]
+    ) -> None:
+        """Make the nodes of a tree known, before any other.
+
+        Args:
+            tree: N nodes, the most probable first.
+            log_probabilities: float64[N], of their paths.
+            readable: bool[N], which of them may be expanded, once their parents are.
+        """
+        self.tokens.extend(tree.token_ids.tolist())
+        self.parents.extend(tree.parents.tolist())
+        self.rows.extend(np.where(readable, _NOT_EXPANDED, _NEVER_EXPANDED).tolist())
+        self._depths.extend(tree.depths().tolist())
+        self._log_probabilities = log_probabilities
+        num_kept = min(len(tree), self._max_nodes)
+        self.kept = np.flatnonzero(log_probabilities[:num_kept] >= self._min_log_probability)
 
     def edges(self, nodes: list[int]) -> tuple[list[int], list[int]]:
         """Return the tokens of nodes, and their parents' numbers among the expanded ones."""

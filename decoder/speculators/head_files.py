@@ -125,6 +125,18 @@ class LoadedHead:
     origin: HeadOrigin
 
 
+def check_head(path: Path) -> None:
+    """Open a head's files and close them, so that errors in them show before a model loads.
+
+    Raises:
+        HeadFileError: one of them cannot be read.
+    """
+    files = _weight_files(path)
+    _read_json(_folder(path) / _CONFIG)
+    with _opened(files):
+        pass
+
+
 def load_head(path: Path, target: HeadTarget) -> LoadedHead:
     """Read a head for a model; whether it is one for it is checked before weights are read.
 
@@ -137,9 +149,8 @@ def load_head(path: Path, target: HeadTarget) -> LoadedHead:
         HeadMismatchError: it was made for another model.
         VocabularyMismatchError: it was made for another tokenizer.
     """
-    folder = path if path.is_dir() else path.parent
     files = _weight_files(path)
-    config = _read_json(folder / _CONFIG)
+    config = _read_json(_folder(path) / _CONFIG)
     origin = origin_of(config)
     with _opened(files) as tensors:
         names = standard_names(tensors.shapes)
@@ -233,6 +244,10 @@ def _opened(paths: list[Path]) -> Iterator[_Tensors]:
         raise HeadFileError(
             f"{path} is no whole safetensors file ({reason_of(error)}): fetch or train it again"
         ) from error
+
+
+def _folder(path: Path) -> Path:
+    return path.parent if path.is_file() else path
 
 
 def _weight_files(path: Path) -> list[Path]:

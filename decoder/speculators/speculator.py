@@ -256,7 +256,15 @@ class TrueStates:
         Args:
             verified: the pass.
             length: of the sequence before its path is committed.
+
+        Raises:
+            ValueError: the target keeps other states than a head reads.
         """
+        if missing := set(self._numbers) - verified.states.keys():
+            raise ValueError(
+                f"the target keeps no state {min(missing)}, which its drafter reads: "
+                "make it with Target(model, states=states_of(drafter))"
+            )
         is_prompt = len(verified.states[self._numbers[0]]) != 1 + len(verified.tree)
         kept = None if is_prompt else [0, *(verified.path + 1).tolist()]
         rows = torch.cat([_rows(verified.states[number], kept) for number in self._numbers], -1)
@@ -368,8 +376,8 @@ class EagleReading:
         most = self._speculator.max_length
         if most is not None and self._states.end > most:
             raise DrafterUnavailableError(
-                f"{self._speculator.name} drafts for sequences of at most {most} tokens: "
-                f"one of {len(self._sequence)} goes on without its drafts"
+                f"it drafts for sequences of at most {most} tokens, and this one has "
+                f"{len(self._sequence)}"
             )
 
     def _catch_up(self) -> None:
@@ -451,9 +459,7 @@ class EagleReading:
                 yield
         except OutOfMemoryError as error:
             self._forget()
-            raise DrafterUnavailableError(
-                f"memory did not suffice for a draft of {self._speculator.name}"
-            ) from error
+            raise DrafterUnavailableError("memory did not suffice for its draft") from error
 
 
 class Ancestors:

@@ -135,6 +135,7 @@ class HeadTrainer:
         stage: Stage,
         seconds: float,
         on_step: Callable[[float, float], bool],
+        begun: float = 0.0,
     ) -> None:
         """Train for so many seconds.
 
@@ -143,6 +144,7 @@ class HeadTrainer:
             seconds: how long.
             on_step: is told after each step how much of the time is over, from 0 to 1, and the
                 loss; training ends where it returns false.
+            begun: how much of the stage was over before, from 0 to 1.
         """
         self.head.train()
         weights = [each for each in self.head.parameters() if each.requires_grad]
@@ -155,7 +157,7 @@ class HeadTrainer:
             if over >= 1:
                 return
             for group in optimizer.param_groups:
-                group["lr"] = _rate(stage.rate, number, over)
+                group["lr"] = _rate(stage.rate, number, begun + (1 - begun) * over)
             loss = self._loss(batch, stage)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -184,13 +186,14 @@ class HeadTrainer:
         device = features.device.type
         with torch.autocast(device, torch.bfloat16):
             total = torch.zeros((), device=features.device)
-            wanted = self._teaching.logits(batch.last)
+            wanted = self._teaching.logits(batch.last[batch.counts])
+            numbers = batch.counts.flatten().cumsum(0).view(batch.counts.shape) - 1
             outputs = unrolled(self.head, self._teaching, batch.tokens, features, stage.depths)
             for depth, output in enumerate(outputs):
                 chosen = places_at(batch.counts, depth)
                 rows = chosen.nonzero(as_tuple=True)
                 said = self.head.logits(output[rows]).float()
-                taught = wanted[rows[0], rows[1] + depth + 1].float()
+                taught = wanted[numbers[rows[0], rows[1] + depth + 1]].float()
                 loss = functional.cross_entropy(said, taught.softmax(-1))
                 total = total + _DEPTH_DECAY**depth * loss
         return total

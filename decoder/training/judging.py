@@ -43,6 +43,11 @@ class Agreement:
         """Tokens that the head's first choices alone would add to a pass."""
         return float(np.cumprod(self.shares[:, 0]).sum())
 
+    @property
+    def worth(self) -> float:
+        """Tokens that a tree of four children at each node would add: what training maximises."""
+        return float(np.cumprod(self.shares[:, 1]).sum())
+
     def report(self) -> dict[str, Any]:
         """Return the shares as plain values."""
         return {

@@ -45,6 +45,7 @@ class _Shard:
     starts: NDArray[np.int64]
     num_prompts: TokenIds
     is_own: NDArray[np.bool_]
+    was_asked: NDArray[np.bool_]
     file: Any
 
 
@@ -87,6 +88,16 @@ class TaughtStore:
             for shard in self._shards
         )
 
+    @property
+    def num_shards(self) -> int:
+        """Files: one for each time that texts were added."""
+        return len(self._shards)
+
+    @property
+    def num_read(self) -> int:
+        """Those of texts that were read, and not written by the target when asked."""
+        return sum(not shard.was_asked.any() for shard in self._shards)
+
     def add(self, taught: Sequence[Taught]) -> None:
         """Write texts to a file of their own.
 
@@ -101,6 +112,7 @@ class TaughtStore:
             "starts": torch.from_numpy(np.cumsum([0, *(len(each.tokens) for each in taught)])),
             "num_prompts": torch.tensor([each.num_prompt for each in taught], dtype=torch.int32),
             "is_own": torch.tensor([each.is_own for each in taught]),
+            "was_asked": torch.tensor([each.was_asked for each in taught]),
             "states": torch.cat([_padded(each) for each in taught]),
         }
         partial = path.with_suffix(".partial")
@@ -161,7 +173,7 @@ class TaughtStore:
         return int(shard.starts[-1] - shard.num_prompts.sum())
 
 
-_ARRAYS: Final = ("tokens", "starts", "num_prompts", "is_own")
+_ARRAYS: Final = ("tokens", "starts", "num_prompts", "is_own", "was_asked")
 
 
 @contextmanager

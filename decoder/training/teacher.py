@@ -33,12 +33,14 @@ class Taught:
         states: bfloat16[m, F], the states at the first m tokens, side by side in the order of
             their numbers; m is n, or n - 1 where the last token was not read any more.
         is_own: whether the target wrote the output.
+        was_asked: whether it wrote it now, and not before.
     """
 
     tokens: TokenIds
     num_prompt: int
     states: torch.Tensor
     is_own: bool
+    was_asked: bool = False
 
 
 class Teacher:
@@ -217,7 +219,7 @@ class _Batch:
             begin = int(self._padding[row])
             tokens = np.concatenate([prompt, np.array(output, np.int32)]).astype(np.int32)
             own = states[row, begin : begin + len(tokens)].clone()
-            found.append(Taught(tokens, len(prompt), own, is_own=True))
+            found.append(Taught(tokens, len(prompt), own, is_own=True, was_asked=True))
         return found
 
 

@@ -1,6 +1,7 @@
 """Decoding with drafts inside `model.generate(..., custom_generate=...)`."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,8 @@ from decoder.budget.budget import Budget, MeasuredBudget
 from decoder.budget.cost_store import known_costs, store_at
 from decoder.budget.costs import CostSurface
 from decoder.drafters.following import states_of
+from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.engine_options import checked_vocabulary_size
 from decoder.engines.transformers.requests import (
     Ending,
@@ -26,16 +29,18 @@ from decoder.engines.transformers.requests import (
     check_transformers,
     streamer_of_call,
 )
-from decoder.errors import UnsupportedGenerationError
+from decoder.errors import ContradictoryOptionsError, UnsupportedGenerationError
 from decoder.loop import Decoder
 from decoder.model.target import Target
 from decoder.observation import Statistics
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule
+from decoder.speculators.speculator import load_speculator
 from decoder.worth import Worth
-from indexer.tokenizer import vocabulary_of
+from indexer.tokenizer import Vocabulary, vocabulary_of
 from retriever.drafter import Drafter
+from retriever.follower import DraftLimits
 
 OnTokens = Callable[[list[int]], object]
 _curves: WeakKeyDictionary[PreTrainedModel, CostSurface] = WeakKeyDictionary()
@@ -56,6 +61,8 @@ class Foredraft:
         drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's
             embedding is larger; by default what the drafter or the tokenizer says.
         tokenizer: the model's, so that a drafter for another one is refused.
+        speculator: a head that drafts from the model's own states, see `load_head`: its drafts are
+            fused with the drafter's and with recycled logits.
 
     Attributes:
         statistics: figures of all calls.
@@ -64,10 +71,13 @@ class Foredraft:
 
     Raises:
         UnsupportedModelError: the model cannot be decoded here.
-        VocabularyMismatchError: the drafter is for another tokenizer.
+        VocabularyMismatchError: the drafter or the speculator is for another tokenizer.
+        HeadFileError: the speculator cannot be read.
+        HeadMismatchError: it was made for another model.
+        ContradictoryOptionsError: the drafter is a fused one, which takes speculators itself.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but the first two are options
         self,
         model: PreTrainedModel,
         drafter: Drafter,
@@ -75,11 +85,14 @@ class Foredraft:
         budget: Budget | None = None,
         drafter_vocabulary: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        speculator: Path | str | None = None,
     ) -> None:
         check_transformers()
-        target = Target(model, states=states_of(drafter))
         own = None if tokenizer is None else vocabulary_of(tokenizer)
-        known = checked_vocabulary_size(drafter, target.vocabulary_size, own)
+        known = checked_vocabulary_size(drafter, _num_embeddings(model), own)
+        if speculator is not None:
+            drafter = _with_speculator(drafter, Path(speculator), model, own)
+        target = Target(model, states=states_of(drafter))
         self._model = model
         self._decoder = Decoder(
             target,
@@ -207,6 +220,23 @@ def rule_of(processors: LogitsProcessorList, *, do_sample: bool) -> AcceptRule:
         return accept_rule(None, processors)
     seed = int(torch.randint(2**63 - 1, ()))
     return accept_rule(SamplingSettings(temperature=1.0, seed=seed), processors)
+
+
+def _with_speculator(
+    drafter: Drafter, path: Path, model: PreTrainedModel, vocabulary: Vocabulary | None
+) -> FusedDrafter:
+    if isinstance(drafter, FusedDrafter):
+        raise ContradictoryOptionsError(
+            "a fused drafter takes speculators itself: "
+            "FusedDrafter(..., readers=[load_speculator(path, model)])"
+        )
+    reader = load_speculator(path, model, vocabulary=vocabulary)
+    limits = DraftLimits(_num_embeddings(model), None if vocabulary is None else vocabulary.size)
+    return FusedDrafter([drafter], limits, readers=[reader], recycled=RecycledLogits())
+
+
+def _num_embeddings(model: PreTrainedModel) -> int:
+    return int(model.get_input_embeddings().get_parameter("weight").shape[0])
 
 
 def _costs(model: PreTrainedModel, target: Target) -> CostSurface:

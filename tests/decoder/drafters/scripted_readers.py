@@ -28,6 +28,7 @@ class ScriptedReader:
         max_depth: int | None = None,
         states: frozenset[int] = frozenset(),
         source: Source = Source.MODEL,
+        vocabulary: int = VOCABULARY,
     ) -> None:
         self.name = "scripted reader"
         self.columns: TokenIds = np.array(sorted(columns), np.int32)
@@ -36,6 +37,7 @@ class ScriptedReader:
         self.states = states
         self.source = source
         self.script = script
+        self._vocabulary = vocabulary
         self.open: list[ScriptedReading] = []
         self.passes: list[list[tuple[int, ...]]] = []
         self.learned: list[Verified] = []
@@ -45,7 +47,7 @@ class ScriptedReader:
         return self.open[-1]
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        row = torch.full((VOCABULARY,), -9.0)
+        row = torch.full((self._vocabulary,), -9.0)
         for token, logit in self.script(tokens).items():
             row[token] = logit
         return row[torch.from_numpy(self.columns).long()]

@@ -1,0 +1,222 @@
+"""The command that has a model teach a speculator."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from decoder.commands.answers import FORESEEN
+from decoder.commands.options import ModelChoice, PromptSettings
+from decoder.commands.trace_command import print_table
+from decoder.errors import ContradictoryOptionsError
+from decoder.model.pretrained import LanguageModel, prepare_model
+from decoder.training.course import Course, CourseOptions, Outcome
+from decoder.training.judging import RANKS
+from decoder.training.lessons import Lesson, from_outputs, read_lessons
+from indexer.flags import AsJson, Metavar, with_flags
+from indexer.launch import errors_in_one_line
+from indexer.sources.recordings import RecordingTally
+from retriever.log.generations_log import GenerationsLog
+
+_DEFAULTS = CourseOptions()
+
+
+class TaughtTexts(BaseModel):
+    """What is taught."""
+
+    model_config = ConfigDict(title="Texts", extra="forbid", frozen=True)
+
+    from_: Annotated[
+        list[Path],
+        Metavar("FILE"),
+        Field(
+            description="Conversations, prompts or documents: the model answers them itself, and "
+            "recorded answers are read, too. As `generate --prompts` takes them, and records "
+            "with a `text`. Repeatable.",
+        ),
+    ] = []
+    state: Annotated[
+        Path | None,
+        Metavar("DIR"),
+        Field(
+            description="The state directory of a service that is shut down, or a copy of it: the "
+            "model's outputs that it kept."
+        ),
+    ] = None
+    tenant: Annotated[
+        str, Field(description="With --state: whose outputs. A head never mixes tenants.")
+    ] = ""
+    limit: Annotated[int | None, Field(ge=1, description="Take only the first so many texts.")] = (
+        None
+    )
+
+    def check(self) -> None:
+        """Refuse texts that are missing or contradict one another.
+
+        Raises:
+            ContradictoryOptionsError: there are none, or a tenant without a state directory.
+        """
+        if not self.from_ and self.state is None:
+            raise ContradictoryOptionsError("there is nothing to teach: give --from or --state")
+        if self.tenant and self.state is None:
+            raise ContradictoryOptionsError("--tenant is for --state: it names whose outputs")
+
+    def lessons(self, language_model: LanguageModel, tally: RecordingTally) -> list[Lesson]:
+        """Read what is taught.
+
+        Raises:
+            TeachingTextError: a file cannot be read.
+            StateError: the state directory cannot be used.
+            VocabularyMismatchError: it holds outputs of another tokenizer.
+        """
+        most = _DEFAULTS.max_text_tokens
+        found = list(read_lessons(self.from_, language_model, tally, most))
+        if self.state is not None:
+            log = GenerationsLog(self.state, language_model.vocabulary.fingerprint)
+            try:
+                outputs = [output.tokens for output in log.load(self.tenant).outputs]
+            finally:
+                log.close()
+            found.extend(from_outputs(outputs, language_model, most))
+        return found[: self.limit]
+
+    def names(self) -> list[str]:
+        """Return what the texts are called in the head's file."""
+        kept = [] if self.state is None else ["outputs of a service"]
+        return [*(path.name for path in self.from_), *kept]
+
+
+class TrainingSettings(BaseModel):
+    """How long is taught, and what."""
+
+    model_config = ConfigDict(title="Training", extra="forbid", frozen=True)
+
+    output: Annotated[
+        Path,
+        Metavar("HEAD"),
+        Field(
+            description="Folder for the head, for --speculator. What was recorded stays in "
+            "HEAD.training, so that the same command goes on after an interruption."
+        ),
+    ]
+    minutes: Annotated[
+        float, Field(gt=0, description="Most time for recording and training together.")
+    ] = _DEFAULTS.minutes
+    tokens: Annotated[
+        int, Field(ge=1, description="Tokens to record, if half of the time suffices.")
+    ] = _DEFAULTS.num_tokens
+    own_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="Share of them that the model writes itself; the others are read.",
+        ),
+    ] = _DEFAULTS.own_share
+    draft_vocabulary: Annotated[
+        int, Field(ge=8, description="Tokens that the head drafts, the most frequent ones.")
+    ] = _DEFAULTS.num_columns
+    seed: Annotated[int, Field(ge=0, description="Of all that is random.")] = _DEFAULTS.seed
+
+    def course(self) -> CourseOptions:
+        """Return the options of the training."""
+        return CourseOptions(
+            minutes=self.minutes,
+            num_tokens=self.tokens,
+            own_share=self.own_share,
+            num_columns=self.draft_vocabulary,
+            seed=self.seed,
+        )
+
+
+@errors_in_one_line(*FORESEEN)
+@with_flags
+def run_train(
+    *,
+    chosen: ModelChoice,
+    texts: TaughtTexts,
+    given: TrainingSettings,
+    as_json: AsJson = False,
+) -> None:
+    """Have a model teach a speculator: a small head that drafts from the model's own states.
+
+    The model answers the prompts itself and its states are recorded; then a
+    head of EAGLE-3's layout is trained on them, and judged on prompts that it
+    was not taught. Draft with it by --speculator.
+
+    It drafts for this model and its revision alone, and best for texts like
+    those that it was taught. An interrupted training goes on where it was.
+    """
+    texts.check()
+    console = Console(stderr=True)
+    prepared = prepare_model(chosen.options(PromptSettings()))
+    language_model = prepared.load()
+    tally = RecordingTally()
+    lessons = texts.lessons(language_model, tally)
+    for line in tally.describe():
+        typer.echo(line, err=True)
+    with _shown(console) as progress:
+        course = Course(language_model, lessons, given.output, given.course(), _Bars(progress))
+        outcome = course.run(texts.names())
+    if as_json:
+        typer.echo(json.dumps(_report(outcome, given.output), indent=2))
+    else:
+        _print(outcome, given.output)
+
+
+class _Bars:
+    """Shows each stage of a training as a bar."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._stage = ""
+
+    def __call__(self, stage: str, over: float, told: str) -> None:
+        """See `Watcher`."""
+        if stage != self._stage:
+            self._stage, self._task = stage, self._progress.add_task(stage, total=1.0, told="")
+        self._progress.update(self._task, completed=over, told=told)
+
+
+def _shown(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[told]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _report(outcome: Outcome, output: Path) -> dict[str, Any]:
+    return {"head": str(output), **outcome.report()}
+
+
+def _print(outcome: Outcome, output: Path) -> None:
+    for table in _tables(outcome):
+        print_table(table)
+    typer.echo(
+        f"{outcome.num_taught:,} tokens were taught, {outcome.num_own:,} of them the model's own; "
+        f"{len(outcome.judging)} prompts judged"
+    )
+    typer.echo(f"draft with it: foredraft generate --speculator {output}")
+
+
+def _tables(outcome: Outcome) -> Sequence[Table]:
+    """Return how often tokens of held-out answers were foretold, by depth."""
+    table = Table(title="held-out tokens foretold", box=SIMPLE_HEAD)
+    table.add_column("depth")
+    for rank in RANKS:
+        table.add_column(f"top {rank}", justify="right")
+    table.add_column("before training", justify="right")
+    for depth, shares in enumerate(outcome.after.shares.tolist()):
+        before = " / ".join(f"{share:.2f}" for share in outcome.before.shares[depth].tolist())
+        table.add_row(str(depth + 1), *(f"{share:.2f}" for share in shares), before)
+    return [table]

@@ -1,0 +1,413 @@
+"""A whole training: what is taught is recorded, a head is begun, trained, judged and kept.
+
+Everything that takes long is kept in a working folder next to the head, so that a training that is
+interrupted goes on where it was: recordings by the file, a stage of training by the minute.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from decoder.errors import TeachingTextError, TrainingError
+from decoder.model.pretrained import LanguageModel
+from decoder.model.states import num_states
+from decoder.speculators.eagle import Eagle3Head
+from decoder.speculators.head_files import HeadTarget, save_head
+from decoder.training.head_start import last_layer, recorded_states, started_head
+from decoder.training.head_trainer import STAGES, HeadTrainer, Stage, TeachingModel
+from decoder.training.judging import Agreement, agreement
+from decoder.training.lessons import Lesson, held_out
+from decoder.training.taught_store import TaughtStore
+from decoder.training.teacher import Teacher
+from indexer.errors import reason_of
+
+LEAST_LESSONS: Final = 16
+"""Prompts and outputs below which there is nothing to hold out and little to learn."""
+
+LEAST_TOKENS: Final = 2_000
+"""Recorded tokens below which a head would learn texts by heart."""
+
+_BATCH: Final = 64
+"""Prompts that are answered side by side: the weights are read once for all of them."""
+
+_POOL: Final = 512
+"""Prompts that are sorted by length together, so that batches hold similar ones."""
+
+_READ_TOKENS: Final = 8192
+"""Tokens of recorded texts that are read in one pass, padding included."""
+
+_MOST_JUDGING: Final = 48
+_JUDGING_TOKENS: Final = 64
+_AGAIN_TEMPERATURE: Final = 0.8
+"""Of answers to prompts that were answered before: greedily the same would come again."""
+
+_RECORDING_SHARE: Final = 0.5
+_JUDGED_TIMES: Final = 10
+_PATIENCE: Final = 3
+_KEPT_EVERY_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class CourseOptions:
+    """How much is taught, and for how long.
+
+    Attributes:
+        minutes: for recording and training together.
+        num_tokens: tokens of outputs to record, if half of the time suffices.
+        own_share: share of them that the target writes itself, where there are other outputs.
+        max_new_tokens: of an answer that it writes.
+        max_text_tokens: of a prompt, and of a recorded output.
+        held_out_share: of the prompts that judge and are not taught.
+        num_columns: tokens that the head may draft, the most frequent ones.
+        seed: of all that is random.
+    """
+
+    minutes: float = 50.0
+    num_tokens: int = 1_000_000
+    own_share: float = 0.7
+    max_new_tokens: int = 224
+    max_text_tokens: int = 512
+    held_out_share: float = 0.05
+    num_columns: int = 8192
+    seed: int = 0
+
+
+class Watcher(Protocol):
+    """Is told how far a training is."""
+
+    def __call__(self, stage: str, over: float, told: str) -> None:
+        """Show how much of a stage is over, from 0 to 1, and a few words about it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a training made.
+
+    Attributes:
+        head: trained, on the CPU.
+        before: how often it foretold held-out tokens before its first step.
+        after: the same at the end.
+        num_taught: recorded tokens of outputs.
+        num_own: those that the target wrote.
+        judging: prompts that were held out.
+    """
+
+    head: Eagle3Head
+    before: Agreement
+    after: Agreement
+    num_taught: int
+    num_own: int
+    judging: list[Lesson]
+
+    def report(self) -> dict[str, Any]:
+        """Return figures as plain values."""
+        return {
+            "taught_tokens": self.num_taught,
+            "own_tokens": self.num_own,
+            "held_out_prompts": len(self.judging),
+            "before_training": self.before.report(),
+            "after_training": self.after.report(),
+        }
+
+
+class Course:
+    """Teaches a head for a target.
+
+    Args:
+        language_model: the target.
+        lessons: prompts, and outputs where there are any.
+        output: folder for the head; the working folder has `.training` behind its name.
+        options: how.
+        watcher: is told of the progress.
+
+    Raises:
+        TeachingTextError: there are too few lessons.
+        UnsupportedModelError: no head can be trained for the target.
+    """
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        lessons: Sequence[Lesson],
+        output: Path,
+        options: CourseOptions,
+        watcher: Watcher,
+    ) -> None:
+        if len(lessons) < LEAST_LESSONS:
+            raise TeachingTextError(
+                f"{len(lessons)} prompts and outputs are too few to teach a speculator: give at "
+                f"least {LEAST_LESSONS}, better some thousands"
+            )
+        last_layer(language_model)
+        self._language_model = language_model
+        self._options = options
+        self._watcher = watcher
+        self._output = output
+        self._folder = output.with_name(output.name + ".training")
+        self._states = recorded_states(num_states(language_model.model))
+        self._taught, judging = held_out(lessons, options.held_out_share)
+        if not judging:
+            self._taught, judging = self._taught[1:], self._taught[:1]
+        self._judging = _unique(judging)[:_MOST_JUDGING]
+        self._target = HeadTarget.of(
+            language_model.model, language_model.name, language_model.vocabulary
+        )
+
+    def run(self, trained_on: Sequence[str]) -> Outcome:
+        """Record, train and judge; write the head.
+
+        Args:
+            trained_on: what the texts are, for the head's file.
+
+        Raises:
+            TeachingTextError: what was recorded is too little to learn from.
+            TrainingError: the disk refuses, or holds what other options recorded.
+            HeadFileError: the head cannot be written.
+        """
+        store, judged = self._recorded()
+        tokens = self._drafted_tokens(store)
+        teaching = TeachingModel(self._language_model, tokens)
+        head = started_head(self._language_model, store, tokens)
+        before = agreement(head, teaching, judged)
+        after = _Training(
+            HeadTrainer(head, teaching, store, self._options.seed),
+            lambda trained: agreement(trained, teaching, judged),
+            self._folder / "head.safetensors",
+            self._options.minutes * 60 * (1 - _RECORDING_SHARE),
+            before,
+            self._watcher,
+        ).run()
+        head = head.cpu()
+        save_head(self._output, head.bfloat16(), self._target.origin(tuple(trained_on)))
+        return Outcome(head, before, after, store.num_tokens, store.num_own_tokens, self._judging)
+
+    def _recorded(self) -> tuple[TaughtStore, TaughtStore]:
+        """Record until there is enough or half of the time is over; return texts and judges."""
+        stamp = {
+            "model": self._target.name,
+            "weights": self._target.weights,
+            "states": list(self._states),
+            "seed": self._options.seed,
+            "lessons": _digest_of(self._taught),
+        }
+        store = TaughtStore(self._folder / "taught", stamp)
+        judged = TaughtStore(self._folder / "judging", stamp)
+        teacher = Teacher(self._language_model, self._states)
+        if not len(judged):
+            prompts = sorted((each.prompt for each in self._judging), key=len)
+            judged.add(teacher.answer(prompts, _JUDGING_TOKENS))
+        self._record(store, teacher)
+        if store.num_tokens < LEAST_TOKENS:
+            raise TeachingTextError(
+                f"{store.num_tokens} tokens are too little to teach a speculator: give more texts "
+                f"or time, for {LEAST_TOKENS} at least, better for some hundred thousand"
+            )
+        return store, judged
+
+    def _record(self, store: TaughtStore, teacher: Teacher) -> None:
+        options, start = self._options, time.perf_counter()
+        seconds = options.minutes * 60 * _RECORDING_SHARE
+        generator = torch.Generator().manual_seed(options.seed + store.num_shards)
+        read, asked = self._read_batches(), self._asked_batches()
+        skipped = store.num_read, store.num_shards - store.num_read
+        texts = _behind(read, skipped[0])
+        prompts = _behind(asked, skipped[1])
+        while store.num_tokens < options.num_tokens and time.perf_counter() - start < seconds:
+            is_own = store.num_own_tokens <= options.own_share * store.num_tokens
+            batch = next(prompts if is_own else texts, None) or next(
+                texts if is_own else prompts, None
+            )
+            if batch is None:
+                break
+            if isinstance(batch, _Asked):
+                taught = teacher.answer(
+                    batch.prompts, options.max_new_tokens, batch.temperature, generator
+                )
+            else:
+                taught = teacher.read(batch)
+            store.add(taught)
+            over = max(
+                store.num_tokens / options.num_tokens, (time.perf_counter() - start) / seconds
+            )
+            self._watcher("recording", min(over, 1.0), f"{store.num_tokens:,} tokens")
+
+    def _read_batches(self) -> Iterator[list[Lesson]]:
+        """Yield recorded outputs, batch by batch, once."""
+        recorded = [each for each in self._taught if len(each.output)]
+        for pool in _pools(recorded, self._options.seed):
+            batch: list[Lesson] = []
+            for lesson in sorted(pool, key=lambda each: len(each.prompt) + len(each.output)):
+                length = len(lesson.prompt) + len(lesson.output)
+                if batch and (len(batch) + 1) * length > _READ_TOKENS:
+                    yield batch
+                    batch = []
+                batch.append(lesson)
+            yield batch
+
+    def _asked_batches(self) -> Iterator["_Asked"]:
+        """Yield prompts that the target answers: greedily, and then again at random."""
+        prompts = _unique([each for each in self._taught if not each.is_own])
+        for again in range(_MOST_ANSWERS if prompts else 0):
+            for pool in _pools(prompts, self._options.seed + again):
+                ordered = sorted((each.prompt for each in pool), key=len)
+                for start in range(0, len(ordered), _BATCH):
+                    yield _Asked(
+                        ordered[start : start + _BATCH], _AGAIN_TEMPERATURE if again else 0.0
+                    )
+
+    def _drafted_tokens(self, store: TaughtStore) -> torch.Tensor:
+        """Return int64[C], rising, the tokens that were written most often."""
+        counts = store.token_counts(self._target.vocab_size)
+        counts[list(self._language_model.stop_ids)] += 1
+        most = min(self._options.num_columns, self._target.vocab_size)
+        return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:most]).copy())
+
+
+_MOST_ANSWERS: Final = 8
+"""Answers to one prompt: more of them say less and less that is new."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Prompts to be answered side by side."""
+
+    prompts: list[Any]
+    temperature: float
+
+
+class _Training:
+    """The stages of a training, which can be gone on with.
+
+    Args:
+        trainer: of the head.
+        judge: says how often the head foretells held-out tokens.
+        path: where the best weights and the progress are kept.
+        seconds: for all stages.
+        before: what the judge said of the head as it is.
+        watcher: is told of the progress.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917  each is another thing
+        self,
+        trainer: HeadTrainer,
+        judge: Callable[[Eagle3Head], Agreement],
+        path: Path,
+        seconds: float,
+        before: Agreement,
+        watcher: Watcher,
+    ) -> None:
+        self._trainer, self._judge_of = trainer, judge
+        self._path, self._seconds, self._watcher = path, seconds, watcher
+        self._head = trainer.head
+        self._best, self._best_weights = before, _weights_of(self._head)
+        self._stage, self._over, self._misses = 0, 0.0, 0
+        self._kept_at = time.perf_counter()
+
+    def run(self) -> Agreement:
+        """Train, keep the best weights, and return how often they foretold what came."""
+        self._resume()
+        for number in range(self._stage, len(STAGES)):
+            self._train(number)
+            self._head.load_state_dict(self._best_weights)
+            self._stage, self._over = number + 1, 0.0
+            self._keep()
+        return self._best
+
+    def _train(self, number: int) -> None:
+        stage, begun = STAGES[number], self._over
+        self._misses = 0
+        judged_at = begun
+
+        def on_step(over: float, loss: float) -> bool:
+            nonlocal judged_at
+            self._over = begun + (1 - begun) * over
+            self._watcher(f"training {stage.name}", self._over, f"loss {loss:.3f}")
+            if time.perf_counter() - self._kept_at > _KEPT_EVERY_S:
+                self._keep()
+            if self._over - judged_at < 1 / _JUDGED_TIMES:
+                return True
+            judged_at = self._over
+            return self._judge()
+
+        self._trainer.train(stage, self._left(stage, begun), on_step, begun)
+        self._judge()
+
+    def _left(self, stage: Stage, begun: float) -> float:
+        return max(self._seconds * stage.share * (1 - begun), 1.0)
+
+    def _judge(self) -> bool:
+        """Judge the head and note the best weights; return whether to go on."""
+        found = self._judge_of(self._head)
+        self._head.train()
+        self._misses += 1
+        if found.worth > self._best.worth:
+            self._best, self._best_weights, self._misses = found, _weights_of(self._head), 0
+        return self._misses < _PATIENCE
+
+    def _keep(self) -> None:
+        """Write the best weights and how far training is."""
+        self._kept_at = time.perf_counter()
+        progress = json.dumps({"stage": self._stage, "over": self._over})
+        partial = self._path.with_suffix(".partial")
+        try:
+            save_file(self._best_weights, partial, {"progress": progress})
+            partial.replace(self._path)
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(
+                f"{self._path.parent} cannot be written ({reason_of(error)}): make room there, "
+                "and run the same command again"
+            ) from error
+
+    def _resume(self) -> None:
+        """Go on from what was kept, if that is of this training."""
+        if not self._path.exists():
+            return
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                progress = json.loads((file.metadata() or {})["progress"])
+            self._head.load_state_dict(load_file(self._path))
+        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError):
+            return  # damaged, or of another vocabulary: training begins anew
+        self._stage, self._over = int(progress["stage"]), float(progress["over"])
+        self._best = self._judge_of(self._head)
+        self._best_weights = _weights_of(self._head)
+
+
+def _weights_of(head: Eagle3Head) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in head.state_dict().items()}
+
+
+def _unique(lessons: Sequence[Lesson]) -> list[Lesson]:
+    return list({lesson.key: lesson for lesson in lessons}.values())
+
+
+def _pools(lessons: Sequence[Lesson], seed: int) -> Iterator[list[Lesson]]:
+    """Yield lessons in random order, a few hundred at a time."""
+    order = np.random.default_rng(seed).permutation(len(lessons))
+    for start in range(0, len(order), _POOL):
+        yield [lessons[place] for place in order[start : start + _POOL]]
+
+
+def _behind(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """Return batches behind those that were recorded before."""
+    for _ in range(count):
+        next(batches, None)
+    return batches
+
+
+def _digest_of(lessons: Sequence[Lesson]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for lesson in lessons:
+        digest.update(lesson.prompt.tobytes())
+        digest.update(lesson.output.tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,232 @@
+"""Fused drafts with draws leave the target's distribution alone, whole and cut."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from decoder.drafters.drawn_fusion import DrawnFusion
+from decoder.drafters.drawn_trees import Draws
+from decoder.drafters.following import Verified
+from decoder.drafters.model_trees import StepCosts
+from decoder.drafters.recycling import RecycledLogits
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.sampling_settings import SamplingSettings
+from decoder.sampling.verification import CERTAIN, AcceptRule, PassContext, SampledTree
+from retriever.errors import DrafterUnavailableError
+from retriever.follower import DraftLimits
+from retriever.sequences import TokenSequence
+from retriever.tree import ROOT, DraftTree, Source
+from tests.decoder.decoding import (
+    MODELS,
+    ScriptedDrafter,
+    decoder_with,
+    nothing,
+    oracle,
+    plainly,
+    prompt_of,
+)
+from tests.decoder.drafters.scripted_readers import ScriptedReader
+from tests.decoder.drafters.test_fusion import LIMITS, paths_of, saying
+from tests.decoder.drafters.test_readers import Unavailable, counting
+
+FREE = StepCosts(target_s=1.0, pass_s=0.0)
+SIZE = 4
+NUM_TREES = 1500
+CRITICAL = 37.7
+"""Of chi-square with 15 degrees of freedom, at 0.001."""
+
+Change = Callable[[SampledTree], SampledTree]
+Shares = NDArray[np.float64]
+
+
+class World:
+    """A target and a draft model that are tables, by the last two tokens behind the prompt."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        shape = (SIZE + 1, SIZE + 1)
+        self.target = rng.dirichlet(np.ones(SIZE), size=shape)
+        self.draft = rng.dirichlet(np.ones(SIZE), size=shape)
+
+    def after(self, path: tuple[int, ...], table: Shares) -> Shares:
+        shares: Shares = table[(*path, SIZE, SIZE)[:2]]
+        return shares
+
+    def logits(self, tree: DraftTree) -> torch.Tensor:
+        rows = [(), *paths_of(tree)]
+        return torch.from_numpy(np.log([self.after(path, self.target) for path in rows])).float()
+
+    def said(self, tokens: list[int]) -> dict[int, float]:
+        shares = self.after(tuple(tokens[1:]), self.draft)
+        return dict(enumerate(np.log(shares).tolist()))
+
+
+def drafter_of(world: World, seed: int, *, reads_paths: bool) -> DrawnFusion:
+    retrieval = saying(([2, 1], 0.5), ([0], 0.2))
+    reader = ScriptedReader(
+        world.said, columns=range(SIZE), reads_paths=reads_paths, vocabulary=SIZE
+    )
+    return DrawnFusion(
+        [retrieval],
+        DraftLimits(SIZE),
+        readers=[reader],
+        draws=Draws(seed=seed),
+        costs=FREE,
+    )
+
+
+def statistic(change: Change, seed: int = 0, *, reads_paths: bool = False) -> float:
+    """Return chi-square of the first two tokens of many verified drafts."""
+    world, rng = World(seed), np.random.default_rng(seed)
+    drafter = drafter_of(world, seed, reads_paths=reads_paths)
+    rule = accept_rule(SamplingSettings(temperature=1.0, seed=seed, coupled=False))
+    prompt = np.zeros(1, np.int32)
+    counts, kinds = np.zeros((SIZE, SIZE)), set()
+    for number in range(NUM_TREES):
+        fused = drafter.follow(TokenSequence(prompt))
+        tree = fused.draft(7)
+        assert isinstance(tree, SampledTree)
+        kinds.add((bool((tree.rows == CERTAIN).any()), bool((tree.rows != CERTAIN).any())))
+        tree = change(tree)
+        logits = world.logits(tree)
+        path, token = rule(tree, logits, PassContext(number, prompt))
+        first, second = (*tree.token_ids[path].tolist(), token, -1)[:2]
+        fused.learn(Verified(0, tree, logits, path, token))
+        fused.close()
+        if second < 0:
+            second = int(rng.choice(SIZE, p=world.after((first,), world.target)))
+        counts[first, second] += 1
+    assert kinds == {(True, True)}
+    target = world.target
+    expected = NUM_TREES * target[SIZE, SIZE][:, None] * target[:SIZE, SIZE]
+    return float(np.sum((counts - expected) ** 2 / expected))
+
+
+def unchanged(tree: SampledTree) -> SampledTree:
+    return tree
+
+
+def cut(tree: SampledTree) -> SampledTree:
+    return tree.prefix(3)
+
+
+def without_improbable_draws(tree: SampledTree) -> SampledTree:
+    """Drop a draw by its value."""
+    shares = tree.proposals.numpy()[tree.rows, tree.token_ids]
+    kept = np.zeros(len(tree), np.bool_)
+    for node, parent in enumerate(tree.parents.tolist()):
+        stays = tree.rows[node] == CERTAIN or shares[node] > 0.4
+        kept[node] = stays and (parent == ROOT or kept[parent])
+    return tree.among(kept)
+
+
+def with_swapped_rows(tree: SampledTree) -> SampledTree:
+    """Tell that draws came from another node's distribution."""
+    swapped = tree.proposals.flip(0)
+    return SampledTree(
+        tree.token_ids, tree.parents, tree.probabilities, tree.sources, swapped, tree.rows
+    )
+
+
+@pytest.mark.parametrize("change", [unchanged, cut])
+@pytest.mark.parametrize(("seed", "reads_paths"), [(0, False), (1, True)])
+def test_verified_drafts_are_distributed_as_the_target(
+    change: Change, seed: int, *, reads_paths: bool
+) -> None:
+    assert statistic(change, seed, reads_paths=reads_paths) < CRITICAL
+
+
+@pytest.mark.parametrize("change", [without_improbable_draws, with_swapped_rows])
+def test_planted_errors_are_noticed(change: Change) -> None:
+    assert statistic(change) > 3 * CRITICAL
+
+
+def drafted(reader: ScriptedReader, seed: int = 0, budget: int = 10) -> DraftTree:
+    retrieval = saying(([4, 5, 6], 0.6), ([20], 0.2))
+    draws = Draws(seed=seed)
+    drafter = DrawnFusion([retrieval], LIMITS, readers=[reader], draws=draws, costs=FREE)
+    tree = drafter.follow(TokenSequence(np.array([3], np.int32))).draft(budget)
+    return DraftTree.checked(tree.token_ids, tree.parents, tree.probabilities, tree.sources)
+
+
+def test_shape_is_the_same_whatever_is_drawn_but_tokens_are_not() -> None:
+    trees = [drafted(ScriptedReader(lambda _: {}), seed) for seed in range(5)]
+    assert len({tree.parents.tobytes() for tree in trees}) == 1
+    assert len({tree.probabilities.tobytes() for tree in trees}) == 1
+    assert len({tree.token_ids.tobytes() for tree in trees}) == 5
+    for tree in trees:
+        assert {(4,), (4, 5), (4, 5, 6), (20,)} <= set(paths_of(tree))
+
+
+def tree_of_two(seed: int) -> SampledTree:
+    """Draft where the model finds likely what was retrieved."""
+    retrieval = saying(([4], 0.6), ([20], 0.2))
+    reader = ScriptedReader(lambda _: {4: 3.0, 20: 2.0, 7: 1.0, 8: 0.0})
+    draws = Draws(seed=seed)
+    drafter = DrawnFusion([retrieval], LIMITS, readers=[reader], draws=draws, costs=FREE)
+    tree = drafter.follow(TokenSequence(np.array([3], np.int32))).draft(8)
+    assert isinstance(tree, SampledTree)
+    return tree
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_draws_are_from_what_certain_siblings_leave_and_say_so(seed: int) -> None:
+    tree = tree_of_two(seed)
+    assert len(set(paths_of(tree))) == len(tree)
+    top = tree.parents == ROOT
+    assert tree.token_ids[top & (tree.rows == CERTAIN)].tolist() == [4, 20]
+    for node in np.flatnonzero(tree.rows != CERTAIN).tolist():
+        siblings = (tree.parents == tree.parents[node]) & (tree.rows == CERTAIN)
+        proposal = tree.proposals[tree.rows[node]]
+        assert float(proposal.sum()) == pytest.approx(1.0, abs=1e-5)
+        assert not proposal[tree.token_ids[siblings].tolist()].any()
+        assert proposal[int(tree.token_ids[node])] > 0
+        assert tree.sources[node] == Source.MODEL
+
+
+def test_ranks_are_learned_of_the_share_that_certain_nodes_leave() -> None:
+    world = World(3)
+    drafter = drafter_of(world, 3, reads_paths=False)
+    shares = []
+    for _ in range(150):
+        fused = drafter.follow(TokenSequence(np.zeros(1, np.int32)))
+        tree = fused.draft(7)
+        assert isinstance(tree, SampledTree)
+        shares.append(float(tree.probabilities[tree.rows != CERTAIN].max()))
+        path = tree.follow(np.array([2, 1]))
+        fused.learn(Verified(0, tree, world.logits(tree), path, 1))
+        fused.close()
+    assert shares[-1] < 0.5 * shares[0]  # what is retrieved comes always: draws lose their places
+
+
+def test_without_its_model_a_draft_is_that_of_the_others() -> None:
+    reader = Unavailable(3, DrafterUnavailableError("too long"))
+    tree = drafted(reader)
+    assert not isinstance(tree, SampledTree)
+    assert {(4,), (4, 5), (4, 5, 6), (20,)} == set(paths_of(tree))
+
+
+def sampled(model_name: str, drafter_seed: int | None, rule: AcceptRule) -> list[int]:
+    model, prompt = MODELS[model_name](), prompt_of(12)
+    truth = prompt + plainly(model, prompt, 30)
+    drafter = DrawnFusion(
+        [ScriptedDrafter(nothing if drafter_seed is None else oracle(truth))],
+        LIMITS,
+        readers=[] if drafter_seed is None else [ScriptedReader(counting)],
+        draws=Draws(seed=drafter_seed or 0),
+        recycled=RecycledLogits(1 << 8),
+        costs=FREE,
+    )
+    generation = decoder_with(model, drafter, accept=rule).generate(prompt, 30)
+    return [token for step in generation for token in step]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_coupled_and_greedy_outputs_do_not_depend_on_draws(name: str) -> None:
+    for settings in (SamplingSettings(1.0, seed=5), SamplingSettings()):
+        rule = accept_rule(settings)
+        outputs = [sampled(name, seed, rule) for seed in (None, 1, 2)]
+        assert outputs[0] == outputs[1] == outputs[2]
