@@ -27,12 +27,13 @@ from decoder.contenders.contender import (
 )
 from decoder.contenders.drafting_rules import PUBLISHED_RULES, PublishedRule, opened
 from decoder.contenders.token_recycling import TokenRecycling
-from decoder.drafters.following import NoDrafter, states_of
-from decoder.drafters.fusion import MAX_NODES, FusedDrafter
+from decoder.drafters.following import NoDrafter, Verified, states_of
+from decoder.drafters.fusion import MAX_NODES, FusedDrafter, FusedSequence
+from decoder.drafters.kernels.siblings import Hints
 from decoder.drafters.model_drafter import DraftingOptions
 from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.rasd import RasdDrafter
-from decoder.drafters.recycling import RecycledLogits
+from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
@@ -41,7 +42,7 @@ from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule
 from indexer.flags import flag_of
-from retriever.drafter import Drafter
+from retriever.drafter import Drafter, TokenIds
 
 FREE: Final = StepCosts(target_s=1.0, pass_s=0.0)
 """Costs of draft models and heads where nodes are fixed: what they bring is not to depend on what
@@ -170,6 +171,32 @@ def _tables(means: Means, *, recycle: bool) -> Iterator[Drafter]:
         yield drafter
 
 
+class UntaughtDrafter(FusedDrafter):
+    """A fused drafter whose weights stay those that it began with."""
+
+    def _learn_weights(self, sequence: FusedSequence, came: TokenIds) -> None:
+        """Learn nothing."""
+
+
+class UnhintedDrafter(FusedDrafter):
+    """A fused drafter that makes nothing of what else was likely at the last token."""
+
+    def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
+        """Learn, and give no hints."""
+        super().take_in(sequence, verified)
+        return NO_HINTS
+
+
+@contextmanager
+def _fused(
+    means: Means, *, kind: type[FusedDrafter] = FusedDrafter, recycles: bool = True
+) -> Iterator[Drafter]:
+    """Have retrieval fused in another way than ours."""
+    with _tables(means, recycle=False) as retrieval:
+        recycled = RecycledLogits() if recycles else None
+        yield kind([retrieval], draft_limits(means.language_model), recycled=recycled)
+
+
 _MODELS: Final = ("draft_model", "speculator")
 _REST: Final = next(rule for rule in PUBLISHED_RULES if rule.name == "rest")
 
@@ -229,6 +256,21 @@ ENTRIES: Final[dict[str, Entry]] = {
             "foredraft-recycling",
             "recycled logits alone, after the last one, two and three tokens",
             opened=_recycled_alone,
+        ),
+        Entry(
+            "foredraft-reweighed",
+            "retrieval alone, its nodes weighed again as fused ones are",
+            opened=partial(_fused, recycles=False),
+        ),
+        Entry(
+            "foredraft-untaught",
+            "foredraft-tables with the weights that it begins with",
+            opened=partial(_fused, kind=UntaughtDrafter),
+        ),
+        Entry(
+            "foredraft-unhinted",
+            "foredraft-tables without what else was likely at the last token",
+            opened=partial(_fused, kind=UnhintedDrafter),
         ),
     )
 }
