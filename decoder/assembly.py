@@ -21,6 +21,7 @@ from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.keeping import kept_logits
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.model_reader import ModelReader
+from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import ContradictoryOptionsError
@@ -281,8 +282,14 @@ class DrafterSettings(DraftSettings):
         return ", ".join(parts)
 
     @contextmanager
-    def connect(self, language_model: LanguageModel) -> Iterator[Drafter]:
+    def connect(
+        self, language_model: LanguageModel, *, costs: StepCosts | None = None
+    ) -> Iterator[Drafter]:
         """Open a drafter for a model's vocabulary during the block.
+
+        Args:
+            language_model: the target.
+            costs: what passes of models that draft cost; measured if not given.
 
         Raises:
             IndexerError: an index cannot be opened or was built for another tokenizer.
@@ -297,7 +304,9 @@ class DrafterSettings(DraftSettings):
             if self.recycle or readers:
                 recycled = self._recycled(language_model, retrieval, opened)
                 limits = draft_limits(language_model)
-                yield FusedDrafter([retrieval], limits, readers=readers, recycled=recycled)
+                yield FusedDrafter(
+                    [retrieval], limits, readers=readers, recycled=recycled, costs=costs
+                )
             else:
                 yield retrieval
 

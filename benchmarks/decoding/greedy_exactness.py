@@ -14,7 +14,6 @@ places, so that a tie may fall either way.
 import copy
 import json
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -29,8 +28,8 @@ from decoder.assembly import DrafterSettings
 from decoder.commands.bench import BenchPrompt, circumstances, fitting
 from decoder.commands.prompts import read_prompts
 from decoder.contenders.contender import FOREDRAFT, PLAIN, Contender
-from decoder.contenders.registry import ENTRIES, Contest, Setting
-from decoder.errors import ContradictoryOptionsError, DecoderError
+from decoder.contenders.registry import Contest, Setting, possible
+from decoder.errors import DecoderError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from indexer.errors import IndexerError
 from indexer.tokenizer import DEFAULT_MODEL
@@ -191,7 +190,9 @@ def measure(  # noqa: PLR0913  options
     """Decode prompts in all ways and compare."""
     options = DrafterSettings(index=index or [], draft_model=draft_model)
     options.check()
-    names = _names(contender or [FOREDRAFT], options)
+    names = contender or [FOREDRAFT]
+    if _ALL in names:
+        names = [name for name in possible(options) if name != PLAIN]
     language_model = load_model(ModelOptions(model, precision=Precision.FLOAT32))
     head = {
         **circumstances(language_model),
@@ -217,19 +218,6 @@ def measure(  # noqa: PLR0913  options
     print(json.dumps(result, indent=2))
     if result["different"]:
         raise typer.Exit(1)
-
-
-def _names(given: list[str], drafts: DrafterSettings) -> list[str]:
-    """Return the contenders; of `all` those that draft and have something to draft with."""
-    if _ALL not in given:
-        return given
-    names = []
-    for entry in ENTRIES.values():
-        with suppress(ContradictoryOptionsError):
-            entry.check(drafts)
-            if entry.name != PLAIN:
-                names.append(entry.name)
-    return names
 
 
 def main() -> None:

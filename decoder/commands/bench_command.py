@@ -79,6 +79,11 @@ class ContestSettings(BaseModel):
             "answer to the one before."
         ),
     ] = AskedTurns.FIRST
+    over: Annotated[
+        str | None,
+        Metavar("NAME"),
+        Field(description="Also say how many times this contender's speed and tokens others have."),
+    ] = None
     plot: Annotated[
         Path | None,
         Metavar("FILE"),
@@ -88,7 +93,8 @@ class ContestSettings(BaseModel):
     @property
     def names(self) -> list[str]:
         """The contenders; one to compare the others with is always there."""
-        names = list(dict.fromkeys(self.contender or DEFAULT))
+        given = [*(self.contender or DEFAULT), *([self.over] if self.over else [])]
+        names = list(dict.fromkeys(given))
         if not {PLAIN, UNDRAFTED} & set(names):
             names.insert(0, PLAIN)
         if any(self.temperature) and UNDRAFTED not in names:
@@ -167,6 +173,11 @@ def run_bench(
     """Measure against plain generation, prompt lookup and published rules, in one run."""
     drafts.check()
     contest.check(drafts)
+    if drafts.state is not None and (len(contest.settings) > 1 or output.repeat > 1):
+        raise ContradictoryOptionsError(
+            "--state keeps answers from round to round: leave it out, or measure one setting "
+            "without --repeat"
+        )
     found = RecordingTally()
     selected = read_prompts(given.prompts, given.limit, given.per_category, found)
     others = [] if given.warm is None else read_prompts(given.warm, skipped=found)
@@ -203,11 +214,11 @@ def run_bench(
     if _is_default(contest):
         print_table(table_of(report))
         return
-    for table in tables_of(report):
+    for table in tables_of(report, contest.over):
         print_table(table)
     typer.echo("\n".join(notes_of(report)))
 
 
 def _is_default(contest: ContestSettings) -> bool:
     """Return whether our own decoder's figures alone are asked for."""
-    return not (contest.contender or contest.nodes or contest.temperature)
+    return not (contest.contender or contest.nodes or contest.temperature or contest.over)

@@ -128,15 +128,19 @@ _HEADINGS: Final = (
 )
 
 
-def tables_of(report: dict[str, Any]) -> list[Table]:
+def tables_of(report: dict[str, Any], over: str | None = None) -> list[Table]:
     """Return the tables of all contenders, as papers have them: for all prompts, by category.
 
     Args:
         report: of `run_benchmark`, with `drafter`.
+        over: a contender that the others are set against in a table of their own.
     """
     tables = []
     for setting in report["settings"]:
-        tables += [_standings_table(report, setting), *_category_tables(setting)]
+        tables.append(_standings_table(report, setting))
+        if over is not None:
+            tables.append(_ratio_table(setting, over))
+        tables += _category_tables(setting)
     return tables
 
 
@@ -232,6 +236,20 @@ def _standings_table(report: dict[str, Any], setting: dict[str, Any]) -> Table:
             f"{figures['draft_share']:.0%}",
             f"{figures['identical']}/{overall['num_answers']}",
         )
+    return table
+
+
+def _ratio_table(setting: dict[str, Any], over: str) -> Table:
+    """Return how many times one contender's speed and accepted tokens the others have."""
+    table = Table(title=f"over {over}, {described(setting)}", box=SIMPLE_HEAD)
+    table.add_column("contender", no_wrap=True)
+    for heading in ("speed", "90%", "accepted", "90%"):
+        table.add_column(heading, justify="right")
+    for name, against in setting["against"].items():
+        if name != over:
+            ratios = against[over]
+            cells = (*_with_interval(ratios["speed"]), *_with_interval(ratios["accepted_tokens"]))
+            table.add_row(name, *cells)
     return table
 
 

@@ -5,7 +5,7 @@ the drafter alone. Speed-up is over `plain`, as in the papers' tables.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -27,9 +27,13 @@ from decoder.contenders.contender import (
 )
 from decoder.contenders.drafting_rules import PUBLISHED_RULES, PublishedRule, opened
 from decoder.contenders.token_recycling import TokenRecycling
-from decoder.drafters.following import NoDrafter, states_of
-from decoder.drafters.fusion import MAX_NODES, FusedDrafter
-from decoder.drafters.recycling import RecycledLogits
+from decoder.drafters.following import NoDrafter, Verified, states_of
+from decoder.drafters.fusion import MAX_NODES, FusedDrafter, FusedSequence
+from decoder.drafters.kernels.siblings import Hints
+from decoder.drafters.model_drafter import DraftingOptions
+from decoder.drafters.model_trees import StepCosts
+from decoder.drafters.rasd import RasdDrafter
+from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
@@ -38,7 +42,11 @@ from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import AcceptRule
 from indexer.flags import flag_of
-from retriever.drafter import Drafter
+from retriever.drafter import Drafter, TokenIds
+
+FREE: Final = StepCosts(target_s=1.0, pass_s=0.0)
+"""Costs of draft models and heads where nodes are fixed: what they bring is not to depend on what
+else the machine does."""
 
 DEFAULT: Final = (PLAIN, PROMPT_LOOKUP, UNDRAFTED, FOREDRAFT)
 """The contenders of a run that names none."""
@@ -52,11 +60,17 @@ class Means:
         language_model: the target.
         drafts: where drafts come from.
         max_nodes: most nodes of a draft.
+        costs: what passes of draft models and heads cost; measured if not given.
     """
 
     language_model: LanguageModel
     drafts: DrafterSettings
     max_nodes: int
+    costs: StepCosts | None = None
+
+    def without(self, *settings: str) -> DrafterSettings:
+        """Return where drafts come from, but for some settings."""
+        return self.drafts.model_copy(update=dict.fromkeys(settings))
 
 
 Opened = Callable[[Means], AbstractContextManager[Drafter]]
@@ -119,29 +133,72 @@ def _draft_model(means: Means) -> Iterator[Drafter]:
     options = means.drafts.drafting_model
     if options is None:  # `Entry.check` says what to give
         raise ContradictoryOptionsError("there is no draft model: give one with --draft-model")
-    yield load_draft_model(options, means.language_model, means.drafts.index)
+    drafting = DraftingOptions(costs=means.costs)
+    yield load_draft_model(options, means.language_model, means.drafts.index, drafting)
+
+
+@contextmanager
+def _speculator(means: Means) -> Iterator[Drafter]:
+    readers = means.without("draft_model").readers(means.language_model)
+    yield FusedDrafter([], draft_limits(means.language_model), readers=readers, costs=means.costs)
+
+
+@contextmanager
+def _rasd(means: Means) -> Iterator[Drafter]:
+    """Have RASD over REST's rule, with the draft model, or the head where there is none."""
+    reader = means.drafts.readers(means.language_model)[-1]
+    with _published(_REST, means) as retrieval:
+        yield RasdDrafter(retrieval, reader, draft_limits(means.language_model))
 
 
 @contextmanager
 def _recycled_alone(means: Means) -> Iterator[Drafter]:
-    limits = draft_limits(means.language_model)
-    yield FusedDrafter([], limits, recycled=RecycledLogits())
+    yield FusedDrafter([], draft_limits(means.language_model), recycled=RecycledLogits())
 
 
 @contextmanager
 def _own(means: Means) -> Iterator[Drafter]:
-    with means.drafts.connect(means.language_model) as drafter:
+    with means.drafts.connect(means.language_model, costs=means.costs) as drafter:
         yield drafter
 
 
 @contextmanager
 def _tables(means: Means, *, recycle: bool) -> Iterator[Drafter]:
-    """Have our own drafter without any model."""
-    without = {"draft_model": None, "draft_vocabulary": None, "recycle": recycle}
-    drafts = means.drafts.model_copy(update=without)
+    """Have our own drafter without any model; what is kept on disk is for the whole one."""
+    drafts = means.without(*_MODELS, "draft_vocabulary", "state")
+    drafts = drafts.model_copy(update={"recycle": recycle})
     with drafts.connect(means.language_model) as drafter:
         yield drafter
 
+
+class UntaughtDrafter(FusedDrafter):
+    """A fused drafter whose weights stay those that it began with."""
+
+    def _learn_weights(self, sequence: FusedSequence, came: TokenIds) -> None:
+        """Learn nothing."""
+
+
+class UnhintedDrafter(FusedDrafter):
+    """A fused drafter that makes nothing of what else was likely at the last token."""
+
+    def take_in(self, sequence: FusedSequence, verified: Verified) -> Hints:
+        """Learn, and give no hints."""
+        super().take_in(sequence, verified)
+        return NO_HINTS
+
+
+@contextmanager
+def _fused(
+    means: Means, *, kind: type[FusedDrafter] = FusedDrafter, recycles: bool = True
+) -> Iterator[Drafter]:
+    """Have retrieval fused in another way than ours."""
+    with _tables(means, recycle=False) as retrieval:
+        recycled = RecycledLogits() if recycles else None
+        yield kind([retrieval], draft_limits(means.language_model), recycled=recycled)
+
+
+_MODELS: Final = ("draft_model", "speculator")
+_REST: Final = next(rule for rule in PUBLISHED_RULES if rule.name == "rest")
 
 ENTRIES: Final[dict[str, Entry]] = {
     entry.name: entry
@@ -170,6 +227,20 @@ ENTRIES: Final[dict[str, Entry]] = {
             _draft_model,
             needs=("draft_model",),
         ),
+        Entry(
+            "speculator",
+            "--speculator alone: trees of a head that reads the target's states",
+            "arXiv:2406.16858, 2503.01840",
+            _speculator,
+            needs=("speculator",),
+        ),
+        Entry(
+            "rasd",
+            "RASD: what rest drafts, pruned by a model's likeliest first tokens, and its own tree",
+            "arXiv:2503.03434",
+            _rasd,
+            needs=_MODELS,
+        ),
         Entry(FOREDRAFT, "all that is given, fused into one tree", opened=_own),
         Entry(
             "foredraft-tables",
@@ -185,6 +256,21 @@ ENTRIES: Final[dict[str, Entry]] = {
             "foredraft-recycling",
             "recycled logits alone, after the last one, two and three tokens",
             opened=_recycled_alone,
+        ),
+        Entry(
+            "foredraft-reweighed",
+            "retrieval alone, its nodes weighed again as fused ones are",
+            opened=partial(_fused, recycles=False),
+        ),
+        Entry(
+            "foredraft-untaught",
+            "foredraft-tables with the weights that it begins with",
+            opened=partial(_fused, kind=UntaughtDrafter),
+        ),
+        Entry(
+            "foredraft-unhinted",
+            "foredraft-tables without what else was likely at the last token",
+            opened=partial(_fused, kind=UnhintedDrafter),
         ),
     )
 }
@@ -202,6 +288,16 @@ def chosen(names: Sequence[str]) -> list[Entry]:
                 f"--contender {name}: there is none of this name, choose from {', '.join(ENTRIES)}"
             )
     return [ENTRIES[name] for name in dict.fromkeys(names)]
+
+
+def possible(drafts: DrafterSettings) -> list[str]:
+    """Return the names of all contenders that have what they draft with."""
+    names = []
+    for entry in ENTRIES.values():
+        with suppress(ContradictoryOptionsError):
+            entry.check(drafts)
+            names.append(entry.name)
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +390,7 @@ class Contest:
             VocabularyMismatchError: the draft model has another tokenizer.
             UnsupportedModelError: the model cannot be decoded here.
         """
-        means = Means(self._language_model, self._drafts, max(MAX_NODES, setting.nodes or 0))
+        means = self._means(setting)
         with ExitStack() as stack:
             drafters = {
                 entry.name: stack.enter_context(entry.opened(means))
@@ -314,6 +410,11 @@ class Contest:
                 else:
                     ways[entry.name] = self._library(entry, target, setting)
             yield Lineup(ways, target, None if setting.nodes else self._surface)
+
+    def _means(self, setting: Setting) -> Means:
+        """Return what drafters are made with; at a fixed number of nodes models always draft."""
+        costs = None if setting.nodes is None else FREE
+        return Means(self._language_model, self._drafts, MAX_NODES, costs)
 
     def _target_for(self, drafters: Iterable[Drafter]) -> Target:
         """Return the target, which keeps the states that any of the drafters learns from."""

@@ -231,11 +231,13 @@ def test_the_second_turn_is_asked_behind_the_plain_answer(
 def test_the_tables_of_contenders_are_laid_out_as_papers_have_them(
     small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench(monkeypatch, *small, "--contender", "rest", "--contender", "undrafted") == 0
+    options = ["--contender", "rest", "--contender", "undrafted", "--over", "hd"]
+    assert bench(monkeypatch, *small, *options) == 0
     shown = capsys.readouterr().out
     for part in ("as many nodes as pay; 2 prompts", "speed-up,", "accepted tokens,", "poems"):
         assert part in shown
     assert "over undrafted" in shown
+    assert "over hd, as many nodes as pay" in shown
     assert "90%: intervals by bootstrap" in shown
     assert "plain" not in shown
 

@@ -4,23 +4,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig
 
 from decoder.assembly import DrafterSettings
 from decoder.budget.costs import CostSurface
 from decoder.contenders.contender import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED
 from decoder.contenders.drafting_rules import DRAFTERS, OWN, DraftingRule, drafting_rules, opened
-from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Setting, chosen
+from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Setting, chosen, possible
+from decoder.drafters.following import states_of
+from decoder.drafters.model_drafter import ModelDrafter
+from decoder.drafters.rasd import RasdDrafter
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.projection import project
 from decoder.estimate.token_log import Record
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.speculators.eagle import Eagle1Head, EagleConfig
+from decoder.speculators.head_files import HeadTarget, save_head
 from indexer.build import build_from_texts
 from retriever.replay.traces import Trace
+from retriever.sessions.embedded import EmbeddedDrafter
+from tests.decoder.decoding import SIZES
 
 PROMPTS = ["abc abc abc", "one two one two one", "x", "a longer one, with one two abc"]
 LIBRARY = (PLAIN, PROMPT_LOOKUP)
-OWN_WAYS = [name for name in ENTRIES if name not in LIBRARY]
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +37,30 @@ def language_model(model_directory: Path) -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
-def drafts(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> DrafterSettings:
-    """An index, and the model itself as a draft model: all that a contender may need."""
-    path = tmp_path_factory.mktemp("contest") / "index"
-    build_from_texts([("a", "abc one two " * 9), ("b", "two one abc")], path, str(model_directory))
-    return DrafterSettings(index=[path], draft_model=str(model_directory))
+def drafts(
+    language_model: LanguageModel, model_directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> DrafterSettings:
+    """An index, the model itself as a draft model, and a head: all that a contender may need."""
+    folder = tmp_path_factory.mktemp("contest")
+    index, head = folder / "index", folder / "head"
+    build_from_texts([("a", "abc one two " * 9), ("b", "two one abc")], index, str(model_directory))
+    torch.manual_seed(0)
+    size = language_model.vocabulary.size
+    layer = LlamaConfig(**SIZES, vocab_size=size, num_hidden_layers=1, max_position_embeddings=128)
+    target = HeadTarget.of(language_model.model, "tiny", language_model.vocabulary)
+    save_head(head, Eagle1Head(EagleConfig.eagle(layer)), target.origin())
+    return DrafterSettings(index=[index], draft_model=str(model_directory), speculator=head)
 
 
 def answers(
     language_model: LanguageModel, drafts: DrafterSettings, setting: Setting
 ) -> dict[str, list[list[int]]]:
     """What each contender writes to the prompts, one after the other."""
-    contest = Contest(language_model, list(ENTRIES), drafts, max_new_tokens=24)
+    names = possible(drafts)
+    assert names == list(ENTRIES)
+    contest = Contest(language_model, names, drafts, max_new_tokens=24)
     with contest.opened(setting) as lineup:
-        assert list(lineup.ways) == list(ENTRIES)
+        assert list(lineup.ways) == names
         return {
             name: [way(language_model.encode(text), remember=True).token_ids for text in PROMPTS]
             for name, way in lineup.ways.items()
@@ -64,7 +82,7 @@ def test_of_a_seed_every_contender_draws_what_decoding_without_drafts_draws(
     language_model: LanguageModel, drafts: DrafterSettings, seed: int
 ) -> None:
     found = answers(language_model, drafts, Setting(16, temperature=0.9, seed=seed))
-    for name in OWN_WAYS:
+    for name in set(found) - set(LIBRARY):
         assert found[name] == found[UNDRAFTED], name
     greedy = answers(language_model, drafts, Setting(16))
     assert found[UNDRAFTED] != greedy[UNDRAFTED]
@@ -126,8 +144,23 @@ def test_a_contender_without_its_means_is_refused_with_what_to_give(
 ) -> None:
     with pytest.raises(ContradictoryOptionsError, match=r"--contender model .* --draft-model"):
         Contest(language_model, ["model"], DrafterSettings(), 4)
+    with pytest.raises(ContradictoryOptionsError, match="give it --draft-model or --speculator"):
+        Contest(language_model, ["rasd"], DrafterSettings(), 4)
     with pytest.raises(InvalidSettingsError, match=r"there is none of this name.* hd, "):
         chosen(["hd", "nobody"])
+
+
+def test_parts_of_ours_have_no_model_and_models_alone_no_tables(
+    language_model: LanguageModel, drafts: DrafterSettings
+) -> None:
+    names = ["foredraft-tables", "foredraft-retrieval", "speculator", "model", "rasd", FOREDRAFT]
+    contest = Contest(language_model, names, drafts, max_new_tokens=4)
+    with contest.opened(Setting(8)) as lineup:
+        drafters = {name: way.decoder.drafter for name, way in lineup.drafting.items()}
+    assert {name for name, each in drafters.items() if states_of(each)} == {FOREDRAFT, "speculator"}
+    assert isinstance(drafters["foredraft-retrieval"], EmbeddedDrafter)
+    assert isinstance(drafters["model"], ModelDrafter)
+    assert isinstance(drafters["rasd"], RasdDrafter)
 
 
 def test_the_default_contenders_can_be_chosen() -> None:

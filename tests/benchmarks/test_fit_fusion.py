@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import numpy as np
@@ -6,9 +5,7 @@ import pytest
 import torch
 
 from benchmarks.decoding import fit_fusion
-from benchmarks.decoding import fusion_worth as fusion
 from benchmarks.decoding.fit_fusion import Places, PlaceSeen, fit, report
-from benchmarks.decoding.fusion_worth import FUSED, OVERALL, RECYCLED, RETRIEVED, WAYS, worth
 from decoder.drafters import source_weights
 from decoder.drafters.kernels.readings import DRAFT_MODEL
 from decoder.drafters.kernels.siblings import BIAS, NUM_UNREAD_SETS, NUM_WEIGHTS, SLOPE
@@ -24,22 +21,6 @@ def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.txt"
     path.write_text("\n".join(PROMPTS), encoding="utf-8")
     return path
-
-
-@pytest.mark.programs
-def test_all_ways_are_measured_at_equal_nodes(
-    tiny_model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "report.json"
-    fusion.main(prompts, output, None, str(tiny_model), 3, 1, [4], 12, Precision.FLOAT32)
-    report = json.loads(output.read_text(encoding="utf-8"))
-    found = report["tokens_per_pass"]["4"]
-    assert set(found) == set(WAYS)
-    assert all(figures[OVERALL] >= 1 for figures in found.values())
-    assert (report["num_prompts"], report["num_warm"]) == (3, 1)
-    better = max(found[RETRIEVED][OVERALL], found[RECYCLED][OVERALL])
-    assert worth(found, OVERALL) == found[FUSED][OVERALL] / better
-    assert "4 nodes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("draft", [False, True])
