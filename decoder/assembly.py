@@ -1,9 +1,10 @@
 """Building a decoder from names and options: draft sources, draft model, acceptance rule."""
 
+import secrets
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,11 +17,14 @@ from transformers import PreTrainedModel
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
 from decoder.drafters.draft_model import DraftModel, frequent_tokens
+from decoder.drafters.drawn_fusion import DrawnFusion
+from decoder.drafters.drawn_trees import Draws
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.keeping import kept_logits
 from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.model_reader import ModelReader
+from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import ContradictoryOptionsError
@@ -194,6 +198,13 @@ class DrafterSettings(DraftSettings):
             description="With --draft-model: draft only the N most frequent tokens of --index.",
         ),
     ] = None
+    draft_sampling: Annotated[
+        bool,
+        Field(
+            description="With sampling: draw drafts from the --draft-model's distributions, and "
+            "accept them by those. The output of a --seed then depends on the drafts."
+        ),
+    ] = False
     recycle: Annotated[
         bool, Field(description="Draft from the logits of the model's earlier passes, too.")
     ] = True
@@ -229,12 +240,56 @@ class DrafterSettings(DraftSettings):
             raise ContradictoryOptionsError(
                 "--draft-vocabulary needs a model to trim: --draft-model"
             )
+        if self.draft_sampling and not self.names_readers:
+            raise ContradictoryOptionsError(
+                "--draft-sampling needs a model to draw from: --draft-model"
+            )
 
     @property
     def drafting_model(self) -> DraftModelOptions | None:
         """Which model drafts; None where none does."""
         name = self.draft_model
         return None if name is None else DraftModelOptions(name, self.draft_vocabulary)
+
+    @property
+    def names_readers(self) -> bool:
+        """Whether a model is named that reads drafts."""
+        return self.draft_model is not None
+
+    def sampling(self, chosen: SamplingSettings) -> SamplingSettings:
+        """Return settings by which drafts count as they are drafted.
+
+        Raises:
+            ContradictoryOptionsError: drafts shall be drawn, but the output is not.
+        """
+        if not self.draft_sampling:
+            return chosen
+        if chosen.is_greedy:
+            raise ContradictoryOptionsError(
+                "--draft-sampling has no effect at temperature 0: give a --temperature"
+            )
+        return replace(chosen, coupled=False)
+
+    def draws(
+        self, language_model: LanguageModel, sampling: SamplingSettings | None
+    ) -> Draws | None:
+        """Return how drafts are drawn: as the output is; `None` where they are not.
+
+        Args:
+            language_model: whose generation_config completes the settings.
+            sampling: of the output.
+        """
+        if not self.draft_sampling or sampling is None or sampling.is_greedy:
+            return None
+        stated = getattr(language_model.model, "generation_config", None)
+        if stated is not None:
+            sampling = sampling.completed(stated)
+        return Draws(
+            sampling.temperature,
+            sampling.top_k or None,
+            1.0 if sampling.top_p is None else sampling.top_p,
+            secrets.randbits(64) if sampling.seed is None else sampling.seed,
+        )
 
     def check(self, vocabulary: Vocabulary | None = None) -> None:
         """Open the files once and close them, so that errors in them show before a model loads.
@@ -261,12 +316,23 @@ class DrafterSettings(DraftSettings):
         if self.recycle:
             parts.append("recycled logits")
         if self.draft_model is not None:
-            parts.append(f"draft model {self.draft_model}")
+            drawn = ", drawn from" if self.draft_sampling else ""
+            parts.append(f"draft model {self.draft_model}{drawn}")
         return ", ".join(parts)
 
     @contextmanager
-    def connect(self, language_model: LanguageModel) -> Iterator[Drafter]:
+    def connect(
+        self,
+        language_model: LanguageModel,
+        sampling: SamplingSettings | None = None,
+        costs: StepCosts | None = None,
+    ) -> Iterator[Drafter]:
         """Open a drafter for a model's vocabulary during the block.
+
+        Args:
+            language_model: the target.
+            sampling: of the output, which drafts are drawn by if `draft_sampling` is set.
+            costs: what passes of models that draft cost; measured if not given.
 
         Raises:
             IndexerError: an index cannot be opened or was built for another tokenizer.
@@ -281,7 +347,9 @@ class DrafterSettings(DraftSettings):
             if self.recycle or readers:
                 recycled = self._recycled(language_model, retrieval, opened)
                 limits = draft_limits(language_model)
-                yield FusedDrafter([retrieval], limits, readers=readers, recycled=recycled)
+                draws = self.draws(language_model, sampling)
+                kind = FusedDrafter if draws is None else partial(DrawnFusion, draws=draws)
+                yield kind([retrieval], limits, readers=readers, recycled=recycled, costs=costs)
             else:
                 yield retrieval
 

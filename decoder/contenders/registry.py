@@ -26,9 +26,12 @@ from decoder.contenders.contender import (
     OwnContender,
 )
 from decoder.contenders.drafting_rules import PUBLISHED_RULES, PublishedRule, opened
+from decoder.contenders.rasd import RasdDrafter
 from decoder.contenders.token_recycling import TokenRecycling
 from decoder.drafters.following import NoDrafter, states_of
 from decoder.drafters.fusion import MAX_NODES, FusedDrafter
+from decoder.drafters.model_drafter import DraftingOptions
+from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.loop import Decoder
@@ -52,11 +55,15 @@ class Means:
         language_model: the target.
         drafts: where drafts come from.
         max_nodes: most nodes of a draft.
+        sampling: of the output.
+        costs: what passes of models that draft cost; measured if not given.
     """
 
     language_model: LanguageModel
     drafts: DrafterSettings
     max_nodes: int
+    sampling: SamplingSettings
+    costs: StepCosts | None = None
 
 
 Opened = Callable[[Means], AbstractContextManager[Drafter]]
@@ -119,7 +126,17 @@ def _draft_model(means: Means) -> Iterator[Drafter]:
     options = means.drafts.drafting_model
     if options is None:  # `Entry.check` says what to give
         raise ContradictoryOptionsError("there is no draft model: give one with --draft-model")
-    yield load_draft_model(options, means.language_model, means.drafts.index)
+    model, drafts = means.language_model, means.drafts
+    drafting = DraftingOptions(draws=drafts.draws(model, means.sampling), costs=means.costs)
+    yield load_draft_model(options, model, drafts.index, drafting)
+
+
+@contextmanager
+def _rasd(means: Means) -> Iterator[Drafter]:
+    model, drafts = means.language_model, means.drafts
+    reader = drafts.readers(model)[-1]
+    with opened("rest", drafts.index, model.vocabulary, means.max_nodes) as retrieval:
+        yield RasdDrafter(retrieval, reader, draft_limits(model))
 
 
 @contextmanager
@@ -130,14 +147,15 @@ def _recycled_alone(means: Means) -> Iterator[Drafter]:
 
 @contextmanager
 def _own(means: Means) -> Iterator[Drafter]:
-    with means.drafts.connect(means.language_model) as drafter:
+    with means.drafts.connect(means.language_model, means.sampling, means.costs) as drafter:
         yield drafter
 
 
 @contextmanager
 def _tables(means: Means, *, recycle: bool) -> Iterator[Drafter]:
     """Have our own drafter without any model."""
-    without = {"draft_model": None, "draft_vocabulary": None, "recycle": recycle}
+    without: dict[str, object] = {"draft_model": None, "draft_vocabulary": None}
+    without |= {"draft_sampling": False, "recycle": recycle}
     drafts = means.drafts.model_copy(update=without)
     with drafts.connect(means.language_model) as drafter:
         yield drafter
@@ -169,6 +187,13 @@ ENTRIES: Final[dict[str, Entry]] = {
             "arXiv:2406.02532, 2405.19715",
             _draft_model,
             needs=("draft_model",),
+        ),
+        Entry(
+            "rasd",
+            "RASD: REST's tree, pruned by the model's ten likeliest tokens, merged with its own",
+            "arXiv:2503.03434",
+            _rasd,
+            needs=("draft_model", "speculator"),
         ),
         Entry(FOREDRAFT, "all that is given, fused into one tree", opened=_own),
         Entry(
@@ -218,15 +243,17 @@ class Setting:
     temperature: float = 0.0
     seed: int = 0
 
-    def rule(self) -> AcceptRule:
-        """Return the acceptance rule of all contenders of this package.
+    def sampling(self, *, coupled: bool = True) -> SamplingSettings:
+        """Return how tokens are chosen.
 
-        Where it samples, random numbers belong to prompt and position, so all draw what decoding
-        without drafts draws: each draft is accepted by the target's own choice.
+        Args:
+            coupled: whether random numbers belong to prompt and position, so that all contenders
+                draw what decoding without drafts draws, and each draft is accepted by the target's
+                own choice. Otherwise drawn drafts are accepted by their distributions.
         """
-        if self.temperature == 0:
-            return accept_rule()
-        return accept_rule(SamplingSettings(self.temperature, seed=self.seed, coupled=True))
+        return SamplingSettings(
+            self.temperature, seed=self.seed if self.temperature else None, coupled=coupled
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +321,14 @@ class Contest:
             VocabularyMismatchError: the draft model has another tokenizer.
             UnsupportedModelError: the model cannot be decoded here.
         """
-        means = Means(self._language_model, self._drafts, max(MAX_NODES, setting.nodes or 0))
+        sampling = setting.sampling(coupled=not self._drafts.draft_sampling)
+        means = Means(
+            self._language_model,
+            self._drafts,
+            max(MAX_NODES, setting.nodes or 0),
+            sampling,
+            StepCosts(target_s=1.0, pass_s=0.0) if setting.nodes else None,
+        )
         with ExitStack() as stack:
             drafters = {
                 entry.name: stack.enter_context(entry.opened(means))
@@ -304,7 +338,7 @@ class Contest:
             target = self._target_for(drafters.values())
             if setting.nodes is None and self._surface is None:
                 self._surface = known_costs(target, self._language_model.model, self._costs)
-            rule = setting.rule()
+            rule = accept_rule(sampling)
             warn_of_unapplied(self._language_model, rule)
             ways: dict[str, Contender] = {}
             for entry in self._entries:

@@ -56,6 +56,9 @@ class Foredraft:
         drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's
             embedding is larger; by default what the drafter or the tokenizer says.
         tokenizer: the model's, so that a drafter for another one is refused.
+        draft_sampling: whether drafts that the drafter drew at random (`DrawnFusion`, or
+            `DraftingOptions.draws`) are accepted by their distributions, where a call samples. The
+            output of a seed then depends on the drafts; its distribution does not.
 
     Attributes:
         statistics: figures of all calls.
@@ -67,7 +70,7 @@ class Foredraft:
         VocabularyMismatchError: the drafter is for another tokenizer.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the last ones are options
         self,
         model: PreTrainedModel,
         drafter: Drafter,
@@ -75,12 +78,14 @@ class Foredraft:
         budget: Budget | None = None,
         drafter_vocabulary: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        draft_sampling: bool = False,
     ) -> None:
         check_transformers()
         target = Target(model, states=states_of(drafter))
         own = None if tokenizer is None else vocabulary_of(tokenizer)
         known = checked_vocabulary_size(drafter, target.vocabulary_size, own)
         self._model = model
+        self._couples = not draft_sampling
         self._decoder = Decoder(
             target,
             drafter,
@@ -152,7 +157,7 @@ class Foredraft:
     ) -> Decoder:
         """Return a decoder for one call."""
         base = self._decoder
-        rule = rule_of(processors, do_sample=bool(config.do_sample))
+        rule = rule_of(processors, do_sample=bool(config.do_sample), coupled=self._couples)
         decoder = Decoder(
             base.target,
             base.drafter,
@@ -196,17 +201,20 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     )
 
 
-def rule_of(processors: LogitsProcessorList, *, do_sample: bool) -> AcceptRule:
+def rule_of(
+    processors: LogitsProcessorList, *, do_sample: bool, coupled: bool = True
+) -> AcceptRule:
     """Return the rule by which `model.generate` itself would choose tokens.
 
     Args:
         processors: of the call, its warpers included.
         do_sample: whether to draw; the seed is drawn from torch's own generator.
+        coupled: see `SamplingSettings.coupled`.
     """
     if not do_sample:
         return accept_rule(None, processors)
     seed = int(torch.randint(2**63 - 1, ()))
-    return accept_rule(SamplingSettings(temperature=1.0, seed=seed), processors)
+    return accept_rule(SamplingSettings(temperature=1.0, seed=seed, coupled=coupled), processors)
 
 
 def _costs(model: PreTrainedModel, target: Target) -> CostSurface:
