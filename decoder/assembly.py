@@ -1,9 +1,10 @@
 """Building a decoder from names and options: draft sources, draft model, acceptance rule."""
 
+import secrets
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,8 @@ from transformers import PreTrainedModel
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore, known_costs
 from decoder.drafters.draft_model import DraftModel, frequent_tokens
+from decoder.drafters.drawn_fusion import DrawnFusion
+from decoder.drafters.drawn_trees import Draws
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.keeping import kept_logits
@@ -205,6 +208,13 @@ class DrafterSettings(DraftSettings):
             "tokens of --index. Heads with a vocabulary of their own keep to that.",
         ),
     ] = None
+    draft_sampling: Annotated[
+        bool,
+        Field(
+            description="With sampling: draw drafts from the --draft-model's distributions, and "
+            "accept them by those. The output of a --seed then depends on the drafts."
+        ),
+    ] = False
     recycle: Annotated[
         bool, Field(description="Draft from the logits of the model's earlier passes, too.")
     ] = True
@@ -234,9 +244,13 @@ class DrafterSettings(DraftSettings):
                 "--state and --server exclude each other: leave out --state, for a server keeps "
                 "its own (foredraft serve --state)"
             )
+        if self.draft_sampling and not self.names_readers:
+            raise ContradictoryOptionsError(
+                "--draft-sampling needs a model to draw from: --draft-model or --speculator"
+            )
         if self.draft_vocabulary is None:
             return
-        if self.draft_model is None and self.speculator is None:
+        if not self.names_readers:
             raise ContradictoryOptionsError(
                 "--draft-vocabulary needs a model to trim: --draft-model or --speculator"
             )
@@ -247,6 +261,46 @@ class DrafterSettings(DraftSettings):
         """Which model drafts; None where none does."""
         name = self.draft_model
         return None if name is None else DraftModelOptions(name, self.draft_vocabulary)
+
+    @property
+    def names_readers(self) -> bool:
+        """Whether a model is named that reads drafts."""
+        return self.draft_model is not None or self.speculator is not None
+
+    def sampling(self, chosen: SamplingSettings) -> SamplingSettings:
+        """Return settings by which drafts count as they are drafted.
+
+        Raises:
+            ContradictoryOptionsError: drafts shall be drawn, but the output is not.
+        """
+        if not self.draft_sampling:
+            return chosen
+        if chosen.is_greedy:
+            raise ContradictoryOptionsError(
+                "--draft-sampling has no effect at temperature 0: give a --temperature"
+            )
+        return replace(chosen, coupled=False)
+
+    def draws(
+        self, language_model: LanguageModel, sampling: SamplingSettings | None
+    ) -> Draws | None:
+        """Return how drafts are drawn: as the output is; `None` where they are not.
+
+        Args:
+            language_model: whose generation_config completes the settings.
+            sampling: of the output.
+        """
+        if not self.draft_sampling or sampling is None or sampling.is_greedy:
+            return None
+        stated = getattr(language_model.model, "generation_config", None)
+        if stated is not None:
+            sampling = sampling.completed(stated)
+        return Draws(
+            sampling.temperature,
+            sampling.top_k or None,
+            1.0 if sampling.top_p is None else sampling.top_p,
+            secrets.randbits(64) if sampling.seed is None else sampling.seed,
+        )
 
     def check(self, vocabulary: Vocabulary | None = None) -> None:
         """Open the files once and close them, so that errors in them show before a model loads.
@@ -276,19 +330,24 @@ class DrafterSettings(DraftSettings):
         if self.recycle:
             parts.append("recycled logits")
         if self.draft_model is not None:
-            parts.append(f"draft model {self.draft_model}")
+            drawn = ", drawn from" if self.draft_sampling else ""
+            parts.append(f"draft model {self.draft_model}{drawn}")
         if self.speculator is not None:
             parts.append(f"speculator {self.speculator}")
         return ", ".join(parts)
 
     @contextmanager
     def connect(
-        self, language_model: LanguageModel, *, costs: StepCosts | None = None
+        self,
+        language_model: LanguageModel,
+        sampling: SamplingSettings | None = None,
+        costs: StepCosts | None = None,
     ) -> Iterator[Drafter]:
         """Open a drafter for a model's vocabulary during the block.
 
         Args:
             language_model: the target.
+            sampling: of the output, which drafts are drawn by if `draft_sampling` is set.
             costs: what passes of models that draft cost; measured if not given.
 
         Raises:
@@ -304,9 +363,9 @@ class DrafterSettings(DraftSettings):
             if self.recycle or readers:
                 recycled = self._recycled(language_model, retrieval, opened)
                 limits = draft_limits(language_model)
-                yield FusedDrafter(
-                    [retrieval], limits, readers=readers, recycled=recycled, costs=costs
-                )
+                draws = self.draws(language_model, sampling)
+                kind = FusedDrafter if draws is None else partial(DrawnFusion, draws=draws)
+                yield kind([retrieval], limits, readers=readers, recycled=recycled, costs=costs)
             else:
                 yield retrieval
 

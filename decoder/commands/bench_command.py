@@ -129,8 +129,12 @@ class ContestSettings(BaseModel):
             raise ContradictoryOptionsError(
                 "--seed has no effect at temperature 0: give a --temperature, or leave it out"
             )
+        if drafts.draft_sampling and not any(self.temperature):
+            raise ContradictoryOptionsError(
+                "--draft-sampling has no effect at temperature 0: give a --temperature"
+            )
         for setting in self.settings:
-            setting.rule()
+            setting.sampling()
         if self.plot is not None:
             check_plot(self.plot)
 

@@ -75,7 +75,7 @@ def run_chat(
     answer goes to standard output.
     """
     drafts.check()
-    settings = choice.sampling()
+    settings = drafts.sampling(choice.sampling())
     prepared = prepare_model(chosen.options(PromptSettings(), drafts.index))
     if not prepared.tokenizer.chat_template:
         raise TokenizerError(
@@ -86,7 +86,7 @@ def run_chat(
     palette = Palette() if output.colour.applies_to(sys.stdout) else None
     with ExitStack() as stack:
         language_model = prepared.load()
-        drafter = stack.enter_context(drafts.connect(language_model))
+        drafter = stack.enter_context(drafts.connect(language_model, settings))
         rule = own_rule(language_model, settings)
         decoder = assemble(language_model, drafter, rule, costs=store_at(chosen.cost_cache))
         messages = Messages(language_model, decoder, output.system)

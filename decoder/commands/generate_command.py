@@ -50,7 +50,7 @@ def run_generate(
     """
     palette = _palette(output.colour, as_json=as_json)
     drafts.check()
-    settings = choice.sampling()
+    settings = drafts.sampling(choice.sampling())
     if choice.regex is not None:
         check_regex(choice.regex)
     if output.trace is not None:
@@ -84,7 +84,7 @@ def run_generate(
         )
         language_model = _stopping_at(extra_ids, prepared.load())
         pattern = pattern_of(language_model, choice.regex)
-        drafter = stack.enter_context(drafts.connect(language_model))
+        drafter = stack.enter_context(drafts.connect(language_model, settings))
         decoder = assemble(
             language_model,
             drafter,

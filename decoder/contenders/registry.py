@@ -26,13 +26,13 @@ from decoder.contenders.contender import (
     OwnContender,
 )
 from decoder.contenders.drafting_rules import PUBLISHED_RULES, PublishedRule, opened
+from decoder.contenders.rasd import RasdDrafter
 from decoder.contenders.token_recycling import TokenRecycling
 from decoder.drafters.following import NoDrafter, Verified, states_of
 from decoder.drafters.fusion import MAX_NODES, FusedDrafter, FusedSequence
 from decoder.drafters.kernels.siblings import Hints
 from decoder.drafters.model_drafter import DraftingOptions
 from decoder.drafters.model_trees import StepCosts
-from decoder.drafters.rasd import RasdDrafter
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.loop import Decoder
@@ -60,12 +60,14 @@ class Means:
         language_model: the target.
         drafts: where drafts come from.
         max_nodes: most nodes of a draft.
+        sampling: of the output.
         costs: what passes of draft models and heads cost; measured if not given.
     """
 
     language_model: LanguageModel
     drafts: DrafterSettings
     max_nodes: int
+    sampling: SamplingSettings
     costs: StepCosts | None = None
 
     def without(self, *settings: str) -> DrafterSettings:
@@ -133,8 +135,9 @@ def _draft_model(means: Means) -> Iterator[Drafter]:
     options = means.drafts.drafting_model
     if options is None:  # `Entry.check` says what to give
         raise ContradictoryOptionsError("there is no draft model: give one with --draft-model")
-    drafting = DraftingOptions(costs=means.costs)
-    yield load_draft_model(options, means.language_model, means.drafts.index, drafting)
+    model, drafts = means.language_model, means.drafts
+    drafting = DraftingOptions(draws=drafts.draws(model, means.sampling), costs=means.costs)
+    yield load_draft_model(options, model, drafts.index, drafting)
 
 
 @contextmanager
@@ -158,7 +161,7 @@ def _recycled_alone(means: Means) -> Iterator[Drafter]:
 
 @contextmanager
 def _own(means: Means) -> Iterator[Drafter]:
-    with means.drafts.connect(means.language_model, costs=means.costs) as drafter:
+    with means.drafts.connect(means.language_model, means.sampling, means.costs) as drafter:
         yield drafter
 
 
@@ -166,7 +169,7 @@ def _own(means: Means) -> Iterator[Drafter]:
 def _tables(means: Means, *, recycle: bool) -> Iterator[Drafter]:
     """Have our own drafter without any model; what is kept on disk is for the whole one."""
     drafts = means.without(*_MODELS, "draft_vocabulary", "state")
-    drafts = drafts.model_copy(update={"recycle": recycle})
+    drafts = drafts.model_copy(update={"draft_sampling": False, "recycle": recycle})
     with drafts.connect(means.language_model) as drafter:
         yield drafter
 
@@ -314,15 +317,17 @@ class Setting:
     temperature: float = 0.0
     seed: int = 0
 
-    def rule(self) -> AcceptRule:
-        """Return the acceptance rule of all contenders of this package.
+    def sampling(self, *, coupled: bool = True) -> SamplingSettings:
+        """Return how tokens are chosen.
 
-        Where it samples, random numbers belong to prompt and position, so all draw what decoding
-        without drafts draws: each draft is accepted by the target's own choice.
+        Args:
+            coupled: whether random numbers belong to prompt and position, so that all contenders
+                draw what decoding without drafts draws, and each draft is accepted by the target's
+                own choice. Otherwise drawn drafts are accepted by their distributions.
         """
-        if self.temperature == 0:
-            return accept_rule()
-        return accept_rule(SamplingSettings(self.temperature, seed=self.seed, coupled=True))
+        return SamplingSettings(
+            self.temperature, seed=self.seed if self.temperature else None, coupled=coupled
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +405,7 @@ class Contest:
             target = self._target_for(drafters.values())
             if setting.nodes is None and self._surface is None:
                 self._surface = known_costs(target, self._language_model.model, self._costs)
-            rule = setting.rule()
+            rule = accept_rule(means.sampling)
             warn_of_unapplied(self._language_model, rule)
             ways: dict[str, Contender] = {}
             for entry in self._entries:
@@ -414,7 +419,8 @@ class Contest:
     def _means(self, setting: Setting) -> Means:
         """Return what drafters are made with; at a fixed number of nodes models always draft."""
         costs = None if setting.nodes is None else FREE
-        return Means(self._language_model, self._drafts, MAX_NODES, costs)
+        sampling = setting.sampling(coupled=not self._drafts.draft_sampling)
+        return Means(self._language_model, self._drafts, MAX_NODES, sampling, costs)
 
     def _target_for(self, drafters: Iterable[Drafter]) -> Target:
         """Return the target, which keeps the states that any of the drafters learns from."""

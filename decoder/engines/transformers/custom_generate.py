@@ -63,6 +63,9 @@ class Foredraft:
         tokenizer: the model's, so that a drafter for another one is refused.
         speculator: a head that drafts from the model's own states, see `load_head`: its drafts are
             fused with the drafter's and with recycled logits.
+        draft_sampling: whether drafts that the drafter drew at random (`DrawnFusion`, or
+            `DraftingOptions.draws`) are accepted by their distributions, where a call samples. The
+            output of a seed then depends on the drafts; its distribution does not.
 
     Attributes:
         statistics: figures of all calls.
@@ -86,6 +89,7 @@ class Foredraft:
         drafter_vocabulary: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         speculator: Path | str | None = None,
+        draft_sampling: bool = False,
     ) -> None:
         check_transformers()
         own = None if tokenizer is None else vocabulary_of(tokenizer)
@@ -94,6 +98,7 @@ class Foredraft:
             drafter = _with_speculator(drafter, Path(speculator), model, own)
         target = Target(model, states=states_of(drafter))
         self._model = model
+        self._couples = not draft_sampling
         self._decoder = Decoder(
             target,
             drafter,
@@ -165,7 +170,7 @@ class Foredraft:
     ) -> Decoder:
         """Return a decoder for one call."""
         base = self._decoder
-        rule = rule_of(processors, do_sample=bool(config.do_sample))
+        rule = rule_of(processors, do_sample=bool(config.do_sample), coupled=self._couples)
         decoder = Decoder(
             base.target,
             base.drafter,
@@ -209,17 +214,20 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     )
 
 
-def rule_of(processors: LogitsProcessorList, *, do_sample: bool) -> AcceptRule:
+def rule_of(
+    processors: LogitsProcessorList, *, do_sample: bool, coupled: bool = True
+) -> AcceptRule:
     """Return the rule by which `model.generate` itself would choose tokens.
 
     Args:
         processors: of the call, its warpers included.
         do_sample: whether to draw; the seed is drawn from torch's own generator.
+        coupled: see `SamplingSettings.coupled`.
     """
     if not do_sample:
         return accept_rule(None, processors)
     seed = int(torch.randint(2**63 - 1, ()))
-    return accept_rule(SamplingSettings(temperature=1.0, seed=seed), processors)
+    return accept_rule(SamplingSettings(temperature=1.0, seed=seed, coupled=coupled), processors)
 
 
 def _with_speculator(

@@ -11,10 +11,10 @@ from decoder.assembly import DrafterSettings
 from decoder.budget.costs import CostSurface
 from decoder.contenders.contender import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED
 from decoder.contenders.drafting_rules import DRAFTERS, OWN, DraftingRule, drafting_rules, opened
+from decoder.contenders.rasd import RasdDrafter
 from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Setting, chosen, possible
 from decoder.drafters.following import states_of
 from decoder.drafters.model_drafter import ModelDrafter
-from decoder.drafters.rasd import RasdDrafter
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.projection import project

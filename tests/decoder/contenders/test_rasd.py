@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
+from decoder.contenders.rasd import RasdDrafter, merge, pruned
 from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.model_reader import ModelReader
-from decoder.drafters.rasd import RasdDrafter, merge, pruned
 from retriever.drafter import Drafter
 from retriever.errors import DrafterUnavailableError
 from retriever.sequences import TokenSequence

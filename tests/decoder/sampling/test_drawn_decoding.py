@@ -1,0 +1,158 @@
+"""Sampling with drafts that a model drew, through the loop, the commands and `model.generate`."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from decoder.assembly import DrafterSettings
+from decoder.budget.budget import FixedBudget
+from decoder.drafters.draft_model import DraftModel
+from decoder.drafters.drawn_fusion import DrawnFusion
+from decoder.drafters.drawn_trees import Draws
+from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.model_reader import ModelReader
+from decoder.drafters.model_trees import StepCosts
+from decoder.drafters.recycling import RecycledLogits
+from decoder.engines.transformers.custom_generate import Foredraft
+from decoder.errors import ContradictoryOptionsError
+from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.sampling_settings import SamplingSettings
+from decoder.sampling.verification import CERTAIN, Acceptance, PassContext, SampledTree
+from retriever.drafter import Drafter
+from retriever.sequences import TokenSequence
+from retriever.tree import DraftTree
+from tests.decoder.decoding import ScriptedDrafter, decoder_with, oracle, prompt_of, tiny_llama
+from tests.decoder.drafters.model_drafter.draft_models import distribution
+from tests.decoder.drafters.test_fusion import LIMITS
+
+FREE = StepCosts(target_s=1.0, pass_s=0.0)
+TOP_K = 3
+NUM_OUTPUTS = 600
+CRITICAL = 54.1
+"""Of chi-square with 26 degrees of freedom, at 0.001."""
+
+
+def drawn_from(
+    model: PreTrainedModel, retrieved: list[int], draws: Draws, *, recycles: bool = True
+) -> Drafter:
+    return DrawnFusion(
+        [ScriptedDrafter(oracle(retrieved, num_nodes=6))],
+        LIMITS,
+        readers=[ModelReader(DraftModel(model))],
+        draws=draws,
+        recycled=RecycledLogits(1 << 8) if recycles else None,
+        costs=FREE,
+    )
+
+
+def shares_of_outputs(target: PreTrainedModel, prompt: list[int]) -> dict[tuple[int, ...], float]:
+    """Return how probable each output of three tokens is, drawn from the likeliest ones."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer: dict[tuple[int, ...], float] = {}
+        for path, above in found.items():
+            row = distribution(target, [*prompt, *path])
+            likely = np.argsort(-row)[:TOP_K].tolist()
+            longer |= {(*path, token): above * row[token] / row[likely].sum() for token in likely}
+        found = longer
+    return found
+
+
+def test_outputs_of_the_loop_are_distributed_as_the_target() -> None:
+    target, prompt = tiny_llama(dtype=torch.float64), prompt_of(6)
+    expected = shares_of_outputs(target, prompt)
+    rule = accept_rule(SamplingSettings(1.0, top_k=TOP_K, seed=1, coupled=False))
+    truth = [*prompt, *max(expected, key=expected.__getitem__), 7]
+    flatter = Draws(temperature=1.7, top_k=5, seed=3)  # than the target is drawn from
+    drafter = drawn_from(tiny_llama(), truth, flatter, recycles=False)
+    seen: list[bool] = []
+
+    def noting(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
+        seen.append(isinstance(tree, SampledTree) and bool((tree.rows != CERTAIN).any()))
+        return rule(tree, logits, context)
+
+    decoder = decoder_with(target, drafter, accept=noting)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(NUM_OUTPUTS):
+        # the first token comes from the prompt's pass, and a draft is no deeper than what is left
+        written = [token for step in decoder.generate(prompt, 4) for token in step]
+        counts[tuple(written[:3])] += 1
+    assert sum(seen) >= NUM_OUTPUTS
+    rare = [path for path in expected if expected[path] * NUM_OUTPUTS < 5]
+    cells = [[path] for path in expected if path not in rare] + ([rare] if rare else [])
+    pairs = [
+        (sum(counts[path] for path in cell), NUM_OUTPUTS * sum(expected[path] for path in cell))
+        for cell in cells
+    ]
+    assert set(counts) <= set(expected)
+    assert sum((came - mean) ** 2 / mean for came, mean in pairs) < CRITICAL
+
+
+def tokens_per_pass(drafter: Drafter, *, coupled: bool) -> float:
+    target, prompt = tiny_llama(), prompt_of(6)
+    rule = accept_rule(SamplingSettings(1.0, seed=4, coupled=coupled))
+    generation = decoder_with(target, drafter, accept=rule).generate(prompt, 120)
+    list(generation)
+    return generation.statistics.tokens_per_pass
+
+
+def test_draws_count_by_their_distributions_and_so_more_are_kept() -> None:
+    model = tiny_llama()  # drafts for itself: all that is drawn first is kept
+    own = tokens_per_pass(drawn_from(model, [], Draws(seed=3)), coupled=False)
+    compared = tokens_per_pass(drawn_from(model, [], Draws(seed=3)), coupled=True)
+    assert own > 3
+    assert own > 1.3 * compared
+
+
+def test_model_generate_accepts_drawn_drafts_by_their_distributions() -> None:
+    model, prompt = tiny_llama(), torch.tensor([prompt_of(6)])
+    figures = []
+    for draft_sampling in (True, False):
+        plugin = Foredraft(
+            model,
+            drawn_from(model, [], Draws(seed=3)),
+            budget=FixedBudget(16),
+            draft_sampling=draft_sampling,
+        )
+        torch.manual_seed(0)
+        model.generate(  # type: ignore[operator]  # untyped there
+            prompt, max_new_tokens=100, do_sample=True, pad_token_id=0, custom_generate=plugin
+        )
+        figures.append(plugin.statistics.tokens_per_pass)
+    assert figures[0] > 1.2 * figures[1]
+
+
+@pytest.fixture(scope="module")
+def language_model(model_directory: Path) -> LanguageModel:
+    return load_model(ModelOptions(str(model_directory)))
+
+
+def test_settings_draw_drafts_as_the_output_is_drawn(
+    language_model: LanguageModel, model_directory: Path
+) -> None:
+    drafts = DrafterSettings(draft_model=str(model_directory), draft_sampling=True)
+    sampling = drafts.sampling(SamplingSettings(0.8, top_k=0, top_p=0.9, seed=7))
+    assert not sampling.coupled
+    assert drafts.draws(language_model, sampling) == Draws(0.8, None, 0.9, 7)
+    assert drafts.draws(language_model, SamplingSettings()) is None
+    with drafts.connect(language_model, sampling, FREE) as drafter:
+        assert isinstance(drafter, DrawnFusion)
+        prompt = np.array(language_model.encode("abc abc"), np.int32)
+        assert isinstance(drafter.follow(TokenSequence(prompt)).draft(8), SampledTree)
+    plain = DrafterSettings(draft_model=str(model_directory))
+    assert plain.sampling(SamplingSettings(0.8)).coupled
+    with plain.connect(language_model, SamplingSettings(0.8)) as drafter:
+        assert type(drafter) is FusedDrafter
+
+
+def test_drawing_without_a_model_or_without_sampling_is_refused(model_directory: Path) -> None:
+    with pytest.raises(ContradictoryOptionsError, match="--draft-sampling needs a model"):
+        DrafterSettings(draft_sampling=True)
+    drafts = DrafterSettings(draft_model=str(model_directory), draft_sampling=True)
+    with pytest.raises(ContradictoryOptionsError, match="no effect at temperature 0"):
+        drafts.sampling(SamplingSettings())
