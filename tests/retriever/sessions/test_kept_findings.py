@@ -180,6 +180,20 @@ def test_findings_make_room_for_what_is_open() -> None:
         assert drafter.census().recycled_bytes == 0
 
 
+def test_operators_see_findings_and_evict_them(state: Path | None) -> None:
+    with drafter_on(state) as drafter:
+        drafter.share_findings(MODEL, findings(0, 50), tenant="a")
+        held = 50 * FINDING_BYTES if state is None else 0
+        (use,) = drafter.administration.uses("a")
+        assert use.num_bytes == held
+        if state is None:
+            with pytest.raises(NotPossibleError, match="would be lost"):
+                drafter.administration.evict("a", lose=False)
+        drafter.administration.evict("a", lose=True)
+        assert drafter.census().recycled_bytes == 0
+        assert bool(len(of(drafter, "a"))) == (state is not None)
+
+
 def hostile(name: str) -> Findings:
     found = findings(0)
     contexts, tokens, log_odds = found.contexts, found.tokens, found.log_odds
