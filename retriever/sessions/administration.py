@@ -256,8 +256,8 @@ class Administration:
             report.generations_bytes = pool.generations.num_bytes
             with self._owned.lock:
                 report.generations_tokens = pool.generations.num_tokens
-        for tenant, num_bytes in self._owned.findings.bytes_by_tenant().items():
-            found[tenant].recycled_bytes = num_bytes
+        for name, num_bytes in self._owned.findings.bytes_by_tenant().items():
+            found[name].recycled_bytes = num_bytes
         own = Counter(each.tenant for each in self._owned.bindings.attached())
         for tenant, num_own in own.items():
             if tenant is not None:
