@@ -30,8 +30,9 @@ NUM_LIKELY: Final = NUM_FOUND
 """Tokens that are kept of each row of logits: more would make the table longer to read at every
 node."""
 
-_SLICE: Final = 1 << 14
-"""Entries that are looked through at once: 50 us, for which a pass may have to wait."""
+_SLICE: Final = 1 << 12
+"""Entries that are looked through at once, for which a pass may have to wait: 80 us where all are
+new, 8 us where none is."""
 
 _PAUSE_S: Final = 1e-4
 """Between two slices, in seconds: for the decoding loop to get the interpreter."""

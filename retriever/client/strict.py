@@ -18,6 +18,7 @@ from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
     InvalidTreeError,
+    NotPossibleError,
     RetrieverError,
     UnknownSessionError,
 )
@@ -201,28 +202,27 @@ class Calls:
 
         Raises:
             InvalidRequestError: they cannot be findings.
-            NotPossibleError: the service keeps none.
-            DrafterUnavailableError: no answer in time, or the service is too old to know of them.
+            NotPossibleError: the service keeps none, or is too old to know of them.
+            DrafterUnavailableError: no answer in time.
         """
         message = pb.ShareFindingsRequest(
             model_fingerprint=model,
             findings=findings_to_message(findings),
             vocabulary_fingerprint=self._fingerprint,
         )
-        self._call(self._stub.ShareFindings, message)
+        self._call_of_findings(self._stub.ShareFindings, message)
 
     def fetch_findings(self, model: str, before: int = 0) -> FoundPage:
         """Return a page of what the tenant's decoders have shared of a model; see `FindingsStore`.
 
         Raises:
-            NotPossibleError: the service keeps none.
-            DrafterUnavailableError: no answer in time or no findings, or the service is too old to
-            know of them.
+            NotPossibleError: the service keeps none, or is too old to know of them.
+            DrafterUnavailableError: no answer in time, or what came are no findings.
         """
         message = pb.FetchFindingsRequest(
             model_fingerprint=model, before=before, vocabulary_fingerprint=self._fingerprint
         )
-        response = self._call(self._stub.FetchFindings, message)
+        response = self._call_of_findings(self._stub.FetchFindings, message)
         try:
             findings = findings_from_message(response.findings)
             check_findings(findings.contexts, findings.tokens, findings.log_odds, None)
@@ -264,6 +264,17 @@ class Calls:
             return trees_from_messages(messages, num_trees)
         except InvalidTreeError as error:
             raise DrafterUnavailableError(f"{self._address} sent no trees: {error}") from error
+
+    def _call_of_findings(self, method: Any, message: Any) -> Any:
+        try:
+            return method(message, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise NotPossibleError(
+                    f"{self._address} is of a version that keeps no recycled logits: update it, "
+                    "or start the decoder with --recycled-bytes 0"
+                ) from error
+            raise error_of(error) from error
 
     def _call(self, method: Any, message: Any) -> Any:
         try:

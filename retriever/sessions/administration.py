@@ -26,6 +26,7 @@ from retriever.log.pools import Pools
 from retriever.sequences import SessionKey
 from retriever.sessions.bindings import Attached, Bindings
 from retriever.sessions.draft_counts import TenantUse, TenantUses
+from retriever.sessions.kept_findings import KeptFindings
 from retriever.sessions.session_table import Session, Sessions
 
 SLICE: Final = 64
@@ -137,12 +138,13 @@ class TenantReport:
     is_in_memory: bool = False
     generations_tokens: int = 0
     generations_bytes: int = 0
+    recycled_bytes: int = 0
     num_own_indexes: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory of its sessions and generations."""
-        return self.session_bytes + self.generations_bytes
+        """Memory of its sessions, its generations and what its decoders found likely."""
+        return self.session_bytes + self.generations_bytes + self.recycled_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ class Owned:
     Attributes:
         sessions: the open ones.
         pools: of the tenants.
+        findings: what their decoders found likely.
         bindings: indexes by tenant.
         lock: held while sessions or pools are used.
         remembering: returns what becomes of an ended session's output, and the pieces in which it
@@ -183,6 +186,7 @@ class Owned:
 
     sessions: Sessions
     pools: Pools
+    findings: KeptFindings
     bindings: Bindings
     lock: Lock
     remembering: Callable[[SessionKey, Session], tuple[Fate, Iterator[None]]]
@@ -252,6 +256,8 @@ class Administration:
             report.generations_bytes = pool.generations.num_bytes
             with self._owned.lock:
                 report.generations_tokens = pool.generations.num_tokens
+        for name, num_bytes in self._owned.findings.bytes_by_tenant().items():
+            found[name].recycled_bytes = num_bytes
         own = Counter(each.tenant for each in self._owned.bindings.attached())
         for tenant, num_own in own.items():
             if tenant is not None:
@@ -282,7 +288,7 @@ class Administration:
         return self._owned.uses.others
 
     def evict(self, tenant: str, *, lose: bool) -> tuple[bool, int]:
-        """Let a tenant's generations leave memory; those on disk stay.
+        """Let a tenant's generations and findings leave memory; those on disk stay.
 
         Args:
             tenant: whose.
@@ -295,14 +301,16 @@ class Administration:
             NotPossibleError: they would be lost.
         """
         check_tenant_name(tenant)
-        pools = self._owned.pools
-        if tenant in pools and not (pools.is_logged or lose):
+        pools, findings = self._owned.pools, self._owned.findings
+        would_be_lost = tenant in pools or tenant in findings.bytes_by_tenant()
+        if would_be_lost and not (pools.is_logged or lose):
             raise NotPossibleError(
                 "this service keeps no state, so that the tenant's outputs would be lost: start it "
                 "with --state, or say that they may go (lose)"
             )
         was_there = tenant in pools
         pools.evict(tenant)
+        findings.forget(tenant)
         self._owned.flush()  # writes its weights
         return was_there, sum(session.tenant == tenant for _, session in self._held())
 

@@ -165,6 +165,7 @@ class EmbeddedDrafter:
             Owned(
                 self._sessions,
                 self._pools,
+                self._findings,
                 self._bindings,
                 self._lock,
                 remembering=self._begin_remembering,

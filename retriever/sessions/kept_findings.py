@@ -156,6 +156,12 @@ class KeptFindings:
             found = [self._read(tenant, piece) for piece in reversed(page)]
         return FoundPage(Findings.joined(found), page[-1].number if pieces else 0)
 
+    def bytes_by_tenant(self) -> dict[str, int]:
+        """Return the memory of each tenant's findings."""
+        with self._lock:
+            held = [(name, shelf) for name, shelf in self._shelves.items() if shelf.charge]
+            return {name: shelf.num_bytes for name, shelf in held if shelf.pieces}
+
     def forget(self, tenant: str) -> None:
         """Drop a tenant's findings from memory; the log drops its own."""
         with self._lock:

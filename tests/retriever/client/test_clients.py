@@ -28,7 +28,7 @@ from retriever.v1 import retriever_pb2 as pb
 from retriever.wire.messages import pad_request
 from tests.patience import can_be_kept, free_address
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.log.states import ids
+from tests.retriever.log.state_folders import ids
 from tests.retriever.security.authorities import signed
 from tests.retriever.security.in_process import on_loop, serving
 from tests.retriever.service.decodes import PROMPT, decode, plain

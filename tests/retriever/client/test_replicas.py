@@ -24,7 +24,7 @@ from retriever.wire.messages import tree_to_message
 from retriever.wire.statuses import session_status
 from tests.patience import can_be_kept, free_address, must_hold
 from tests.retriever.client.test_clients import Awaited, Client, both
-from tests.retriever.log.states import ids
+from tests.retriever.log.state_folders import ids
 from tests.retriever.security.in_process import on_loop
 from tests.retriever.service.decodes import PROMPT, decode, plain, wait_until
 

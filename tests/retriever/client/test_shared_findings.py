@@ -166,15 +166,19 @@ class Liar(_Servicer):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("servicer", "reason"), [(Older(), "UNIMPLEMENTED"), (Liar(), "sent no findings")]
+    ("servicer", "error", "reason"),
+    [
+        (Older(), NotPossibleError, "update it"),
+        (Liar(), DrafterUnavailableError, "sent no findings"),
+    ],
 )
-def test_what_a_service_does_not_have_is_unavailable(
-    servicer: RetrieverServiceServicer, reason: str
+def test_what_a_service_does_not_have_is_not_taken(
+    servicer: RetrieverServiceServicer, error: type[Exception], reason: str
 ) -> None:
     with (
         served(servicer) as address,
         RemoteDrafter(address) as client,
-        pytest.raises(DrafterUnavailableError, match=reason),
+        pytest.raises(error, match=reason),
     ):
         client.fetch_findings(MODEL)
 

@@ -21,7 +21,7 @@ from retriever.predict.pool import Entry
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
-from tests.retriever.log.states import NUM_OUTPUTS, drafter_on, fill
+from tests.retriever.log.state_folders import NUM_OUTPUTS, drafter_on, fill
 from tests.retriever.security.in_process import serving
 from tests.retriever.service.decodes import wait_until
 from tests.retriever.service.test_draft_stream import Exchange

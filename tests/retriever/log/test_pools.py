@@ -17,7 +17,7 @@ from retriever.log.log_store import Remembered
 from retriever.log.pools import Pools
 from retriever.predict.generations import Output, Scope
 from retriever.predict.pool import Entry, Pool
-from tests.retriever.log.states import output
+from tests.retriever.log.state_folders import output
 
 SLOW = "slow"
 WAIT_S = 30.0

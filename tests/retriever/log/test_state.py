@@ -19,7 +19,16 @@ from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.retriever.log.states import drafter_on, ids, keep, kept, knows, log_on, output, tree_of
+from tests.retriever.log.state_folders import (
+    drafter_on,
+    ids,
+    keep,
+    kept,
+    knows,
+    log_on,
+    output,
+    tree_of,
+)
 
 
 @pytest.mark.parametrize("num_outputs", [1, 40, 400])

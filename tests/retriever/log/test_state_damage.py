@@ -18,7 +18,7 @@ from retriever.log.log_store import LogStore
 from retriever.log.options import LogOptions
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
-from tests.retriever.log.states import NUM_OUTPUTS, fill
+from tests.retriever.log.state_folders import NUM_OUTPUTS, fill
 
 ROOT = Path(__file__).parents[3]
 

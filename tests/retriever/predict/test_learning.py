@@ -15,7 +15,7 @@ from retriever.predict.weights import (
     values_of,
 )
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.retriever.log.states import drafter_on, ids, log_on, output
+from tests.retriever.log.state_folders import drafter_on, ids, log_on, output
 from tests.retriever.predict.blank import blank_weights
 
 PROMPT = ids(1, 2, 3, 4, 1, 2, 3, 4, 1, 2)

@@ -41,7 +41,7 @@ from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.patience import free_port
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.log.states import ids
+from tests.retriever.log.state_folders import ids
 from tests.retriever.security.authorities import signed
 from tests.retriever.security.in_process import serving
 

@@ -34,7 +34,7 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.v1 import retriever_pb2 as pb
 from retriever.v1.retriever_pb2_grpc import RetrieverServiceStub
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.log.states import ids
+from tests.retriever.log.state_folders import ids
 from tests.retriever.security.authorities import Signed, signed
 from tests.retriever.security.in_process import on_loop, serving
 

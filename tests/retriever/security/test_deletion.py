@@ -19,7 +19,7 @@ from retriever.security.access import SCOPES_BEFORE, add_token
 from retriever.security.protection import Protection, ProtectionFiles
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.retriever.conftest import start_service, stop_service
-from tests.retriever.log.states import drafter_on, ids, keep, kept, log_on, output
+from tests.retriever.log.state_folders import drafter_on, ids, keep, kept, log_on, output
 from tests.retriever.security.in_process import serving
 
 Clients = dict[str, RemoteDrafter]

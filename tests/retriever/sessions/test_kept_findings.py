@@ -25,7 +25,7 @@ from retriever.sequences import SessionKey
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.kept_findings import KeptFindings
 from tests.retriever.findings import MODEL, OTHER, all_of, findings, rows
-from tests.retriever.log.states import drafter_on, ids, output
+from tests.retriever.log.state_folders import drafter_on, ids, output
 
 
 def of(drafter: EmbeddedDrafter, tenant: str = "", model: str = MODEL) -> Findings:
@@ -178,6 +178,20 @@ def test_findings_make_room_for_what_is_open() -> None:
         assert census.recycled_bytes == len(of(drafter, "a")) * FINDING_BYTES
         drafter.delete_tenant("a")
         assert drafter.census().recycled_bytes == 0
+
+
+def test_operators_see_findings_and_evict_them(state: Path | None) -> None:
+    with drafter_on(state) as drafter:
+        drafter.share_findings(MODEL, findings(0, 50), tenant="a")
+        held = 50 * FINDING_BYTES if state is None else 0
+        (use,) = drafter.administration.uses("a")
+        assert use.num_bytes == held
+        if state is None:
+            with pytest.raises(NotPossibleError, match="would be lost"):
+                drafter.administration.evict("a", lose=False)
+        drafter.administration.evict("a", lose=True)
+        assert drafter.census().recycled_bytes == 0
+        assert bool(len(of(drafter, "a"))) == (state is not None)
 
 
 def hostile(name: str) -> Findings:

@@ -18,7 +18,7 @@ from retriever.predict.stores import GENERATIONS_ALONE, GENERATIONS_LIMITS
 from retriever.sequences import SessionKey
 from retriever.sessions.administration import SessionFilter
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.retriever.log.states import drafter_on, knows, output
+from tests.retriever.log.state_folders import drafter_on, knows, output
 
 SESSION = context_bytes(10)
 POOL = generations_bytes(0, GENERATIONS_ALONE) + POOL_BYTES

@@ -13,7 +13,7 @@ from retriever import (
 from retriever.limits import Limits
 from retriever.log.options import LogOptions
 from retriever.sessions.embedded import EmbeddedDrafter
-from tests.retriever.log.states import drafter_on, ids, keep, kept, knows, log_on, output
+from tests.retriever.log.state_folders import drafter_on, ids, keep, kept, knows, log_on, output
 
 SMALL = Limits(generations_tokens=1024)
 
