@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from decoder.loop import Decoder
     from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
     from decoder.model.target import Target
+    from decoder.speculators.speculator import load_speculator
     from decoder.stopping import StoppableText, StopStrings
     from foredraft import errors
     from indexer.build import BuildOptions, build_from_texts, build_from_tokens, build_index
@@ -132,6 +133,7 @@ __all__ = [
     "kept_logits",
     "list_documents",
     "load_model",
+    "load_speculator",
     "load_tokenizer",
     "measure_costs",
     "remove_documents",
@@ -151,6 +153,7 @@ _HOMES: Final = {
     "decoder.loop": ("Decoder",),
     "decoder.model.pretrained": ("LanguageModel", "ModelOptions", "load_model"),
     "decoder.model.target": ("Target",),
+    "decoder.speculators.speculator": ("load_speculator",),
     "decoder.stopping": ("StoppableText", "StopStrings"),
     "indexer.build": ("BuildOptions", "build_from_texts", "build_from_tokens", "build_index"),
     "indexer.change.changes": ("add_documents", "compact", "remove_documents"),

@@ -18,7 +18,7 @@ from tests.decoder.decoding import (
     prompt_of,
     random_tree,
 )
-from tests.decoder.drafters.draft_models import llama, most_probable_prefixes
+from tests.decoder.drafters.model_drafter.draft_models import llama, most_probable_prefixes
 from tests.decoder.drafters.scripted_readers import ScriptedReader
 from tests.decoder.drafters.test_fusion import LIMITS, paths_of, saying
 from tests.decoder.drafters.test_readers import Unavailable, counting

@@ -301,7 +301,7 @@ def _no_norm_of_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
         entered = [self.input_layernorm(embeddings), self.input_layernorm(states)]
         return torch.cat(entered, dim=-1), states
 
-    monkeypatch.setattr(DraftLayer, "_prepared", prepared)
+    monkeypatch.setattr(DraftLayer, "prepared", prepared)
 
 
 def _no_norm_before_the_output(monkeypatch: pytest.MonkeyPatch) -> None:

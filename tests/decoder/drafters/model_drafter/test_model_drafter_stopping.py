@@ -7,7 +7,7 @@ from decoder.drafters.model_drafter import DraftingOptions, ModelDrafter
 from decoder.drafters.model_trees import JudgedDraft, StepCosts, StoppingRule
 from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import decoded, decoder_with, plainly, prompt_of, tiny_llama, tree_of
-from tests.decoder.drafters.draft_models import llama
+from tests.decoder.drafters.model_drafter.draft_models import llama
 
 CHAIN = tree_of([(ROOT, 1), (0, 2), (1, 3)])
 

@@ -16,7 +16,7 @@ from tests.decoder.decoding import (
     prompt_of,
     tiny_llama,
 )
-from tests.decoder.drafters.draft_models import (
+from tests.decoder.drafters.model_drafter.draft_models import (
     FREE,
     all_prefixes,
     drafted,

@@ -49,7 +49,7 @@ from tests.decoder.decoding import (
     tiny_gemma,
     tiny_llama,
 )
-from tests.decoder.drafters.draft_models import (
+from tests.decoder.drafters.model_drafter.draft_models import (
     FREE,
     distribution,
     drafted,

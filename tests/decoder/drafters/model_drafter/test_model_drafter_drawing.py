@@ -21,7 +21,13 @@ from decoder.sampling.verification import SampledTree
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT
 from tests.decoder.decoding import prompt_of
-from tests.decoder.drafters.draft_models import FREE, distribution, drafted, llama, paths
+from tests.decoder.drafters.model_drafter.draft_models import (
+    FREE,
+    distribution,
+    drafted,
+    llama,
+    paths,
+)
 
 SIZE = 4
 NUM_TREES = 6000
