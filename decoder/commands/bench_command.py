@@ -24,7 +24,7 @@ from decoder.commands.options import MeasuredOutput, MeasuredPrompts, ModelSetti
 from decoder.commands.prompts import read_prompts
 from decoder.commands.trace_command import print_table
 from decoder.contenders.contender import PLAIN, UNDRAFTED
-from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Setting, chosen
+from decoder.contenders.registry import ASKING_SERVERS, DEFAULT, ENTRIES, Contest, Setting, chosen
 from decoder.drafters.fusion import MAX_NODES
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.estimate.estimate_plot import check_plot
@@ -112,15 +112,20 @@ class ContestSettings(BaseModel):
         ):
             yield Setting(nodes or None, temperature, seed if temperature else 0)
 
-    def check(self, drafts: DrafterSettings) -> None:
+    def check(self, drafts: DrafterSettings, repeat: int) -> None:
         """Refuse what cannot be measured, before a model is loaded.
+
+        Args:
+            drafts: where drafts come from.
+            repeat: rounds of each setting.
 
         Raises:
             InvalidSettingsError: there is no contender of a name, or a value is out of its range.
-            ContradictoryOptionsError: a contender has nothing to draft with, or seeds are given
-                where nothing is sampled.
+            ContradictoryOptionsError: a contender has nothing to draft with, or would be shown
+                answers to what is measured, or seeds are given where nothing is sampled.
             PlotError: a plot could not be drawn.
         """
+        self._check_apart(drafts, repeat)
         for entry in chosen(self.names):
             entry.check(drafts)
         if not all(0 <= nodes <= MAX_NODES for nodes in self.nodes):
@@ -137,6 +142,21 @@ class ContestSettings(BaseModel):
             setting.sampling()
         if self.plot is not None:
             check_plot(self.plot)
+
+    def _check_apart(self, drafts: DrafterSettings, repeat: int) -> None:
+        """Refuse runs in which what one round or contender remembers is drafted from in another."""
+        rounds = len(self.settings) * repeat
+        if (drafts.state is not None or drafts.server) and rounds > 1:
+            raise ContradictoryOptionsError(
+                "--state and --server keep answers from round to round, which would be drafted "
+                "from: measure one setting without --repeat, or leave them out"
+            )
+        asking = [name for name in self.names if name in ASKING_SERVERS]
+        if drafts.server and len(asking) > 1:
+            raise ContradictoryOptionsError(
+                f"--server would show the answers of {asking[0]} to {asking[1]}: measure them one "
+                "by one, each with a service that has just started"
+            )
 
 
 def _list_contenders(value: bool) -> None:
@@ -176,12 +196,7 @@ def run_bench(
 ) -> None:
     """Measure against plain generation, prompt lookup and published rules, in one run."""
     drafts.check()
-    contest.check(drafts)
-    if drafts.state is not None and (len(contest.settings) > 1 or output.repeat > 1):
-        raise ContradictoryOptionsError(
-            "--state keeps answers from round to round: leave it out, or measure one setting "
-            "without --repeat"
-        )
+    contest.check(drafts, output.repeat)
     found = RecordingTally()
     selected = read_prompts(given.prompts, given.limit, given.per_category, found)
     others = [] if given.warm is None else read_prompts(given.warm, skipped=found)

@@ -279,6 +279,19 @@ ENTRIES: Final[dict[str, Entry]] = {
 }
 
 
+ASKING_SERVERS: Final = frozenset(
+    {
+        FOREDRAFT,
+        "foredraft-tables",
+        "foredraft-retrieval",
+        "foredraft-reweighed",
+        "foredraft-untaught",
+        "foredraft-unhinted",
+    }
+)
+"""Contenders that draft from services, where there are any."""
+
+
 def chosen(names: Sequence[str]) -> list[Entry]:
     """Return contenders by name, each once, in order.
 

@@ -28,8 +28,8 @@ NUM_KEPT: Final = 8
 """Tokens that are kept after each token, as published."""
 
 SHARES: Final = (0.36, 0.11, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01)
-"""How often the token of each rank comes. They order the shape's nodes for smaller budgets, and
-are what a measured budget begins with; published is the shape alone."""
+"""A rough guess of how often the token of each rank comes. It orders the shape's nodes for smaller
+budgets, and a measured budget begins with it; published is the shape alone."""
 
 _CHILDREN: Final[tuple[dict[tuple[int, ...], int], ...]] = (
     {(): 8},

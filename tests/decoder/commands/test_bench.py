@@ -262,6 +262,12 @@ def test_all_contenders_are_listed(
         (["--seed", "3"], "--seed has no effect at temperature 0"),
         (["--temperature", "-1"], "temperature must be 0"),
         (["--plot", "figure.pdf"], "a plot is drawn as .png or .svg"),
+        (["--state", "kept", "--nodes", "4", "--nodes", "8"], "--state and --server keep answers"),
+        (["--server", "127.0.0.1:1", "--repeat", "2"], "--state and --server keep answers"),
+        (
+            ["--server", "127.0.0.1:1", "--contender", "foredraft", "--over", "foredraft-tables"],
+            "would show the answers of foredraft to foredraft-tables",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_a_model_is_loaded(
