@@ -1,6 +1,7 @@
 """Head files: what is read, what is written, and what is refused with what to do about it."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -361,6 +362,21 @@ def test_files_that_cannot_be_trusted_or_read_are_refused(
         refused(folder, message)
     (folder / "config.json").unlink()
     refused(folder, "config.json is missing")
+
+
+def test_the_line_that_converts_pickled_weights_works(
+    target: HeadTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = EAGLE3.write(tmp_path / "head")
+    (folder / "model.safetensors").unlink()
+    torch.save(EAGLE3.weights, folder / "pytorch_model.bin")
+    with pytest.raises(HeadFileError) as caught:
+        load_head(folder, target)
+    line = re.search(r'python -c "(.*)"', str(caught.value))
+    assert line is not None
+    monkeypatch.chdir(folder)
+    exec(line[1])  # noqa: S102  as users are told to run it
+    assert len(load_head(folder, target).head.state_dict()) == len(EAGLE3.weights)
 
 
 def test_models_whose_states_cannot_be_had_are_refused(tmp_path: Path) -> None:
