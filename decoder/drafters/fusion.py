@@ -239,6 +239,8 @@ class FusedDrafter:
         """Return one tree made of the members' trees, the recycled logits and what readers say."""
         self._plant(sequence.trees)
         floor = max(min_probability, _LEAST_PROBABILITY)
+        self._growth.places[0] = np.arange(len(sequence.trees))
+        self._growth.contexts[0] = sequence.context()
         sequence.read.drop()
         sequence.asked.clear()
         tree = self._tree(self._grow(sequence, budget_nodes, floor))
@@ -330,8 +332,6 @@ class FusedDrafter:
     def _grow(self, sequence: FusedSequence, max_nodes: int, floor: float) -> int:
         """Grow the tree from all that is known, and return how many nodes it has."""
         growth = self._growth
-        growth.places[0] = np.arange(len(sequence.trees))
-        growth.contexts[0] = sequence.context()
         growth.rows[0] = sequence.read.root_rows()
         return grow(
             growth,

@@ -21,9 +21,9 @@ from decoder.drafters.kernels.readings import (
     Readings,
     enter_rows,
 )
+from decoder.drafters.kernels.recycled import rank_columns
 from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.reading import SequenceReader, TreeReader
-from decoder.drafters.recycling import likeliest
 from decoder.errors import OutOfMemoryError
 from retriever.errors import DrafterUnavailableError, VocabularyMismatchError
 from retriever.sequences import TokenSequence
@@ -191,16 +191,14 @@ class ReadTree:
         """Keep rows of logits; return whether they are numbers."""
         first, readings = int(self._num_rows[number]), self.readings
         end, width = first + len(tokens), logits.shape[-1]
-        held = torch.from_numpy(readings.logits[number, first:end, :width])
-        held.copy_(logits)
-        log_sums = held.logsumexp(dim=-1)
-        if not bool(torch.isfinite(log_sums).all()):
+        rows = readings.logits[number, first:end, :width]
+        torch.from_numpy(rows).copy_(logits)
+        if not enter_rows(readings, number, first, tokens, parents):
             self._distrust(number)
             return False
-        likely, _ = likeliest(logits, min(NUM_LIKELY_COLUMNS, width))
-        readings.log_sums[number, first:end] = log_sums.numpy()
+        likely = np.empty((len(tokens), min(NUM_LIKELY_COLUMNS, width)), np.int32)
+        rank_columns(np.ascontiguousarray(rows).view(np.int32), likely)
         readings.likely[number, first:end, : likely.shape[1]] = likely
-        enter_rows(readings, number, first, tokens, parents)
         self._num_rows[number] = end
         return True
 

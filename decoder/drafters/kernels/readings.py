@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.kernels.forest import LEAST_SHARE, MOST_SHARE, NOWHERE
-from retriever.kernels.compiling import kernel
+from retriever.kernels.compiling import fast_exp2, kernel
 
 SPECULATOR: Final = 1
 DRAFT_MODEL: Final = 2
@@ -22,6 +22,7 @@ MAX_READ: Final = 128
 room; each takes four bytes a column, once it is used."""
 
 ROOT_ROW: Final = 0
+_LOG2_E: Final = np.float32(1.4426950408889634)
 
 
 class Readings(NamedTuple):
@@ -107,8 +108,8 @@ def enter_rows(
     first: int,
     tokens: NDArray[np.int32],
     parents: NDArray[np.int32],
-) -> None:
-    """Enter nodes that were read, as rows from `first` on.
+) -> bool:
+    """Enter nodes whose logits are written already; return whether those are numbers.
 
     Args:
         readings: changed.
@@ -117,14 +118,40 @@ def enter_rows(
         tokens: int32[n].
         parents: int32[n], rows of their parents, `NOWHERE` for the root itself.
     """
+    width = 0
+    while width < readings.token_of.shape[1] and readings.token_of[reader, width] >= 0:
+        width += 1
+    are_numbers = True
     for node in range(len(tokens)):
         row, parent = first + node, parents[node]
+        log_sum = _log_sum(readings.logits[reader, row, :width])
+        are_numbers &= np.isfinite(log_sum)
+        readings.log_sums[reader, row] = log_sum
         readings.tokens[reader, row] = tokens[node]
         readings.first_child[reader, row] = NOWHERE
         readings.next_sibling[reader, row] = NOWHERE
         if parent != NOWHERE:
             readings.next_sibling[reader, row] = readings.first_child[reader, parent]
             readings.first_child[reader, parent] = row
+    return are_numbers
+
+
+@kernel(fastmath={"contract", "reassoc", "nsz"})
+def _log_sum(logits: NDArray[np.float32]) -> float:
+    """Return the logarithm of the sum of exponentials, to 0.0002; not finite where logits are not.
+
+    Loops vectorize: a library's exponential would take most of the time of reading a node.
+    """
+    greatest, wrong = logits[0], 0
+    for logit in logits:
+        greatest = max(greatest, logit)
+        wrong += logit != logit  # noqa: PLR0124  not a number
+    if wrong or not np.isfinite(greatest):
+        return np.nan
+    total = np.float32(0.0)
+    for logit in logits:
+        total += fast_exp2((logit - greatest) * _LOG2_E)
+    return greatest + np.log(total)
 
 
 @kernel()

@@ -116,7 +116,6 @@ def readings_of(readers: list[ReaderNotes]) -> tuple[Readings, NDArray[np.int32]
         for path, row in rows.items():
             values = np.array(list(each.logits[path].values()), np.float32)
             readings.logits[number, row, : len(values)] = values
-            readings.log_sums[number, row] = np.log(np.exp(values.astype(np.float64)).sum())
             likely = np.argsort(-values, kind="stable")[: readings.likely.shape[2]]
             readings.likely[number, row, : len(likely)] = likely
             parent = rows[path[:-1]] if path else -1
@@ -124,6 +123,9 @@ def readings_of(readers: list[ReaderNotes]) -> tuple[Readings, NDArray[np.int32]
             enter_rows(
                 readings, number, row, np.array([token], np.int32), np.array([parent], np.int32)
             )
+            exact = np.log(np.exp(values.astype(np.float64)).sum())
+            assert readings.log_sums[number, row] == pytest.approx(exact, abs=3e-4)
+            readings.log_sums[number, row] = exact  # or near ties would fall out differently
         roots[number] = rows.get((), -1)
     return readings, roots
 
@@ -236,6 +238,27 @@ def test_what_a_reader_says_is_bounded_and_no_evidence_outside_of_its_vocabulary
     expected = [log_odds(1 / (1 + np.exp(-1))), log_odds(0.0), log_odds(1 / (1 + np.exp(1)))]
     np.testing.assert_allclose(said, [*expected, 77.0, 77.0], rtol=1e-5)
     assert readings.likely[0, 0].tolist() == [0, 2, 1] + [-1] * 7
+
+
+@pytest.mark.parametrize("width", [1, 3, 500])
+def test_logits_that_are_no_numbers_are_noticed(width: int) -> None:
+    columns = [np.arange(width, dtype=np.int32), np.arange(500, dtype=np.int32)]
+    readings = Readings.of(columns, [1, 2], [5, 5])
+    readings.logits[:] = np.nan
+    rng = np.random.default_rng(width)
+    node = np.zeros(1, np.int32), np.full(1, -1, np.int32)
+    for _ in range(50):
+        logits = rng.normal(0, 10, width).astype(np.float32)
+        logits[1:][rng.random(width - 1) < 0.2] = -np.inf
+        readings.logits[0, 0, :width] = logits
+        assert enter_rows(readings, 0, 0, *node)
+        expected = torch.from_numpy(logits).double().logsumexp(0)
+        assert readings.log_sums[0, 0] == pytest.approx(float(expected), abs=3e-4)
+        for wrong in (np.nan, np.inf):
+            readings.logits[0, 0, rng.integers(0, width)] = wrong
+            assert not enter_rows(readings, 0, 0, *node)
+    readings.logits[0, 0, :width] = -np.inf
+    assert not enter_rows(readings, 0, 0, *node)
 
 
 @pytest.mark.parametrize("seed", range(20))
