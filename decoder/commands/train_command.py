@@ -16,6 +16,7 @@ from decoder.commands.answers import FORESEEN
 from decoder.commands.options import ModelChoice, PromptSettings
 from decoder.commands.trace_command import print_table
 from decoder.errors import ContradictoryOptionsError
+from decoder.model.compatibility import position_limit
 from decoder.model.pretrained import LanguageModel, prepare_model
 from decoder.training.course import Course, CourseOptions, Outcome
 from decoder.training.judging import RANKS
@@ -23,9 +24,16 @@ from decoder.training.lessons import Lesson, from_outputs, read_lessons
 from indexer.flags import AsJson, Metavar, with_flags
 from indexer.launch import errors_in_one_line
 from indexer.sources.recordings import RecordingTally
+from retriever.drafter import TokenIds
+from retriever.errors import StateError
 from retriever.log.generations_log import GenerationsLog
 
 _DEFAULTS = CourseOptions()
+
+_MAX_TEXT_TOKENS = 512
+"""Of a prompt, and of an output: more texts teach more than longer ones."""
+
+_INTERRUPTED = "interrupted: the same command goes on where it was"
 
 
 class TaughtTexts(BaseModel):
@@ -76,14 +84,10 @@ class TaughtTexts(BaseModel):
             StateError: the state directory cannot be used.
             VocabularyMismatchError: it holds outputs of another tokenizer.
         """
-        most = _DEFAULTS.max_text_tokens
+        most = _most_tokens(language_model)
         found = list(read_lessons(self.from_, language_model, tally, most))
         if self.state is not None:
-            log = GenerationsLog(self.state, language_model.vocabulary.fingerprint)
-            try:
-                outputs = [output.tokens for output in log.load(self.tenant).outputs]
-            finally:
-                log.close()
+            outputs = _outputs_of(self.state, self.tenant, language_model)
             found.extend(from_outputs(outputs, language_model, most))
         return found[: self.limit]
 
@@ -91,6 +95,28 @@ class TaughtTexts(BaseModel):
         """Return what the texts are called in the head's file."""
         kept = [] if self.state is None else ["outputs of a service"]
         return [*(path.name for path in self.from_), *kept]
+
+
+def _most_tokens(language_model: LanguageModel) -> int:
+    """Return the tokens of a prompt, and of an output, that the model has room for."""
+    limit = position_limit(language_model.model.config)
+    return _MAX_TEXT_TOKENS if limit is None else min(_MAX_TEXT_TOKENS, limit // 2)
+
+
+def _outputs_of(state: Path, tenant: str, language_model: LanguageModel) -> list[TokenIds]:
+    """Return the outputs that a service kept of a tenant.
+
+    Raises:
+        StateError: the directory is missing, in use or damaged.
+        VocabularyMismatchError: it holds outputs of another tokenizer.
+    """
+    if not state.is_dir():
+        raise StateError(f"there is no state directory {state}: name a service's --state")
+    log = GenerationsLog(state, language_model.vocabulary.fingerprint)
+    try:
+        return [output.tokens for output in log.load(tenant).outputs]
+    finally:
+        log.close()
 
 
 class TrainingSettings(BaseModel):
@@ -162,9 +188,13 @@ def run_train(
     lessons = texts.lessons(language_model, tally)
     for line in tally.describe():
         typer.echo(line, err=True)
-    with _shown(console) as progress:
-        course = Course(language_model, lessons, given.output, given.course(), _Bars(progress))
-        outcome = course.run(texts.names())
+    try:
+        with _shown(console) as progress:
+            course = Course(language_model, lessons, given.output, given.course(), _Bars(progress))
+            outcome = course.run(texts.names())
+    except KeyboardInterrupt:
+        typer.echo(_INTERRUPTED, err=True)
+        raise
     if as_json:
         typer.echo(json.dumps(_report(outcome, given.output), indent=2))
     else:

@@ -1,14 +1,15 @@
 """A whole training: what is taught is recorded, a head is begun, trained, judged and kept.
 
 Everything that takes long is kept in a working folder next to the head, so that a training that is
-interrupted goes on where it was: recordings by the file, a stage of training by the minute.
+interrupted goes on where it was: recordings by the file, a stage of training by the minute. Once
+training has begun, no more is recorded, unless other options ask for it: then training starts over.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -27,11 +28,12 @@ from decoder.training.head_trainer import STAGES, HeadTrainer, Stage, TeachingMo
 from decoder.training.judging import Agreement, agreement
 from decoder.training.lessons import Lesson, held_out
 from decoder.training.taught_store import TaughtStore
-from decoder.training.teacher import Teacher
+from decoder.training.teacher import Taught, Teacher
 from indexer.errors import reason_of
+from retriever.drafter import TokenIds
 
 LEAST_LESSONS: Final = 16
-"""Prompts and outputs below which there is nothing to hold out and little to learn."""
+"""Different prompts and outputs below which there is nothing to hold out and little to learn."""
 
 LEAST_TOKENS: Final = 2_000
 """Recorded tokens below which a head would learn texts by heart."""
@@ -50,10 +52,16 @@ _JUDGING_TOKENS: Final = 64
 _AGAIN_TEMPERATURE: Final = 0.8
 """Of answers to prompts that were answered before: greedily the same would come again."""
 
+_MOST_ANSWERS: Final = 8
+"""Answers to one prompt: more of them say less and less that is new."""
+
 _RECORDING_SHARE: Final = 0.5
 _JUDGED_TIMES: Final = 10
 _PATIENCE: Final = 3
 _KEPT_EVERY_S: Final = 60.0
+
+_LEAST_SECONDS: Final = 1.0
+"""Of a stage: a few steps at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,6 @@ class CourseOptions:
         num_tokens: tokens of outputs to record, if half of the time suffices.
         own_share: share of them that the target writes itself, where there are other outputs.
         max_new_tokens: of an answer that it writes.
-        max_text_tokens: of a prompt, and of a recorded output.
         held_out_share: of the prompts that judge and are not taught.
         num_columns: tokens that the head may draft, the most frequent ones.
         seed: of all that is random.
@@ -75,7 +82,6 @@ class CourseOptions:
     num_tokens: int = 1_000_000
     own_share: float = 0.7
     max_new_tokens: int = 224
-    max_text_tokens: int = 512
     held_out_share: float = 0.05
     num_columns: int = 8192
     seed: int = 0
@@ -143,21 +149,20 @@ class Course:
         options: CourseOptions,
         watcher: Watcher,
     ) -> None:
-        if len(lessons) < LEAST_LESSONS:
+        num_keys = len({lesson.key for lesson in lessons})
+        if num_keys < LEAST_LESSONS:
             raise TeachingTextError(
-                f"{len(lessons)} prompts and outputs are too few to teach a speculator: give at "
-                f"least {LEAST_LESSONS}, better some thousands"
+                f"{num_keys} different prompts and outputs are too few to teach a speculator: give "
+                f"at least {LEAST_LESSONS}, better some thousands"
             )
         last_layer(language_model)
         self._language_model = language_model
         self._options = options
         self._watcher = watcher
-        self._output = output
-        self._folder = output.with_name(output.name + ".training")
+        self._output = output.absolute()
+        self._folder = self._output.with_name(self._output.name + ".training")
         self._states = recorded_states(num_states(language_model.model))
-        self._taught, judging = held_out(lessons, options.held_out_share)
-        if not judging:
-            self._taught, judging = self._taught[1:], self._taught[:1]
+        self._taught, judging = _divided(lessons, options.held_out_share)
         self._judging = _unique(judging)[:_MOST_JUDGING]
         self._target = HeadTarget.of(
             language_model.model, language_model.name, language_model.vocabulary
@@ -182,7 +187,7 @@ class Course:
         after = _Training(
             HeadTrainer(head, teaching, store, self._options.seed),
             lambda trained: agreement(trained, teaching, judged),
-            self._folder / "head.safetensors",
+            self._progress(store),
             self._options.minutes * 60 * (1 - _RECORDING_SHARE),
             before,
             self._watcher,
@@ -191,8 +196,13 @@ class Course:
         save_head(self._output, head.bfloat16(), self._target.origin(tuple(trained_on)))
         return Outcome(head, before, after, store.num_tokens, store.num_own_tokens, self._judging)
 
+    def _progress(self, store: TaughtStore) -> "_Progress":
+        """Return the progress of a training on what is recorded."""
+        stamp = {"options": asdict(self._options), "recorded": store.num_shards}
+        return _Progress(self._folder / "head.safetensors", stamp)
+
     def _recorded(self) -> tuple[TaughtStore, TaughtStore]:
-        """Record until there is enough or half of the time is over; return texts and judges."""
+        """Record what is missing; return texts and judges."""
         stamp = {
             "model": self._target.name,
             "weights": self._target.weights,
@@ -204,9 +214,9 @@ class Course:
         judged = TaughtStore(self._folder / "judging", stamp)
         teacher = Teacher(self._language_model, self._states)
         if not len(judged):
-            prompts = sorted((each.prompt for each in self._judging), key=len)
-            judged.add(teacher.answer(prompts, _JUDGING_TOKENS))
-        self._record(store, teacher)
+            judged.add(self._judges(teacher))
+        if self._progress(store).kept() is None:
+            self._record(store, teacher)
         if store.num_tokens < LEAST_TOKENS:
             raise TeachingTextError(
                 f"{store.num_tokens} tokens are too little to teach a speculator: give more texts "
@@ -214,32 +224,44 @@ class Course:
             )
         return store, judged
 
+    def _judges(self, teacher: Teacher) -> list[Taught]:
+        """Have held-out prompts answered, and outputs read whose prompts are not known."""
+        prompts = sorted((each.prompt for each in self._judging if not each.is_own), key=len)
+        outputs = [
+            replace(each, output=each.output[:_JUDGING_TOKENS])
+            for each in self._judging
+            if each.is_own
+        ]
+        answered = teacher.answer(prompts, _JUDGING_TOKENS) if prompts else []
+        return [*answered, *(teacher.read(outputs) if outputs else [])]
+
     def _record(self, store: TaughtStore, teacher: Teacher) -> None:
-        options, start = self._options, time.perf_counter()
+        """Record until there is enough, half of the time is over, or all is recorded."""
+        options = self._options
         seconds = options.minutes * 60 * _RECORDING_SHARE
         generator = torch.Generator().manual_seed(options.seed + store.num_shards)
-        read, asked = self._read_batches(), self._asked_batches()
-        skipped = store.num_read, store.num_shards - store.num_read
-        texts = _behind(read, skipped[0])
-        prompts = _behind(asked, skipped[1])
-        while store.num_tokens < options.num_tokens and time.perf_counter() - start < seconds:
+        texts = _behind(self._read_batches(), store.num_read)
+        prompts = _behind(self._asked_batches(), store.num_shards - store.num_read)
+        while store.num_tokens < options.num_tokens and store.seconds < seconds:
+            start = time.perf_counter()
             is_own = store.num_own_tokens <= options.own_share * store.num_tokens
             batch = next(prompts if is_own else texts, None) or next(
                 texts if is_own else prompts, None
             )
             if batch is None:
-                break
-            if isinstance(batch, _Asked):
-                taught = teacher.answer(
-                    batch.prompts, options.max_new_tokens, batch.temperature, generator
-                )
-            else:
-                taught = teacher.read(batch)
-            store.add(taught)
-            over = max(
-                store.num_tokens / options.num_tokens, (time.perf_counter() - start) / seconds
-            )
+                return
+            taught = self._taught_by(teacher, batch, generator)
+            store.add(taught, time.perf_counter() - start)
+            over = max(store.num_tokens / options.num_tokens, store.seconds / seconds)
             self._watcher("recording", min(over, 1.0), f"{store.num_tokens:,} tokens")
+
+    def _taught_by(
+        self, teacher: Teacher, batch: "list[Lesson] | _Asked", generator: torch.Generator
+    ) -> list[Taught]:
+        if isinstance(batch, _Asked):
+            most = self._options.max_new_tokens
+            return teacher.answer(batch.prompts, most, batch.temperature, generator)
+        return teacher.read(batch)
 
     def _read_batches(self) -> Iterator[list[Lesson]]:
         """Yield recorded outputs, batch by batch, once."""
@@ -256,7 +278,7 @@ class Course:
 
     def _asked_batches(self) -> Iterator["_Asked"]:
         """Yield prompts that the target answers: greedily, and then again at random."""
-        prompts = _unique([each for each in self._taught if not each.is_own])
+        prompts = [each for each in _unique(self._taught) if not each.is_own]
         for again in range(_MOST_ANSWERS if prompts else 0):
             for pool in _pools(prompts, self._options.seed + again):
                 ordered = sorted((each.prompt for each in pool), key=len)
@@ -273,16 +295,68 @@ class Course:
         return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:most]).copy())
 
 
-_MOST_ANSWERS: Final = 8
-"""Answers to one prompt: more of them say less and less that is new."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """Prompts to be answered side by side."""
 
-    prompts: list[Any]
+    prompts: list[TokenIds]
     temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Where a training was interrupted.
+
+    Attributes:
+        weights: the best so far.
+        stage: the number of the stage that is under way.
+        over: how much of it is over, from 0 to 1.
+    """
+
+    weights: dict[str, torch.Tensor]
+    stage: int
+    over: float
+
+
+class _Progress:
+    """A file of what a training has come to.
+
+    Args:
+        path: of the file.
+        stamp: what the training is of; what another one kept is not gone on with.
+    """
+
+    def __init__(self, path: Path, stamp: dict[str, Any]) -> None:
+        self._path = path
+        self._stamp = json.dumps(stamp, sort_keys=True)
+
+    def keep(self, kept: _Kept) -> None:
+        """Write the file as a whole.
+
+        Raises:
+            TrainingError: the disk refuses.
+        """
+        said = {"of": self._stamp, "stage": str(kept.stage), "over": str(kept.over)}
+        partial = self._path.with_suffix(".partial")
+        try:
+            save_file(kept.weights, partial, said)
+            partial.replace(self._path)
+        except (OSError, SafetensorError) as error:
+            raise TrainingError(
+                f"{self._path.parent} cannot be written ({reason_of(error)}): make room there, "
+                "and run the same command again"
+            ) from error
+
+    def kept(self) -> _Kept | None:
+        """Return what was kept; `None` if nothing was, it is damaged or of another training."""
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                said = file.metadata() or {}
+            if said.get("of") != self._stamp:
+                return None
+            return _Kept(load_file(self._path), int(said["stage"]), float(said["over"]))
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return None
 
 
 class _Training:
@@ -291,7 +365,7 @@ class _Training:
     Args:
         trainer: of the head.
         judge: says how often the head foretells held-out tokens.
-        path: where the best weights and the progress are kept.
+        progress: where the best weights are kept, and how far training is.
         seconds: for all stages.
         before: what the judge said of the head as it is.
         watcher: is told of the progress.
@@ -301,32 +375,40 @@ class _Training:
         self,
         trainer: HeadTrainer,
         judge: Callable[[Eagle3Head], Agreement],
-        path: Path,
+        progress: _Progress,
         seconds: float,
         before: Agreement,
         watcher: Watcher,
     ) -> None:
         self._trainer, self._judge_of = trainer, judge
-        self._path, self._seconds, self._watcher = path, seconds, watcher
+        self._progress, self._seconds, self._watcher = progress, seconds, watcher
         self._head = trainer.head
         self._best, self._best_weights = before, _weights_of(self._head)
         self._stage, self._over, self._misses = 0, 0.0, 0
-        self._kept_at = time.perf_counter()
+        self._kept_at = 0.0
 
     def run(self) -> Agreement:
-        """Train, keep the best weights, and return how often they foretold what came."""
+        """Train, keep the best weights, and return how often they foretold what came.
+
+        Raises:
+            TrainingError: the disk refuses.
+        """
         self._resume()
-        for number in range(self._stage, len(STAGES)):
-            self._train(number)
-            self._head.load_state_dict(self._best_weights)
-            self._stage, self._over = number + 1, 0.0
+        self._keep()
+        try:
+            for number in range(self._stage, len(STAGES)):
+                self._train(STAGES[number])
+                self._head.load_state_dict(self._best_weights)
+                self._stage, self._over = number + 1, 0.0
+                self._keep()
+        except KeyboardInterrupt:
             self._keep()
+            raise
         return self._best
 
-    def _train(self, number: int) -> None:
-        stage, begun = STAGES[number], self._over
+    def _train(self, stage: Stage) -> None:
+        begun = judged_at = self._over
         self._misses = 0
-        judged_at = begun
 
         def on_step(over: float, loss: float) -> bool:
             nonlocal judged_at
@@ -339,11 +421,9 @@ class _Training:
             judged_at = self._over
             return self._judge()
 
-        self._trainer.train(stage, self._left(stage, begun), on_step, begun)
+        seconds = max(self._seconds * stage.share * (1 - begun), _LEAST_SECONDS)
+        self._trainer.train(stage, seconds, on_step, begun)
         self._judge()
-
-    def _left(self, stage: Stage, begun: float) -> float:
-        return max(self._seconds * stage.share * (1 - begun), 1.0)
 
     def _judge(self) -> bool:
         """Judge the head and note the best weights; return whether to go on."""
@@ -355,40 +435,45 @@ class _Training:
         return self._misses < _PATIENCE
 
     def _keep(self) -> None:
-        """Write the best weights and how far training is."""
         self._kept_at = time.perf_counter()
-        progress = json.dumps({"stage": self._stage, "over": self._over})
-        partial = self._path.with_suffix(".partial")
-        try:
-            save_file(self._best_weights, partial, {"progress": progress})
-            partial.replace(self._path)
-        except (OSError, SafetensorError) as error:
-            raise TrainingError(
-                f"{self._path.parent} cannot be written ({reason_of(error)}): make room there, "
-                "and run the same command again"
-            ) from error
+        self._progress.keep(_Kept(self._best_weights, self._stage, self._over))
 
     def _resume(self) -> None:
-        """Go on from what was kept, if that is of this training."""
-        if not self._path.exists():
+        """Go on from what was kept, if that fits."""
+        kept = self._progress.kept()
+        if kept is None or _shapes_of(kept.weights) != _shapes_of(self._best_weights):
             return
-        try:
-            with safe_open(self._path, framework="pt") as file:
-                progress = json.loads((file.metadata() or {})["progress"])
-            self._head.load_state_dict(load_file(self._path))
-        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError):
-            return  # damaged, or of another vocabulary: training begins anew
-        self._stage, self._over = int(progress["stage"]), float(progress["over"])
-        self._best = self._judge_of(self._head)
-        self._best_weights = _weights_of(self._head)
+        self._head.load_state_dict(kept.weights)
+        self._stage, self._over = kept.stage, kept.over
+        self._best, self._best_weights = self._judge_of(self._head), _weights_of(self._head)
+
+
+def _shapes_of(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in weights.items()}
 
 
 def _weights_of(head: Eagle3Head) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in head.state_dict().items()}
 
 
+def _divided(lessons: Sequence[Lesson], share: float) -> tuple[list[Lesson], list[Lesson]]:
+    """Return the lessons to teach and those to judge by, of which there is at least one each."""
+    taught, judging = held_out(lessons, share)
+    if not taught or not judging:
+        first = lessons[0].key
+        judging = [lesson for lesson in lessons if lesson.key == first]
+        taught = [lesson for lesson in lessons if lesson.key != first]
+    return taught, judging
+
+
 def _unique(lessons: Sequence[Lesson]) -> list[Lesson]:
-    return list({lesson.key: lesson for lesson in lessons}.values())
+    """Return one lesson for each prompt, or for each output whose prompt is not known."""
+    return list(
+        {
+            (each.is_own, (each.output if each.is_own else each.prompt).tobytes()): each
+            for each in lessons
+        }.values()
+    )
 
 
 def _pools(lessons: Sequence[Lesson], seed: int) -> Iterator[list[Lesson]]:
@@ -399,7 +484,7 @@ def _pools(lessons: Sequence[Lesson], seed: int) -> Iterator[list[Lesson]]:
 
 
 def _behind(batches: Iterator[Any], count: int) -> Iterator[Any]:
-    """Return batches behind those that were recorded before."""
+    """Return the batches behind those that were recorded before."""
     for _ in range(count):
         next(batches, None)
     return batches

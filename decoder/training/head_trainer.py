@@ -142,7 +142,7 @@ class HeadTrainer:
         Args:
             stage: what to train on.
             seconds: how long.
-            on_step: is told after each step how much of the time is over, from 0 to 1, and the
+            on_step: is told after each step how much of `seconds` is over, from 0 to 1, and the
                 loss; training ends where it returns false.
             begun: how much of the stage was over before, from 0 to 1.
         """
@@ -170,15 +170,17 @@ class HeadTrainer:
         while True:
             order = self._random.permutation(len(self._store))
             for numbers in batches_of(order, self._store.lengths(), BATCH_TOKENS, self._random):
-                batch = self.batch([self._store.example(int(number)) for number in numbers])
-                if batch.counts.any():
+                batch = batch_of(
+                    [self._store.example(number) for number in numbers],
+                    self._width,
+                    self.head.config.target_size,
+                    self._teaching.device,
+                )
+                if places_at(batch.counts, 0).any():
                     yield batch
 
-    def batch(self, examples: Sequence[Example]) -> Batch:
-        """Lay texts side by side."""
-        return batch_of(examples, self._width, self.head.config.target_size, self._teaching.device)
-
     def _loss(self, batch: Batch, stage: Stage) -> torch.Tensor:
+        """Return float32[], the cross-entropy over all depths of a stage."""
         features = batch.features
         if stage.noise:
             noise = torch.rand(features.shape, generator=self._noise).to(features.device) - 0.5
@@ -190,8 +192,9 @@ class HeadTrainer:
             numbers = batch.counts.flatten().cumsum(0).view(batch.counts.shape) - 1
             outputs = unrolled(self.head, self._teaching, batch.tokens, features, stage.depths)
             for depth, output in enumerate(outputs):
-                chosen = places_at(batch.counts, depth)
-                rows = chosen.nonzero(as_tuple=True)
+                rows = places_at(batch.counts, depth).nonzero(as_tuple=True)
+                if not len(rows[0]):
+                    break  # all outputs are shorter, and a mean of nothing is no number
                 said = self.head.logits(output[rows]).float()
                 taught = wanted[numbers[rows[0], rows[1] + depth + 1]].float()
                 loss = functional.cross_entropy(said, taught.softmax(-1))
@@ -284,5 +287,6 @@ def batches_of(
 
 
 def _rate(highest: float, step: int, over: float) -> float:
+    """Return the rate of a step; `over` is the part of the stage that is over, from 0 to 1."""
     risen = min(1.0, (step + 1) / _WARM_UP)
     return highest * risen * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * over)))

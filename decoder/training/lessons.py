@@ -2,8 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,13 +10,23 @@ import numpy as np
 
 from decoder.errors import TeachingTextError
 from decoder.model.pretrained import LanguageModel
-from indexer.errors import SourceError, TokenizerError
-from indexer.sources.conversations import Turn, exchanges_of, messages_of, plain_text, prompts_of
+from indexer.errors import SourceError, TokenizerError, reason_of
+from indexer.sources.conversations import (
+    Conversation,
+    Exchange,
+    Turn,
+    conversation_of,
+    exchanges_of,
+    messages_of,
+    plain_text,
+)
 from indexer.sources.recordings import RecordingTally, UnusableError, read_entries
 from retriever.drafter import TokenIds
 
 _TEXT: Final = "text"
 """Field of a record that holds a document and no conversation."""
+
+_REFUSED: Final = "turns that the chat template refuses"
 
 NO_TOKENS: Final = np.empty(0, np.int32)
 
@@ -29,17 +38,26 @@ class Lesson:
     Attributes:
         prompt: int32[p], at least one token.
         output: int32[n], recorded; none where the target is to answer.
-        is_own: whether the target itself wrote the output.
+        is_own: whether the target itself wrote the output, to a prompt that was not kept.
+        opening: int32[q], the conversation up to its first question, where that is not the prompt.
     """
 
     prompt: TokenIds
     output: TokenIds = field(default_factory=lambda: NO_TOKENS)
     is_own: bool = False
+    opening: TokenIds = field(default_factory=lambda: NO_TOKENS)
 
     @property
     def key(self) -> bytes:
-        """What stands for the prompt: lessons of equal keys are held out together."""
-        return hashlib.blake2b(self.prompt.tobytes(), digest_size=8).digest()
+        """Lessons of equal keys are held out together: those that share the first question.
+
+        Later prompts of a conversation hold the earlier ones. Where the prompt was not kept, the
+        output stands for it.
+        """
+        first = self.opening if len(self.opening) else self.prompt
+        return hashlib.blake2b(
+            (self.output if self.is_own else first).tobytes(), digest_size=8
+        ).digest()
 
 
 def read_lessons(
@@ -64,7 +82,7 @@ def read_lessons(
         try:
             for place, entry in read_entries(path, tally):
                 try:
-                    found = list(_lessons_of(entry, path, language_model, tally))
+                    found = _lessons_of(entry, path, language_model, tally)
                 except UnusableError as unusable:
                     tally.drop(str(unusable), place, unusable.remedy)
                     continue
@@ -90,14 +108,14 @@ def from_outputs(
 
 
 def held_out(lessons: Iterable[Lesson], share: float) -> tuple[list[Lesson], list[Lesson]]:
-    """Return the lessons to teach and those to judge by; equal prompts stay together.
+    """Return the lessons to teach and those to judge by; lessons of equal keys stay together.
 
-    Which are which depends on the prompts alone, so that an interrupted training goes on with the
+    Which are which depends on the keys alone, so that an interrupted training goes on with the
     same ones.
 
     Args:
         lessons: of any order.
-        share: of the prompts that judge, from 0 to 1.
+        share: of the keys that judge, from 0 to 1.
     """
     taught: list[Lesson] = []
     judging: list[Lesson] = []
@@ -109,37 +127,51 @@ def held_out(lessons: Iterable[Lesson], share: float) -> tuple[list[Lesson], lis
 
 def _lessons_of(
     entry: Any, path: Path, language_model: LanguageModel, tally: RecordingTally
-) -> Iterator[Lesson]:
-    """Yield the lessons of a line or a record.
+) -> list[Lesson]:
+    """Return the lessons of a line or a record.
 
     Raises:
-        UnusableError: it holds neither a document nor a conversation.
+        UnusableError: it holds neither a document nor a conversation, or the chat template refuses
+            its turns.
     """
-    if isinstance(entry, dict) and isinstance(entry.get(_TEXT), str):
-        entry = entry[_TEXT]
+    text = _text_of(entry)
+    if text is not None:
+        return [Lesson(_asked((Turn("user", text),), language_model))] if text.strip() else []
+    return tally.take(entry, path, "prompts", lambda found: _conversed(found, language_model))
+
+
+def _text_of(entry: Any) -> str | None:
+    """Return what a user is taken to have said: a line, a document, Spec-Bench's first turn."""
     if isinstance(entry, str):
-        yield Lesson(_asked((Turn("user", entry),), language_model) if entry.strip() else NO_TOKENS)
-        return
-    if isinstance(entry, dict) and _are_texts(entry.get("turns")):
-        yield Lesson(_asked((Turn("user", entry["turns"][0]),), language_model))
-        return
-    yield from tally.take(
-        entry,
-        path,
-        "prompts",
-        lambda found: [
-            *(
-                Lesson(_asked(each.prompt, language_model), _written(each.output, language_model))
-                for each in exchanges_of(found)
-                if any(turn.role == "user" for turn in each.prompt)
-            ),
-            *(
-                Lesson(_asked(turns, language_model))
-                for turns in chain(prompts_of(found))
-                if turns == found.turns
-            ),
-        ],
-    )
+        return entry
+    if not isinstance(entry, dict) or conversation_of(entry) is not None:
+        return None
+    if _are_texts(entry.get("turns")):
+        return str(entry["turns"][0])
+    text = entry.get(_TEXT)
+    return text if isinstance(text, str) else None
+
+
+def _conversed(found: Conversation, language_model: LanguageModel) -> list[Lesson]:
+    """Return a lesson for each answer of a conversation, and for its end if that is a question."""
+    exchanges = list(exchanges_of(found))
+    if found.turns and found.turns[-1].role != "assistant":
+        exchanges.append(Exchange(found.turns, ""))
+    return [
+        Lesson(
+            _asked(each.prompt, language_model),
+            _written(each.output, language_model),
+            opening=_asked(_opening(each.prompt), language_model),
+        )
+        for each in exchanges
+        if any(turn.role == "user" for turn in each.prompt)
+    ]
+
+
+def _opening(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """Return the turns up to a user's first."""
+    first = next(number for number, turn in enumerate(turns) if turn.role == "user")
+    return turns[: first + 1]
 
 
 def _are_texts(turns: object) -> bool:
@@ -148,7 +180,11 @@ def _are_texts(turns: object) -> bool:
 
 
 def _asked(turns: tuple[Turn, ...], language_model: LanguageModel) -> TokenIds:
-    """Return the tokens of a prompt; none where the chat template refuses its turns."""
+    """Return the tokens of a prompt.
+
+    Raises:
+        UnusableError: the chat template refuses its turns.
+    """
     if len(turns) == 1 and turns[0].role == "user":
         return np.array(language_model.encode(turns[0].text), np.int32)
     tokenizer = language_model.tokenizer
@@ -156,8 +192,8 @@ def _asked(turns: tuple[Turn, ...], language_model: LanguageModel) -> TokenIds:
         return np.array(tokenizer.encode(plain_text(turns)), np.int32)
     try:
         return np.array(language_model.encode_chat(messages_of(turns)), np.int32)
-    except TokenizerError:
-        return NO_TOKENS
+    except TokenizerError as error:
+        raise UnusableError(_REFUSED, reason_of(error)) from error
 
 
 def _written(text: str, language_model: LanguageModel) -> TokenIds:
@@ -170,4 +206,9 @@ def _lead(language_model: LanguageModel) -> list[int]:
 
 
 def _within(lesson: Lesson, max_tokens: int) -> Lesson:
-    return Lesson(lesson.prompt[-max_tokens:], lesson.output[:max_tokens], lesson.is_own)
+    return replace(
+        lesson,
+        prompt=lesson.prompt[-max_tokens:],
+        output=lesson.output[:max_tokens],
+        opening=lesson.opening[-max_tokens:],
+    )

@@ -20,6 +20,7 @@ from retriever.drafter import TokenIds
 
 _SHARD: Final = "taught-{:05d}.safetensors"
 _STAMP: Final = "of"
+_SECONDS: Final = "seconds"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +47,7 @@ class _Shard:
     num_prompts: TokenIds
     is_own: NDArray[np.bool_]
     was_asked: NDArray[np.bool_]
+    seconds: float
     file: Any
 
 
@@ -98,8 +100,17 @@ class TaughtStore:
         """Those of texts that were read, and not written by the target when asked."""
         return sum(not shard.was_asked.any() for shard in self._shards)
 
-    def add(self, taught: Sequence[Taught]) -> None:
+    @property
+    def seconds(self) -> float:
+        """What recording all of them took."""
+        return sum(shard.seconds for shard in self._shards)
+
+    def add(self, taught: Sequence[Taught], seconds: float = 0.0) -> None:
         """Write texts to a file of their own.
+
+        Args:
+            taught: the texts.
+            seconds: that recording them took.
 
         Raises:
             TrainingError: they cannot be written; what was recorded before stays.
@@ -117,7 +128,7 @@ class TaughtStore:
         }
         partial = path.with_suffix(".partial")
         with _telling(self._directory):
-            save_file(tensors, partial, {_STAMP: self._stamp})
+            save_file(tensors, partial, {_STAMP: self._stamp, _SECONDS: str(seconds)})
             partial.replace(path)
         self._shards.append(self._opened(path))
 
@@ -154,19 +165,21 @@ class TaughtStore:
     def _opened(self, path: Path) -> _Shard:
         try:
             file = safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call]  # not typed there
-            stamp = (file.metadata() or {}).get(_STAMP)
+            metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name).numpy() for name in _ARRAYS}
-        except (OSError, SafetensorError) as error:
+            seconds = float(metadata.get(_SECONDS, 0.0))
+        except (OSError, ValueError, SafetensorError) as error:
             raise TrainingError(
                 f"{path} cannot be read ({reason_of(error)}): remove it and all after it, and run "
                 "the same command again"
             ) from error
-        if stamp != self._stamp:
+        if metadata.get(_STAMP) != self._stamp:
             raise TrainingError(
-                f"{self._directory} holds what was recorded of {stamp}, and not of {self._stamp}: "
-                "remove it, or train with the model and options that recorded it"
+                f"{self._directory} was recorded with another "
+                f"{_difference(metadata.get(_STAMP), self._stamp)}: remove it, or train with the "
+                "model, texts and options that it was recorded with"
             )
-        return _Shard(file=file, **arrays)
+        return _Shard(file=file, seconds=seconds, **arrays)
 
     @staticmethod
     def _num_outputs(shard: _Shard) -> int:
@@ -190,6 +203,12 @@ def _telling(directory: Path) -> Iterator[None]:
             f"{directory} cannot be written ({reason_of(error)}): make room there, and run the "
             "same command again; what was recorded before is kept"
         ) from error
+
+
+def _difference(stamp: str | None, wanted: str) -> str:
+    """Return the names of what differs between two stamps."""
+    found, own = json.loads(stamp or "{}"), json.loads(wanted)
+    return " and ".join(name for name in own if found.get(name) != own[name]) or "stamp"
 
 
 def _padded(taught: Taught) -> torch.Tensor:

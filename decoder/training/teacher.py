@@ -8,10 +8,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from decoder.errors import UnsupportedModelError
+from decoder.errors import TrainingError, UnsupportedModelError
 from decoder.model.adapted import adapted
 from decoder.model.cache import TreeCache, num_seen
-from decoder.model.compatibility import Capability, compatibility_of
+from decoder.model.compatibility import Capability, compatibility_of, position_limit
 from decoder.model.pretrained import LanguageModel
 from decoder.model.states import StateTap
 from decoder.sampling.verification import draw
@@ -69,6 +69,8 @@ class Teacher:
         self._windows = dict(compatibility.layers)
         self._model, _ = adapted(model, compatibility.capability, pack=True)
         self._tap = StateTap(self._model, states)
+        self._name = language_model.name
+        self._max_length = position_limit(model.config)
         self._stop_ids = frozenset(language_model.stop_ids)
         takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._last_logits = {"logits_to_keep": 1} if takes_count else {}
@@ -82,7 +84,11 @@ class Teacher:
 
     @torch.inference_mode()
     def read(self, lessons: Sequence[Lesson]) -> list[Taught]:
-        """Read prompts with their recorded outputs in one pass."""
+        """Read prompts with their recorded outputs in one pass.
+
+        Raises:
+            TrainingError: the target's states are no finite numbers.
+        """
         texts = [np.concatenate([each.prompt, each.output]) for each in lessons]
         tokens = np.zeros((len(texts), max(map(len, texts))), np.int64)
         for row, text in enumerate(texts):
@@ -109,11 +115,17 @@ class Teacher:
         """Answer prompts side by side; once few are left, those are cut.
 
         Args:
-            prompts: int32[n] each; best of similar lengths, as all take the longest one's time.
-            max_new_tokens: of each answer.
+            prompts: int32[n] each, shorter than the model's limit; best of similar lengths, as all
+                take the longest one's time.
+            max_new_tokens: of each answer, if the model's limit leaves room for them.
             temperature: 0 answers greedily.
             generator: of random numbers.
+
+        Raises:
+            TrainingError: the target's states are no finite numbers.
         """
+        if self._max_length is not None:
+            max_new_tokens = min(max_new_tokens, self._max_length - max(map(len, prompts)))
         batch = _Batch(prompts, max_new_tokens, self._stop_ids)
         cache = TreeCache([window for _, window in self._layers])
         states: list[torch.Tensor] = []
@@ -152,9 +164,19 @@ class Teacher:
         return logits
 
     def _kept(self) -> torch.Tensor:
-        """Return bfloat16[batch, rows, F], the states of the last pass on the CPU."""
+        """Return bfloat16[batch, rows, F], the states of the last pass on the CPU.
+
+        Raises:
+            TrainingError: some are no finite numbers.
+        """
         states = self._tap.batch()
-        return torch.cat([states[number] for number in self.states], -1).bfloat16().cpu()
+        kept = torch.cat([states[number] for number in self.states], -1).bfloat16()
+        if not bool(torch.isfinite(kept).all()):
+            raise TrainingError(
+                f"{self._name} computes states that are no finite numbers, from which nothing can "
+                "be learned: load it in another --precision, or check its weights"
+            )
+        return kept.cpu()
 
 
 class _Batch:

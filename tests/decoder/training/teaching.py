@@ -1,0 +1,91 @@
+"""Tiny targets that teach, and recorded texts for the tests of training."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+from decoder.model.pretrained import LanguageModel
+from decoder.model.states import num_states
+from decoder.speculators.eagle import Eagle3Head, eagle_head
+from decoder.training.head_start import head_config, recorded_states, trained_states
+from decoder.training.teacher import Taught
+from indexer.tokenizer import Vocabulary, vocabulary_of
+from tests.decoder.decoding import VOCABULARY, tiny_llama
+
+STATE_SIZE = 32
+FEATURES = 3 * STATE_SIZE
+
+
+def language_model_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...] = ()
+) -> LanguageModel:
+    vocabulary: Vocabulary = vocabulary_of(tokenizer)
+    return LanguageModel("tiny", model, tokenizer, vocabulary, stop_ids)
+
+
+def successors() -> torch.Tensor:
+    """Return int64[vocabulary]: the token that follows each in the texts of `counting_llama`."""
+    return torch.from_numpy(np.random.default_rng(5).permutation(VOCABULARY))
+
+
+@cache
+def counting_llama() -> PreTrainedModel:
+    """Return a tiny target that learned which token follows which: in a few seconds, once."""
+    model: Any = tiny_llama()
+    following = successors()
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model.train()
+    for _ in range(150):
+        tokens = torch.randint(VOCABULARY, (16, 1), generator=generator)
+        while tokens.shape[1] < 24:
+            drawn = torch.randint(VOCABULARY, (16, 1), generator=generator)
+            is_drawn = torch.rand(16, 1, generator=generator) < 0.1
+            tokens = torch.cat([tokens, torch.where(is_drawn, drawn, following[tokens[:, -1:]])], 1)
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert isinstance(model, LlamaForCausalLM)
+    evaluated: PreTrainedModel = model.eval()
+    return evaluated
+
+
+def prompts_of(
+    lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY
+) -> list[np.ndarray[Any, np.dtype[np.int32]]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, vocabulary, length).astype(np.int32) for length in lengths]
+
+
+def states_of(language_model: LanguageModel) -> tuple[int, ...]:
+    return recorded_states(num_states(language_model.model))
+
+
+def drawn_head(language_model: LanguageModel, num_columns: int, seed: int = 0) -> Eagle3Head:
+    """Return a head of random weights for all tokens below a number."""
+    torch.manual_seed(seed)
+    head = eagle_head(head_config(language_model, num_columns))
+    assert isinstance(head, Eagle3Head)
+    assert head.config.states == trained_states(num_states(language_model.model))
+    if head.config.is_cut:
+        head.keep(torch.arange(num_columns))
+    return head
+
+
+def drawn_texts(lengths: list[tuple[int, int]], seed: int = 0) -> list[Taught]:
+    """Return texts of random tokens and states, given the lengths of prompts and outputs."""
+    rng = np.random.default_rng(seed)
+    return [
+        Taught(
+            rng.integers(0, VOCABULARY, prompt + output).astype(np.int32),
+            prompt,
+            torch.from_numpy(rng.standard_normal((prompt + output, 4 * STATE_SIZE))).bfloat16(),
+            is_own=bool(number % 2),
+            was_asked=bool(number % 2),
+        )
+        for number, (prompt, output) in enumerate(lengths)
+    ]
