@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from decoder.errors import TrainingError
 from decoder.training import taught_store
@@ -79,7 +80,7 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path) -> None:
 
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "taught-00000.safetensors"
-    taught_store.save_file({"weight": torch.ones(2)}, path)
+    save_file({"weight": torch.ones(2)}, path)
     with pytest.raises(TrainingError, match="cannot be read"):
         TaughtStore(tmp_path, STAMP)
 
@@ -108,7 +109,7 @@ def test_a_full_disk_is_told_and_what_was_there_stays(
 
     with monkeypatch.context() as patched:
         patched.setattr(taught_store, "save_file", full)
-        with pytest.raises(TrainingError, match="No space left on device.*make room there"):
+        with pytest.raises(TrainingError, match=r"No space left on device.*make room there"):
             store.add(taught[1:])
     assert_holds(store, taught[:1])
     assert_holds(TaughtStore(tmp_path, STAMP), taught[:1])
