@@ -124,7 +124,7 @@ def test_help_names_the_commands_and_says_what_each_option_does(
     monkeypatch.setenv("COLUMNS", "200")
     command: Any = get_command(app)
     commands = {name: command.get_command(None, name) for name in command.list_commands(None)}
-    assert set(commands) == {"generate", "chat", "bench", "trace", "estimate"}
+    assert set(commands) == {"generate", "chat", "bench", "train", "trace", "estimate"}
     assert run(monkeypatch, "--help") == 0
     listed = capsys.readouterr().out
     for name, subcommand in commands.items():
