@@ -6,7 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.kernels.forest import NOWHERE, Forest
-from decoder.drafters.kernels.readings import NUM_KNOWING, NUM_LIKELY_COLUMNS, Readings, said_of
+from decoder.drafters.kernels.readings import (
+    KIND,
+    LIKELY,
+    NUM_KNOWING,
+    NUM_LIKELY_COLUMNS,
+    SOURCE,
+    Readings,
+    said_of,
+)
 from decoder.drafters.kernels.recycled import NOT_FOUND, NUM_ORDERS, Table, find, key_of
 from retriever.kernels.compiling import kernel
 
@@ -107,21 +115,17 @@ def gather(
     table: Table,
     context: NDArray[np.int32],
     hints: Hints,
-    readings: Readings,
-    rows: NDArray[np.int32],
     table_source: int,
 ) -> int:
-    """Ask all sources for a node's children and return how many candidates there are.
+    """Ask all sources but readers for a node's children and return how many candidates there are.
 
     Args:
         siblings: filled.
         forest: the trees.
-        places: int32[trees], where each tree has the node.
+        places: int32[trees], where each tree has the node, or `NOWHERE`.
         table: the recycled logits.
         context: int32[NUM_ORDERS], the last tokens at the node, the latest first; -1: none.
         hints: for the root; none for other nodes.
-        readings: what readers said.
-        rows: int32[readers], each reader's row of the node, or `NOWHERE`.
         table_source: the `Source` of what only the table or a hint names.
     """
     siblings.known[:] = False
@@ -132,6 +136,24 @@ def gather(
     for column in range(len(hints.tokens)):
         token, odds = hints.tokens[column], hints.log_odds[column]
         count = _note(siblings, count, source, token, odds, table_source)
+    return count
+
+
+@kernel()
+def hear_readers(
+    siblings: Siblings, count: int, readings: Readings, rows: NDArray[np.int32]
+) -> int:
+    """Add readers to what other sources said, and return how many candidates there are.
+
+    Each proposes candidates, and then gives its log-odds for all of them. It is a function of its
+    own because passing what readers said costs more than all else that is done without any.
+
+    Args:
+        siblings: the candidates that `gather` found; more are added.
+        count: how many there are.
+        readings: what readers said.
+        rows: int32[readers], each reader's row of the node, or `NOWHERE`.
+    """
     for reader in range(len(rows)):
         if rows[reader] != NOWHERE:
             count = _propose(siblings, count, readings, reader, rows[reader])
@@ -184,35 +206,36 @@ def _note_table(
 @kernel()
 def _propose(siblings: Siblings, count: int, readings: Readings, reader: int, row: int) -> int:
     """Enter a reader's likeliest tokens and return how many candidates there are."""
-    source = len(siblings.known) - len(readings.kinds) + reader
+    source = len(siblings.known) - readings.labels.shape[1] + reader
     siblings.known[source] = True
     for place in range(NUM_LIKELY_COLUMNS):
-        column = readings.likely[reader, row, place]
+        column = readings.rows[reader, row, LIKELY + place]
         if column < 0:
             break
         token = readings.token_of[reader, column]
-        count = _note(siblings, count, source, token, ABSENT, readings.sources[reader])
+        count = _note(siblings, count, source, token, ABSENT, readings.labels[SOURCE, reader])
     return count
 
 
 @kernel()
 def _judge(siblings: Siblings, count: int, readings: Readings, reader: int, row: int) -> None:
     """Enter a reader's log-odds for every candidate within its vocabulary, whoever listed it."""
-    source = len(siblings.known) - len(readings.kinds) + reader
+    source = len(siblings.known) - readings.labels.shape[1] + reader
     for candidate in range(count):
         token = siblings.tokens[candidate]
         siblings.log_odds[candidate, source] = said_of(readings, reader, row, token, ABSENT)
 
 
 @kernel()
-def set_of(known: NDArray[np.bool_], num_trees: int, kinds: NDArray[np.uint8]) -> int:
+def set_of(known: NDArray[np.bool_], labels: NDArray[np.uint8]) -> int:
     """Return which set of weights a node is scored with.
 
     Args:
         known: bool[S], which sources know the node.
-        num_trees: the first sources.
-        kinds: uint8[readers], of the last sources.
+        labels: uint8[2, readers], of the last sources; see `Readings`.
     """
+    num_readers = labels.shape[1]
+    num_trees = len(known) - NUM_TABLE_SOURCES - num_readers
     longest, by_trees, knowing = 0, 0, 0
     for order in range(NUM_ORDERS):
         if known[num_trees + order]:
@@ -220,9 +243,9 @@ def set_of(known: NDArray[np.bool_], num_trees: int, kinds: NDArray[np.uint8]) -
     for tree in range(num_trees):
         if known[tree]:
             by_trees = NUM_ORDERS + 1
-    for reader in range(len(kinds)):
+    for reader in range(num_readers):
         if known[num_trees + NUM_TABLE_SOURCES + reader]:
-            knowing |= kinds[reader]
+            knowing |= labels[KIND, reader]
     return knowing * NUM_UNREAD_SETS + by_trees + longest
 
 
