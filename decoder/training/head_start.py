@@ -159,7 +159,8 @@ def started_head(
         raise TypeError("a trained head is an EAGLE-3 head with an output layer of its own")
     layer = last_layer(language_model)
     places = _places(language_model, store, head.config.states)
-    head.keep(tokens)
+    if head.config.is_cut:
+        head.keep(tokens)
     _copy_outputs(head, language_model, layer, tokens)
     head.fc.weight.copy_(_fitted(places.features, places.last))
     own: Any = head.layers[0]
