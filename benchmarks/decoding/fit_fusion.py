@@ -27,8 +27,7 @@ from decoder.assembly import DrafterSettings, draft_limits
 from decoder.budget.budget import FixedBudget
 from decoder.commands.prompts import read_prompts
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
-from decoder.drafters.kernels.forest import step_down
-from decoder.drafters.kernels.readings import read_below
+from decoder.drafters.kernels.readings import descend
 from decoder.drafters.kernels.siblings import (
     ABSENT,
     BIAS,
@@ -92,36 +91,33 @@ class RecordingDrafter(FusedDrafter):
         super().__init__(*parts, **options)
         self.seen: list[PlaceSeen] = []
         self.is_fitting = True
-        self._rows = prior_rows(1, self._readers.kinds)
+        self._prior_rows = prior_rows(1, self._readers.kinds)
 
     def _learn_weights(self, sequence: FusedSequence, came: TokenIds) -> None:
         if not sequence.has_drafted:
             return
         self._plant(sequence.trees)
-        places = np.arange(len(sequence.trees), dtype=np.int32)
-        context, hints = sequence.context(), sequence.hints
-        rows, readings = sequence.read.root_rows(), sequence.read.readings
+        trees = np.arange(len(sequence.trees), dtype=np.int32)
+        places = np.concatenate([trees, sequence.read.root_rows()])
+        context, hints, readings = sequence.context(), sequence.hints, sequence.read.readings
+        told, table = self._siblings, self._table()
         for token in came.tolist():
-            told = self._siblings
-            table = self._table()
-            count = gather(told, self._forest, places, table, context, hints, readings, rows, 0)
-            chosen = set_of(told.known, len(places), readings.kinds)
-            self.seen.append(self._seen(count, chosen, token))
-            below, rows_below = np.empty_like(places), np.empty_like(rows)
-            step_down(self._forest, places, below, token)
-            read_below(readings, rows, rows_below, token)
-            places, rows, hints = below, rows_below, NO_HINTS
+            count = gather(told, self._forest, places, table, context, hints, readings, 0)
+            self.seen.append(self._seen(count, set_of(told.known, readings), token))
+            below = np.empty_like(places)
+            descend(self._forest, readings, places, below, token)
+            places, hints = below, NO_HINTS
             context = np.append(np.int32(token), context[:-1]).astype(np.int32)
 
     def _seen(self, count: int, chosen: int, token: int) -> PlaceSeen:
         told = self._siblings
         listed = told.log_odds[:count] != ABSENT
         features = np.zeros((count, len(PRIOR_ROWS), NUM_WEIGHTS))
-        of_sources = self._rows[:-1]
+        of_sources = self._prior_rows[:-1]
         features[:, of_sources, BIAS] = told.known & listed
         features[:, of_sources, SLOPE] = np.where(told.known & listed, told.log_odds[:count], 0.0)
         features[:, of_sources, UNLISTED] = told.known & ~listed
-        features[:, self._rows[-1], BIAS] = 1.0
+        features[:, self._prior_rows[-1], BIAS] = 1.0
         return PlaceSeen(chosen, features, told.tokens[:count] == token, self.is_fitting)
 
 

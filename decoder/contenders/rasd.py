@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
-from decoder.drafters.kernels.readings import NUM_LIKELY_COLUMNS, ROOT_ROW, Readings
+from decoder.drafters.kernels.readings import LIKELY, NUM_LIKELY_COLUMNS, ROOT_ROW, Readings
 from decoder.drafters.model_trees import Children, Frontier
 from decoder.drafters.readers import ReadTree
 from decoder.drafters.reading import TreeReader
@@ -61,7 +61,7 @@ class RasdDrafter(FusedDrafter):
             return retrieved.prefix(budget_nodes)
         frontier = self._grown_by_model(sequence.read, budget_nodes)
         first = sequence.read.readings
-        likely = first.token_of[0, first.likely[0, ROOT_ROW, : self._top_k]]
+        likely = first.token_of[0, first.rows[0, ROOT_ROW, LIKELY : LIKELY + self._top_k]]
         kept = pruned(retrieved, likely).prefix(int(_RETRIEVED_SHARE * budget_nodes))
         merged = merge(kept, _tree(frontier, int(self._readers.all[0].source)), budget_nodes)
         return merged.prefix(int((merged.probabilities >= min_probability).sum()))
@@ -139,7 +139,7 @@ def _by_probability(nodes: Sequence[tuple[int, int, float, int]]) -> DraftTree:
 
 def _children(readings: Readings, row: int) -> Children:
     """Return what the model finds likeliest after a row."""
-    columns = readings.likely[0, row]
+    columns = readings.rows[0, row, LIKELY:]
     columns = columns[columns >= 0]
     log_shares = readings.logits[0, row, columns] - readings.log_sums[0, row]
     is_possible = np.isfinite(log_shares)

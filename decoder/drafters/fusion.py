@@ -184,6 +184,8 @@ class FusedDrafter:
         self._forest = Forest.of(len(drafters), MAX_NODES)
         self._siblings = Siblings.of(len(drafters), len(readers))
         self._growth = Growth.of(len(drafters), MAX_NODES, len(readers))
+        self._growth.places[0] = np.arange(len(drafters) + len(readers))
+        self._num_trees = len(drafters)
         self._planted: Sequence[DraftTree] = ()
 
     @property
@@ -239,7 +241,6 @@ class FusedDrafter:
         """Return one tree made of the members' trees, the recycled logits and what readers say."""
         self._plant(sequence.trees)
         floor = max(min_probability, _LEAST_PROBABILITY)
-        self._growth.places[0] = np.arange(len(sequence.trees))
         self._growth.contexts[0] = sequence.context()
         sequence.read.drop()
         sequence.asked.clear()
@@ -292,12 +293,12 @@ class FusedDrafter:
 
     def _unread(self, read: ReadTree, asked: AskedDraft, size: int) -> NDArray[np.intp]:
         """Return the nodes that a reader can read in its next pass, the most probable ones."""
-        reader, rows = self._readers.all[asked.number], self._growth.rows[:, asked.number]
+        reader, rows = self._readers.all[asked.number], self._rows(asked.number)
         can_be_read = self._known_paths(size) & (rows[1 : size + 1] == NOWHERE)
         if not reader.reads_paths:
             can_be_read &= rows[self._growth.parents[:size] + 1] != NOWHERE
         if reader.max_depth is not None:
-            can_be_read &= self._growth.depths[:size] <= reader.max_depth
+            can_be_read &= self._tree(size).depths() <= reader.max_depth
         is_first = asked.num_passes == 1
         width = _FIRST_WIDTH if is_first and reader.reads_paths else WIDTH
         return np.flatnonzero(can_be_read)[: min(width, read.room(asked.number))]
@@ -312,6 +313,10 @@ class FusedDrafter:
             known[node] &= parent == ROOT or known[parent]
         return known
 
+    def _rows(self, number: int) -> NDArray[np.int32]:
+        """Return int32[1 + B], a view: a reader's row of the root and of each node."""
+        return self._growth.places[:, self._num_trees + number]
+
     def _reach(self, nodes: NDArray[np.intp], size: int, budget_nodes: int) -> float:
         """Return how many of some nodes the target is expected to come to.
 
@@ -324,15 +329,16 @@ class FusedDrafter:
 
     def _read_nodes(self, read: ReadTree, number: int, nodes: NDArray[np.intp]) -> bool:
         """Have a reader read nodes of the tree that was grown last; return whether it did."""
-        growth, first = self._growth, read.next_row(number)
-        growth.rows[nodes + 1, number] = np.arange(first, first + len(nodes))
-        parents = growth.rows[growth.parents[nodes] + 1, number]
+        growth, rows, first = self._growth, self._rows(number), read.next_row(number)
+        rows[nodes + 1] = np.arange(first, first + len(nodes))
+        parents = rows[growth.parents[nodes] + 1]
         return read.read(number, growth.tokens[nodes], parents)
 
     def _grow(self, sequence: FusedSequence, max_nodes: int, floor: float) -> int:
         """Grow the tree from all that is known, and return how many nodes it has."""
         growth = self._growth
-        growth.rows[0] = sequence.read.root_rows()
+        if self._readers.all:
+            growth.places[0, self._num_trees :] = sequence.read.root_rows()
         return grow(
             growth,
             self._siblings,
@@ -387,11 +393,9 @@ class FusedDrafter:
         if not sequence.has_drafted:
             return
         self._plant(sequence.trees)
-        num_trees = len(sequence.trees)
-        places = np.zeros((2, num_trees), np.int32)
-        places[0] = np.arange(num_trees)
-        rows = np.zeros((2, len(self._readers.all)), np.int32)
-        rows[0] = sequence.read.root_rows()
+        places = np.zeros((2, self._growth.places.shape[1]), np.int32)
+        places[0, : self._num_trees] = np.arange(self._num_trees)
+        places[0, self._num_trees :] = sequence.read.root_rows()
         learn(
             self._siblings,
             self._forest,
@@ -402,7 +406,6 @@ class FusedDrafter:
             sequence.context(),
             sequence.hints,
             sequence.read.readings,
-            rows,
             came,
             RATE,
         )

@@ -14,6 +14,7 @@ from decoder.drafters.following import Verified
 from decoder.drafters.kernels.forest import NOWHERE
 from decoder.drafters.kernels.readings import (
     DRAFT_MODEL,
+    LIKELY,
     MAX_READ,
     NUM_LIKELY_COLUMNS,
     ROOT_ROW,
@@ -198,7 +199,7 @@ class ReadTree:
             return False
         likely = np.empty((len(tokens), min(NUM_LIKELY_COLUMNS, width)), np.int32)
         rank_columns(np.ascontiguousarray(rows).view(np.int32), likely)
-        readings.likely[number, first:end, : likely.shape[1]] = likely
+        readings.rows[number, first:end, LIKELY : LIKELY + likely.shape[1]] = likely
         self._num_rows[number] = end
         return True
 

@@ -5,8 +5,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.drafters.kernels.forest import Forest, step_down
-from decoder.drafters.kernels.readings import Readings, read_below
+from decoder.drafters.kernels.forest import Forest
+from decoder.drafters.kernels.readings import Readings, descend
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
 from decoder.drafters.kernels.siblings import Hints, Siblings, gather, score, set_of
 from retriever.kernels.compiling import kernel
@@ -26,9 +26,8 @@ class Growth(NamedTuple):
         parents: int32[B].
         probabilities: float32[B].
         sources: uint8[B].
-        depths: int32[B], 1 for the root's children.
-        places: int32[1 + B, trees], where each given tree has a node; row 0 is the root.
-        rows: int32[1 + B, readers], each reader's row of a node, or `NOWHERE`.
+        places: int32[1 + B, trees + readers], where each given tree has a node, and each reader's
+            row of it; row 0 is the root.
         contexts: int32[1 + B, NUM_ORDERS], the last tokens at a node, the latest first.
         candidates: int32[C, 3], token, parent and source of each candidate.
         beliefs: float32[C], its probability.
@@ -39,9 +38,7 @@ class Growth(NamedTuple):
     parents: NDArray[np.int32]
     probabilities: NDArray[np.float32]
     sources: NDArray[np.uint8]
-    depths: NDArray[np.int32]
     places: NDArray[np.int32]
-    rows: NDArray[np.int32]
     contexts: NDArray[np.int32]
     candidates: NDArray[np.int32]
     beliefs: NDArray[np.float32]
@@ -55,9 +52,7 @@ class Growth(NamedTuple):
             np.zeros(max_nodes, np.int32),
             np.zeros(max_nodes, np.float32),
             np.zeros(max_nodes, np.uint8),
-            np.zeros(max_nodes, np.int32),
-            np.zeros((1 + max_nodes, num_trees), np.int32),
-            np.zeros((1 + max_nodes, num_readers), np.int32),
+            np.zeros((1 + max_nodes, num_trees + num_readers), np.int32),
             np.zeros((1 + max_nodes, NUM_ORDERS), np.int32),
             np.zeros((MAX_CANDIDATES, 3), np.int32),
             np.zeros(MAX_CANDIDATES, np.float32),
@@ -80,7 +75,7 @@ def grow(
 ) -> int:
     """Grow a tree of at most `budget` nodes and return how many it has.
 
-    Row 0 of `growth.places`, `growth.contexts` and `growth.rows` is set by the caller.
+    Row 0 of `growth.places` and `growth.contexts` is set by the caller.
 
     Args:
         growth: filled.
@@ -94,16 +89,13 @@ def grow(
         min_probability: nodes less probable than this are left out.
         table_source: the `Source` of candidates that only the table or a hint lists.
     """
-    num_trees = growth.places.shape[1]
     nothing = Hints(hints.tokens[:0], hints.log_odds[:0])
     size, considered, waiting, above = 0, 0, 0, 1.0
     while size < budget:
         said = hints if size == 0 else nothing
         places, context = growth.places[size], growth.contexts[size]
-        rows = growth.rows[size]
-        count = gather(siblings, forest, places, table, context, said, readings, rows, table_source)
-        chosen = set_of(siblings.known, num_trees, readings.kinds)
-        total = score(siblings, count, weights[chosen])
+        count = gather(siblings, forest, places, table, context, said, readings, table_source)
+        total = score(siblings, count, weights[set_of(siblings.known, readings)])
         scale = above / max(total, 1.0)
         for candidate in range(count):
             belief = siblings.probabilities[candidate] * scale
@@ -133,10 +125,8 @@ def _take(growth: Growth, forest: Forest, readings: Readings, node: int, candida
     growth.parents[node] = parent
     growth.probabilities[node] = growth.beliefs[candidate]
     growth.sources[node] = growth.candidates[candidate, 2]
-    growth.depths[node] = 1 if parent < 0 else growth.depths[parent] + 1
     row, above = node + 1, parent + 1
-    step_down(forest, growth.places[above], growth.places[row], token)
-    read_below(readings, growth.rows[above], growth.rows[row], token)
+    descend(forest, readings, growth.places[above], growth.places[row], token)
     growth.contexts[row, 0] = token
     for order in range(1, NUM_ORDERS):
         growth.contexts[row, order] = growth.contexts[above, order - 1]

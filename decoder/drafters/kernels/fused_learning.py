@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.drafters.kernels.forest import Forest, step_down
-from decoder.drafters.kernels.readings import Readings, read_below
+from decoder.drafters.kernels.forest import Forest
+from decoder.drafters.kernels.readings import Readings, descend
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
 from decoder.drafters.kernels.siblings import (
     ABSENT,
@@ -31,7 +31,6 @@ def learn(
     context: NDArray[np.int32],
     hints: Hints,
     readings: Readings,
-    rows: NDArray[np.int32],
     came: NDArray[np.int32],
     rate: float,
 ) -> None:
@@ -45,31 +44,27 @@ def learn(
         table: the recycled logits, as they were then.
         weights: float64[NUM_SETS, S + 1, NUM_WEIGHTS], changed.
         curvature: the same shape, sums of squared gradients, changed.
-        places: int32[2, trees], scratch; row 0: where each tree has the last committed token.
+        places: int32[2, trees + readers], scratch; row 0: where each tree and each reader has the
+            last committed token.
         context: int32[NUM_ORDERS], the last tokens before those, the latest first; changed.
         hints: those of the last draft.
         readings: what readers said for the last draft.
-        rows: int32[2, readers], scratch; row 0: each reader's row of the last committed token.
         came: int32[T], the tokens that came.
         rate: size of a step.
     """
-    num_trees = places.shape[1]
     nothing = Hints(hints.tokens[:0], hints.log_odds[:0])
     for depth in range(len(came)):
         said = hints if depth == 0 else nothing
-        count = gather(siblings, forest, places[0], table, context, said, readings, rows[0], 0)
-        chosen = set_of(siblings.known, num_trees, readings.kinds)
+        count = gather(siblings, forest, places[0], table, context, said, readings, 0)
+        chosen = set_of(siblings.known, readings)
         score(siblings, count, weights[chosen])
         for candidate in range(count):
             target = 1.0 if siblings.tokens[candidate] == came[depth] else 0.0
             error = siblings.probabilities[candidate] - target
             _correct(siblings, candidate, weights[chosen], curvature[chosen], error, rate)
-        step_down(forest, places[0], places[1], came[depth])
-        for tree in range(num_trees):
-            places[0, tree] = places[1, tree]
-        read_below(readings, rows[0], rows[1], came[depth])
-        for reader in range(len(readings.kinds)):
-            rows[0, reader] = rows[1, reader]
+        descend(forest, readings, places[0], places[1], came[depth])
+        for source in range(places.shape[1]):
+            places[0, source] = places[1, source]
         for order in range(NUM_ORDERS - 1, 0, -1):
             context[order] = context[order - 1]
         context[0] = came[depth]

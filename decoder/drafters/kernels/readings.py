@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.drafters.kernels.forest import LEAST_SHARE, MOST_SHARE, NOWHERE
+from decoder.drafters.kernels.forest import LEAST_SHARE, MOST_SHARE, NOWHERE, Forest, step_down
 from retriever.kernels.compiling import fast_exp2, kernel
 
 SPECULATOR: Final = 1
@@ -25,36 +25,40 @@ ROOT_ROW: Final = 0
 _LOG2_E: Final = np.float32(1.4426950408889634)
 
 
+TOKEN: Final = 0
+FIRST_CHILD: Final = 1
+NEXT_SIBLING: Final = 2
+LIKELY: Final = 3
+"""Columns of `Readings.rows`; the likeliest columns of a row's logits begin at the last."""
+
+KIND: Final = 0
+SOURCE: Final = 1
+"""Rows of `Readings.labels`."""
+
+
 class Readings(NamedTuple):
     """Rows of logits by reader: the first for the root, then one for each node that was read.
 
-    Where readers have fewer columns than others, their rows are filled up with nothing: columns
-    beyond their own are never looked at.
+    Where readers have fewer columns than others, columns beyond their own are never looked at. Few
+    arrays are passed to kernels faster than many, so what is of one type shares one.
 
     Attributes:
-        tokens: int32[readers, 1 + M], of a row's node.
-        first_child: int32[readers, 1 + M], -1 for none.
-        next_sibling: int32[readers, 1 + M], -1 for none.
+        rows: int32[readers, 1 + M, LIKELY + NUM_LIKELY_COLUMNS]: a node's token, its first child
+            and next sibling (`NOWHERE` for none), and the likeliest columns, likeliest first,
+            `NOWHERE` beyond a reader's last.
         logits: float32[readers, 1 + M, C].
         log_sums: float32[readers, 1 + M], logarithm of the sum of each row's exponentials.
-        likely: int32[readers, 1 + M, NUM_LIKELY_COLUMNS], the likeliest columns, likeliest first;
-            -1 beyond a reader's last.
-        token_of: int32[readers, C], the token of each column.
-        column_of: int32[readers, V], the column of each token; -1 outside of the vocabulary.
-        kinds: uint8[readers].
-        sources: uint8[readers], what their proposals are labelled with.
+        token_of: int32[readers, C], the token of each column, `NOWHERE` beyond a reader's last.
+        column_of: int32[readers, V], the column of each token; `NOWHERE` outside the vocabulary.
+        labels: uint8[2, readers], kinds, and the sources that proposals are labelled with.
     """
 
-    tokens: NDArray[np.int32]
-    first_child: NDArray[np.int32]
-    next_sibling: NDArray[np.int32]
+    rows: NDArray[np.int32]
     logits: NDArray[np.float32]
     log_sums: NDArray[np.float32]
-    likely: NDArray[np.int32]
     token_of: NDArray[np.int32]
     column_of: NDArray[np.int32]
-    kinds: NDArray[np.uint8]
-    sources: NDArray[np.uint8]
+    labels: NDArray[np.uint8]
 
     @classmethod
     def of(
@@ -66,38 +70,31 @@ class Readings(NamedTuple):
         """
         num_readers = len(columns)
         width = max((len(each) for each in columns), default=0)
-        token_of = np.full((num_readers, width), -1, np.int32)
+        token_of = np.full((num_readers, width), NOWHERE, np.int32)
         vocabulary = max((int(each.max()) + 1 for each in columns if len(each)), default=0)
         column_of = np.full((num_readers, vocabulary), NOWHERE, np.int32)
         for reader, each in enumerate(columns):
             token_of[reader, : len(each)] = each
             column_of[reader, each] = np.arange(len(each), dtype=np.int32)
-        return _unread(token_of, column_of, np.array(kinds, np.uint8), np.array(sources, np.uint8))
+        return _unread(token_of, column_of, np.array([kinds, sources], np.uint8))
 
     def unread(self) -> "Readings":
         """Return room for other rows of the same readers."""
-        return _unread(self.token_of, self.column_of, self.kinds, self.sources)
+        return _unread(self.token_of, self.column_of, self.labels)
 
 
 def _unread(
-    token_of: NDArray[np.int32],
-    column_of: NDArray[np.int32],
-    kinds: NDArray[np.uint8],
-    sources: NDArray[np.uint8],
+    token_of: NDArray[np.int32], column_of: NDArray[np.int32], labels: NDArray[np.uint8]
 ) -> Readings:
     num_readers, width = token_of.shape
-    rows = (num_readers, 1 + MAX_READ)
+    shape = (num_readers, 1 + MAX_READ)
     return Readings(
-        np.zeros(rows, np.int32),
-        np.full(rows, NOWHERE, np.int32),
-        np.full(rows, NOWHERE, np.int32),
-        np.empty((*rows, width), np.float32),
-        np.zeros(rows, np.float32),
-        np.full((*rows, NUM_LIKELY_COLUMNS), -1, np.int32),
+        np.full((*shape, LIKELY + NUM_LIKELY_COLUMNS), NOWHERE, np.int32),
+        np.empty((*shape, width), np.float32),
+        np.zeros(shape, np.float32),
         token_of,
         column_of,
-        kinds,
-        sources,
+        labels,
     )
 
 
@@ -127,12 +124,12 @@ def enter_rows(
         log_sum = _log_sum(readings.logits[reader, row, :width])
         are_numbers &= np.isfinite(log_sum)
         readings.log_sums[reader, row] = log_sum
-        readings.tokens[reader, row] = tokens[node]
-        readings.first_child[reader, row] = NOWHERE
-        readings.next_sibling[reader, row] = NOWHERE
+        rows = readings.rows[reader]
+        rows[row, TOKEN] = tokens[node]
+        rows[row, FIRST_CHILD] = rows[row, NEXT_SIBLING] = NOWHERE
         if parent != NOWHERE:
-            readings.next_sibling[reader, row] = readings.first_child[reader, parent]
-            readings.first_child[reader, parent] = row
+            rows[row, NEXT_SIBLING] = rows[parent, FIRST_CHILD]
+            rows[parent, FIRST_CHILD] = row
     return are_numbers
 
 
@@ -155,24 +152,32 @@ def _log_sum(logits: NDArray[np.float32]) -> float:
 
 
 @kernel()
-def read_below(
-    readings: Readings, rows: NDArray[np.int32], below: NDArray[np.int32], token: int
+def descend(
+    forest: Forest,
+    readings: Readings,
+    places: NDArray[np.int32],
+    below: NDArray[np.int32],
+    token: int,
 ) -> None:
-    """Set the row of the child with a token, for each reader.
+    """Set where each tree and each reader has the child with a token.
 
     Args:
+        forest: the trees.
         readings: the rows.
-        rows: int32[readers], each reader's row of the node, or `NOWHERE`.
-        below: int32[readers], set.
+        places: int32[trees + readers], where each tree has the node and which row each reader has
+            for it, or `NOWHERE`.
+        below: int32[trees + readers], set.
         token: of the child.
     """
-    for reader in range(len(rows)):
-        child = NOWHERE
-        if rows[reader] != NOWHERE:
-            child = readings.first_child[reader, rows[reader]]
-            while child >= 0 and readings.tokens[reader, child] != token:
-                child = readings.next_sibling[reader, child]
-        below[reader] = child
+    num_trees = len(places) - readings.labels.shape[1]
+    step_down(forest, places[:num_trees], below[:num_trees], token)
+    for reader in range(readings.labels.shape[1]):
+        child, rows = places[num_trees + reader], readings.rows[reader]
+        if child != NOWHERE:
+            child = rows[child, FIRST_CHILD]
+            while child >= 0 and rows[child, TOKEN] != token:
+                child = rows[child, NEXT_SIBLING]
+        below[num_trees + reader] = child
 
 
 @kernel()

@@ -6,7 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.kernels.forest import NOWHERE, Forest
-from decoder.drafters.kernels.readings import NUM_KNOWING, NUM_LIKELY_COLUMNS, Readings, said_of
+from decoder.drafters.kernels.readings import (
+    KIND,
+    LIKELY,
+    NUM_KNOWING,
+    NUM_LIKELY_COLUMNS,
+    SOURCE,
+    Readings,
+    said_of,
+)
 from decoder.drafters.kernels.recycled import NOT_FOUND, NUM_ORDERS, Table, find, key_of
 from retriever.kernels.compiling import kernel
 
@@ -108,7 +116,6 @@ def gather(
     context: NDArray[np.int32],
     hints: Hints,
     readings: Readings,
-    rows: NDArray[np.int32],
     table_source: int,
 ) -> int:
     """Ask all sources for a node's children and return how many candidates there are.
@@ -116,28 +123,29 @@ def gather(
     Args:
         siblings: filled.
         forest: the trees.
-        places: int32[trees], where each tree has the node.
+        places: int32[trees + readers], where each tree and each reader has the node, or `NOWHERE`.
         table: the recycled logits.
         context: int32[NUM_ORDERS], the last tokens at the node, the latest first; -1: none.
         hints: for the root; none for other nodes.
         readings: what readers said.
-        rows: int32[readers], each reader's row of the node, or `NOWHERE`.
         table_source: the `Source` of what only the table or a hint names.
     """
     siblings.known[:] = False
-    count = _note_trees(siblings, forest, places)
-    count = _note_table(siblings, count, len(places), table, context, table_source)
-    source = len(places) + NUM_ORDERS
+    num_readers = readings.labels.shape[1]
+    num_trees = len(places) - num_readers
+    count = _note_trees(siblings, forest, places[:num_trees])
+    count = _note_table(siblings, count, num_trees, table, context, table_source)
+    source = num_trees + NUM_ORDERS
     siblings.known[source] = len(hints.tokens) > 0
     for column in range(len(hints.tokens)):
         token, odds = hints.tokens[column], hints.log_odds[column]
         count = _note(siblings, count, source, token, odds, table_source)
-    for reader in range(len(rows)):
-        if rows[reader] != NOWHERE:
-            count = _propose(siblings, count, readings, reader, rows[reader])
-    for reader in range(len(rows)):
-        if rows[reader] != NOWHERE:
-            _judge(siblings, count, readings, reader, rows[reader])
+    for reader in range(num_readers):
+        if places[num_trees + reader] != NOWHERE:
+            count = _propose(siblings, count, readings, reader, places[num_trees + reader])
+    for reader in range(num_readers):
+        if places[num_trees + reader] != NOWHERE:
+            _judge(siblings, count, readings, reader, places[num_trees + reader])
     return count
 
 
@@ -184,35 +192,36 @@ def _note_table(
 @kernel()
 def _propose(siblings: Siblings, count: int, readings: Readings, reader: int, row: int) -> int:
     """Enter a reader's likeliest tokens and return how many candidates there are."""
-    source = len(siblings.known) - len(readings.kinds) + reader
+    source = len(siblings.known) - readings.labels.shape[1] + reader
     siblings.known[source] = True
     for place in range(NUM_LIKELY_COLUMNS):
-        column = readings.likely[reader, row, place]
+        column = readings.rows[reader, row, LIKELY + place]
         if column < 0:
             break
         token = readings.token_of[reader, column]
-        count = _note(siblings, count, source, token, ABSENT, readings.sources[reader])
+        count = _note(siblings, count, source, token, ABSENT, readings.labels[SOURCE, reader])
     return count
 
 
 @kernel()
 def _judge(siblings: Siblings, count: int, readings: Readings, reader: int, row: int) -> None:
     """Enter a reader's log-odds for every candidate within its vocabulary, whoever listed it."""
-    source = len(siblings.known) - len(readings.kinds) + reader
+    source = len(siblings.known) - readings.labels.shape[1] + reader
     for candidate in range(count):
         token = siblings.tokens[candidate]
         siblings.log_odds[candidate, source] = said_of(readings, reader, row, token, ABSENT)
 
 
 @kernel()
-def set_of(known: NDArray[np.bool_], num_trees: int, kinds: NDArray[np.uint8]) -> int:
+def set_of(known: NDArray[np.bool_], readings: Readings) -> int:
     """Return which set of weights a node is scored with.
 
     Args:
         known: bool[S], which sources know the node.
-        num_trees: the first sources.
-        kinds: uint8[readers], of the last sources.
+        readings: of the last sources.
     """
+    num_readers = readings.labels.shape[1]
+    num_trees = len(known) - NUM_TABLE_SOURCES - num_readers
     longest, by_trees, knowing = 0, 0, 0
     for order in range(NUM_ORDERS):
         if known[num_trees + order]:
@@ -220,9 +229,9 @@ def set_of(known: NDArray[np.bool_], num_trees: int, kinds: NDArray[np.uint8]) -
     for tree in range(num_trees):
         if known[tree]:
             by_trees = NUM_ORDERS + 1
-    for reader in range(len(kinds)):
+    for reader in range(num_readers):
         if known[num_trees + NUM_TABLE_SOURCES + reader]:
-            knowing |= kinds[reader]
+            knowing |= readings.labels[KIND, reader]
     return knowing * NUM_UNREAD_SETS + by_trees + longest
 
 

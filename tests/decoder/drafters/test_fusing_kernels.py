@@ -6,7 +6,13 @@ from numpy.typing import NDArray
 from decoder.drafters.kernels.forest import Forest, plant
 from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
-from decoder.drafters.kernels.readings import Readings, enter_rows, said_of
+from decoder.drafters.kernels.readings import (
+    LIKELY,
+    NUM_LIKELY_COLUMNS,
+    Readings,
+    enter_rows,
+    said_of,
+)
 from decoder.drafters.kernels.recycled import (
     NOT_FOUND,
     NUM_ORDERS,
@@ -116,8 +122,8 @@ def readings_of(readers: list[ReaderNotes]) -> tuple[Readings, NDArray[np.int32]
         for path, row in rows.items():
             values = np.array(list(each.logits[path].values()), np.float32)
             readings.logits[number, row, : len(values)] = values
-            likely = np.argsort(-values, kind="stable")[: readings.likely.shape[2]]
-            readings.likely[number, row, : len(likely)] = likely
+            likely = np.argsort(-values, kind="stable")[:NUM_LIKELY_COLUMNS]
+            readings.rows[number, row, LIKELY : LIKELY + len(likely)] = likely
             parent = rows[path[:-1]] if path else -1
             token = path[-1] if path else 0
             enter_rows(
@@ -148,8 +154,8 @@ def test_fused_tree_is_that_of_the_slow_twin(seed: int) -> None:
     num_readers = len(known.readers)
     growth = Growth.of(num_trees, 64, num_readers)
     siblings = Siblings.of(num_trees, num_readers)
-    readings, growth.rows[0] = readings_of(known.readers)
-    growth.places[0] = np.arange(num_trees)
+    readings, roots = readings_of(known.readers)
+    growth.places[0] = [*range(num_trees), *roots.tolist()]
     growth.contexts[0] = latest_first(known.context)
     size = grow(
         growth,
@@ -175,7 +181,6 @@ def test_fused_tree_is_that_of_the_slow_twin(seed: int) -> None:
         assert tuple(tree.token_ids[tree.path_to(node)].tolist()) == path
         assert tree.probabilities[node] == pytest.approx(probability, rel=1e-4)
         assert tree.sources[node] == source
-    assert growth.depths[:size].tolist() == [len(path) for path, _, _ in expected]
 
 
 def learned(known: Knowledge, came: Path, rate: float) -> NDArray[np.float64]:
@@ -207,10 +212,9 @@ def test_learning_moves_the_weights_as_the_slow_twin_does(seed: int) -> None:
     rate = 1.0
     weights = known.weights.copy()
     num_trees = len(known.trees)
-    places = np.zeros((2, num_trees), np.int32)
-    places[0] = np.arange(num_trees)
-    rows = np.zeros((2, len(known.readers)), np.int32)
-    readings, rows[0] = readings_of(known.readers)
+    readings, roots = readings_of(known.readers)
+    places = np.zeros((2, num_trees + len(roots)), np.int32)
+    places[0] = [*range(num_trees), *roots.tolist()]
     learn(
         Siblings.of(num_trees, len(known.readers)),
         planted(known.trees),
@@ -221,7 +225,6 @@ def test_learning_moves_the_weights_as_the_slow_twin_does(seed: int) -> None:
         latest_first(known.context),
         hints,
         readings,
-        rows,
         np.array(came, np.int32),
         rate,
     )
@@ -237,7 +240,7 @@ def test_what_a_reader_says_is_bounded_and_no_evidence_outside_of_its_vocabulary
     said = [said_of(readings, 0, 0, token, 77.0) for token in (3, 5, 9, 4, 10_000)]
     expected = [log_odds(1 / (1 + np.exp(-1))), log_odds(0.0), log_odds(1 / (1 + np.exp(1)))]
     np.testing.assert_allclose(said, [*expected, 77.0, 77.0], rtol=1e-5)
-    assert readings.likely[0, 0].tolist() == [0, 2, 1] + [-1] * 7
+    assert readings.rows[0, 0, LIKELY:].tolist() == [0, 2, 1] + [-1] * 7
 
 
 @pytest.mark.parametrize("width", [1, 3, 500])
