@@ -37,6 +37,7 @@ from decoder.drafters.kernels.siblings import (
     SLOPE,
     UNLISTED,
     gather,
+    hear_readers,
     set_of,
 )
 from decoder.drafters.model_trees import StepCosts
@@ -102,8 +103,10 @@ class RecordingDrafter(FusedDrafter):
         context, hints, readings = sequence.context(), sequence.hints, sequence.read.readings
         told, table = self._siblings, self._table()
         for token in came.tolist():
-            count = gather(told, self._forest, places, table, context, hints, readings, 0)
-            self.seen.append(self._seen(count, set_of(told.known, readings), token))
+            of_trees, rows = places[: len(trees)], places[len(trees) :]
+            count = gather(told, self._forest, of_trees, table, context, hints, 0)
+            count = hear_readers(told, count, readings, rows)
+            self.seen.append(self._seen(count, set_of(told.known, readings.labels), token))
             below = np.empty_like(places)
             descend(self._forest, readings, places, below, token)
             places, hints = below, NO_HINTS

@@ -5,10 +5,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.drafters.kernels.forest import Forest
+from decoder.drafters.kernels.forest import Forest, step_down
 from decoder.drafters.kernels.readings import Readings, descend
 from decoder.drafters.kernels.recycled import NUM_ORDERS, Table
-from decoder.drafters.kernels.siblings import Hints, Siblings, gather, score, set_of
+from decoder.drafters.kernels.siblings import Hints, Siblings, gather, hear_readers, score, set_of
 from retriever.kernels.compiling import kernel
 from retriever.kernels.tree_growth import candidate_of, pop, push
 from retriever.kernels.tree_growth import key_of as rank_key
@@ -89,13 +89,16 @@ def grow(
         min_probability: nodes less probable than this are left out.
         table_source: the `Source` of candidates that only the table or a hint lists.
     """
+    num_trees = growth.places.shape[1] - readings.labels.shape[1]
     nothing = Hints(hints.tokens[:0], hints.log_odds[:0])
     size, considered, waiting, above = 0, 0, 0, 1.0
     while size < budget:
         said = hints if size == 0 else nothing
         places, context = growth.places[size], growth.contexts[size]
-        count = gather(siblings, forest, places, table, context, said, readings, table_source)
-        total = score(siblings, count, weights[set_of(siblings.known, readings)])
+        count = gather(siblings, forest, places[:num_trees], table, context, said, table_source)
+        if num_trees < len(places):
+            count = hear_readers(siblings, count, readings, places[num_trees:])
+        total = score(siblings, count, weights[set_of(siblings.known, readings.labels)])
         scale = above / max(total, 1.0)
         for candidate in range(count):
             belief = siblings.probabilities[candidate] * scale
@@ -126,7 +129,10 @@ def _take(growth: Growth, forest: Forest, readings: Readings, node: int, candida
     growth.probabilities[node] = growth.beliefs[candidate]
     growth.sources[node] = growth.candidates[candidate, 2]
     row, above = node + 1, parent + 1
-    descend(forest, readings, growth.places[above], growth.places[row], token)
+    if readings.labels.shape[1] == 0:  # what readers said takes longer to pass than to find empty
+        step_down(forest, growth.places[above], growth.places[row], token)
+    else:
+        descend(forest, readings, growth.places[above], growth.places[row], token)
     growth.contexts[row, 0] = token
     for order in range(1, NUM_ORDERS):
         growth.contexts[row, order] = growth.contexts[above, order - 1]

@@ -14,6 +14,7 @@ from decoder.drafters.kernels.siblings import (
     Hints,
     Siblings,
     gather,
+    hear_readers,
     score,
     set_of,
 )
@@ -52,11 +53,14 @@ def learn(
         came: int32[T], the tokens that came.
         rate: size of a step.
     """
+    num_trees = places.shape[1] - readings.labels.shape[1]
     nothing = Hints(hints.tokens[:0], hints.log_odds[:0])
     for depth in range(len(came)):
         said = hints if depth == 0 else nothing
-        count = gather(siblings, forest, places[0], table, context, said, readings, 0)
-        chosen = set_of(siblings.known, readings)
+        trees, rows = places[0, :num_trees], places[0, num_trees:]
+        count = gather(siblings, forest, trees, table, context, said, 0)
+        count = hear_readers(siblings, count, readings, rows)
+        chosen = set_of(siblings.known, readings.labels)
         score(siblings, count, weights[chosen])
         for candidate in range(count):
             target = 1.0 if siblings.tokens[candidate] == came[depth] else 0.0

@@ -115,37 +115,51 @@ def gather(
     table: Table,
     context: NDArray[np.int32],
     hints: Hints,
-    readings: Readings,
     table_source: int,
 ) -> int:
-    """Ask all sources for a node's children and return how many candidates there are.
+    """Ask all sources but readers for a node's children and return how many candidates there are.
 
     Args:
         siblings: filled.
         forest: the trees.
-        places: int32[trees + readers], where each tree and each reader has the node, or `NOWHERE`.
+        places: int32[trees], where each tree has the node, or `NOWHERE`.
         table: the recycled logits.
         context: int32[NUM_ORDERS], the last tokens at the node, the latest first; -1: none.
         hints: for the root; none for other nodes.
-        readings: what readers said.
         table_source: the `Source` of what only the table or a hint names.
     """
     siblings.known[:] = False
-    num_readers = readings.labels.shape[1]
-    num_trees = len(places) - num_readers
-    count = _note_trees(siblings, forest, places[:num_trees])
-    count = _note_table(siblings, count, num_trees, table, context, table_source)
-    source = num_trees + NUM_ORDERS
+    count = _note_trees(siblings, forest, places)
+    count = _note_table(siblings, count, len(places), table, context, table_source)
+    source = len(places) + NUM_ORDERS
     siblings.known[source] = len(hints.tokens) > 0
     for column in range(len(hints.tokens)):
         token, odds = hints.tokens[column], hints.log_odds[column]
         count = _note(siblings, count, source, token, odds, table_source)
-    for reader in range(num_readers):
-        if places[num_trees + reader] != NOWHERE:
-            count = _propose(siblings, count, readings, reader, places[num_trees + reader])
-    for reader in range(num_readers):
-        if places[num_trees + reader] != NOWHERE:
-            _judge(siblings, count, readings, reader, places[num_trees + reader])
+    return count
+
+
+@kernel()
+def hear_readers(
+    siblings: Siblings, count: int, readings: Readings, rows: NDArray[np.int32]
+) -> int:
+    """Add readers to what other sources said, and return how many candidates there are.
+
+    Each proposes candidates, and then gives its log-odds for all of them. It is a function of its
+    own because passing what readers said costs more than all else that is done without any.
+
+    Args:
+        siblings: the candidates that `gather` found; more are added.
+        count: how many there are.
+        readings: what readers said.
+        rows: int32[readers], each reader's row of the node, or `NOWHERE`.
+    """
+    for reader in range(len(rows)):
+        if rows[reader] != NOWHERE:
+            count = _propose(siblings, count, readings, reader, rows[reader])
+    for reader in range(len(rows)):
+        if rows[reader] != NOWHERE:
+            _judge(siblings, count, readings, reader, rows[reader])
     return count
 
 
@@ -213,14 +227,14 @@ def _judge(siblings: Siblings, count: int, readings: Readings, reader: int, row:
 
 
 @kernel()
-def set_of(known: NDArray[np.bool_], readings: Readings) -> int:
+def set_of(known: NDArray[np.bool_], labels: NDArray[np.uint8]) -> int:
     """Return which set of weights a node is scored with.
 
     Args:
         known: bool[S], which sources know the node.
-        readings: of the last sources.
+        labels: uint8[2, readers], of the last sources; see `Readings`.
     """
-    num_readers = readings.labels.shape[1]
+    num_readers = labels.shape[1]
     num_trees = len(known) - NUM_TABLE_SOURCES - num_readers
     longest, by_trees, knowing = 0, 0, 0
     for order in range(NUM_ORDERS):
@@ -231,7 +245,7 @@ def set_of(known: NDArray[np.bool_], readings: Readings) -> int:
             by_trees = NUM_ORDERS + 1
     for reader in range(num_readers):
         if known[num_trees + NUM_TABLE_SOURCES + reader]:
-            knowing |= readings.labels[KIND, reader]
+            knowing |= labels[KIND, reader]
     return knowing * NUM_UNREAD_SETS + by_trees + longest
 
 
