@@ -90,7 +90,7 @@ class CourseOptions:
 class Watcher(Protocol):
     """Is told how far a training is."""
 
-    def __call__(self, stage: str, over: float, told: str) -> None:
+    def __call__(self, stage: str, over: float, told: str, /) -> None:
         """Show how much of a stage is over, from 0 to 1, and a few words about it."""
         ...
 

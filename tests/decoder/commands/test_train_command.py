@@ -15,6 +15,8 @@ from decoder.speculators.head_files import HeadTarget, load_head
 from decoder.training import taught_store
 from indexer.launch import INTERRUPTED
 from retriever.log.generations_log import GenerationsLog
+from retriever.predict.generations import Output
+from retriever.predict.pool import Entry
 from tests.decoder.commands.command_line import run
 
 QUICK = ("--minutes", "0.1", "--tokens", "2500", "--draft-vocabulary", "64")
@@ -37,7 +39,7 @@ def train(monkeypatch: pytest.MonkeyPatch, model: Path, output: Path, *arguments
     return run(monkeypatch, "train", *shared, *QUICK, *arguments)
 
 
-def test_a_head_is_trained_and_reported(
+def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
     model_directory: Path,
     loaded: LanguageModel,
     texts: Path,
@@ -70,7 +72,7 @@ def test_a_head_is_trained_and_reported(
         (("--from", "{texts}", "--limit", "3"), "3 different prompts and outputs are too few"),
     ],
 )
-def test_what_cannot_be_taught_is_told(
+def test_what_cannot_be_taught_is_told(  # noqa: PLR0913, PLR0917  fixtures
     arguments: tuple[str, ...],
     message: str,
     model_directory: Path,
