@@ -90,7 +90,7 @@ class CourseOptions:
 class Watcher(Protocol):
     """Is told how far a training is."""
 
-    def __call__(self, stage: str, over: float, told: str) -> None:
+    def __call__(self, stage: str, over: float, told: str, /) -> None:
         """Show how much of a stage is over, from 0 to 1, and a few words about it."""
         ...
 
@@ -201,15 +201,19 @@ class Course:
         stamp = {"options": asdict(self._options), "recorded": store.num_shards}
         return _Progress(self._folder / "head.safetensors", stamp)
 
-    def _recorded(self) -> tuple[TaughtStore, TaughtStore]:
-        """Record what is missing; return texts and judges."""
-        stamp = {
+    def _stamp(self) -> dict[str, Any]:
+        """Return what recordings are of."""
+        return {
             "model": self._target.name,
             "weights": self._target.weights,
             "states": list(self._states),
             "seed": self._options.seed,
             "lessons": _digest_of(self._taught),
         }
+
+    def _recorded(self) -> tuple[TaughtStore, TaughtStore]:
+        """Record what is missing; return texts and judges."""
+        stamp = self._stamp()
         store = TaughtStore(self._folder / "taught", stamp)
         judged = TaughtStore(self._folder / "judging", stamp)
         teacher = Teacher(self._language_model, self._states)

@@ -38,9 +38,9 @@ def counting_llama() -> PreTrainedModel:
     model: Any = tiny_llama()
     following = successors()
     generator = torch.Generator().manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model.train()
-    for _ in range(150):
+    for _ in range(300):
         tokens = torch.randint(VOCABULARY, (16, 1), generator=generator)
         while tokens.shape[1] < 24:
             drawn = torch.randint(VOCABULARY, (16, 1), generator=generator)

@@ -51,7 +51,8 @@ def own_weights(config: LlamaConfig, length: int, dtype: torch.dtype) -> torch.T
     query, key = (each.to(dtype) for each in apply_rotary_pos_emb(vector, vector, *rotation))
     scores = (query.float() @ key.float().transpose(-1, -2))[0, 0] / head_size**0.5
     causal = torch.ones(length, length, dtype=torch.bool).tril()
-    return scores.masked_fill(~causal, -torch.inf).softmax(-1).diagonal()  # type: ignore[no-any-return]  # a layer is untyped there
+    own: torch.Tensor = scores.masked_fill(~causal, -torch.inf).softmax(-1).diagonal()
+    return own
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

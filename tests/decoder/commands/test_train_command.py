@@ -1,0 +1,145 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decoder.commands import train_command
+from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
+from decoder.speculators.head_files import HeadTarget, load_head
+from decoder.training import taught_store
+from indexer.launch import INTERRUPTED
+from retriever.log.generations_log import GenerationsLog
+from retriever.predict.generations import Output
+from retriever.predict.pool import Entry
+from tests.decoder.commands.command_line import run
+
+QUICK = ("--minutes", "0.1", "--tokens", "2500", "--draft-vocabulary", "64")
+
+
+@pytest.fixture(scope="module")
+def loaded(model_directory: Path) -> LanguageModel:
+    return load_model(ModelOptions(str(model_directory)))
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"question {number}\n" for number in range(60)))
+    return path
+
+
+def train(monkeypatch: pytest.MonkeyPatch, model: Path, output: Path, *arguments: str) -> int:
+    shared = ("--model", str(model), "--output", str(output))
+    return run(monkeypatch, "train", *shared, *QUICK, *arguments)
+
+
+def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
+    model_directory: Path,
+    loaded: LanguageModel,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "head"
+    assert train(monkeypatch, model_directory, output, "--from", str(texts), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["head"] == str(output)
+    assert found["taught_tokens"] == found["own_tokens"] >= 2000
+    assert found["held_out_prompts"] > 0
+    assert len(found["after_training"]["top_4_by_depth"]) == 4
+    target = HeadTarget.of(loaded.model, None, loaded.vocabulary)
+    assert load_head(output, target).origin.trained_on == ("prompts.txt",)
+    assert train(monkeypatch, model_directory, output, "--from", str(texts)) == 0
+    said = capsys.readouterr().out
+    assert "held-out tokens foretold" in said
+    assert f"foredraft generate --speculator {output}" in said.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "there is nothing to teach: give --from or --state"),
+        (("--from", "{texts}", "--tenant", "a"), "--tenant is for --state"),
+        (("--state", "{missing}"), "there is no state directory"),
+        (("--from", "{missing}"), "there is no such file"),
+        (("--from", "{texts}", "--limit", "3"), "3 different prompts and outputs are too few"),
+    ],
+)
+def test_what_cannot_be_taught_is_told(  # noqa: PLR0913, PLR0917  fixtures
+    arguments: tuple[str, ...],
+    message: str,
+    model_directory: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    named = [each.format(texts=texts, missing=tmp_path / "missing") for each in arguments]
+    assert train(monkeypatch, model_directory, tmp_path / "head", *named) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "missing").exists()
+
+
+def test_an_output_folder_must_be_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "train") == 2
+    assert "--output" in capsys.readouterr().err
+    assert run(monkeypatch, "train", "--help") == 0
+    assert "--state" in capsys.readouterr().out
+
+
+def test_outputs_of_another_tenant_are_not_read(loaded: LanguageModel, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    rng = np.random.default_rng(0)
+    outputs = {tenant: rng.integers(1, 250, 40).astype(np.int32) for tenant in ("ours", "theirs")}
+    log = GenerationsLog(state, loaded.vocabulary.fingerprint)
+    for tenant, output in outputs.items():
+        log.append(Entry(tenant, Output(output, time.time())))
+    log.close()
+    kept = train_command._outputs_of(state, "ours", loaded)
+    assert [each.tolist() for each in kept] == [outputs["ours"].tolist()]
+    assert train_command._outputs_of(state, "", loaded) == []
+
+
+def test_a_full_disk_is_one_line(
+    model_directory: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(taught_store, "save_file", full)
+    assert train(monkeypatch, model_directory, tmp_path / "head", "--from", str(texts)) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert "No space left on device" in error
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(
+    model_directory: Path, texts: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "head"
+    command = [sys.executable, "-m", "decoder", "train", "--model", str(model_directory)]
+    arguments = ["--from", str(texts), "--output", str(output), "--minutes", "9"]
+    with subprocess.Popen(
+        [*command, *arguments], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as process:
+        recorded = tmp_path / "head.training" / "taught"
+        while process.poll() is None and not list(recorded.glob("*.safetensors")):
+            pass
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED
+    assert b"Traceback" not in errors
+    assert b"interrupted: the same command goes on where it was" in errors.splitlines()

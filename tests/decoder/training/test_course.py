@@ -1,0 +1,136 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from decoder.errors import HeadMismatchError, TeachingTextError, TrainingError
+from decoder.model.pretrained import LanguageModel
+from decoder.speculators.head_files import HeadTarget, load_head
+from decoder.training.course import Course, CourseOptions
+from decoder.training.lessons import Lesson
+from decoder.training.taught_store import TaughtStore
+from decoder.training.teacher import Teacher
+from tests.decoder.decoding import tiny_llama
+from tests.decoder.training.teaching import counting_llama, language_model_of, prompts_of
+
+OPTIONS = CourseOptions(minutes=0.15, num_tokens=4000, max_new_tokens=24, num_columns=40)
+
+
+@pytest.fixture
+def language_model(byte_tokenizer: PreTrainedTokenizerBase) -> LanguageModel:
+    return language_model_of(counting_llama(), byte_tokenizer)
+
+
+def lessons_of(count: int) -> list[Lesson]:
+    return [Lesson(prompt) for prompt in prompts_of([8] * count)]
+
+
+def silent(_stage: str, _over: float, _told: str) -> None:
+    pass
+
+
+def interrupting(stage: str, times: int) -> Callable[[str, float, str], None]:
+    """Return a watcher that stands for Ctrl-C in a stage."""
+    left = times
+
+    def watch(now: str, _over: float, _told: str) -> None:
+        nonlocal left
+        left -= now.startswith(stage)
+        if not left:
+            raise KeyboardInterrupt
+
+    return watch
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("taught-*")}
+
+
+def test_an_interrupted_training_goes_on_and_its_head_loads(
+    language_model: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lessons, output = lessons_of(160), tmp_path / "head"
+    recorded = tmp_path / "head.training" / "taught"
+    with pytest.raises(KeyboardInterrupt):
+        Course(language_model, lessons, output, OPTIONS, interrupting("recording", 2)).run(["a"])
+    first = files_of(recorded)
+    assert len(first) == 2
+    with pytest.raises(KeyboardInterrupt):
+        Course(language_model, lessons, output, OPTIONS, interrupting("training", 3)).run(["a"])
+    second = files_of(recorded)
+    assert second.items() > first.items()
+    assert not output.exists()
+
+    def never(*_: object) -> None:
+        raise AssertionError("what was recorded is recorded again")
+
+    monkeypatch.setattr(Teacher, "answer", never)
+    outcome = Course(language_model, lessons, output, OPTIONS, silent).run(["a"])
+    assert files_of(recorded) == second
+    assert outcome.after.worth >= outcome.before.worth
+    assert outcome.after.worth > 0.5
+    target = HeadTarget.of(language_model.model, "tiny", language_model.vocabulary)
+    loaded = load_head(output, target)
+    assert loaded.origin.trained_on == ("a",)
+    other = HeadTarget.of(tiny_llama(), "other", language_model.vocabulary)
+    with pytest.raises(HeadMismatchError):
+        load_head(output, other)
+    again = Course(language_model, lessons, output, OPTIONS, interrupting("training", 1)).run(["a"])
+    assert again.after.worth == outcome.after.worth
+
+
+def test_no_held_out_prompt_is_taught(language_model: LanguageModel, tmp_path: Path) -> None:
+    lessons = lessons_of(160)
+    course = Course(language_model, lessons, tmp_path / "head", OPTIONS, silent)
+    outcome = course.run([])
+    judging = {lesson.prompt.tobytes() for lesson in outcome.judging}
+    assert judging
+    stamp_free = tmp_path / "head.training" / "taught"
+    store = TaughtStore(stamp_free, course._stamp())
+    taught = {example.tokens[: example.num_prompt].tobytes() for example in store}
+    assert taught
+    assert not taught & judging
+
+
+def test_outputs_without_prompts_are_held_out_by_themselves(
+    language_model: LanguageModel, tmp_path: Path
+) -> None:
+    lead = np.array([5], np.int32)
+    outputs = [Lesson(lead, each, is_own=True) for each in prompts_of([40] * 80)]
+    outcome = Course(language_model, outputs, tmp_path / "head", OPTIONS, silent).run([])
+    assert 0 < len(outcome.judging) < 80
+    assert outcome.num_own == outcome.num_taught == 40 * (80 - len(outcome.judging))
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_too_few_texts_are_refused(
+    repeated: bool,  # noqa: FBT001  a parameter of the test
+    language_model: LanguageModel,
+    tmp_path: Path,
+) -> None:
+    lessons = lessons_of(1) * 500 if repeated else lessons_of(5)
+    with pytest.raises(TeachingTextError, match=r"^[15] different prompts .* too few"):
+        Course(language_model, lessons, tmp_path / "head", OPTIONS, silent)
+
+
+def test_too_little_that_was_recorded_is_refused(
+    language_model: LanguageModel, tmp_path: Path
+) -> None:
+    outputs = [Lesson(each, each[:2]) for each in prompts_of([5] * 40)]
+    options = CourseOptions(minutes=0.1, max_new_tokens=1)
+    with pytest.raises(TeachingTextError, match="tokens are too little"):
+        Course(language_model, outputs, tmp_path / "head", options, silent).run([])
+
+
+def test_a_target_whose_states_are_no_numbers_is_refused(
+    byte_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        next(model.parameters())[:] = torch.nan
+    broken = language_model_of(model, byte_tokenizer)
+    with pytest.raises(TrainingError, match="no finite numbers"):
+        Course(broken, lessons_of(40), tmp_path / "head", OPTIONS, silent).run([])
