@@ -81,7 +81,7 @@ class ListTenantsResponse(_message.Message):
     def __init__(self, tenants: _Optional[_Iterable[_Union[TenantInfo, _Mapping]]] = ...) -> None: ...
 
 class TenantInfo(_message.Message):
-    __slots__ = ("tenant", "num_sessions", "session_tokens", "session_bytes", "is_in_memory", "generations_tokens", "generations_bytes", "num_own_indexes")
+    __slots__ = ("tenant", "num_sessions", "session_tokens", "session_bytes", "is_in_memory", "generations_tokens", "generations_bytes", "num_own_indexes", "recycled_bytes")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class TenantInfo(_message.Message):
     GENERATIONS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_OWN_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    RECYCLED_BYTES_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     num_sessions: int
     session_tokens: int
@@ -98,7 +99,8 @@ class TenantInfo(_message.Message):
     generations_tokens: int
     generations_bytes: int
     num_own_indexes: int
-    def __init__(self, tenant: _Optional[str] = ..., num_sessions: _Optional[int] = ..., session_tokens: _Optional[int] = ..., session_bytes: _Optional[int] = ..., is_in_memory: bool = ..., generations_tokens: _Optional[int] = ..., generations_bytes: _Optional[int] = ..., num_own_indexes: _Optional[int] = ...) -> None: ...
+    recycled_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., num_sessions: _Optional[int] = ..., session_tokens: _Optional[int] = ..., session_bytes: _Optional[int] = ..., is_in_memory: bool = ..., generations_tokens: _Optional[int] = ..., generations_bytes: _Optional[int] = ..., num_own_indexes: _Optional[int] = ..., recycled_bytes: _Optional[int] = ...) -> None: ...
 
 class EvictTenantRequest(_message.Message):
     __slots__ = ("tenant", "lose")
