@@ -202,8 +202,10 @@ def save_head(folder: Path, head: EagleHead, origin: HeadOrigin, *, num_drafted:
 
 
 def _take_place(hidden: Path, folder: Path) -> None:
-    """Put a folder into the place of another, if there is one."""
+    """Put a folder into the place of another, if there is one; all may read it."""
     hidden.chmod(0o755)
+    for name in (_WEIGHTS, _CONFIG):
+        (hidden / name).chmod(0o644)  # libraries write weights for their user alone
     if not folder.exists():
         hidden.replace(folder)
         return
