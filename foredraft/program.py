@@ -3,14 +3,13 @@
 Only the package of the command that was named is imported, and for help none.
 """
 
-import signal
 import sys
 from difflib import get_close_matches
 from typing import Final, NamedTuple
 
 from foredraft.help_texts import kept_help
 from foredraft.installation import EXTRAS
-from indexer.launch import launch, version_line
+from indexer.launch import launch, version_line, whole_output
 
 _WRONG_USAGE: Final = 2
 
@@ -78,9 +77,8 @@ def main() -> None:
 
 
 def _print_help(text: str) -> None:
-    if hasattr(signal, "SIGPIPE"):  # a pager that is left ends this in silence
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    print(text, end="")  # noqa: T201  (for the user of a command)
+    with whole_output():
+        print(text, end="")  # noqa: T201  (for the user of a command)
 
 
 def help_text() -> str:

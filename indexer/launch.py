@@ -46,14 +46,14 @@ def launch(package: str, extra: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     show_messages()
     try:
-        with _whole_output():
+        with whole_output():
             commands.main()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 
 
 @contextmanager
-def _whole_output() -> Iterator[None]:
+def whole_output() -> Iterator[None]:
     """End with status 1 where what the block prints cannot be written, to its last line.
 
     A reader that has gone, as `head` does, is no error to be told.

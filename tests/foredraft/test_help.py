@@ -1,6 +1,7 @@
 """The help of every command, on a terminal of 80 columns: whole names, real defaults, groups."""
 
 import os
+import signal
 import re
 import subprocess
 import sys
@@ -63,8 +64,24 @@ def test_help_loads_no_library(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "argv", ["foredraft", *name.split(), "--help"])
     monkeypatch.setattr(program, "launch", None)
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGPIPE)]
     program.main()
     assert f"Usage: foredraft {name} " in capsys.readouterr().out
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGPIPE)] == before
+
+
+def test_a_reader_that_leaves_ends_help_in_silence() -> None:
+    script = "from foredraft.program import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "generate", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "80"},
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert not process.stderr.read()
+    assert process.returncode == 1
 
 
 def test_the_program_loads_no_library_for_help() -> None:

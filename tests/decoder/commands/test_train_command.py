@@ -140,6 +140,6 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
             pass
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED
+    assert process.returncode == INTERRUPTED, errors.decode()
     assert b"Traceback" not in errors
     assert b"interrupted: the same command goes on where it was" in errors.splitlines()
