@@ -1,10 +1,13 @@
 """Texts with the target's states on disk: recorded once, gone through many times."""
 
 import json
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import numpy as np
@@ -127,7 +130,7 @@ class TaughtStore:
             "states": torch.cat([_padded(each) for each in taught]),
         }
         partial = path.with_suffix(".partial")
-        with _telling(self._directory):
+        with _unbroken(), _telling(self._directory):
             save_file(tensors, partial, {_STAMP: self._stamp, _SECONDS: str(seconds)})
             partial.replace(path)
         self._shards.append(self._opened(path))
@@ -142,7 +145,8 @@ class TaughtStore:
         """Return a text by its number."""
         for shard in self._shards:
             if number < len(shard.num_prompts):
-                return _example(shard, number)
+                with _unbroken():
+                    return _example(shard, number)
             number -= len(shard.num_prompts)
         raise IndexError(number)
 
@@ -164,10 +168,11 @@ class TaughtStore:
 
     def _opened(self, path: Path) -> _Shard:
         try:
-            file = safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call]  # not typed there
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name).numpy() for name in _ARRAYS}
-            seconds = float(metadata.get(_SECONDS, 0.0))
+            with _unbroken():
+                file = safe_open(path, framework="pt").__enter__()  # type: ignore[no-untyped-call]  # not typed there
+                metadata = file.metadata() or {}
+                arrays = {name: file.get_tensor(name).numpy() for name in _ARRAYS}
+                seconds = float(metadata.get(_SECONDS, 0.0))
         except (OSError, ValueError, SafetensorError) as error:
             raise TrainingError(
                 f"{path} cannot be read ({reason_of(error)}): remove it and all after it, and run "
@@ -187,6 +192,22 @@ class TaughtStore:
 
 
 _ARRAYS: Final = ("tokens", "starts", "num_prompts", "is_own", "was_asked")
+
+
+@contextmanager
+def _unbroken() -> Iterator[None]:
+    """Put Ctrl-C off until the block has ended: files of tensors turn it into other errors."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # is not interrupted
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+    before = signal.signal(signal.SIGINT, lambda *told: pressed.append(told))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed and callable(before):
+            before(*pressed[0])
 
 
 @contextmanager

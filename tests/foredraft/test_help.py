@@ -1,8 +1,8 @@
 """The help of every command, on a terminal of 80 columns: whole names, real defaults, groups."""
 
 import os
-import signal
 import re
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -78,7 +78,8 @@ def test_a_reader_that_leaves_ends_help_in_silence() -> None:
         stderr=subprocess.PIPE,
         env={**os.environ, "COLUMNS": "80"},
     ) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         process.stdout.close()
         assert not process.stderr.read()
     assert process.returncode == 1

@@ -1,4 +1,6 @@
 import errno
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +123,25 @@ def test_a_place_that_is_no_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TrainingError, match="cannot be written"):
         TaughtStore(tmp_path / "file" / "taught", STAMP)
+
+
+def test_ctrl_c_waits_until_a_file_is_written_or_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = taught_store.safe_open
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            return opened(*given, **named)
+        except KeyboardInterrupt:
+            raise ValueError("what a library makes of it") from None
+
+    store = TaughtStore(tmp_path, STAMP)
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(taught_store, "safe_open", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.add(drawn_texts([(3, 5)]))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert_holds(TaughtStore(tmp_path, STAMP), drawn_texts([(3, 5)]))
