@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from decoder.errors import TrainingError
@@ -128,7 +129,7 @@ def test_a_place_that_is_no_folder_is_told(tmp_path: Path) -> None:
 def test_ctrl_c_waits_until_a_file_is_written_or_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = taught_store.safe_open
+    opened: Any = safe_open
 
     def interrupted(*given: Any, **named: Any) -> Any:
         try:
