@@ -188,13 +188,17 @@ class Course:
             HeadTrainer(head, teaching, store, self._options.seed),
             lambda trained: agreement(trained, teaching, judged),
             self._progress(store),
-            self._options.minutes * 60 * (1 - _RECORDING_SHARE),
+            self._options.minutes * 60 - min(store.seconds, self._recording_seconds()),
             before,
             self._watcher,
         ).run()
         head = head.cpu()
         save_head(self._output, head.bfloat16(), self._target.origin(tuple(trained_on)))
         return Outcome(head, before, after, store.num_tokens, store.num_own_tokens, self._judging)
+
+    def _recording_seconds(self) -> float:
+        """Return the most that recording may take; training has all that is left."""
+        return self._options.minutes * 60 * _RECORDING_SHARE
 
     def _progress(self, store: TaughtStore) -> "_Progress":
         """Return the progress of a training on what is recorded."""
@@ -242,7 +246,7 @@ class Course:
     def _record(self, store: TaughtStore, teacher: Teacher) -> None:
         """Record until there is enough, half of the time is over, or all is recorded."""
         options = self._options
-        seconds = options.minutes * 60 * _RECORDING_SHARE
+        seconds = self._recording_seconds()
         generator = torch.Generator().manual_seed(options.seed + store.num_shards)
         texts = _behind(self._read_batches(), store.num_read)
         prompts = _behind(self._asked_batches(), store.num_shards - store.num_read)

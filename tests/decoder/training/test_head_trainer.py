@@ -19,6 +19,7 @@ from decoder.training.head_trainer import (
     batch_of,
     batches_of,
     places_at,
+    soft_cross_entropy,
     unrolled,
 )
 from decoder.training.judging import RANKS, agreement
@@ -108,6 +109,22 @@ def test_every_place_goes_on_as_if_it_were_drafted_by_itself(
 
 
 @torch.no_grad()
+def test_cross_entropy_and_its_gradient_are_those_of_the_library() -> None:
+    torch.manual_seed(1)
+    taught = torch.randn(9, 20).softmax(-1)
+    losses, gradients = [], []
+    for compute in (soft_cross_entropy, functional.cross_entropy):
+        torch.manual_seed(2)
+        said = torch.randn(9, 20, requires_grad=True)
+        with torch.enable_grad():
+            loss = 3 * compute(said, taught)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        losses.append(float(loss))
+        gradients.append(said.grad)
+    assert losses[0] == pytest.approx(losses[1])
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_mask_that_is_one_off_is_found(
     shift: int, head: Eagle3Head, teaching: TeachingModel, monkeypatch: pytest.MonkeyPatch
