@@ -43,6 +43,7 @@ from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.stated import stated_processors, unapplied_settings
 from decoder.sampling.verification import AcceptRule, accept_greedy
 from decoder.speculators.head_files import check_head
+from decoder.speculators.online import DEFAULT_SHARE, LearningSpeculator
 from decoder.speculators.speculator import load_speculator
 from indexer.flags import Metavar
 from indexer.reader import Index, Vocabulary
@@ -199,6 +200,20 @@ class DrafterSettings(DraftSettings):
             "for this model."
         ),
     ] = None
+    online: Annotated[
+        Path | None,
+        Metavar("DIR"),
+        Field(
+            description="With --speculator: let it go on learning from what it drafts for, in a "
+            "process of its own. What it learned is kept in DIR, which later starts go on with: "
+            "one for each tenant."
+        ),
+    ] = None
+    online_share: Annotated[
+        float,
+        Metavar("SHARE"),
+        Field(gt=0, le=1, description="With --online: most of one core's time for it."),
+    ] = DEFAULT_SHARE
     draft_vocabulary: Annotated[
         int | None,
         Metavar("N"),
@@ -247,6 +262,10 @@ class DrafterSettings(DraftSettings):
         if self.draft_sampling and not self.names_readers:
             raise ContradictoryOptionsError(
                 "--draft-sampling needs a model to draw from: --draft-model or --speculator"
+            )
+        if self.online is not None and self.speculator is None:
+            raise ContradictoryOptionsError(
+                "--online needs a speculator that learns: give its --speculator"
             )
         if self.draft_vocabulary is None:
             return
@@ -356,8 +375,11 @@ class DrafterSettings(DraftSettings):
             VocabularyMismatchError: the draft model, or what `state` holds, is of another
                 tokenizer.
         """
-        readers = self.readers(language_model)
         with ExitStack() as opened:
+            readers = self.readers(language_model)
+            for reader in readers:
+                if isinstance(reader, LearningSpeculator):
+                    opened.enter_context(reader)
             retrieval = self._retrieval(language_model)
             opened.callback(retrieval.shut_down)
             if self.recycle or readers:
@@ -402,19 +424,26 @@ class DrafterSettings(DraftSettings):
         """
         readers: list[TreeReader] = []
         if self.speculator is not None:
-            kept = _kept(self.draft_vocabulary, language_model, self.index)
-            readers.append(
-                load_speculator(
-                    self.speculator,
-                    language_model.model,
-                    vocabulary=language_model.vocabulary,
-                    name=language_model.name,
-                    kept=kept,
-                )
-            )
+            readers.append(self._speculator(self.speculator, language_model))
         if self.drafting_model is not None:
             readers.append(load_draft_reader(self.drafting_model, language_model, self.index))
         return readers
+
+    def _speculator(self, path: Path, language_model: LanguageModel) -> TreeReader:
+        model, vocabulary = language_model.model, language_model.vocabulary
+        name = language_model.name
+        kept = _kept(self.draft_vocabulary, language_model, self.index)
+        if self.online is None:
+            return load_speculator(path, model, vocabulary=vocabulary, name=name, kept=kept)
+        return LearningSpeculator(
+            path,
+            self.online,
+            model,
+            vocabulary=vocabulary,
+            name=name,
+            kept=kept,
+            share=self.online_share,
+        )
 
     def _retrieval(
         self, language_model: LanguageModel

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from decoder.loop import Decoder
     from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
     from decoder.model.target import Target
+    from decoder.speculators.online import LearningSpeculator
     from decoder.speculators.speculator import load_speculator
     from decoder.stopping import StoppableText, StopStrings
     from foredraft import errors
@@ -99,6 +100,7 @@ __all__ = [
     "IndexInfo",
     "KeptLogits",
     "LanguageModel",
+    "LearningSpeculator",
     "Limits",
     "ListedPhrases",
     "LocalDrafter",
@@ -155,6 +157,7 @@ _HOMES: Final = {
     "decoder.model.target": ("Target",),
     "decoder.speculators.speculator": ("load_speculator",),
     "decoder.stopping": ("StoppableText", "StopStrings"),
+    "decoder.speculators.online": ("LearningSpeculator",),
     "indexer.build": ("BuildOptions", "build_from_texts", "build_from_tokens", "build_index"),
     "indexer.change.changes": ("add_documents", "compact", "remove_documents"),
     "indexer.change.choosing": ("Choice", "list_documents"),

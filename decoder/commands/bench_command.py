@@ -126,6 +126,10 @@ class ContestSettings(BaseModel):
             PlotError: a plot could not be drawn.
         """
         self._check_apart(drafts, repeat)
+        if drafts.online is not None:
+            raise ContradictoryOptionsError(
+                "--online would change the speculator while it is measured: leave it out"
+            )
         for entry in chosen(self.names):
             entry.check(drafts)
         if not all(0 <= nodes <= MAX_NODES for nodes in self.nodes):

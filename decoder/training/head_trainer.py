@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -18,12 +18,11 @@ from torch.nn import functional
 
 from decoder.model.pretrained import LanguageModel
 from decoder.speculators.eagle import Eagle3Head, JoinedKeyValues, unrolled_mask
-from decoder.training.taught_store import Example, TaughtStore
+from decoder.training.taught_store import Example
 
 BATCH_TOKENS: Final = 4096
 """Tokens of a step of training, padding included."""
 
-_WARM_UP: Final = 30
 _BETAS: Final = (0.9, 0.95)
 _WEIGHT_DECAY: Final = 0.01
 _LARGEST_GRADIENT: Final = 1.0
@@ -41,6 +40,7 @@ class Stage:
         rate: highest rate of learning; it rises for a few steps and then falls as a cosine.
         noise: of the features, uniform, in their standard deviations.
         share: of the time for training.
+        warm_up: steps in which the rate rises.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Stage:
     rate: float
     noise: float
     share: float
+    warm_up: int = 30
 
 
 STAGES: Final = (
@@ -76,8 +77,39 @@ class Batch:
     counts: torch.Tensor
 
 
+class Examples(Protocol):
+    """Recorded texts, by number."""
+
+    def __len__(self) -> int: ...
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Return int64[texts], the tokens of each."""
+        ...
+
+    def example(self, number: int) -> Example:
+        """Return a text."""
+        ...
+
+
+class Teaching(Protocol):
+    """What of the target training needs: its embedding, and its output layer for drafted tokens."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        ...
+
+    def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return float32[..., d]."""
+        ...
+
+    def logits(self, last: torch.Tensor) -> torch.Tensor:
+        """Return [..., C], the target's logits for the last of its recorded states."""
+        ...
+
+
 class TeachingModel:
-    """What of the target training needs: its embedding, and its output layer for drafted tokens.
+    """A target whose last layer's states are recorded; see `Teaching`.
 
     Args:
         language_model: the target.
@@ -121,7 +153,7 @@ class HeadTrainer:
     """
 
     def __init__(
-        self, head: Eagle3Head, teaching: TeachingModel, store: TaughtStore, seed: int = 0
+        self, head: Eagle3Head, teaching: Teaching, store: Examples, seed: int = 0
     ) -> None:
         self.head = head.to(teaching.device)
         self._teaching = teaching
@@ -157,7 +189,7 @@ class HeadTrainer:
             if over >= 1:
                 return
             for group in optimizer.param_groups:
-                group["lr"] = _rate(stage.rate, number, begun + (1 - begun) * over)
+                group["lr"] = _rate(stage, number, begun + (1 - begun) * over)
             loss = self._loss(batch, stage)
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -232,7 +264,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 def unrolled(
     head: Eagle3Head,
-    teaching: TeachingModel,
+    teaching: Teaching,
     tokens: torch.Tensor,
     features: torch.Tensor,
     depths: int,
@@ -314,7 +346,7 @@ def batches_of(
     return [found[place] for place in random.permutation(len(found))]
 
 
-def _rate(highest: float, step: int, over: float) -> float:
+def _rate(stage: Stage, step: int, over: float) -> float:
     """Return the rate of a step; `over` is the part of the stage that is over, from 0 to 1."""
-    risen = min(1.0, (step + 1) / _WARM_UP)
-    return highest * risen * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * over)))
+    risen = min(1.0, (step + 1) / stage.warm_up)
+    return stage.rate * risen * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * over)))

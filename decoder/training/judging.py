@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from decoder.speculators.eagle import Eagle3Head
 from decoder.training.head_trainer import (
     BATCH_TOKENS,
-    TeachingModel,
+    Examples,
+    Teaching,
     batch_of,
     batches_of,
     places_at,
     unrolled,
 )
-from decoder.training.taught_store import TaughtStore
 
 RANKS: Final = (1, 4, 8)
 """A token is foretold if it is among the so many most probable ones."""
@@ -63,8 +63,8 @@ class Agreement:
 @torch.no_grad()
 def agreement(
     head: Eagle3Head,
-    teaching: TeachingModel,
-    store: TaughtStore,
+    teaching: Teaching,
+    store: Examples,
     numbers: Sequence[int] | None = None,
     depths: int = DEPTHS,
 ) -> Agreement:

@@ -1,0 +1,248 @@
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from decoder.assembly import DrafterSettings, assemble, draft_limits
+from decoder.budget.budget import FixedBudget
+from decoder.drafters.following import NoDrafter, Verified, states_of
+from decoder.drafters.fusion import FusedDrafter
+from decoder.errors import ContradictoryOptionsError, HeadFileError, UnsupportedModelError
+from decoder.loop import Decoder
+from decoder.model.pretrained import LanguageModel
+from decoder.model.target import Target
+from decoder.speculators import online
+from decoder.speculators.head_files import HeadTarget, load_head, save_head
+from decoder.speculators.online import LearningSpeculator
+from decoder.training.learner import TRAINED_ONLINE
+from retriever.sequences import TokenSequence
+from retriever.tree import DraftTree
+from tests.decoder.decoding import tiny_llama
+from tests.decoder.speculators.published_heads import official_eagle
+from tests.decoder.training.teaching import (
+    counting_llama,
+    drawn_head,
+    language_model_of,
+    prompts_of,
+)
+
+COLUMNS = 40
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def language_model(byte_tokenizer: PreTrainedTokenizerBase) -> LanguageModel:
+    return language_model_of(counting_llama(), byte_tokenizer)
+
+
+@pytest.fixture
+def head(language_model: LanguageModel, tmp_path: Path) -> Path:
+    target = HeadTarget.of(language_model.model, "tiny", language_model.vocabulary)
+    save_head(tmp_path / "head", drawn_head(language_model, COLUMNS), target.origin(("a",)))
+    return tmp_path / "head"
+
+
+@pytest.fixture
+def learning(
+    language_model: LanguageModel, head: Path, tmp_path: Path
+) -> Iterator[LearningSpeculator]:
+    made = LearningSpeculator(head, tmp_path / "learned", language_model.model, share=1.0)
+    with made:
+        yield made
+
+
+def settings(**given: Any) -> DrafterSettings:
+    return DrafterSettings(recycle=False, **given)
+
+
+def waits_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def decoder_of(language_model: LanguageModel, speculator: LearningSpeculator) -> Decoder:
+    drafter = FusedDrafter([NoDrafter()], draft_limits(language_model), readers=[speculator])
+    assert states_of(drafter) == speculator.states
+    return Decoder(Target(language_model.model, states=states_of(drafter)), drafter, FixedBudget(6))
+
+
+def teach(
+    language_model: LanguageModel, speculator: LearningSpeculator, count: int, seed: int = 0
+) -> list[list[int]]:
+    """Decode prompts with a speculator; return the outputs."""
+    decoder = decoder_of(language_model, speculator)
+    return [
+        list(chain.from_iterable(decoder.generate(prompt.tolist(), 60)))
+        for prompt in prompts_of([6] * count, seed)
+    ]
+
+
+def test_what_is_learned_is_drafted_from_and_kept(
+    language_model: LanguageModel,
+    learning: LearningSpeculator,
+    head: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "decoder")
+    first = learning._current
+    learned = tmp_path / "learned" / "config.json"
+    seed = 0
+    while not learned.exists():
+        outputs = teach(language_model, learning, 30, seed)
+        seed += 1
+        assert seed < 40
+    waits_until(lambda: learning._current is not first)
+    assert teach(language_model, learning, 30, seed - 1) == outputs
+    assert "foretells more and is drafted from" in caplog.text
+    target = HeadTarget.of(language_model.model, "tiny", language_model.vocabulary)
+    assert load_head(head, target).origin.trained_on == ("a",)
+    learning.close()
+    kept = load_head(tmp_path / "learned", target)
+    assert kept.origin.trained_on == ("a", TRAINED_ONLINE)
+    again = LearningSpeculator(head, tmp_path / "learned", language_model.model)
+    with again:
+        assert again._current.name.endswith("learned")
+
+
+def test_a_folder_learns_in_one_process_at_a_time(
+    language_model: LanguageModel, learning: LearningSpeculator, head: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(HeadFileError, match="another process learns in"):
+        LearningSpeculator(head, tmp_path / "learned", language_model.model)
+    learning.close()
+    learning.close()
+    LearningSpeculator(head, tmp_path / "learned", language_model.model).close()
+
+
+def test_a_learner_that_dies_is_told_and_drafting_goes_on(
+    language_model: LanguageModel,
+    learning: LearningSpeculator,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    os.kill(learning._learner._process.pid, signal.SIGKILL)
+    waits_until(lambda: "the speculator learns no more" in caplog.text)
+    assert len(teach(language_model, learning, 3)) == 3
+
+
+def test_a_head_that_the_learner_cannot_load_is_told(
+    language_model: LanguageModel,
+    head: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loaded = LearningSpeculator._loaded
+
+    def vanishing(self: LearningSpeculator, path: Path) -> Any:
+        found = loaded(self, path)
+        (path / "config.json").unlink()
+        return found
+
+    monkeypatch.setattr(LearningSpeculator, "_loaded", vanishing)
+    with LearningSpeculator(head, tmp_path / "learned", language_model.model):
+        waits_until(lambda: "the speculator learns no more" in caplog.text)
+    assert "config.json is missing" in caplog.text
+
+
+def sent(learning: LearningSpeculator, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(learning._learner._waiting, "put_nowait", found.append)
+    return found
+
+
+def test_the_states_of_committed_tokens_are_sent(
+    learning: LearningSpeculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = sent(learning, monkeypatch)
+    prompt = prompts_of([9], 3)[0]
+    sequence = TokenSequence(prompt)
+    reading = learning.follow(sequence)
+    rows = {number: torch.randn(9, 32) for number in learning.states}
+    nothing = np.zeros(0, np.int64)
+    reading.learn(
+        Verified(int(prompt[-1]), DraftTree.empty(), torch.zeros(1, 48), nothing, 7, rows)
+    )
+    sequence.extend(np.array([7], np.int32))
+    tree = DraftTree.checked([5, 6], [-1, 0], [0.9, 0.8], [0, 0])
+    more = {number: torch.randn(3, 32) for number in learning.states}
+    path = np.array([0])
+    reading.learn(Verified(7, tree, torch.zeros(3, 48), path, 8, more))
+    sequence.extend(np.array([5, 8], np.int32))
+    reading.close()
+    (example,) = found
+    assert example["tokens"].tolist() == [*prompt.tolist(), 7, 5, 8]
+    assert int(example["num_prompt"]) == 9
+    wanted = torch.cat(
+        [torch.cat([rows[each], more[each][:2]]) for each in learning._numbers], dim=-1
+    )
+    assert torch.equal(example["states"], wanted.bfloat16())
+
+
+def test_what_is_not_remembered_is_not_learned(
+    language_model: LanguageModel, learning: LearningSpeculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = sent(learning, monkeypatch)
+    decoder = decoder_of(language_model, learning)
+    list(decoder.generate(prompts_of([6])[0].tolist(), 40, remember=False))
+    assert not found
+    list(decoder.generate(prompts_of([6])[0].tolist(), 40))
+    assert len(found) == 1
+
+
+def test_only_the_last_tokens_are_sent(
+    learning: LearningSpeculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = sent(learning, monkeypatch)
+    monkeypatch.setattr(online, "_MOST_TOKENS", 10)
+    states = torch.randn(30, 128)
+    sequence = TokenSequence(np.arange(40, dtype=np.int32), 35)
+    learning._learner.send(states, 9, sequence)
+    assert found[0]["tokens"].tolist() == list(range(29, 40))
+    assert int(found[0]["num_prompt"]) == 6
+    assert torch.equal(found[0]["states"], states[-10:].bfloat16())
+    learning._learner.send(states[:3], 0, TokenSequence(np.arange(4, dtype=np.int32)))
+    assert len(found) == 1
+
+
+def test_the_command_line_teaches_and_ends_its_learner(
+    language_model: LanguageModel, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[LearningSpeculator] = []
+    init = LearningSpeculator.__init__
+
+    def noted(self: LearningSpeculator, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        made.append(self)
+
+    monkeypatch.setattr(LearningSpeculator, "__init__", noted)
+    drafts = settings(speculator=head, online=tmp_path / "learned", online_share=0.5)
+    with drafts.connect(language_model) as drafter:
+        list(assemble(language_model, drafter).generate(prompts_of([6])[0].tolist(), 10))
+    assert made[0]._learner._process.poll() is not None
+    assert made[0]._lock == -1
+
+
+def test_contradictions_are_refused(
+    language_model: LanguageModel, head: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ContradictoryOptionsError, match="give its --speculator"):
+        settings(online=tmp_path)
+    with pytest.raises(ValueError, match="above 0"):
+        LearningSpeculator(head, tmp_path / "x", language_model.model, share=0.0)
+    with pytest.raises(UnsupportedModelError, match="does not go on learning"):
+        LearningSpeculator(official_eagle().write(tmp_path / "other"), tmp_path / "x", tiny_llama())
+    (tmp_path / "file").touch()
+    with pytest.raises(HeadFileError, match="cannot keep what a speculator learns"):
+        LearningSpeculator(head, tmp_path / "file", language_model.model)

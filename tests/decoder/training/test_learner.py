@@ -1,0 +1,194 @@
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from decoder.model.pretrained import LanguageModel
+from decoder.model.states import FINAL, num_states
+from decoder.speculators.eagle import Eagle3Head
+from decoder.speculators.online import read_messages, write_message
+from decoder.training import learner as learning
+from decoder.training.head_start import trained_states
+from decoder.training.head_trainer import TeachingModel
+from decoder.training.judging import Agreement
+from decoder.training.learner import (
+    Learner,
+    RecentExamples,
+    SentTarget,
+)
+from decoder.training.taught_store import Example
+from decoder.training.teacher import Teacher
+from tests.decoder.decoding import VOCABULARY
+from tests.decoder.training.teaching import (
+    counting_llama,
+    drawn_head,
+    language_model_of,
+    prompts_of,
+)
+
+COLUMNS = 40
+
+
+@pytest.fixture
+def language_model(byte_tokenizer: PreTrainedTokenizerBase) -> LanguageModel:
+    return language_model_of(counting_llama(), byte_tokenizer)
+
+
+@pytest.fixture
+def examples(language_model: LanguageModel) -> list[Example]:
+    states = (*trained_states(num_states(language_model.model)), FINAL)
+    answers = Teacher(language_model, states).answer(prompts_of([6] * 160), 40)
+    return [Example(each.tokens, each.num_prompt, each.states) for each in answers]
+
+
+def sent_target(language_model: LanguageModel) -> SentTarget:
+    output: Any = language_model.model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
+    embedding = language_model.model.get_input_embeddings().get_parameter("weight")
+    return SentTarget(embedding.detach(), output.weight.detach()[:COLUMNS])
+
+
+def learner_of(
+    language_model: LanguageModel, head: Eagle3Head, examples: list[Example], **options: Any
+) -> Learner:
+    made = Learner(head, sent_target(language_model), max_bytes=1 << 24, **options)
+    for example in examples:
+        made.take(example)
+    return made
+
+
+def weights(head: Eagle3Head) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in head.state_dict().items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def judged(monkeypatch: pytest.MonkeyPatch, *worths: float) -> None:
+    """Let heads be found worth so much, in the order in which they are judged."""
+    left = iter(worths)
+
+    class Found(Agreement):
+        worth = property(lambda _: next(left))
+
+    found = Found.__new__(Found)
+    monkeypatch.setattr(learning, "agreement", lambda *_: found)
+
+
+def test_the_sent_target_says_what_the_target_says(language_model: LanguageModel) -> None:
+    sent, model = sent_target(language_model), TeachingModel(language_model, torch.arange(COLUMNS))
+    last = torch.randn(3, 5, 32)
+    base: Any = language_model.model.base_model
+    torch.testing.assert_close(sent.logits(base.norm(last)), model.logits(last))
+    tokens = torch.randint(VOCABULARY, (2, 7))
+    torch.testing.assert_close(sent.embeddings(tokens), model.embeddings(tokens))
+
+
+def test_a_head_learns_from_what_comes(
+    language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learning, "_TIMES", 25)
+    head = drawn_head(language_model, COLUMNS)
+    learner = learner_of(language_model, head, examples)
+    found = []
+    for made in learner.rounds():
+        found.append(made)
+        if len(found) == 3:
+            break
+        for example in examples:
+            learner.take(example)
+    assert all(each.after >= each.before for each in found)
+    assert found[-1].after > found[0].before + 0.3
+    assert found[0].is_new
+
+
+def test_a_head_that_foretells_less_is_rolled_back(
+    language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = drawn_head(language_model, COLUMNS)
+    before = weights(head)
+    judged(monkeypatch, 1.0, 0.9)
+    made = next(learner_of(language_model, head, examples).rounds())
+    assert (made.before, made.after, made.is_new) == (1.0, 1.0, False)
+    assert_equal(weights(head), before)
+
+
+def test_the_head_as_given_comes_back_where_what_was_learned_is_worth_less(
+    language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, learned = drawn_head(language_model, COLUMNS, 1), drawn_head(language_model, COLUMNS, 2)
+    judged(monkeypatch, 1.0, 0.9, 1.2)
+    learner = learner_of(language_model, learned, examples, first=weights(given))
+    made = next(learner.rounds())
+    assert made.is_new
+    assert_equal(weights(learned), weights(given))
+
+
+def test_a_step_that_is_no_number_is_undone(
+    language_model: LanguageModel, examples: list[Example]
+) -> None:
+    head = drawn_head(language_model, COLUMNS)
+    before = weights(head)
+    broken = Example(examples[0].tokens, 0, torch.full_like(examples[0].states, torch.nan))
+    learner = learner_of(language_model, head, examples)
+    for number in range(5):
+        learner.take(broken if number < 4 else examples[0])
+    made = next(learner.rounds())
+    assert all(bool(each.isfinite().all()) for each in weights(head).values())
+    assert made.is_new or weights(head).keys() == before.keys()
+
+
+def test_nothing_is_trained_before_enough_has_come_or_after_the_end(
+    language_model: LanguageModel, examples: list[Example]
+) -> None:
+    learner = learner_of(language_model, drawn_head(language_model, COLUMNS), examples[:20])
+    assert not learner._is_due()
+    learner.end()
+    assert list(learner.rounds()) == []
+
+
+def test_a_share_of_the_time_is_kept(
+    language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = learner_of(language_model, drawn_head(language_model, COLUMNS), examples, share=0.25)
+    worked: list[float] = []
+    slept: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(learner._changed, "wait_for", lambda _, timeout: slept.append(timeout))
+        learner._rest(2.0)
+        assert slept == [6.0]
+    monkeypatch.setattr(learner, "_rest", worked.append)
+    next(learner.rounds())
+    taught = sum(len(each.tokens) for count, each in enumerate(examples, 1) if count % 6)
+    assert len(worked) == math.ceil(2 * taught / 4096) + 2  # two heads are judged
+    assert min(worked) > 0
+
+
+def test_the_oldest_sequences_are_dropped_beyond_the_bytes(examples: list[Example]) -> None:
+    size = examples[0].states.numel() * 2
+    held = RecentExamples(3 * size)
+    for example in examples[:5]:
+        held.add(example)
+    copied = held.copy()
+    held.add(examples[5])
+    assert [copied.example(number) is examples[2 + number] for number in range(3)] == [True] * 3
+    assert held.example(2) is examples[5]
+    assert held.lengths().tolist() == [len(each.tokens) for each in examples[3:6]]
+    tiny = RecentExamples(1)
+    tiny.add(examples[0])
+    assert len(tiny) == 1
+
+
+def test_messages_come_as_they_were_sent_and_a_torn_one_ends_them() -> None:
+    stream = io.BytesIO()
+    sent = {"tokens": torch.arange(5), "states": torch.randn(2, 3).bfloat16()}
+    for _ in range(2):
+        write_message(stream, sent)
+    whole = stream.getvalue()
+    for size in (len(whole), len(whole) - 1):
+        found = list(read_messages(io.BytesIO(whole[:size])))
+        assert len(found) == (2 if size == len(whole) else 1)
+        assert all(torch.equal(found[0][name], sent[name]) for name in sent)
