@@ -20,6 +20,7 @@ from decoder.drafters.kernels.recycled import (
     Table,
     find,
     key_of,
+    rank_columns,
     write_rows,
 )
 from decoder.drafters.kernels.siblings import (
@@ -250,18 +251,27 @@ def test_logits_that_are_no_numbers_are_noticed(width: int) -> None:
     readings.logits[:] = np.nan
     rng = np.random.default_rng(width)
     node = np.zeros(1, np.int32), np.full(1, -1, np.int32)
+
+    def entered() -> bool:
+        """Enter the row as readers do: the likeliest columns first, whatever NaN makes of them."""
+        likely = np.empty((1, min(NUM_LIKELY_COLUMNS, width)), np.int32)
+        rank_columns(readings.logits[0, :1, :width].copy().view(np.int32), likely)
+        readings.rows[0, 0, LIKELY : LIKELY + likely.shape[1]] = likely
+        return bool(enter_rows(readings, 0, 0, *node))
+
     for _ in range(50):
         logits = rng.normal(0, 10, width).astype(np.float32)
         logits[1:][rng.random(width - 1) < 0.2] = -np.inf
         readings.logits[0, 0, :width] = logits
-        assert enter_rows(readings, 0, 0, *node)
+        assert entered()
         expected = torch.from_numpy(logits).double().logsumexp(0)
         assert readings.log_sums[0, 0] == pytest.approx(float(expected), abs=3e-4)
-        for wrong in (np.nan, np.inf):
+        for wrong in (np.nan, np.copysign(np.nan, -1.0), np.inf):  # NaN ranks first, or last
+            readings.logits[0, 0, :width] = logits
             readings.logits[0, 0, rng.integers(0, width)] = wrong
-            assert not enter_rows(readings, 0, 0, *node)
+            assert not entered()
     readings.logits[0, 0, :width] = -np.inf
-    assert not enter_rows(readings, 0, 0, *node)
+    assert not entered()
 
 
 @pytest.mark.parametrize("seed", range(20))
