@@ -295,6 +295,17 @@ def test_table_holds_what_was_written_last(seed: int) -> None:
         assert table.log_odds[entry].tolist() == row
 
 
+def test_rows_of_small_vocabularies_are_not_read_beyond_their_end() -> None:
+    table = Table.of(1 << 6, 8)
+    contexts = np.array([[0, -1, -1], [1, -1, -1]], np.int32)
+    tokens = np.array([[2, 1, 0], [1, 0, 2]], np.int32)
+    write_rows(table, contexts, tokens, tokens.astype(np.float32), 1)
+    for context, row in zip(contexts, tokens.tolist(), strict=True):
+        entry = find(table.entries, key_of(context, 1))
+        assert table.tokens[entry].tolist() == [*row, *[row[-1]] * 5]
+        assert table.log_odds[entry].tolist() == [*row, *[row[-1]] * 5]
+
+
 def test_oldest_context_gives_way() -> None:
     table = Table.of(WAYS, 1)  # all contexts share one set of entries
     for token in range(WAYS + 1):
