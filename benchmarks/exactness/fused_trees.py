@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -249,8 +249,9 @@ def small_model(seed: int) -> PreTrainedModel:
         bos_token_id=None,
         eos_token_id=None,
     )
-    model: PreTrainedModel = LlamaForCausalLM(config).eval()
-    return model
+    model: Any = LlamaForCausalLM(config)
+    evaluated: PreTrainedModel = model.eval()
+    return evaluated
 
 
 def _small_head() -> Eagle3Head:
@@ -273,7 +274,8 @@ def _small_head() -> Eagle3Head:
     )
     head = Eagle3Head(shape)
     head.keep(torch.arange(SIZE - 1))
-    torch.nn.init.normal_(head.lm_head.weight, std=0.35)
+    output: Any = head.lm_head
+    torch.nn.init.normal_(output.weight, std=0.35)
     return head
 
 

@@ -47,7 +47,7 @@ def check_last_layer(language_model: LanguageModel) -> None:
         raise other_kind(language_model, "it computes something else with the same weights")
 
 
-def _as_llamas(language_model: LanguageModel, layer: Any) -> tuple[LlamaDecoderLayer, list[str]]:
+def _as_llamas(language_model: LanguageModel, layer: Any) -> tuple[Any, list[str]]:
     """Return Llama's layer with a layer's weights, and the names of those that it has no place for.
 
     Raises:
@@ -56,7 +56,8 @@ def _as_llamas(language_model: LanguageModel, layer: Any) -> tuple[LlamaDecoderL
     config = layer_config(language_model)
     config._attn_implementation = "eager"  # noqa: SLF001  transformers' own way to choose it
     weight = layer.self_attn.q_proj.weight
-    own = LlamaDecoderLayer(config, 0).to(weight.device, weight.dtype).eval()
+    own: Any = LlamaDecoderLayer(config, 0)
+    own = own.to(weight.device, weight.dtype).eval()
     for name, value in own.named_parameters():
         if name.endswith(".bias"):
             torch.nn.init.zeros_(value)  # of those that the layer lacks
