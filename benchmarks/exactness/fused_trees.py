@@ -187,7 +187,7 @@ class ChangedFusion(DrawnFusion):
         if not isinstance(tree, SampledTree):
             return tree
         self._kinds |= set((tree.rows == CERTAIN).tolist())
-        return self.change(tree)
+        return self.change(tree) if len(tree.proposals) else tree
 
 
 def without_improbable_draws(tree: SampledTree) -> SampledTree:
