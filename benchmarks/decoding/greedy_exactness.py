@@ -4,8 +4,10 @@
 
 All decode every prompt in float32, by default the decoder as it comes: measured budget, and a
 drafter that remembers its answers to earlier prompts. `--contender NAME` takes other drafters, as
-`foredraft bench` does, and `--contender all` every one that has something to draft with. The first
-line of the file says how; each line after it is one prompt. `--resume` goes on where a file ends. A
+`foredraft bench` does, and `--contender all` every one that has something to draft with; `--index`,
+`--draft-model`, `--speculator` and all that drafts come from are those of `foredraft bench`, too.
+Every prompt is generated plainly once, and all contenders are compared with that. The first line of
+the file says how; each line after it is one prompt. `--resume` goes on where a file ends. A
 difference is an error (exit code 1): the report names its position and how far apart the two best
 logits stand there, computed afresh in float64. Sums in passes of other widths are rounded in other
 places, so that a tie may fall either way.
@@ -29,9 +31,10 @@ from decoder.commands.bench import BenchPrompt, circumstances, fitting
 from decoder.commands.prompts import read_prompts
 from decoder.contenders.contender import FOREDRAFT, PLAIN, Contender
 from decoder.contenders.registry import Contest, Setting, possible
-from decoder.errors import DecoderError
+from decoder.errors import ContradictoryOptionsError, DecoderError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from indexer.errors import IndexerError
+from indexer.flags import with_flags
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.errors import RetrieverError
 
@@ -40,6 +43,7 @@ _ALL: Final = "all"
 _IDENTIFYING: Final = (
     "model",
     "dtype",
+    "drafter",
     "contenders",
     "nodes",
     "max_new_tokens",
@@ -135,6 +139,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "prompts": len(rows),
         "identical": sum(not row["differences"] for row in rows),
+        "identical_with": _identical_with(rows),
         "tokens": sum(row["num_tokens"] for row in rows),
         "passes": _summed(rows, "num_passes"),
         "nodes_verified": _summed(rows, "num_drafted"),
@@ -144,6 +149,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             for name, found in row["differences"].items()
         ],
     }
+
+
+def _identical_with(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Return for how many prompts each contender's output is the plain one."""
+    names = rows[0]["num_passes"] if rows else ()
+    return {name: sum(name not in row["differences"] for row in rows) for name in names}
 
 
 def _summed(rows: list[dict[str, Any]], key: str) -> dict[str, int]:
@@ -171,13 +182,13 @@ def _rows(output: Path, head: dict[str, Any], *, resume: bool) -> list[dict[str,
     return lines[1:]
 
 
+@with_flags
 def measure(  # noqa: PLR0913  options
     *,
+    drafts: DrafterSettings,
     prompts: Annotated[Path, typer.Option(help="Spec-Bench's questions, or a prompt a line.")],
     output: Annotated[Path, typer.Option(help="JSON lines, written as it goes.")],
     model: Annotated[str, typer.Option(help="The model.")] = DEFAULT_MODEL,
-    index: Annotated[list[Path] | None, typer.Option(help="Indexes to draft from.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="A model to draft with.")] = None,
     contender: Annotated[
         list[str] | None, typer.Option(help="What drafts, or all. Repeatable.")
     ] = None,
@@ -188,22 +199,23 @@ def measure(  # noqa: PLR0913  options
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a file.")] = False,
 ) -> None:
     """Decode prompts in all ways and compare."""
-    options = DrafterSettings(index=index or [], draft_model=draft_model)
-    options.check()
+    if drafts.draft_sampling:
+        raise ContradictoryOptionsError("--draft-sampling has no effect here: outputs are greedy")
+    drafts.check()
     names = contender or [FOREDRAFT]
     if _ALL in names:
-        names = [name for name in possible(options) if name != PLAIN]
+        names = [name for name in possible(drafts) if name != PLAIN]
     language_model = load_model(ModelOptions(model, precision=Precision.FLOAT32))
     head = {
         **circumstances(language_model),
-        "drafter": options.describe(),
+        "drafter": drafts.describe(),
         "contenders": names,
         "nodes": nodes,
         "max_new_tokens": max_new_tokens,
         "prompts_sha256": sha256(prompts.read_bytes()).hexdigest(),
     }
     rows = _rows(output, head, resume=resume)
-    contest = Contest(language_model, [PLAIN, *names], options, max_new_tokens)
+    contest = Contest(language_model, [PLAIN, *names], drafts, max_new_tokens)
     with contest.opened(Setting(nodes)) as lineup:
         selected = read_prompts(prompts, limit, per_category)
         cases = fitting(language_model, lineup.target, selected)

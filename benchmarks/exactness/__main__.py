@@ -1,7 +1,8 @@
 """Tests the rules' distributions: `python -m benchmarks.exactness --output results.json`.
 
-Every setting meets every rule, and every shape of draft does; `--full` takes all combinations. What
-stands in the output file already is not tested again, so that an interrupted run goes on.
+Every setting meets every rule, every shape of draft does, and fused trees of retrieval, recycled
+logits, a head and a draft model; `--full` takes all combinations. What stands in the output file
+already is not tested again, so that an interrupted run goes on.
 """
 
 import json
@@ -13,14 +14,46 @@ import typer
 
 from benchmarks.comparison import circumstances
 from benchmarks.exactness.chi_square_table import tables
+from benchmarks.exactness.fused_trees import (
+    SHAPE,
+    fused_cases,
+    run_fused,
+    run_planted_in_trees,
+)
 from benchmarks.exactness.planted_errors import run_planted
 from benchmarks.exactness.trials import (
     SIGNIFICANCE,
+    Case,
+    TrialOutcome,
     all_cases,
     corrected,
     covering_cases,
     run,
 )
+
+_FUSED_SHARE = 20
+"""Fused drafts are made by models, in the decoding loop, which takes a hundred times as long as a
+scripted draft: so many times fewer tokens are looked at there."""
+
+
+def tested(case: Case, draws: int) -> TrialOutcome:
+    """Test a case with so many draws, or its share of them."""
+    if case.shape == SHAPE:
+        return run_fused(case, _draws_of(case.shape, draws))
+    return run(case, draws)
+
+
+def _draws_of(shape: str, draws: int) -> int:
+    return draws // _FUSED_SHARE if shape == SHAPE else draws
+
+
+def planted_errors(draws: int) -> dict[str, dict[str, Any]]:
+    """Test rules and fused drafts with errors in them, by a tenth of the draws."""
+    found = {
+        **run_planted(draws // 10),
+        **run_planted_in_trees(_draws_of(SHAPE, draws)),
+    }
+    return {error: outcome.report() for error, outcome in found.items()}
 
 
 def summary(cases: list[dict[str, Any]], planted: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +73,8 @@ def kept(output: Path, draws: int) -> tuple[list[dict[str, Any]], dict[str, Any]
     if not output.exists():
         return [], {}
     report: dict[str, Any] = json.loads(output.read_text())
-    return [case for case in report["cases"] if case["draws"] >= draws], report["planted"]
+    enough = [case for case in report["cases"] if case["draws"] >= _draws_of(case["shape"], draws)]
+    return enough, report["planted"]
 
 
 def main(
@@ -55,13 +89,13 @@ def main(
     cases, planted = kept(output, draws)
     names = ("setting", "shape", "kind", "coupled")
     known = {tuple(case[name] for name in names) for case in cases}
-    wanted = all_cases() if full else covering_cases()
+    wanted = [*(all_cases() if full else covering_cases()), *fused_cases(full=full)]
     missing = [c for c in wanted if (c.setting, c.shape, c.kind, c.coupled) not in known]
     for case in missing:
         if time.monotonic() < until:
-            cases.append(run(case, draws).report())
+            cases.append(tested(case, draws).report())
     if not planted:
-        planted = {error: found.report() for error, found in run_planted(draws // 10).items()}
+        planted = planted_errors(draws)
     report = summary(cases, planted)
     output.write_text(json.dumps(report, indent=1) + "\n")
     output.with_suffix(".md").write_text(tables(report))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from benchmarks.exactness.fused_trees import DRAWING, kind_of
 from benchmarks.exactness.scripted_target import SETTINGS
 from benchmarks.exactness.trials import RULES
 
@@ -23,6 +24,12 @@ def tables(report: dict[str, Any]) -> str:
         f"|---{'|---' * len(names)}|",
         *(_row(setting, report["cases"]) for setting in SETTINGS),
         "",
+        "Fused drafts in the decoding loop: retrieval and recycled logits certain, others drawn.",
+        "",
+        f"| setting | {' | '.join(map(kind_of, DRAWING))} |",
+        f"|---{'|---' * len(DRAWING)}|",
+        *(_fused_row(setting, report["cases"]) for setting in SETTINGS),
+        "",
         "| planted error | p |",
         "|---|---|",
         *(f"| {error} | {found['p']:.1e} |" for error, found in report["planted"].items()),
@@ -36,4 +43,13 @@ def _row(setting: str, cases: list[dict[str, Any]]) -> str:
         found = [c for c in cases if (c["setting"], c["kind"], c["coupled"]) == (setting, *rule)]
         mixed = [f" ({c['tokens_per_pass']:.2f})" for c in found if c["shape"] == "mixed"]
         cells.append(f"{min((c['p'] for c in found), default=1.0):.3f}{''.join(mixed)}")
+    return f"| {setting} | {' | '.join(cells)} |"
+
+
+def _fused_row(setting: str, cases: list[dict[str, Any]]) -> str:
+    cells = []
+    for kind in map(kind_of, DRAWING):
+        found = [case for case in cases if (case["setting"], case["kind"]) == (setting, kind)]
+        shown = [f"{case['p']:.3f} ({case['tokens_per_pass']:.2f})" for case in found]
+        cells.append(" ".join(shown) or "-")
     return f"| {setting} | {' | '.join(cells)} |"

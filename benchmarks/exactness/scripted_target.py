@@ -72,20 +72,33 @@ def logits_after(before: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[
     return logits
 
 
-def expected(setting: Setting) -> NDArray[np.float64]:
+LogitsOf = Callable[[Sequence[int]], NDArray[np.float64]]
+"""float64[SIZE], the target's logits after the prompt and some output."""
+
+
+def scripted_logits(output: Sequence[int]) -> NDArray[np.float64]:
+    """Return float64[SIZE], the logits after some output; see `LogitsOf`."""
+    before, last = [*PROMPT, *output][-2:]
+    logits: NDArray[np.float64] = _TABLE[before, last]
+    return logits
+
+
+def expected(setting: Setting, logits_of: LogitsOf = scripted_logits) -> NDArray[np.float64]:
     """Return float64[SIZE, SIZE, SIZE], the probability of each output of `LENGTH` tokens."""
     probabilities = np.ones((SIZE,) * LENGTH)
     for output in product(range(SIZE), repeat=LENGTH):
         for position in range(LENGTH):
-            row = distribution(setting, output[:position])
+            row = distribution(setting, output[:position], logits_of)
             probabilities[output] *= row[output[position]]
     return probabilities
 
 
-def distribution(setting: Setting, output: Sequence[int]) -> NDArray[np.float64]:
+def distribution(
+    setting: Setting, output: Sequence[int], logits_of: LogitsOf = scripted_logits
+) -> NDArray[np.float64]:
     """Return float64[SIZE], the next token's distribution after some output, in plain words."""
     sampling, tokens = setting.sampling, [*PROMPT, *output]
-    logits = _TABLE[tokens[-2], tokens[-1]].copy()
+    logits = logits_of(output).copy()
     for token in set(tokens):
         penalty = sampling.repetition_penalty or 1.0
         logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty

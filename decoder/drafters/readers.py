@@ -194,12 +194,12 @@ class ReadTree:
         end, width = first + len(tokens), logits.shape[-1]
         rows = readings.logits[number, first:end, :width]
         torch.from_numpy(rows).copy_(logits)
-        if not enter_rows(readings, number, first, tokens, parents):
-            self._distrust(number)
-            return False
         likely = np.empty((len(tokens), min(NUM_LIKELY_COLUMNS, width)), np.int32)
         rank_columns(np.ascontiguousarray(rows).view(np.int32), likely)
         readings.rows[number, first:end, LIKELY : LIKELY + likely.shape[1]] = likely
+        if not enter_rows(readings, number, first, tokens, parents):
+            self._distrust(number)
+            return False
         self._num_rows[number] = end
         return True
 

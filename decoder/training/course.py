@@ -23,12 +23,14 @@ from decoder.model.pretrained import LanguageModel
 from decoder.model.states import num_states
 from decoder.speculators.eagle import Eagle3Head
 from decoder.speculators.head_files import HeadTarget, save_head
-from decoder.training.head_start import last_layer, recorded_states, started_head
+from decoder.training.head_start import recorded_states, started_head
 from decoder.training.head_trainer import STAGES, HeadTrainer, Stage, TeachingModel
 from decoder.training.judging import Agreement, agreement
+from decoder.training.layer_check import check_last_layer
 from decoder.training.lessons import Lesson, held_out
 from decoder.training.taught_store import TaughtStore
 from decoder.training.teacher import Taught, Teacher
+from decoder.training.working_folder import check_writable, training_lock
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 
@@ -139,6 +141,7 @@ class Course:
     Raises:
         TeachingTextError: there are too few lessons.
         UnsupportedModelError: no head can be trained for the target.
+        TrainingError: the head could not be written in the end.
     """
 
     def __init__(
@@ -149,13 +152,15 @@ class Course:
         options: CourseOptions,
         watcher: Watcher,
     ) -> None:
+        lessons = _distinct(lessons)
         num_keys = len({lesson.key for lesson in lessons})
         if num_keys < LEAST_LESSONS:
             raise TeachingTextError(
                 f"{num_keys} different prompts and outputs are too few to teach a speculator: give "
                 f"at least {LEAST_LESSONS}, better some thousands"
             )
-        last_layer(language_model)
+        check_writable(output.absolute())
+        check_last_layer(language_model)
         self._language_model = language_model
         self._options = options
         self._watcher = watcher
@@ -176,9 +181,15 @@ class Course:
 
         Raises:
             TeachingTextError: what was recorded is too little to learn from.
-            TrainingError: the disk refuses, or holds what other options recorded.
+            TrainingError: the disk refuses, or holds what other options recorded; another training
+                is at work in the same folder.
             HeadFileError: the head cannot be written.
         """
+        with training_lock(self._folder):
+            return self._taught_head(trained_on)
+
+    def _taught_head(self, trained_on: Sequence[str]) -> Outcome:
+        """Record, train and judge; see `run`."""
         store, judged = self._recorded()
         tokens = self._drafted_tokens(store)
         teaching = TeachingModel(self._language_model, tokens)
@@ -472,6 +483,12 @@ def _divided(lessons: Sequence[Lesson], share: float) -> tuple[list[Lesson], lis
         judging = [lesson for lesson in lessons if lesson.key == first]
         taught = [lesson for lesson in lessons if lesson.key != first]
     return taught, judging
+
+
+def _distinct(lessons: Sequence[Lesson]) -> list[Lesson]:
+    """Return lessons without copies, in their order: a log may hold one ten thousand times."""
+    found = {(each.prompt.tobytes(), each.output.tobytes(), each.is_own): each for each in lessons}
+    return list(found.values())
 
 
 def _unique(lessons: Sequence[Lesson]) -> list[Lesson]:

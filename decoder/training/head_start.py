@@ -73,20 +73,20 @@ class Places:
     entering: torch.Tensor
 
 
-def head_config(language_model: LanguageModel, num_columns: int) -> EagleConfig:
-    """Return the shape of a head for a target: its own layer, with twice the heads of attention.
+def layer_config(language_model: LanguageModel, more: int = 1) -> LlamaConfig:
+    """Return the shape of the target's own layer as Llama's, with biases in its attention.
 
-    Raises:
-        UnsupportedModelError: the target's layers are of a kind that no head is made of.
+    Args:
+        language_model: the target.
+        more: so many times its heads of attention.
     """
     config = language_model.model.config.get_text_config(decoder=True)
-    last_layer(language_model)
-    layer = LlamaConfig(
+    return LlamaConfig(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_hidden_layers=1,
-        num_attention_heads=2 * config.num_attention_heads,
-        num_key_value_heads=2 * config.num_key_value_heads,
+        num_attention_heads=more * config.num_attention_heads,
+        num_key_value_heads=more * config.num_key_value_heads,
         head_dim=_head_size(config),
         hidden_act=config.hidden_act,
         rms_norm_eps=config.rms_norm_eps,
@@ -95,11 +95,21 @@ def head_config(language_model: LanguageModel, num_columns: int) -> EagleConfig:
         vocab_size=config.vocab_size,
         attention_bias=True,
     )
+
+
+def head_config(language_model: LanguageModel, num_columns: int) -> EagleConfig:
+    """Return the shape of a head for a target: its own layer, with twice the heads of attention.
+
+    Raises:
+        UnsupportedModelError: the target's layers are of a kind that no head is made of.
+    """
+    last_layer(language_model)
+    layer = layer_config(language_model, more=2)
     return EagleConfig(
         kind=EagleKind.EAGLE3,
         layer=layer,
         states=trained_states(num_states(language_model.model)),
-        target_size=config.hidden_size,
+        target_size=layer.hidden_size,
         draft_vocabulary=num_columns,
         biased=frozenset({"q_proj", "k_proj", "v_proj", "o_proj"}),
     )
@@ -113,15 +123,21 @@ def last_layer(language_model: LanguageModel) -> Any:
     """
     base: Any = language_model.model.base_model
     layer = base.layers[num_states(language_model.model) - 1]
+    config = language_model.model.config.get_text_config(decoder=True)
     missing = [name for name in _PARTS if _part(layer, name) is None]
+    missing += [name for name in _STATED if getattr(config, name, None) is None]
     extra = [name for name, _ in layer.named_children() if name not in _CHILDREN]
     if missing or extra:
-        raise UnsupportedModelError(
-            f"{language_model.name} has layers of another kind than Llama's "
-            f"({', '.join([*missing, *extra])}): no head can be trained for it here, but a "
-            "published one can be used (--speculator)"
-        )
+        raise other_kind(language_model, ", ".join([*missing, *extra]))
     return layer
+
+
+def other_kind(language_model: LanguageModel, difference: str) -> UnsupportedModelError:
+    """Return the error of a target that no head can be trained for."""
+    return UnsupportedModelError(
+        f"{language_model.name} has layers of another kind than Llama's ({difference}): no head "
+        "can be trained for it here, but a published one can be used (--speculator)"
+    )
 
 
 _CHILDREN: Final = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -130,6 +146,8 @@ _PARTS: Final = (
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
     *_CHILDREN[2:],
 )
+
+_STATED: Final = ("intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters")
 
 
 def _part(layer: nn.Module, name: str) -> Any:
@@ -242,7 +260,8 @@ def _constant(head_size: int) -> torch.Tensor:
 def _fitted(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     """Return [d_out, d_in], the matrix that makes outputs [N, d_out] of inputs, by ridge."""
     products = (inputs.T @ inputs).double()
-    products += _RIDGE * products.diagonal().mean() * torch.eye(len(products)).double()
+    least = products.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
+    products += _RIDGE * least * torch.eye(len(products)).double()
     solved: torch.Tensor = torch.linalg.solve(products, (inputs.T @ outputs).double())
     return solved.T.float()
 
@@ -251,12 +270,14 @@ def _low_rank(
     matrix: torch.Tensor, inputs: torch.Tensor, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return [rank, d_in] and [d_out, rank], whose product does most of a matrix on inputs."""
-    spread = (inputs.T @ inputs).double() / len(inputs)
-    spread += 1e-6 * spread.diagonal().mean() * torch.eye(len(spread)).double()
-    root = torch.linalg.cholesky(spread)
+    # Inputs may lie in a few directions only, as those of a text that repeats itself.
+    values, vectors = torch.linalg.eigh((inputs.T @ inputs).double() / len(inputs))
+    least = (1e-6 * values.mean()).clamp(min=torch.finfo(torch.float32).tiny)
+    lengths = values.clamp(min=least).sqrt()
+    root = vectors * lengths
     left, sizes, right = torch.linalg.svd(matrix.double() @ root, full_matrices=False)
     half = sizes[:rank].sqrt()
-    down = half[:, None] * torch.linalg.solve(root.T, right[:rank].T).T
+    down = half[:, None] * (right[:rank] / lengths) @ vectors.T
     return down.float(), (left[:, :rank] * half).float()
 
 

@@ -142,7 +142,7 @@ def end_sessions(
 @clear_errors()
 @with_flags
 def list_tenants(*, plane: PlaneSettings, as_json: AsJson = False) -> None:
-    """List what is in memory of each tenant: sessions and generations."""
+    """List what is in memory of each tenant: sessions, generations and recycled logits."""
     with _calling(plane) as (calls, timeout_s):
         answers = calls.ListTenants(pb.ListTenantsRequest(), timeout=timeout_s)
         found = [tenant for answer in answers for tenant in answer.tenants]
@@ -153,6 +153,7 @@ def list_tenants(*, plane: PlaneSettings, as_json: AsJson = False) -> None:
         "MEMORY": lambda each: _size(each.session_bytes),
         "GENERATIONS": lambda each: each.generations_tokens if each.is_in_memory else "not loaded",
         "OF MEMORY": lambda each: _size(each.generations_bytes),
+        "RECYCLED": lambda each: _size(each.recycled_bytes),
         "OWN INDEXES": lambda each: each.num_own_indexes,
     }
     _show_all(found, columns, "no tenant is in memory", as_json=as_json)

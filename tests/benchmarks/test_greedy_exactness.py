@@ -2,13 +2,22 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from benchmarks.decoding import greedy_exactness
+from decoder.contenders import registry
 from decoder.contenders.contender import PLAIN, OwnContender, Run
 from decoder.contenders.prompt_lookup import PromptLookup
 from decoder.contenders.registry import ENTRIES
+from decoder.model.pretrained import ModelOptions, Precision, load_model
+from decoder.sampling.verification import Acceptance, PassContext, accept_greedy
+from decoder.speculators.eagle import eagle_head
+from decoder.speculators.head_files import HeadTarget, save_head
+from decoder.training.head_start import head_config
 from indexer.tokenizer import CACHE_VARIABLE
+from retriever.tree import ROOT, DraftTree, Source
 
 PROMPTS = ["a b c a b", "c c d", "b a b a", "d e d"]
 
@@ -75,12 +84,62 @@ def test_a_difference_is_found_where_it_is(
     assert run(monkeypatch, *command, *options) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["identical"] == 0
+    assert result["identical_with"] == {"prompt-lookup": 1, "hd": 0}
     (found,) = result["different"]
     assert found["contender"] == "hd"
     assert found["position"] == 2
     assert found["best_tokens"][0] == found["plain"] != found["drafted"]
     assert found["gap"] > 0
     assert not found["is_tie"]
+
+
+def head_for(model: Path, folder: Path) -> Path:
+    """Write a head of random weights for a model."""
+    language_model = load_model(ModelOptions(str(model), precision=Precision.FLOAT32))
+    torch.manual_seed(4)
+    head = eagle_head(head_config(language_model, language_model.vocabulary.size))
+    target = HeadTarget.of(language_model.model, None, language_model.vocabulary)
+    save_head(folder, head, target.origin())
+    return folder
+
+
+def keeping_what_heads_guess(tree: DraftTree, logits: torch.Tensor, _: PassContext) -> Acceptance:
+    """Accept greedily, but a head's first guess whatever the target says."""
+    guesses = np.flatnonzero((tree.sources == Source.SPECULATOR) & (tree.parents == ROOT))
+    if not len(guesses):
+        return accept_greedy(tree, logits, _)
+    return guesses[:1].astype(np.int32), int(logits[guesses[0] + 1].argmax())
+
+
+def test_heads_and_draft_models_are_compared_and_what_is_wrong_with_one_is_found(
+    command: list[str],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    head = str(head_for(tiny_model, tmp_path / "head"))
+    command += ["--speculator", head, "--draft-model", str(tiny_model), "--nodes", "6"]
+    assert run(monkeypatch, *command, "--contender", "all") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {"model", "speculator", "rasd", "foredraft"} <= set(result["contenders"])
+    assert result["identical_with"] == dict.fromkeys(result["contenders"], len(PROMPTS))
+    assert result["passes"]["model"] < result["passes"]["undrafted"]
+    assert result["nodes_verified"]["speculator"] > 0
+    assert f"speculator {head}" in result["drafter"]
+
+    monkeypatch.setattr(registry, "accept_rule", lambda _: keeping_what_heads_guess)
+    command[command.index("--output") + 1] = str(tmp_path / "wrong.jsonl")
+    assert run(monkeypatch, *command, "--contender", "hd", "--contender", "speculator") == 1
+    found = json.loads(capsys.readouterr().out)["identical_with"]
+    assert found["hd"] == len(PROMPTS) > found["speculator"]
+
+
+def test_drawn_drafts_have_nothing_to_do_with_greedy_outputs(
+    command: list[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = ("--draft-model", str(tiny_model), "--draft-sampling")
+    assert "outputs are greedy" in str(run(monkeypatch, *command, *drawn))
 
 
 def test_all_contenders_that_have_something_to_draft_with_are_compared(

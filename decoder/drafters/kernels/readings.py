@@ -108,6 +108,8 @@ def enter_rows(
 ) -> bool:
     """Enter nodes whose logits are written already; return whether those are numbers.
 
+    So are the likeliest columns of their rows: the first of them has the greatest logit.
+
     Args:
         readings: changed.
         reader: which one.
@@ -115,16 +117,17 @@ def enter_rows(
         tokens: int32[n].
         parents: int32[n], rows of their parents, `NOWHERE` for the root itself.
     """
-    width = 0
-    while width < readings.token_of.shape[1] and readings.token_of[reader, width] >= 0:
-        width += 1
+    width = readings.token_of.shape[1]
+    while width and readings.token_of[reader, width - 1] == NOWHERE:
+        width -= 1
     are_numbers = True
     for node in range(len(tokens)):
         row, parent = first + node, parents[node]
-        log_sum = _log_sum(readings.logits[reader, row, :width])
+        rows = readings.rows[reader]
+        greatest = readings.logits[reader, row, rows[row, LIKELY]]
+        log_sum = _log_sum(readings.logits[reader, row, :width], greatest)
         are_numbers &= np.isfinite(log_sum)
         readings.log_sums[reader, row] = log_sum
-        rows = readings.rows[reader]
         rows[row, TOKEN] = tokens[node]
         rows[row, FIRST_CHILD] = rows[row, NEXT_SIBLING] = NOWHERE
         if parent != NOWHERE:
@@ -134,21 +137,25 @@ def enter_rows(
 
 
 @kernel(fastmath={"contract", "reassoc", "nsz"})
-def _log_sum(logits: NDArray[np.float32]) -> float:
+def _log_sum(logits: NDArray[np.float32], greatest: float) -> float:
     """Return the logarithm of the sum of exponentials, to 0.0002; not finite where logits are not.
 
-    Loops vectorize: a library's exponential would take most of the time of reading a node.
+    The loop vectorizes, as it counts columns and does not iterate over the array: a tenth of the
+    time. A library's exponential would take most of the time of reading a node, and so would
+    looking for the greatest logit here, one after the other, as NaN could be among them.
+
+    Args:
+        logits: float32[C].
+        greatest: of them, but for NaN.
     """
-    greatest, wrong = logits[0], 0
-    for logit in logits:
-        greatest = max(greatest, logit)
-        wrong += logit != logit  # noqa: PLR0124  not a number
-    if wrong or not np.isfinite(greatest):
+    if not np.isfinite(greatest):
         return np.nan
-    total = np.float32(0.0)
-    for logit in logits:
+    total = wrong = np.float32(0.0)
+    for column in range(len(logits)):
+        logit = logits[column]
+        wrong += np.float32(logit != logit)  # noqa: PLR0124  not a number
         total += fast_exp2((logit - greatest) * _LOG2_E)
-    return greatest + np.log(total)
+    return np.nan if wrong else greatest + np.log(total)
 
 
 @kernel()

@@ -103,7 +103,8 @@ def write_rows(
     Args:
         table: changed.
         contexts: int32[R, NUM_ORDERS], the tokens before each row, the latest first; -1: none.
-        tokens: int32[R, K].
+        tokens: int32[R, K], K at least 1. Where the table keeps more, as of a vocabulary of fewer
+            tokens than that, the last one is repeated, which says nothing new.
         log_odds: float32[R, K].
         now: number of the pass, rising from 1.
     """
@@ -113,8 +114,9 @@ def write_rows(
                 break
             entry = claim(table.entries, key_of(contexts[row], order), now)
             for column in range(table.tokens.shape[1]):
-                table.tokens[entry, column] = tokens[row, column]
-                table.log_odds[entry, column] = log_odds[row, column]
+                given = min(column, tokens.shape[1] - 1)
+                table.tokens[entry, column] = tokens[row, given]
+                table.log_odds[entry, column] = log_odds[row, given]
 
 
 _BLOCK: Final = 64

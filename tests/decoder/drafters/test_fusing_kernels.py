@@ -20,6 +20,7 @@ from decoder.drafters.kernels.recycled import (
     Table,
     find,
     key_of,
+    rank_columns,
     write_rows,
 )
 from decoder.drafters.kernels.siblings import (
@@ -250,18 +251,27 @@ def test_logits_that_are_no_numbers_are_noticed(width: int) -> None:
     readings.logits[:] = np.nan
     rng = np.random.default_rng(width)
     node = np.zeros(1, np.int32), np.full(1, -1, np.int32)
+
+    def entered() -> bool:
+        """Enter the row as readers do: the likeliest columns first, whatever NaN makes of them."""
+        likely = np.empty((1, min(NUM_LIKELY_COLUMNS, width)), np.int32)
+        rank_columns(readings.logits[0, :1, :width].copy().view(np.int32), likely)
+        readings.rows[0, 0, LIKELY : LIKELY + likely.shape[1]] = likely
+        return bool(enter_rows(readings, 0, 0, *node))
+
     for _ in range(50):
         logits = rng.normal(0, 10, width).astype(np.float32)
         logits[1:][rng.random(width - 1) < 0.2] = -np.inf
         readings.logits[0, 0, :width] = logits
-        assert enter_rows(readings, 0, 0, *node)
+        assert entered()
         expected = torch.from_numpy(logits).double().logsumexp(0)
         assert readings.log_sums[0, 0] == pytest.approx(float(expected), abs=3e-4)
-        for wrong in (np.nan, np.inf):
+        for wrong in (np.nan, np.copysign(np.nan, -1.0), np.inf):  # NaN ranks first, or last
+            readings.logits[0, 0, :width] = logits
             readings.logits[0, 0, rng.integers(0, width)] = wrong
-            assert not enter_rows(readings, 0, 0, *node)
+            assert not entered()
     readings.logits[0, 0, :width] = -np.inf
-    assert not enter_rows(readings, 0, 0, *node)
+    assert not entered()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -283,6 +293,17 @@ def test_table_holds_what_was_written_last(seed: int) -> None:
         entry = find(table.entries, key_of(padded, len(context)))
         assert table.tokens[entry].tolist() == row
         assert table.log_odds[entry].tolist() == row
+
+
+def test_rows_of_small_vocabularies_are_not_read_beyond_their_end() -> None:
+    table = Table.of(1 << 6, 8)
+    contexts = np.array([[0, -1, -1], [1, -1, -1]], np.int32)
+    tokens = np.array([[2, 1, 0], [1, 0, 2]], np.int32)
+    write_rows(table, contexts, tokens, tokens.astype(np.float32), 1)
+    for context, row in zip(contexts, tokens.tolist(), strict=True):
+        entry = find(table.entries, key_of(context, 1))
+        assert table.tokens[entry].tolist() == [*row, *[row[-1]] * 5]
+        assert table.log_odds[entry].tolist() == [*row, *[row[-1]] * 5]
 
 
 def test_oldest_context_gives_way() -> None:

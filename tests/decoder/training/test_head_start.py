@@ -148,3 +148,15 @@ def test_texts_without_places_are_refused(
 def test_a_target_of_other_layers_is_refused(byte_tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UnsupportedModelError, match=r"another kind than Llama's.*--speculator"):
         head_config(language_model_of(tiny_gemma(), byte_tokenizer), 20)
+
+
+def test_inputs_of_few_directions_are_fitted_as_well() -> None:
+    """As those of a text of one repeated token: rank one, and the rounding errors of float32."""
+    rng = np.random.default_rng(2)
+    direction = rng.standard_normal(64)
+    inputs = torch.from_numpy(np.outer(1e3 * rng.standard_normal(500), direction)).float()
+    matrix = torch.from_numpy(rng.standard_normal((16, 64))).float()
+    down, up = _low_rank(matrix, inputs, 8)
+    given = inputs @ matrix.T
+    assert float((inputs @ (up @ down).T - given).norm()) < 1e-2 * float(given.norm())
+    assert bool(torch.isfinite(_fitted(torch.zeros(50, 6), torch.ones(50, 3))).all())

@@ -99,6 +99,8 @@ def test_sessions_are_shown_and_ended(service: Running) -> None:
         assert service.run("sessions", "--tenant", "nobody").stdout == "no session is open\n"
         (tenant,) = service.json("tenants")
         assert (tenant["num_sessions"], tenant["session_tokens"]) == (1, 15)
+        headings = service.run("tenants").stdout.splitlines()[0].split()
+        assert headings[-5:] == ["OF", "MEMORY", "RECYCLED", "OWN", "INDEXES"]
         (use,) = service.json("use")
         assert (use["num_drafts"], use["num_tokens"], use["num_refused"]) == (1, 15, 0)
         assert use["work_s"] > 0

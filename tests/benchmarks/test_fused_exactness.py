@@ -1,0 +1,58 @@
+"""Sampling with fused drawn trees, through the loop: exact, and errors in it are found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.exactness import __main__ as command
+from benchmarks.exactness.fused_trees import (
+    DRAWING,
+    PLANTED_IN_TREES,
+    SHAPE,
+    fused_cases,
+    kind_of,
+    run_fused,
+)
+from benchmarks.exactness.scripted_target import SETTINGS
+from benchmarks.exactness.trials import Case, corrected
+
+DRAWS = 3000
+
+
+def test_outputs_with_fused_drawn_trees_are_distributed_as_the_target() -> None:
+    cases = [
+        Case("temperature 1", SHAPE, kind_of("head"), coupled=False),
+        Case("top-p", SHAPE, kind_of("draft model"), coupled=False),
+    ]
+    outcomes = [run_fused(case, DRAWS) for case in cases]
+    assert min(outcome.draws for outcome in outcomes) >= DRAWS
+    assert min(outcome.tokens_per_pass for outcome in outcomes) > 1.2
+    assert min(corrected([outcome.p for outcome in outcomes])) > 0.01
+
+
+@pytest.mark.parametrize("error", PLANTED_IN_TREES)
+def test_what_is_wrong_with_a_fused_draft_is_found(error: str) -> None:
+    outcome = run_fused(fused_cases()[0], DRAWS, change=PLANTED_IN_TREES[error])
+    assert outcome.p < 1e-4
+
+
+def test_every_setting_is_tested_and_everything_that_draws() -> None:
+    assert {case.setting for case in fused_cases()} == set(SETTINGS)
+    assert {case.kind for case in fused_cases()} == set(map(kind_of, DRAWING))
+    assert len(fused_cases(full=True)) == len(SETTINGS) * len(DRAWING)
+
+
+def test_the_report_tells_of_fused_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "covering_cases", list)
+    monkeypatch.setattr(command, "fused_cases", lambda *, full: fused_cases(full=full)[:1])
+    monkeypatch.setattr(command, "planted_errors", lambda _: {"an error": {"p": 0.0}})
+    output = tmp_path / "exactness.json"
+    command.main(output=output, draws=2400)
+    (case,) = json.loads(output.read_text())["cases"]
+    assert case["draws"] == 2400 // 20
+    row = f"| {case['setting']} | {case['p']:.3f} ({case['tokens_per_pass']:.2f}) | - |"
+    assert row in output.with_suffix(".md").read_text()
+    before = output.read_text()
+    command.main(output=output, draws=2400)
+    assert json.loads(output.read_text())["cases"] == json.loads(before)["cases"]
