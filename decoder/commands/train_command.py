@@ -1,7 +1,9 @@
 """The command that has a model teach a speculator."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +20,7 @@ from decoder.commands.trace_command import print_table
 from decoder.errors import ContradictoryOptionsError
 from decoder.model.compatibility import position_limit
 from decoder.model.pretrained import LanguageModel, prepare_model
-from decoder.training.course import Course, CourseOptions, Outcome
+from decoder.training.course import Course, CourseOptions, Outcome, Watcher
 from decoder.training.judging import RANKS
 from decoder.training.lessons import Lesson, from_outputs, read_lessons
 from indexer.flags import AsJson, Metavar, with_flags
@@ -32,6 +34,9 @@ _DEFAULTS = CourseOptions()
 
 _MAX_TEXT_TOKENS = 512
 """Of a prompt, and of an output: more texts teach more than longer ones."""
+
+_LINE_EVERY_S = 30.0
+"""Between two lines of progress where there is no terminal: an hour's training is 120 of them."""
 
 _INTERRUPTED = "interrupted: the same command goes on where it was"
 
@@ -181,7 +186,6 @@ def run_train(
     those that it was taught. An interrupted training goes on where it was.
     """
     texts.check()
-    console = Console(stderr=True)
     prepared = prepare_model(chosen.options(PromptSettings()))
     language_model = prepared.load()
     tally = RecordingTally()
@@ -189,8 +193,8 @@ def run_train(
     for line in tally.describe():
         typer.echo(line, err=True)
     try:
-        with _shown(console) as progress:
-            course = Course(language_model, lessons, given.output, given.course(), _Bars(progress))
+        with _watching() as watcher:
+            course = Course(language_model, lessons, given.output, given.course(), watcher)
             outcome = course.run(texts.names())
     except KeyboardInterrupt:
         typer.echo(_INTERRUPTED, err=True)
@@ -215,14 +219,49 @@ class _Bars:
         self._progress.update(self._task, completed=over, told=told)
 
 
-def _shown(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[told]}"),
-        TimeElapsedColumn(),
-        console=console,
-    )
+class _Lines:
+    """Tells of each stage of a training in lines: where it begins, and every half a minute.
+
+    A bar is drawn by moving the cursor, so where there is no terminal nothing would be seen of it.
+    """
+
+    def __init__(self) -> None:
+        self._stage, self._unsaid = "", ""
+        self._begun = self._said_at = time.monotonic()
+
+    def __call__(self, stage: str, over: float, told: str) -> None:
+        """See `Watcher`."""
+        now = time.monotonic()
+        line = f"{(now - self._begun) / 60:.1f} min: {stage}, {over:.0%}, {told}"
+        if stage != self._stage:
+            self.finish()
+        elif now - self._said_at < _LINE_EVERY_S:
+            self._unsaid = line
+            return
+        self._stage, self._unsaid, self._said_at = stage, "", now
+        typer.echo(line, err=True)
+
+    def finish(self) -> None:
+        """Tell how a stage ended."""
+        if self._unsaid:
+            typer.echo(self._unsaid, err=True)
+        self._unsaid = ""
+
+
+@contextmanager
+def _watching() -> Iterator[Watcher]:
+    """Show progress on standard error during the block."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        lines = _Lines()
+        try:
+            yield lines
+        finally:
+            lines.finish()
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}")
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        yield _Bars(progress)
 
 
 def _report(outcome: Outcome, output: Path) -> dict[str, Any]:
