@@ -19,7 +19,7 @@ from indexer.launch import INTERRUPTED
 from retriever.log.generations_log import GenerationsLog
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
-from tests.decoder.commands.command_line import run
+from tests.decoder.commands.command_line import never, run
 
 QUICK = ("--minutes", "0.1", "--tokens", "2500", "--draft-vocabulary", "64")
 
@@ -56,11 +56,20 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
     assert found["taught_tokens"] == found["own_tokens"] >= 2000
     assert found["held_out_prompts"] > 0
     assert len(found["after_training"]["top_4_by_depth"]) == 4
+    assert [each["nodes"] for each in found["fused"]] == [5, 16, 32, 64]
+    for each in found["fused"]:
+        assert each["prompts"] == min(found["held_out_prompts"], 8)
+        value, low, high = each["ratio"]
+        both = each["tokens_per_pass_with"][0] / each["tokens_per_pass_without"][0]
+        assert low <= value == pytest.approx(both) <= high
+        assert each["draft_ms"] > 0
+        assert each["draft_share_of_pass"] == each["draft_ms"] / each["pass_ms"]
     target = HeadTarget.of(loaded.model, None, loaded.vocabulary)
     assert load_head(output, target).origin.trained_on == ("prompts.txt",)
     assert train(monkeypatch, model_directory, output, "--from", str(texts)) == 0
     said = capsys.readouterr().out
     assert "held-out tokens foretold" in said
+    assert "tokens per pass of held-out prompts" in said
     assert f"foredraft generate --speculator {output}" in said.replace("\n", "")
 
 
@@ -71,6 +80,11 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
         (("--from", "{texts}", "--tenant", "a"), "--tenant is for --state"),
         (("--state", "{missing}"), "there is no state directory"),
         (("--from", "{missing}"), "there is no such file"),
+        (("--from", "{texts}", "--index", "{missing}"), "is not an index"),
+        (
+            ("--from", "{texts}", "--no-gain", "--index", "i"),
+            "--index has no effect with --no-gain",
+        ),
         (("--from", "{texts}", "--limit", "3"), "3 different prompts and outputs are too few"),
     ],
 )
@@ -87,6 +101,27 @@ def test_what_cannot_be_taught_is_told(  # noqa: PLR0913, PLR0917  fixtures
     assert train(monkeypatch, model_directory, tmp_path / "head", *named) == 1
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "missing").exists()
+
+
+def test_a_head_of_outputs_alone_is_not_compared_and_that_is_said(
+    model_directory: Path,
+    loaded: LanguageModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = GenerationsLog(tmp_path / "state", loaded.vocabulary.fingerprint)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        log.append(Entry("", Output(rng.integers(1, 250, 50).astype(np.int32), time.time())))
+    log.close()
+    monkeypatch.setattr(train_command, "fused_gains", never)
+    of_state = ("--state", str(tmp_path / "state"))
+    output = tmp_path / "head"
+    assert train(monkeypatch, model_directory, output, *of_state) == 0
+    assert "held-out outputs were kept without their prompts" in capsys.readouterr().out
+    assert train(monkeypatch, model_directory, output, *of_state, "--no-gain", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["fused"] is None
 
 
 def test_an_output_folder_must_be_named(
