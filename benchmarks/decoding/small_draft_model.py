@@ -17,7 +17,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -74,7 +74,7 @@ def small_model(target: PreTrainedModel) -> PreTrainedModel:
     return model.to(torch.device(target.device))
 
 
-def teach(  # noqa: PLR0913  the last three are options
+def teach(  # noqa: PLR0913  the last four are options
     model: PreTrainedModel,
     language_model: LanguageModel,
     store: TaughtStore,
@@ -83,6 +83,7 @@ def teach(  # noqa: PLR0913  the last three are options
     num_frequent: int = 8192,
     num_others: int = 2048,
     seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> int:
     """Train a model to give a target's distributions, and return the number of steps.
 
@@ -94,6 +95,7 @@ def teach(  # noqa: PLR0913  the last three are options
         num_frequent: tokens that every step compares, those written most often.
         num_others: tokens that a step compares besides, drawn for it.
         seed: of the order of texts and of the drawn tokens.
+        clock: tells the time in seconds.
     """
     weights = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=_RATE, betas=(0.9, 0.95), weight_decay=0.01)
@@ -101,9 +103,9 @@ def teach(  # noqa: PLR0913  the last three are options
     by_count = np.argsort(-store.token_counts(_num_tokens(model)), kind="stable")
     frequent, others = by_count[:num_frequent], by_count[num_frequent:]
     model.train()
-    start = told = time.perf_counter()
+    start = told = clock()
     for step, batch in enumerate(_batches(store, language_model.model, random)):
-        now = time.perf_counter()
+        now = clock()
         over = (now - start) / seconds
         if over >= 1:
             return step

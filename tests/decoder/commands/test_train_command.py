@@ -80,7 +80,7 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
         (("--from", "{texts}", "--tenant", "a"), "--tenant is for --state"),
         (("--state", "{missing}"), "there is no state directory"),
         (("--from", "{missing}"), "there is no such file"),
-        (("--from", "{texts}", "--index", "{missing}"), "is not an index"),
+        (("--from", "{texts}", "--index", "{missing}"), "there is no index at"),
         (
             ("--from", "{texts}", "--no-gain", "--index", "i"),
             "--index has no effect with --no-gain",
