@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-
 from transformers import PreTrainedModel
 
 from decoder.assembly import DrafterSettings
