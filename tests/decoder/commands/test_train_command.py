@@ -58,10 +58,11 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
     assert len(found["after_training"]["top_4_by_depth"]) == 4
     assert [each["nodes"] for each in found["fused"]] == [5, 16, 32, 64]
     for each in found["fused"]:
-        assert each["prompts"] == min(found["held_out_prompts"], 8)
+        assert 1 <= each["prompts"] <= min(found["held_out_prompts"], 8)
         value, low, high = each["ratio"]
         both = each["tokens_per_pass_with"][0] / each["tokens_per_pass_without"][0]
-        assert low <= value == pytest.approx(both) <= high
+        assert value == pytest.approx(both)
+        assert low <= value <= high
         assert each["draft_ms"] > 0
         assert each["draft_share_of_pass"] == each["draft_ms"] / each["pass_ms"]
     target = HeadTarget.of(loaded.model, None, loaded.vocabulary)
