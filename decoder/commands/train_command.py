@@ -1,7 +1,9 @@
 """The command that has a model teach a speculator."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,17 +14,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from decoder.assembly import DrafterSettings
 from decoder.commands.answers import FORESEEN
 from decoder.commands.options import ModelChoice, PromptSettings
 from decoder.commands.trace_command import print_table
+from decoder.contenders.fused_gain import MAX_PROMPTS, FusedGain, fused_gains
 from decoder.errors import ContradictoryOptionsError
 from decoder.model.compatibility import position_limit
 from decoder.model.pretrained import LanguageModel, prepare_model
-from decoder.training.course import Course, CourseOptions, Outcome
+from decoder.training.course import Course, CourseOptions, Outcome, Watcher
 from decoder.training.judging import RANKS
 from decoder.training.lessons import Lesson, from_outputs, read_lessons
 from indexer.flags import AsJson, Metavar, with_flags
 from indexer.launch import errors_in_one_line
+from indexer.reader import Vocabulary
 from indexer.sources.recordings import RecordingTally
 from retriever.drafter import TokenIds
 from retriever.errors import StateError
@@ -32,6 +37,19 @@ _DEFAULTS = CourseOptions()
 
 _MAX_TEXT_TOKENS = 512
 """Of a prompt, and of an output: more texts teach more than longer ones."""
+
+_LINE_EVERY_S = 30.0
+"""Between two lines of progress where there is no terminal: an hour's training is 120 of them."""
+
+_NO_PROMPTS = (
+    "what the head adds to fused drafts was not measured: the {} held-out outputs were kept "
+    "without their prompts; add --from with prompts like yours"
+)
+
+_ABOUT_GAINS = (
+    "without: retrieval and recycled logits; 90%: interval by bootstrap over prompts; draft: "
+    "median, with the head asked at every pass"
+)
 
 _INTERRUPTED = "interrupted: the same command goes on where it was"
 
@@ -162,6 +180,36 @@ class TrainingSettings(BaseModel):
         )
 
 
+class GainSettings(BaseModel):
+    """Whether drafts with the head are compared with drafts without it, and on what index."""
+
+    model_config = ConfigDict(title="Comparison", extra="forbid", frozen=True)
+
+    gain: Annotated[
+        bool,
+        Field(
+            description="At the end decode a few held-out prompts with the head and without, at 5 "
+            "to 64 nodes. Takes up to two minutes."
+        ),
+    ] = True
+    index: Annotated[
+        list[Path],
+        Metavar("DIR"),
+        Field(description="An index to draft from in that, with and without. Repeatable."),
+    ] = []
+
+    def check(self, vocabulary: Vocabulary | None = None) -> None:
+        """Open the indexes once, so that errors in them show before an hour of training.
+
+        Raises:
+            ContradictoryOptionsError: there are indexes, and nothing to draft from them for.
+            IndexerError: one cannot be opened or was built for another tokenizer.
+        """
+        if self.index and not self.gain:
+            raise ContradictoryOptionsError("--index has no effect with --no-gain: leave one out")
+        DrafterSettings(index=self.index).check(vocabulary)
+
+
 @errors_in_one_line(*FORESEEN)
 @with_flags
 def run_train(
@@ -169,36 +217,70 @@ def run_train(
     chosen: ModelChoice,
     texts: TaughtTexts,
     given: TrainingSettings,
+    compared: GainSettings,
     as_json: AsJson = False,
 ) -> None:
     """Have a model teach a speculator: a small head that drafts from the model's own states.
 
     The model answers the prompts itself and its states are recorded; then a
     head of EAGLE-3's layout is trained on them, and judged on prompts that it
-    was not taught. Draft with it by --speculator.
+    was not taught: what it foretells, what it adds to fused drafts, and what a
+    draft costs. Draft with it by --speculator.
 
     It drafts for this model and its revision alone, and best for texts like
     those that it was taught. An interrupted training goes on where it was.
     """
     texts.check()
-    console = Console(stderr=True)
-    prepared = prepare_model(chosen.options(PromptSettings()))
+    compared.check()
+    prepared = prepare_model(chosen.options(PromptSettings(), compared.index))
+    compared.check(prepared.vocabulary)
     language_model = prepared.load()
     tally = RecordingTally()
     lessons = texts.lessons(language_model, tally)
     for line in tally.describe():
         typer.echo(line, err=True)
     try:
-        with _shown(console) as progress:
-            course = Course(language_model, lessons, given.output, given.course(), _Bars(progress))
+        with _watching() as watcher:
+            course = Course(language_model, lessons, given.output, given.course(), watcher)
             outcome = course.run(texts.names())
+        if not as_json:
+            _print(outcome)
+        with _watching() as watcher:
+            gains = _gains(language_model, outcome, given.output, compared, watcher)
     except KeyboardInterrupt:
         typer.echo(_INTERRUPTED, err=True)
         raise
     if as_json:
-        typer.echo(json.dumps(_report(outcome, given.output), indent=2))
+        typer.echo(json.dumps(_report(outcome, gains, given.output), indent=2))
     else:
-        _print(outcome, given.output)
+        _print_gains(gains, outcome)
+        typer.echo(f"draft with it: foredraft generate --speculator {given.output}")
+
+
+def _gains(
+    language_model: LanguageModel,
+    outcome: Outcome,
+    head: Path,
+    compared: GainSettings,
+    watcher: Watcher,
+) -> list[FusedGain] | None:
+    """Return what a head adds to fused drafts; `None` where that is not asked for.
+
+    Nothing is in the list where no held-out prompt is known, as with outputs of a service.
+    """
+    if not compared.gain:
+        return None
+    prompts = [each.prompt for each in outcome.judging if not each.is_own]
+    chosen = prompts[:: max(1, len(prompts) // MAX_PROMPTS)][:MAX_PROMPTS]
+    if not chosen:
+        return []
+    drafts = DrafterSettings(index=compared.index, speculator=head)
+    return fused_gains(
+        language_model,
+        drafts,
+        chosen,
+        lambda nodes, over, told: watcher(f"drafting {nodes} nodes", over, told),
+    )
 
 
 class _Bars:
@@ -215,28 +297,64 @@ class _Bars:
         self._progress.update(self._task, completed=over, told=told)
 
 
-def _shown(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[told]}"),
-        TimeElapsedColumn(),
-        console=console,
-    )
+class _Lines:
+    """Tells of each stage of a training in lines: where it begins, and every half a minute.
+
+    A bar is drawn by moving the cursor, so where there is no terminal nothing would be seen of it.
+    """
+
+    def __init__(self) -> None:
+        self._stage, self._unsaid = "", ""
+        self._begun = self._said_at = time.monotonic()
+
+    def __call__(self, stage: str, over: float, told: str) -> None:
+        """See `Watcher`."""
+        now = time.monotonic()
+        line = f"{(now - self._begun) / 60:.1f} min: {stage}, {over:.0%}, {told}"
+        if stage != self._stage:
+            self.finish()
+        elif now - self._said_at < _LINE_EVERY_S:
+            self._unsaid = line
+            return
+        self._stage, self._unsaid, self._said_at = stage, "", now
+        typer.echo(line, err=True)
+
+    def finish(self) -> None:
+        """Tell how a stage ended."""
+        if self._unsaid:
+            typer.echo(self._unsaid, err=True)
+        self._unsaid = ""
 
 
-def _report(outcome: Outcome, output: Path) -> dict[str, Any]:
-    return {"head": str(output), **outcome.report()}
+@contextmanager
+def _watching() -> Iterator[Watcher]:
+    """Show progress on standard error during the block."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        lines = _Lines()
+        try:
+            yield lines
+        finally:
+            lines.finish()
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}")
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        yield _Bars(progress)
 
 
-def _print(outcome: Outcome, output: Path) -> None:
+def _report(outcome: Outcome, gains: list[FusedGain] | None, output: Path) -> dict[str, Any]:
+    """Return all figures as plain values; `fused` is `None` where that was not asked for."""
+    fused = None if gains is None else [each.report() for each in gains]
+    return {"head": str(output), **outcome.report(), "fused": fused}
+
+
+def _print(outcome: Outcome) -> None:
     for table in _tables(outcome):
         print_table(table)
     typer.echo(
         f"{outcome.num_taught:,} tokens were taught, {outcome.num_own:,} of them the model's own; "
         f"{len(outcome.judging)} prompts judged"
     )
-    typer.echo(f"draft with it: foredraft generate --speculator {output}")
 
 
 def _tables(outcome: Outcome) -> Sequence[Table]:
@@ -250,3 +368,30 @@ def _tables(outcome: Outcome) -> Sequence[Table]:
         before = " / ".join(f"{share:.2f}" for share in outcome.before.shares[depth].tolist())
         table.add_row(str(depth + 1), *(f"{share:.2f}" for share in shares), before)
     return [table]
+
+
+def _print_gains(gains: list[FusedGain] | None, outcome: Outcome) -> None:
+    """Print what the head adds to fused drafts, and what its drafts cost."""
+    if gains is None:
+        return
+    if not gains:
+        typer.echo(_NO_PROMPTS.format(len(outcome.judging)))
+        return
+    table = Table(title="tokens per pass of held-out prompts", box=SIMPLE_HEAD)
+    table.add_column("nodes")
+    for heading in ("prompts", "without", "with the head", "ratio", "90%", "draft", "of a pass"):
+        table.add_column(heading, justify="right")
+    for each in gains:
+        ratio, low, high = each.ratio
+        table.add_row(
+            str(each.nodes),
+            str(each.num_prompts),
+            f"{each.without[0]:.2f}",
+            f"{each.with_head[0]:.2f}",
+            f"{ratio:.2f}",
+            f"{low:.2f}-{high:.2f}",
+            f"{each.draft_ms:.1f} ms",
+            f"{each.draft_share:.0%}",
+        )
+    print_table(table)
+    typer.echo(_ABOUT_GAINS)

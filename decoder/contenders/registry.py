@@ -44,6 +44,9 @@ from decoder.sampling.verification import AcceptRule
 from indexer.flags import flag_of
 from retriever.drafter import Drafter, TokenIds
 
+TABLES: Final = "foredraft-tables"
+"""Our own drafter without any model: what a model or a head adds is over it."""
+
 FREE: Final = StepCosts(target_s=1.0, pass_s=0.0)
 """Costs of draft models and heads where nodes are fixed: what they bring is not to depend on what
 else the machine does."""
@@ -246,7 +249,7 @@ ENTRIES: Final[dict[str, Entry]] = {
         ),
         Entry(FOREDRAFT, "all that is given, fused into one tree", opened=_own),
         Entry(
-            "foredraft-tables",
+            TABLES,
             "retrieval and recycled logits fused, without a model",
             opened=partial(_tables, recycle=True),
         ),
@@ -282,7 +285,7 @@ ENTRIES: Final[dict[str, Entry]] = {
 ASKING_SERVERS: Final = frozenset(
     {
         FOREDRAFT,
-        "foredraft-tables",
+        TABLES,
         "foredraft-retrieval",
         "foredraft-reweighed",
         "foredraft-untaught",

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from decoder.commands import train_command
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
@@ -17,7 +19,7 @@ from indexer.launch import INTERRUPTED
 from retriever.log.generations_log import GenerationsLog
 from retriever.predict.generations import Output
 from retriever.predict.pool import Entry
-from tests.decoder.commands.command_line import run
+from tests.decoder.commands.command_line import never, run
 
 QUICK = ("--minutes", "0.1", "--tokens", "2500", "--draft-vocabulary", "64")
 
@@ -54,11 +56,21 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
     assert found["taught_tokens"] == found["own_tokens"] >= 2000
     assert found["held_out_prompts"] > 0
     assert len(found["after_training"]["top_4_by_depth"]) == 4
+    assert [each["nodes"] for each in found["fused"]] == [5, 16, 32, 64]
+    for each in found["fused"]:
+        assert 1 <= each["prompts"] <= min(found["held_out_prompts"], 8)
+        value, low, high = each["ratio"]
+        both = each["tokens_per_pass_with"][0] / each["tokens_per_pass_without"][0]
+        assert value == pytest.approx(both)
+        assert low <= value <= high
+        assert each["draft_ms"] > 0
+        assert each["draft_share_of_pass"] == each["draft_ms"] / each["pass_ms"]
     target = HeadTarget.of(loaded.model, None, loaded.vocabulary)
     assert load_head(output, target).origin.trained_on == ("prompts.txt",)
     assert train(monkeypatch, model_directory, output, "--from", str(texts)) == 0
     said = capsys.readouterr().out
     assert "held-out tokens foretold" in said
+    assert "tokens per pass of held-out prompts" in said
     assert f"foredraft generate --speculator {output}" in said.replace("\n", "")
 
 
@@ -69,6 +81,11 @@ def test_a_head_is_trained_and_reported(  # noqa: PLR0913, PLR0917  fixtures
         (("--from", "{texts}", "--tenant", "a"), "--tenant is for --state"),
         (("--state", "{missing}"), "there is no state directory"),
         (("--from", "{missing}"), "there is no such file"),
+        (("--from", "{texts}", "--index", "{missing}"), "there is no index at"),
+        (
+            ("--from", "{texts}", "--no-gain", "--index", "i"),
+            "--index has no effect with --no-gain",
+        ),
         (("--from", "{texts}", "--limit", "3"), "3 different prompts and outputs are too few"),
     ],
 )
@@ -85,6 +102,27 @@ def test_what_cannot_be_taught_is_told(  # noqa: PLR0913, PLR0917  fixtures
     assert train(monkeypatch, model_directory, tmp_path / "head", *named) == 1
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "missing").exists()
+
+
+def test_a_head_of_outputs_alone_is_not_compared_and_that_is_said(
+    model_directory: Path,
+    loaded: LanguageModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = GenerationsLog(tmp_path / "state", loaded.vocabulary.fingerprint)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        log.append(Entry("", Output(rng.integers(1, 250, 50).astype(np.int32), time.time())))
+    log.close()
+    monkeypatch.setattr(train_command, "fused_gains", never)
+    of_state = ("--state", str(tmp_path / "state"))
+    output = tmp_path / "head"
+    assert train(monkeypatch, model_directory, output, *of_state) == 0
+    assert "held-out outputs were kept without their prompts" in capsys.readouterr().out
+    assert train(monkeypatch, model_directory, output, *of_state, "--no-gain", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["fused"] is None
 
 
 def test_an_output_folder_must_be_named(
@@ -143,3 +181,39 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     assert process.returncode == INTERRUPTED, errors.decode()
     assert b"Traceback" not in errors
     assert b"interrupted: the same command goes on where it was" in errors.splitlines()
+
+
+def test_progress_without_a_terminal_is_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 1.0, 20.0, 32.0, 40.0, 41.0, 42.0])
+    monkeypatch.setattr("decoder.commands.train_command.time.monotonic", lambda: next(clock))
+    with train_command._watching() as watcher:
+        watcher("recording", 0.1, "10 tokens")
+        watcher("recording", 0.2, "20 tokens")  # too soon
+        watcher("recording", 0.3, "30 tokens")
+        watcher("recording", 0.9, "90 tokens")  # the last of its stage
+        watcher("training", 0.1, "loss 4")
+        watcher("training", 1.0, "loss 3")  # the last of all
+    assert capsys.readouterr().err.splitlines() == [
+        "0.0 min: recording, 10%, 10 tokens",
+        "0.5 min: recording, 30%, 30 tokens",
+        "0.7 min: recording, 90%, 90 tokens",
+        "0.7 min: training, 10%, loss 4",
+        "0.7 min: training, 100%, loss 3",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar_for_each_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(
+        train_command, "Console", lambda **_: Console(file=shown, force_terminal=True, width=80)
+    )
+    with train_command._watching() as watcher:
+        watcher("recording", 1.0, "10 tokens")
+        watcher("training", 0.5, "loss 4")
+    assert "10 tokens" in shown.getvalue()
+    assert "loss 4" in shown.getvalue()
+    assert "\x1b[" in shown.getvalue()
