@@ -105,7 +105,7 @@ def head_for(model: Path, folder: Path) -> Path:
 
 def keeping_what_heads_guess(tree: DraftTree, logits: torch.Tensor, _: PassContext) -> Acceptance:
     """Accept greedily, but a head's first guess whatever the target says."""
-    guesses = np.flatnonzero((tree.sources == Source.SPECULATOR) & (tree.parents == ROOT))
+    guesses = np.flatnonzero((tree.sources == Source.MODEL) & (tree.parents == ROOT))
     if not len(guesses):
         return accept_greedy(tree, logits, _)
     return guesses[:1].astype(np.int32), int(logits[guesses[0] + 1].argmax())
