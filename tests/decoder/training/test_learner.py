@@ -10,6 +10,7 @@ from decoder.model.pretrained import LanguageModel
 from decoder.model.states import FINAL, num_states
 from decoder.speculators.eagle import Eagle3Head
 from decoder.speculators.online import read_messages, write_message
+from decoder.training import head_trainer
 from decoder.training import learner as learning
 from decoder.training.head_start import trained_states
 from decoder.training.head_trainer import TeachingModel
@@ -91,6 +92,7 @@ def test_a_head_learns_from_what_comes(
     language_model: LanguageModel, examples: list[Example], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning, "_TIMES", 25)
+    monkeypatch.setattr(head_trainer, "BATCH_TOKENS", 1024)
     head = drawn_head(language_model, COLUMNS)
     learner = learner_of(language_model, head, examples)
     found = []
