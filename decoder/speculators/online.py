@@ -5,13 +5,12 @@ a process of its own (`decoder.training.learner`), so that decoding never waits 
 that it finds better are loaded in the background and read sequences that begin from then on.
 """
 
-import fcntl
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from logging import getLogger
 from pathlib import Path
@@ -26,18 +25,21 @@ from transformers import PreTrainedModel
 
 from decoder.drafters.following import Verified
 from decoder.drafters.reading import SequenceReader
-from decoder.errors import DecoderError, HeadFileError, UnsupportedModelError
+from decoder.errors import DecoderError, UnsupportedModelError
 from decoder.model.states import FINAL
 from decoder.speculators.eagle import Eagle3Head
 from decoder.speculators.head_files import HeadTarget
+from decoder.speculators.head_folders import check_writable, folder_lock
 from decoder.speculators.speculator import Speculator, TrueStates, load_speculator
-from indexer.errors import reason_of
 from indexer.tokenizer import Vocabulary
 from retriever.drafter import TokenIds
 from retriever.sequences import TokenSequence
 
 DEFAULT_SHARE: Final = 0.25
 """Of one core's time; what decodes comes first all the same, by its priority."""
+
+_NICENESS: Final = 19
+"""The lowest priority: what decodes is hardly held up, even where all cores are busy."""
 
 DEFAULT_HELD_BYTES: Final = 256 * 2**20
 """Of states that a learner holds: some 50,000 tokens of a small model, 8,000 of one with states of
@@ -71,6 +73,7 @@ class Order:
         target: names of `HeadTarget` and their values, but for the vocabulary.
         share: of one core's time.
         max_bytes: of sequences that are held.
+        niceness: what is added to its priority's number.
     """
 
     head: str
@@ -78,6 +81,7 @@ class Order:
     target: dict[str, Any]
     share: float
     max_bytes: int
+    niceness: int
 
 
 def write_message(stream: IO[bytes], tensors: dict[str, torch.Tensor]) -> None:
@@ -144,18 +148,23 @@ class LearningSpeculator:
             raise ValueError(f"a share of a core's time is above 0 and at most 1, not {share}")
         self._folder = folder
         self._model, self._vocabulary, self._name, self._kept = model, vocabulary, name, kept
-        self._lock = _held_folder(folder)
-        try:
+        check_writable(folder)
+        with ExitStack() as opened:
+            opened.enter_context(folder_lock(folder))
             self._current = self._loaded(folder if is_head(folder) else path)
             self._numbers = (*_eagle3(self._current).config.states, FINAL)
             target = replace(HeadTarget.of(model, name), vocabulary=None)
             order = Order(
-                str(path.absolute()), str(folder.absolute()), asdict(target), share, held_bytes
+                head=str(path.absolute()),
+                folder=str(folder.absolute()),
+                target=asdict(target),
+                share=share,
+                max_bytes=held_bytes,
+                niceness=_NICENESS,
             )
             self._learner = _LearnerProcess(order, self._outer_layers(), self._reload)
-        except BaseException:
-            os.close(self._lock)
-            raise
+            opened.callback(self._learner.close)
+            self._opened = opened.pop_all()
         self.name = self._current.name
         self.columns = self._current.columns
         self.max_depth = self._current.max_depth
@@ -172,10 +181,7 @@ class LearningSpeculator:
 
     def close(self) -> None:
         """End learning; what is learned and not yet judged is lost. Idempotent."""
-        if self._lock >= 0:
-            self._learner.close()
-            os.close(self._lock)
-            self._lock = -1
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -345,32 +351,6 @@ class _LearnerProcess:
                 self._on_new()
             except (DecoderError, OSError) as error:
                 _log.warning("what the speculator learned cannot be loaded: %s", error)
-
-
-def _held_folder(folder: Path) -> int:
-    """Return a descriptor that holds the lock of a folder, which is made if it is not there.
-
-    Raises:
-        HeadFileError: it cannot be made or written, or another process learns in it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError("it cannot be written")
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise HeadFileError(
-            f"{folder} cannot keep what a speculator learns ({reason_of(error)}): name another "
-            "folder"
-        ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise HeadFileError(
-            f"another process learns in {folder}: give each decoder and each tenant its own"
-        ) from error
-    return descriptor
 
 
 def _eagle3(speculator: Speculator) -> Eagle3Head:

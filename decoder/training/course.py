@@ -23,6 +23,7 @@ from decoder.model.pretrained import LanguageModel
 from decoder.model.states import num_states
 from decoder.speculators.eagle import Eagle3Head
 from decoder.speculators.head_files import HeadTarget, save_head
+from decoder.speculators.head_folders import check_writable, folder_lock
 from decoder.training.head_start import recorded_states, started_head
 from decoder.training.head_trainer import STAGES, HeadTrainer, Stage, TeachingModel
 from decoder.training.judging import Agreement, agreement
@@ -30,7 +31,6 @@ from decoder.training.layer_check import check_last_layer
 from decoder.training.lessons import Lesson, held_out
 from decoder.training.taught_store import TaughtStore
 from decoder.training.teacher import Taught, Teacher
-from decoder.training.working_folder import check_writable, training_lock
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 
@@ -181,11 +181,10 @@ class Course:
 
         Raises:
             TeachingTextError: what was recorded is too little to learn from.
-            TrainingError: the disk refuses, or holds what other options recorded; another training
-                is at work in the same folder.
-            HeadFileError: the head cannot be written.
+            TrainingError: the disk refuses, or holds what other options recorded.
+            HeadFileError: the head cannot be written, or is being trained by another process.
         """
-        with training_lock(self._folder):
+        with folder_lock(self._folder):
             return self._taught_head(trained_on)
 
     def _taught_head(self, trained_on: Sequence[str]) -> Outcome:

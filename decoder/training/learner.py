@@ -289,11 +289,12 @@ class _Kept:
 
 def main() -> None:
     """Learn for the process that started this one, until that ends or closes the stream."""
+    order = Order(**json.loads(sys.argv[1]))
     with suppress(OSError):
-        os.nice(19)
+        os.nice(order.niceness)
     torch.set_num_threads(1)
     try:
-        _run(Order(**json.loads(sys.argv[1])), sys.stdin.buffer)
+        _run(order, sys.stdin.buffer)
     except (DecoderError, OSError, SafetensorError, torch.OutOfMemoryError) as error:
         _tell({"error": str(error)})
 

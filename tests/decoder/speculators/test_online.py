@@ -36,7 +36,7 @@ from tests.decoder.training.teaching import (
 )
 
 COLUMNS = 40
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 
 
 @pytest.fixture
@@ -53,8 +53,9 @@ def head(language_model: LanguageModel, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def learning(
-    language_model: LanguageModel, head: Path, tmp_path: Path
+    language_model: LanguageModel, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LearningSpeculator]:
+    monkeypatch.setattr(online, "_NICENESS", 0)  # other tests keep all cores busy
     made = LearningSpeculator(head, tmp_path / "learned", language_model.model, share=1.0)
     with made:
         yield made
@@ -119,7 +120,7 @@ def test_what_is_learned_is_drafted_from_and_kept(
 def test_a_folder_learns_in_one_process_at_a_time(
     language_model: LanguageModel, learning: LearningSpeculator, head: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(HeadFileError, match="another process learns in"):
+    with pytest.raises(HeadFileError, match="another process trains a head there"):
         LearningSpeculator(head, tmp_path / "learned", language_model.model)
     learning.close()
     learning.close()
@@ -151,6 +152,7 @@ def test_a_head_that_the_learner_cannot_load_is_told(
         return found
 
     monkeypatch.setattr(LearningSpeculator, "_loaded", vanishing)
+    monkeypatch.setattr(online, "_NICENESS", 0)
     with LearningSpeculator(head, tmp_path / "learned", language_model.model):
         waits_until(lambda: "the speculator learns no more" in caplog.text)
     assert "config.json is missing" in caplog.text
@@ -231,7 +233,6 @@ def test_the_command_line_teaches_and_ends_its_learner(
     with drafts.connect(language_model) as drafter:
         list(assemble(language_model, drafter).generate(prompts_of([6])[0].tolist(), 10))
     assert made[0]._learner._process.poll() is not None
-    assert made[0]._lock == -1
 
 
 def test_contradictions_are_refused(
@@ -244,5 +245,5 @@ def test_contradictions_are_refused(
     with pytest.raises(UnsupportedModelError, match="does not go on learning"):
         LearningSpeculator(official_eagle().write(tmp_path / "other"), tmp_path / "x", tiny_llama())
     (tmp_path / "file").touch()
-    with pytest.raises(HeadFileError, match="cannot keep what a speculator learns"):
+    with pytest.raises(HeadFileError, match="is a file"):
         LearningSpeculator(head, tmp_path / "file", language_model.model)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from decoder.errors import TeachingTextError, TrainingError
+from decoder.errors import HeadFileError, TeachingTextError
+from decoder.speculators.head_folders import folder_lock
 from decoder.training.course import Course, CourseOptions
 from decoder.training.lessons import Lesson
 from decoder.training.teacher import Teacher
-from decoder.training.working_folder import training_lock
 from tests.decoder.decoding import tiny_llama
 from tests.decoder.training.teaching import language_model_of, prompts_of
 
@@ -30,16 +30,16 @@ def test_a_head_that_could_not_be_written_is_told_before_anything_is_recorded(
 ) -> None:
     file = tmp_path / "head"
     file.write_text("")
-    with pytest.raises(TrainingError, match=r"is a file.*--output"):
+    with pytest.raises(HeadFileError, match="is a file: name"):
         course(byte_tokenizer, file)
-    with pytest.raises(TrainingError, match=r"could not be written.*--output"):
+    with pytest.raises(HeadFileError, match=r"could not be written.*name another"):
         course(byte_tokenizer, file / "head")
 
     def read_only(*_: Any, **__: Any) -> str:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "mkdtemp", read_only)
-    with pytest.raises(TrainingError, match=r"Read-only file system.*--output"):
+    with pytest.raises(HeadFileError, match=r"Read-only file system.*name another"):
         course(byte_tokenizer, tmp_path / "other")
 
 
@@ -56,7 +56,7 @@ def test_two_trainings_do_not_share_a_folder(
     tmp_path: Path, byte_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waiting = course(byte_tokenizer, tmp_path / "head")
-    with training_lock(tmp_path / "head.training"), pytest.raises(TrainingError, match="in use"):
+    with folder_lock(tmp_path / "head.training"), pytest.raises(HeadFileError, match="in use"):
         waiting.run([])
     asked: list[int] = []
 
