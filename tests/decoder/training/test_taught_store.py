@@ -139,10 +139,13 @@ def test_ctrl_c_waits_until_a_file_is_written_or_read(
             raise ValueError("what a library makes of it") from None
 
     store = TaughtStore(tmp_path, STAMP)
-    before = signal.getsignal(signal.SIGINT)
-    with monkeypatch.context() as patch:
-        patch.setattr(taught_store, "safe_open", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            store.add(drawn_texts([(3, 5)]))
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts us may ignore it
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(taught_store, "safe_open", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.add(drawn_texts([(3, 5)]))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert_holds(TaughtStore(tmp_path, STAMP), drawn_texts([(3, 5)]))
