@@ -125,6 +125,11 @@ class LoadedHead:
     origin: HeadOrigin
 
 
+def is_head(folder: Path) -> bool:
+    """Return whether a head was written to a folder."""
+    return (folder / _CONFIG).is_file()
+
+
 def check_head(path: Path) -> None:
     """Open a head's files and close them, so that errors in them show before a model loads.
 

@@ -28,7 +28,7 @@ from decoder.drafters.reading import SequenceReader
 from decoder.errors import DecoderError, UnsupportedModelError
 from decoder.model.states import FINAL
 from decoder.speculators.eagle import Eagle3Head
-from decoder.speculators.head_files import HeadTarget
+from decoder.speculators.head_files import HeadTarget, is_head
 from decoder.speculators.head_folders import check_writable, folder_lock
 from decoder.speculators.speculator import Speculator, TrueStates, load_speculator
 from indexer.tokenizer import Vocabulary
@@ -100,11 +100,6 @@ def read_messages(stream: IO[bytes]) -> Iterator[dict[str, torch.Tensor]]:
         if len(content) < length:
             return
         yield load(content)
-
-
-def is_head(folder: Path) -> bool:
-    """Return whether a head was written to a folder."""
-    return (folder / "config.json").is_file()
 
 
 class LearningSpeculator:

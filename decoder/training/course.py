@@ -25,7 +25,7 @@ from decoder.speculators.eagle import Eagle3Head
 from decoder.speculators.head_files import HeadTarget, save_head
 from decoder.speculators.head_folders import check_writable, folder_lock
 from decoder.training.head_start import recorded_states, started_head
-from decoder.training.head_trainer import STAGES, HeadTrainer, Stage, TeachingModel
+from decoder.training.head_trainer import STAGES, HeadTrainer, Stage, TeachingModel, weights_of
 from decoder.training.judging import Agreement, agreement
 from decoder.training.layer_check import check_last_layer
 from decoder.training.lessons import Lesson, held_out
@@ -401,7 +401,7 @@ class _Training:
         self._trainer, self._judge_of = trainer, judge
         self._progress, self._seconds, self._watcher = progress, seconds, watcher
         self._head = trainer.head
-        self._best, self._best_weights = before, _weights_of(self._head)
+        self._best, self._best_weights = before, weights_of(self._head)
         self._stage, self._over, self._misses = 0, 0.0, 0
         self._kept_at = 0.0
 
@@ -449,7 +449,7 @@ class _Training:
         self._head.train()
         self._misses += 1
         if found.worth > self._best.worth:
-            self._best, self._best_weights, self._misses = found, _weights_of(self._head), 0
+            self._best, self._best_weights, self._misses = found, weights_of(self._head), 0
         return self._misses < _PATIENCE
 
     def _keep(self) -> None:
@@ -463,15 +463,11 @@ class _Training:
             return
         self._head.load_state_dict(kept.weights)
         self._stage, self._over = kept.stage, kept.over
-        self._best, self._best_weights = self._judge_of(self._head), _weights_of(self._head)
+        self._best, self._best_weights = self._judge_of(self._head), weights_of(self._head)
 
 
 def _shapes_of(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in weights.items()}
-
-
-def _weights_of(head: Eagle3Head) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in head.state_dict().items()}
 
 
 def _divided(lessons: Sequence[Lesson], share: float) -> tuple[list[Lesson], list[Lesson]]:

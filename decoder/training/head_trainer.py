@@ -289,6 +289,11 @@ def unrolled(
         yield hidden
 
 
+def weights_of(head: Eagle3Head) -> dict[str, torch.Tensor]:
+    """Return a copy of a head's weights, which further steps leave as they are."""
+    return {name: value.detach().clone() for name, value in head.state_dict().items()}
+
+
 def places_at(counts: torch.Tensor, depth: int) -> torch.Tensor:
     """Return bool[batch, rows]: where the token that a depth foretells is known and of an output.
 

@@ -31,10 +31,16 @@ from torch.nn import functional
 
 from decoder.errors import DecoderError
 from decoder.speculators.eagle import Eagle3Head
-from decoder.speculators.head_files import HeadTarget, load_head, save_head
+from decoder.speculators.head_files import HeadTarget, is_head, load_head, save_head
 from decoder.speculators.layouts import HeadOrigin
-from decoder.speculators.online import Order, is_head, read_messages
-from decoder.training.head_trainer import BATCH_TOKENS, HeadTrainer, Stage, Teaching
+from decoder.speculators.online import Order, read_messages
+from decoder.training.head_trainer import (
+    BATCH_TOKENS,
+    HeadTrainer,
+    Stage,
+    Teaching,
+    weights_of,
+)
 from decoder.training.judging import agreement
 from decoder.training.taught_store import Example
 
@@ -169,7 +175,7 @@ class Learner:
     ) -> None:
         self.head = head
         self._teaching = teaching
-        self._served = _weights_of(head)
+        self._served = weights_of(head)
         self._first = self._served if first is None else first
         judged = int(_JUDGED_SHARE * max_bytes)
         self._taught, self._judging = RecentExamples(max_bytes - judged), RecentExamples(judged)
@@ -232,7 +238,7 @@ class Learner:
 
     def _judge(self, judging: RecentExamples) -> Round:
         """Let the best of what is drafted, what was learned and what was given be drafted."""
-        learned = _weights_of(self.head)
+        learned = weights_of(self.head)
         before = self._worth(self._served, judging)
         found = [(before, self._served), (self._worth(learned, judging), learned)]
         if self._first is not self._served:
@@ -275,7 +281,7 @@ class _Kept:
         self.head = _eagle3(begun.head).float()
         first = _eagle3(given.head).float()
         fits = begun is not given and first.config == self.head.config
-        self.first = _weights_of(first) if fits else None
+        self.first = weights_of(first) if fits else None
         self._origin = _with_training(begun.origin)
 
     def write(self) -> None:
@@ -338,10 +344,6 @@ def _eagle3(head: Any) -> Eagle3Head:
 def _with_training(origin: HeadOrigin) -> HeadOrigin:
     names = [each for each in origin.trained_on if each != TRAINED_ONLINE]
     return replace(origin, trained_on=(*names, TRAINED_ONLINE))
-
-
-def _weights_of(head: Eagle3Head) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in head.state_dict().items()}
 
 
 def _bytes_of(example: Example) -> int:
