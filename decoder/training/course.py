@@ -3,6 +3,7 @@
 Everything that takes long is kept in a working folder next to the head, so that a training that is
 interrupted goes on where it was: recordings by the file, a stage of training by the minute. Once
 training has begun, no more is recorded, unless other options ask for it: then training starts over.
+One that has ended goes on, too, where it is given more minutes.
 """
 
 import hashlib
@@ -212,7 +213,9 @@ class Course:
 
     def _progress(self, store: TaughtStore) -> "_Progress":
         """Return the progress of a training on what is recorded."""
-        stamp = {"options": asdict(self._options), "recorded": store.num_shards}
+        options = asdict(self._options)
+        del options["minutes"]  # more of them are more of the same training
+        stamp = {"options": options, "recorded": store.num_shards}
         return _Progress(self._folder / "head.safetensors", stamp)
 
     def _stamp(self) -> dict[str, Any]:
@@ -329,11 +332,13 @@ class _Kept:
         weights: the best so far.
         stage: the number of the stage that is under way.
         over: how much of it is over, from 0 to 1.
+        seconds: that all stages were given.
     """
 
     weights: dict[str, torch.Tensor]
     stage: int
     over: float
+    seconds: float
 
 
 class _Progress:
@@ -354,7 +359,12 @@ class _Progress:
         Raises:
             TrainingError: the disk refuses.
         """
-        said = {"of": self._stamp, "stage": str(kept.stage), "over": str(kept.over)}
+        said = {
+            "of": self._stamp,
+            "stage": str(kept.stage),
+            "over": str(kept.over),
+            "seconds": str(kept.seconds),
+        }
         partial = self._path.with_suffix(".partial")
         try:
             save_file(kept.weights, partial, said)
@@ -372,7 +382,8 @@ class _Progress:
                 said = file.metadata() or {}
             if said.get("of") != self._stamp:
                 return None
-            return _Kept(load_file(self._path), int(said["stage"]), float(said["over"]))
+            weights = load_file(self._path)
+            return _Kept(weights, int(said["stage"]), float(said["over"]), float(said["seconds"]))
         except (OSError, SafetensorError, KeyError, ValueError):
             return None
 
@@ -454,7 +465,7 @@ class _Training:
 
     def _keep(self) -> None:
         self._kept_at = time.perf_counter()
-        self._progress.keep(_Kept(self._best_weights, self._stage, self._over))
+        self._progress.keep(_Kept(self._best_weights, self._stage, self._over, self._seconds))
 
     def _resume(self) -> None:
         """Go on from what was kept, if that fits."""
@@ -463,6 +474,10 @@ class _Training:
             return
         self._head.load_state_dict(kept.weights)
         self._stage, self._over = kept.stage, kept.over
+        if kept.stage == len(STAGES) and self._seconds > kept.seconds:
+            self._stage = len(STAGES) - 1
+            added = (self._seconds - kept.seconds) / (self._seconds * STAGES[-1].share)
+            self._over = max(1 - added, 0.0)
         self._best, self._best_weights = self._judge_of(self._head), weights_of(self._head)
 
 

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,11 @@ def interrupting(stage: str, times: int) -> Callable[[str, float, str], None]:
     return watch
 
 
+def noting(stages: list[str]) -> Callable[[str, float, str], None]:
+    """Return a watcher that notes each stage that it is told of."""
+    return lambda stage, _over, _told: stages.append(stage)
+
+
 def files_of(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("taught-*")}
 
@@ -80,6 +86,12 @@ def test_an_interrupted_training_goes_on_and_its_head_loads(
         load_head(output, other)
     again = Course(language_model, lessons, output, OPTIONS, interrupting("training", 1)).run(["a"])
     assert again.after.worth == outcome.after.worth
+    told: list[str] = []
+    longer = replace(OPTIONS, minutes=2 * OPTIONS.minutes)
+    more = Course(language_model, lessons, output, longer, noting(told)).run(["a"])
+    assert set(told) == {"training on its own outputs"}
+    assert more.after.worth >= outcome.after.worth
+    assert files_of(recorded) == second
 
 
 def test_no_held_out_prompt_is_taught(language_model: LanguageModel, tmp_path: Path) -> None:
