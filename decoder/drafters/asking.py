@@ -3,60 +3,104 @@
 import time
 from typing import Final
 
-from decoder.budget.payoff import FadingRatio, Payoff, RecentMedian
+from decoder.budget.payoff import FadingRatio, RecentMedian
 from decoder.drafters.model_trees import StepCosts
 from retriever.tree import DraftTree
 
-_NUM_BINS: Final = 8
-"""Levels of sureness of the tree. Fewer are learned sooner, more tell apart what pays; 4 and 16
-obtain 3% more and 1% less of what could be gained in simulation, where gains fall evenly, but more
-where they turn."""
-
-_DECAY: Final = 0.95
-"""Gains are those of some twenty drafts of a level. In simulation 0.98 obtains 3% more of what
-could be gained while gains stay as they are, and 6% less where they turn every 1,500 steps; 0.9
-loses 3% and gains 1%."""
-
-_TRIALS: Final = 6
-"""Drafts of a level before it is judged: accepted tokens vary as much as their mean, so six give it
-to within 40%. 2 and 20 obtain the same to 1% while gains stay as they are."""
+_DECAY: Final = 0.995
+"""Gains are those of some two hundred steps: the tokens that a draft adds vary by three times their
+mean. With twenty drafts a rule is wrong so often that it obtains a tenth of what could be gained,
+with two hundred nine tenths; with a thousand it notices later where gains turn."""
 
 _PAUSE: Final = 31
-"""Steps of a level between two trials once it does not pay: every 32nd takes 3% of the reader's
-time. In simulation 127 obtains 2% less of what could be gained, and 17% less where gains turn."""
+"""Steps between two trials of what does not pay: every 32nd takes 3% of the reader's time."""
+
+_KNOWN: Final = 4.0
+"""Drafts that a guess counts for before there are any."""
+
+_GUESS: Final = 0.4
+"""Tokens that a reader is thought to add where there is no tree; where that is sure, none."""
+
+_SPREAD: Final = 0.25
+"""Drafts at a distance of one in sureness that stand for no difference: few drafts show none."""
 
 _RECENT: Final = 15
 """Passes whose median time counts: those of a few drafts; seven pauses of the machine change
 nothing."""
 
 
+class Pace:
+    """How long a token takes at present: recent steps, and the tokens that came of them.
+
+    The tokens of a single step vary from one to as many as a draft has, so their mean counts.
+    """
+
+    def __init__(self) -> None:
+        self._step_s = RecentMedian(_RECENT)
+        self._tokens = FadingRatio(_DECAY)
+
+    def note(self, seconds: float, num_tokens: int) -> None:
+        """Take in a step."""
+        self._step_s.add(seconds)
+        self._tokens.add(num_tokens)
+
+    def token_s(self) -> float:
+        """Return seconds for a token; 0 before the first step."""
+        return (self._step_s.value() or 0.0) / self._tokens.value(default=1.0)
+
+
+class Trials:
+    """Has what does not pay tried again now and then, as it may have begun to."""
+
+    def __init__(self) -> None:
+        self._waited = 0
+
+    def allow(self, *, pays: bool) -> bool:
+        """Return whether to ask in this step; call it once a step."""
+        if pays or self._waited == _PAUSE:
+            self._waited = 0
+            return True
+        self._waited += 1
+        return False
+
+
 class GainEstimate:
     """Learns what asking adds to the tree that there is already, by how sure that tree is.
 
     A reader is asked where the tokens that it has lately added there, at the pace of decoding, save
-    more time than it takes. RASD (arXiv:2503.03434) sets such a threshold by hand. Each kind of
-    tree is tried a few times first, and again now and then.
+    more time than it takes. RASD (arXiv:2503.03434) sets such a threshold by hand. Gains fall
+    evenly with the tree's sureness, so they are a line, fitted to recent drafts: each draft then
+    tells something of all trees. They fade by the step, asked or not, so that what was learned long
+    ago is soon outweighed by trials.
     """
 
     def __init__(self) -> None:
-        self._by_sureness = [
-            Payoff(_DECAY, trials=_TRIALS, first_pause=_PAUSE) for _ in range(_NUM_BINS)
-        ]
-        self._seconds = FadingRatio(_DECAY)
-
-    @property
-    def seconds(self) -> float:
-        """Mean seconds that a recent draft of the reader took."""
-        return self._seconds.value()
+        mean, square = 1 / 2, 1 / 3  # of a sureness between 0 and 1
+        self._count = _KNOWN
+        self._x, self._xx = _KNOWN * mean, _KNOWN * square
+        self._y, self._xy = _KNOWN * _GUESS * (1 - mean), _KNOWN * _GUESS * (mean - square)
+        self._seconds = RecentMedian(_RECENT)
+        self._trials = Trials()
 
     def pays(self, sureness: float, token_s: float) -> bool:
-        """Return whether to ask the reader now.
+        """Return whether to ask the reader now; each call counts as a step.
 
         Args:
             sureness: probability of the tree's first node, 0 where it is empty.
-            token_s: seconds that a token takes at the present pace.
+            token_s: seconds that a token takes at the present pace; 0 where that is not known.
         """
-        return self._at(sureness).is_due(token_s, self.seconds, _PAUSE)
+        self._fade()
+        seconds = self._seconds.value()
+        if seconds is None or token_s == 0:
+            return True
+        return self._trials.allow(pays=self.gain(sureness) * token_s >= seconds)
+
+    def gain(self, sureness: float) -> float:
+        """Return the tokens that asking is expected to add."""
+        mean_x, mean_y = self._x / self._count, self._y / self._count
+        variance = self._xx / self._count - mean_x**2
+        slope = (self._xy / self._count - mean_x * mean_y) / (variance + _SPREAD / self._count)
+        return mean_y + slope * (sureness - mean_x)
 
     def learn(self, sureness: float, gain: float, seconds: float) -> None:
         """Take in a draft that the reader was asked for.
@@ -66,70 +110,96 @@ class GainEstimate:
             gain: tokens that were accepted beyond those of that tree alone.
             seconds: that asking took.
         """
-        self._at(sureness).learn(gain)
+        self._count += 1
+        self._x += sureness
+        self._xx += sureness**2
+        self._y += gain
+        self._xy += sureness * gain
         self._seconds.add(seconds)
 
-    def _at(self, sureness: float) -> Payoff:
-        return self._by_sureness[min(int(sureness * _NUM_BINS), _NUM_BINS - 1)]
+    def _fade(self) -> None:
+        self._count *= _DECAY
+        self._x *= _DECAY
+        self._xx *= _DECAY
+        self._y *= _DECAY
+        self._xy *= _DECAY
 
 
 class AskingRule:
     """Decides whether a reader is asked for a draft, and whether it takes another pass for it.
 
     A pass pays where the tokens that it is expected to bring are worth its time at the pace of
-    decoding, as for draft models alone (`StoppingRule`, after SpecDec++, arXiv:2405.19715). It is
-    expected to bring what readings have lately brought, times how probable it is that the target
-    comes to one of the nodes that it reads.
+    decoding, as for draft models alone (`StoppingRule`, after SpecDec++, arXiv:2405.19715). The
+    first pass, which reads the sequence, brings most: what it adds is learned by itself. A further
+    pass is expected to bring what such passes have lately brought, times how probable it is that
+    the target comes to one of the nodes that it reads.
 
     Args:
+        pace: of decoding, shared with the rules of other readers; its owner keeps it up to date.
         costs: what passes cost, `target_s` for each token; measured if not given. Where passes are
             given as free, the reader is always asked and reads as far as it can.
     """
 
-    def __init__(self, costs: StepCosts | None = None) -> None:
+    def __init__(self, pace: Pace, costs: StepCosts | None = None) -> None:
+        self._pace = pace
         self._costs = costs
         self._gain = GainEstimate()
         self._pass_s = RecentMedian(_RECENT)
-        self._brought = FadingRatio(_DECAY)  # tokens that readings brought, to nodes reached
+        self._brought = FadingRatio(_DECAY)  # tokens that further passes brought, to nodes reached
+        self._trials = Trials()
 
-    def asks(self, tree: DraftTree, token_s: float) -> bool:
+    def asks(self, tree: DraftTree) -> bool:
         """Return whether to ask the reader for this draft; each call counts as one.
 
         Args:
             tree: that there is without it.
-            token_s: seconds that a token takes now.
         """
-        sureness = sureness_of(tree)
-        if self._costs is None:
-            return self._gain.pays(sureness, token_s)
-        return self._costs.pass_s == 0 or self._gain.pays(sureness, self._costs.target_s)
+        if self._costs is not None and self._costs.pass_s == 0:
+            return True
+        return self._gain.pays(sureness_of(tree), self._token_s())
 
-    def is_worthwhile(self, reach: float, token_s: float) -> bool:
-        """Return whether a pass pays.
+    def is_worthwhile(self, reach: float) -> bool:
+        """Return whether a further pass pays; each call counts as one.
 
         Args:
             reach: expected number of nodes of the pass that the target comes to.
-            token_s: seconds that a token takes now; 0 where that is not known.
         """
-        pass_s = self._pass_s.value()
-        if self._costs is not None:
-            pass_s, token_s = self._costs.pass_s, self._costs.target_s
-        if pass_s is None or token_s == 0:
+        pass_s = self._pass_s.value() if self._costs is None else self._costs.pass_s
+        token_s = self._token_s()
+        if not pass_s or token_s == 0:
             return True
         share = (self._brought.numerator + 1) / (self._brought.denominator + 1)
-        return max(share, 0.0) * reach * token_s >= pass_s
+        return self._trials.allow(pays=share * reach * token_s >= pass_s)
 
     def record_pass(self, seconds: float) -> None:
-        """Take in the time of a pass."""
+        """Take in the time of a further pass."""
         self._pass_s.add(seconds)
 
-    def learn(self, asked: "AskedDraft", gain: int) -> None:
-        """Take in how many tokens asking added to a draft."""
-        seconds = asked.seconds
-        if self._costs is not None:
-            seconds = asked.num_passes * self._costs.pass_s
-        self._gain.learn(asked.sureness, gain, seconds)
-        self._brought.add(gain, asked.reach)
+    def learn(self, asked: "AskedDraft", before: int, first: int | None, gained: int) -> None:
+        """Take in how many tokens of a draft were accepted.
+
+        Args:
+            asked: for the draft.
+            before: accepted tokens of the tree before.
+            first: those of the tree after the first pass; `None` where passes are not told apart,
+                and count as one.
+            gained: those of the whole draft.
+        """
+        if first is None:
+            self._gain.learn(
+                asked.sureness, gained - before, self._cost(asked.num_passes, asked.seconds)
+            )
+            self._brought.add(gained - before, 1.0 + asked.reach)
+            return
+        self._gain.learn(asked.sureness, first - before, self._cost(1, asked.first_s))
+        if asked.num_passes > 1:
+            self._brought.add(gained - first, asked.reach)
+
+    def _token_s(self) -> float:
+        return self._pace.token_s() if self._costs is None else self._costs.target_s
+
+    def _cost(self, num_passes: int, seconds: float) -> float:
+        return seconds if self._costs is None else num_passes * self._costs.pass_s
 
 
 def sureness_of(tree: DraftTree) -> float:
@@ -147,32 +217,37 @@ class AskedDraft:
     Attributes:
         number: as given.
         tree: as given.
-        reach: expected number of nodes read that the target comes to, the root among them.
+        first: the tree after its first pass, which reads the sequence; `None` where passes are not
+            told apart.
+        first_s: seconds from the beginning to the end of that.
+        seconds: that all passes took, with all that was done in between.
+        reach: expected number of nodes of further passes that the target comes to.
         num_passes: that the reader took.
-        seconds: that they took, with all that was done in between.
     """
 
     def __init__(self, number: int, tree: DraftTree) -> None:
         self.number = number
         self.tree = tree
-        self.reach = 0.0
+        self.first: DraftTree | None = None
+        self.first_s = self.seconds = self.reach = 0.0
         self.num_passes = 0
         self._start = time.perf_counter()
-        self._end = self._start
 
     @property
     def sureness(self) -> float:
         """Probability of the first node of the tree before, 0 where it was empty."""
         return sureness_of(self.tree)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds from the beginning to the end of the last pass."""
-        return self._end - self._start
+    def note_first(self) -> None:
+        """Note that the first pass has just ended."""
+        self.first_s = self._lap()
 
-    def note_pass(self, reach: float) -> float:
-        """Note a pass that has just ended; return the seconds since the one before."""
-        before, self._end = self._end, time.perf_counter()
-        self.num_passes += 1
+    def note_further(self, reach: float) -> float:
+        """Note a further pass that has just ended; return the seconds that it took."""
         self.reach += reach
-        return self._end - before
+        return self._lap()
+
+    def _lap(self) -> float:
+        before, self.seconds = self.seconds, time.perf_counter() - self._start
+        self.num_passes += 1
+        return self.seconds - before

@@ -78,7 +78,7 @@ class DrawnFusion(FusedDrafter):
         read = sequence.read
         for number in read.present():
             asked = AskedDraft(number, tree)
-            if self._readers.rules[number].asks(tree, sequence.token_s) and read.begin(number):
+            if self._readers.rules[number].asks(tree) and read.begin(number):
                 drawn = self._drawn(sequence, asked, budget_nodes, floor)
                 sequence.asked.append(asked)
                 read.drop()  # weights are learned as the certain tree was made: without readers
@@ -91,10 +91,10 @@ class DrawnFusion(FusedDrafter):
         """Return a tree of certain nodes and draws."""
         read, number = sequence.read, asked.number
         rule, reader = self._readers.rules[number], self._readers.all[number]
-        plan, passes = self._planned(asked, rule, sequence.token_s, (budget_nodes, floor))
+        plan, passes = self._planned(asked, rule, (budget_nodes, floor))
         filling = Filling(plan, self._random, asked.tree, reader.source)
         filling.take([ROOT], self._distributions(read, number, ROOT_ROW, 1), reader.columns)
-        asked.note_pass(1.0)
+        asked.note_first()
         for planned in passes:
             nodes = filling.to_expand(planned)
             if nodes:
@@ -105,11 +105,11 @@ class DrawnFusion(FusedDrafter):
                 found = self._distributions(read, number, first, len(nodes))
                 filling.take(nodes, found, reader.columns)
                 reach = float(np.exp(plan.log_probabilities(nodes)).sum())
-                rule.record_pass(asked.note_pass(reach))
+                rule.record_pass(asked.note_further(reach))
         return filling.tree(reader.columns, self._num_tokens)
 
     def _planned(
-        self, asked: AskedDraft, rule: AskingRule, token_s: float, limits: tuple[int, float]
+        self, asked: AskedDraft, rule: AskingRule, limits: tuple[int, float]
     ) -> tuple[Plan, list[list[int]]]:
         """Return the best shape before anything is drawn, and the nodes of each pass."""
         rates = self._rates[asked.number].rates()
@@ -122,7 +122,7 @@ class DrawnFusion(FusedDrafter):
             lambda nodes: plan.children(nodes, rates),
             WIDTH,
             MAX_PASSES,
-            lambda logs: rule.is_worthwhile(float(np.exp(logs).sum()), token_s),
+            lambda logs: rule.is_worthwhile(float(np.exp(logs).sum())),
         )
         return plan, passes
 

@@ -79,7 +79,6 @@ class FusedSequence:
         trees: of the last draft, one for each member.
         asked: readers that were asked for the last draft.
         hints: the other tokens that the target found likely where it chose the last one.
-        token_s: seconds that each of the last tokens took.
     """
 
     def __init__(
@@ -92,14 +91,13 @@ class FusedSequence:
         self._drafter = drafter
         self._members = members
         self._num_paced = len(sequence)
-        self._asked_at = time.perf_counter()
+        self._asked_at: float | None = None
         self._drafted_length = -1
         self.sequence = sequence
         self.read = read
         self.trees: list[DraftTree] = []
         self.asked: list[AskedDraft] = []
         self.hints = NO_HINTS
-        self.token_s = 0.0
 
     @property
     def num_failures(self) -> int:
@@ -141,9 +139,10 @@ class FusedSequence:
                 members.callback(member.close)
 
     def _note_pace(self) -> None:
+        """Take in the step since the last draft; the prompt's pass is none."""
         now, num_tokens = time.perf_counter(), len(self.sequence) - self._num_paced
-        if num_tokens:
-            self.token_s = (now - self._asked_at) / num_tokens
+        if self._asked_at is not None and num_tokens:
+            self._drafter.note_step(now - self._asked_at, num_tokens)
         self._asked_at, self._num_paced = now, len(self.sequence)
 
 
@@ -237,6 +236,10 @@ class FusedDrafter:
         """Return how many drafts of a session failed or were refused, over all drafters."""
         return self._sessions.get(session).num_failures
 
+    def note_step(self, seconds: float, num_tokens: int) -> None:
+        """Take in how long a step of decoding took, and the tokens that came of it."""
+        self._readers.pace.note(seconds, num_tokens)
+
     def fuse(self, sequence: FusedSequence, budget_nodes: int, min_probability: float) -> DraftTree:
         """Return one tree made of the members' trees, the recycled logits and what readers say."""
         self._plant(sequence.trees)
@@ -264,7 +267,7 @@ class FusedDrafter:
     ) -> DraftTree:
         """Return the tree that models make of the quick drafters' one, where asking them pays."""
         for number in sequence.read.present():
-            if self._readers.rules[number].asks(tree, sequence.token_s):
+            if self._readers.rules[number].asks(tree):
                 asked = AskedDraft(number, tree)
                 if sequence.read.begin(number):
                     tree = self._read(sequence, asked, budget_nodes, floor)
@@ -278,15 +281,16 @@ class FusedDrafter:
         number, rule = asked.number, self._readers.rules[asked.number]
         considered = min(int(_CONSIDERED * budget_nodes), MAX_NODES)
         size = self._grow(sequence, considered, floor)
-        asked.note_pass(1.0)
+        asked.first = self._tree(min(size, budget_nodes))
+        asked.note_first()
         while asked.num_passes <= MAX_PASSES:
             nodes = self._unread(sequence.read, asked, size)
             reach = self._reach(nodes, size, budget_nodes)
-            if reach == 0.0 or not rule.is_worthwhile(reach, sequence.token_s):
+            if reach == 0.0 or not rule.is_worthwhile(reach):
                 break
             goes_on = self._read_nodes(sequence.read, number, nodes)
             size = self._grow(sequence, considered, floor)
-            rule.record_pass(asked.note_pass(reach))
+            rule.record_pass(asked.note_further(reach))
             if not goes_on:
                 break
         return self._tree(min(size, budget_nodes))
@@ -382,10 +386,11 @@ class FusedDrafter:
 
     def _learn_gains(self, sequence: FusedSequence, verified: Verified, came: TokenIds) -> None:
         """Learn how many tokens each reader added to the tree that there was before."""
-        gained = len(verified.path)
+        gained, size = len(verified.path), len(verified.tree)
         for asked in reversed(sequence.asked):
-            before = len(asked.tree.prefix(len(verified.tree)).follow(came))
-            self._readers.rules[asked.number].learn(asked, gained - before)
+            before = len(asked.tree.prefix(size).follow(came))
+            first = None if asked.first is None else len(asked.first.prefix(size).follow(came))
+            self._readers.rules[asked.number].learn(asked, before, first, gained)
             gained = before
 
     def _learn_weights(self, sequence: FusedSequence, came: TokenIds) -> None:

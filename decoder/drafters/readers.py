@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoder.drafters.asking import AskingRule
+from decoder.drafters.asking import AskingRule, Pace
 from decoder.drafters.following import Verified
 from decoder.drafters.kernels.forest import NOWHERE
 from decoder.drafters.kernels.readings import (
@@ -44,6 +44,7 @@ class Readers:
 
     Attributes:
         all: as given.
+        pace: of decoding.
         rules: when each is asked.
         kinds: of each, `SPECULATOR` if it reads the target's states, else `DRAFT_MODEL`.
         is_usable: whether each has said nothing but numbers so far.
@@ -59,7 +60,8 @@ class Readers:
         for reader in readers:
             _check_columns(reader, vocabulary)
         self.all = list(readers)
-        self.rules = [AskingRule(costs) for _ in readers]
+        self.pace = Pace()
+        self.rules = [AskingRule(self.pace, costs) for _ in readers]
         self.kinds = [SPECULATOR if reader.states else DRAFT_MODEL for reader in readers]
         self.is_usable = [True for _ in readers]
         self.no_readings = Readings.of(

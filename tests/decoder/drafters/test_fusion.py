@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 
-from decoder.drafters.asking import GainEstimate
 from decoder.drafters.following import NoDrafter, Verified
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
@@ -248,28 +247,3 @@ def test_recycled_logits_save_passes_the_second_time() -> None:
         list(generation)
         passes.append(generation.statistics.num_passes)
     assert passes[1] < 0.8 * passes[0] < 0.5 * NEW_TOKENS
-
-
-def test_model_is_asked_where_it_pays_and_not_where_it_does_not() -> None:
-    worth = GainEstimate()
-    asked = {0.1: 0, 0.9: 0}
-    for _ in range(400):
-        for sureness, gain in ((0.1, 1.5), (0.9, 0.05)):
-            if worth.pays(sureness, token_s=0.02):
-                asked[sureness] += 1
-                worth.learn(sureness, gain, seconds=0.01)
-    assert asked[0.1] == 400
-    assert asked[0.9] < 40
-
-
-def test_model_that_begins_to_pay_is_found_out() -> None:
-    worth = GainEstimate()
-    for _ in range(100):
-        if worth.pays(0.9, 0.02):
-            worth.learn(0.9, 0.0, 0.01)
-    asked = 0
-    for _ in range(2000):
-        if worth.pays(0.9, 0.02):
-            asked += 1
-            worth.learn(0.9, 2.0, 0.01)
-    assert asked > 1000
