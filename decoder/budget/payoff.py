@@ -64,24 +64,14 @@ class Payoff:
 
     Args:
         decay: of the mean gain, for each answer.
-        trials: answers before it is judged; until then it pays.
-        first_pause: steps to leave it out for when it ceases to pay.
         latest_counts: whether the last answer alone may show that it pays.
     """
 
-    def __init__(
-        self,
-        decay: float,
-        *,
-        trials: int = 1,
-        first_pause: int = 1,
-        latest_counts: bool = False,
-    ) -> None:
+    def __init__(self, decay: float, *, latest_counts: bool = False) -> None:
         self._gains = FadingRatio(decay)
         self._latest = 0.0
         self._latest_counts = latest_counts
-        self._untried = trials
-        self._first_pause = first_pause
+        self._is_untried = True
         self._pause = 0
         self._waits = 0
 
@@ -92,7 +82,7 @@ class Payoff:
 
     def learn(self, gain: float) -> None:
         """Take in what an answer gained."""
-        self._untried = max(self._untried - 1, 0)
+        self._is_untried = False
         self._latest = gain
         self._gains.add(gain)
 
@@ -104,7 +94,7 @@ class Payoff:
             cost_s: seconds that an answer takes.
         """
         gain = max(self.gain, self._latest) if self._latest_counts else self.gain
-        return self._untried > 0 or gain * unit_s >= cost_s
+        return self._is_untried or gain * unit_s >= cost_s
 
     def is_due(self, unit_s: float, cost_s: float, longest_pause: int) -> bool:
         """Return whether to ask in this step; call it once a step.
@@ -118,7 +108,7 @@ class Payoff:
             self._pause = self._waits = 0
             return True
         if self._pause == 0:
-            self._pause = self._waits = min(self._first_pause, longest_pause)
+            self._pause = self._waits = min(1, longest_pause)
         elif self._waits == 0:
             self._pause = self._waits = min(2 * self._pause, longest_pause)
             return True
@@ -129,5 +119,5 @@ class Payoff:
 
     def encourage(self) -> None:
         """Ask in the next step even if it does not pay yet: the last answer was promising."""
-        self._pause = max(self._pause, self._first_pause)
+        self._pause = max(self._pause, 1)
         self._waits = 0

@@ -48,7 +48,6 @@ def test_what_pays_is_asked_at_every_step() -> None:
 
 def test_pauses_double_while_nothing_is_gained() -> None:
     assert pauses(Payoff(0.9), 0.0, 80)[:7] == [1, 2, 4, 8, 16, 16, 16]
-    assert pauses(Payoff(0.9, first_pause=5), 0.0, 80)[:4] == [5, 10, 16, 16]
 
 
 def test_what_takes_no_time_to_speak_of_is_asked_at_every_step() -> None:
@@ -56,10 +55,9 @@ def test_what_takes_no_time_to_speak_of_is_asked_at_every_step() -> None:
 
 
 def test_it_is_not_judged_before_it_was_tried() -> None:
-    payoff = Payoff(0.9, trials=4)
-    for _ in range(4):
-        assert payoff.is_due(1.0, 1.0, LONGEST)
-        payoff.learn(0.0)
+    payoff = Payoff(0.9)
+    assert payoff.is_due(1.0, 1.0, LONGEST)
+    payoff.learn(0.0)
     assert not payoff.is_due(1.0, 1.0, LONGEST)
 
 
