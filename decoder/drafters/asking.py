@@ -29,6 +29,15 @@ _RECENT: Final = 15
 nothing."""
 
 
+_LITTLE: Final = 8
+"""Tokens that a reader catches up with in hardly more time than with one. A draft before which it
+had more to read, such as a prompt, only bounds what it costs to be asked at every step."""
+
+_TIMED: Final = 6
+"""Drafts without much to catch up with before time is judged: the first ones, in caches that are
+cold, take twice as long."""
+
+
 class Pace:
     """How long a token takes at present: recent steps, and the tokens that came of them.
 
@@ -80,6 +89,7 @@ class GainEstimate:
         self._x, self._xx = _KNOWN * mean, _KNOWN * square
         self._y, self._xy = _KNOWN * _GUESS * (1 - mean), _KNOWN * _GUESS * (mean - square)
         self._seconds = RecentMedian(_RECENT)
+        self._untimed = _TIMED
         self._trials = Trials()
 
     def pays(self, sureness: float, token_s: float) -> bool:
@@ -91,7 +101,7 @@ class GainEstimate:
         """
         self._fade()
         seconds = self._seconds.value()
-        if seconds is None or token_s == 0:
+        if seconds is None or self._untimed > 0 or token_s == 0:
             return True
         return self._trials.allow(pays=self.gain(sureness) * token_s >= seconds)
 
@@ -102,20 +112,25 @@ class GainEstimate:
         slope = (self._xy / self._count - mean_x * mean_y) / (variance + _SPREAD / self._count)
         return mean_y + slope * (sureness - mean_x)
 
-    def learn(self, sureness: float, gain: float, seconds: float) -> None:
+    def learn(
+        self, sureness: float, gain: float, seconds: float, *, is_typical: bool = True
+    ) -> None:
         """Take in a draft that the reader was asked for.
 
         Args:
             sureness: of the tree before it was asked.
             gain: tokens that were accepted beyond those of that tree alone.
             seconds: that asking took.
+            is_typical: whether other drafts take that, too; if not, they take no more.
         """
         self._count += 1
         self._x += sureness
         self._xx += sureness**2
         self._y += gain
         self._xy += sureness * gain
-        self._seconds.add(seconds)
+        if is_typical or seconds < (self._seconds.value() or 0.0):
+            self._untimed -= is_typical
+            self._seconds.add(seconds)
 
     def _fade(self) -> None:
         self._count *= _DECAY
@@ -185,13 +200,14 @@ class AskingRule:
                 and count as one.
             gained: those of the whole draft.
         """
+        is_typical = self._costs is not None or asked.num_behind <= _LITTLE
         if first is None:
-            self._gain.learn(
-                asked.sureness, gained - before, self._cost(asked.num_passes, asked.seconds)
-            )
+            cost = self._cost(asked.num_passes, asked.seconds)
+            self._gain.learn(asked.sureness, gained - before, cost, is_typical=is_typical)
             self._brought.add(gained - before, 1.0 + asked.reach)
             return
-        self._gain.learn(asked.sureness, first - before, self._cost(1, asked.first_s))
+        cost = self._cost(1, asked.first_s)
+        self._gain.learn(asked.sureness, first - before, cost, is_typical=is_typical)
         if asked.num_passes > 1:
             self._brought.add(gained - first, asked.reach)
 
@@ -213,10 +229,12 @@ class AskedDraft:
     Args:
         number: of the reader.
         tree: that there was before.
+        num_behind: tokens of the sequence that the reader had not read.
 
     Attributes:
         number: as given.
         tree: as given.
+        num_behind: as given.
         first: the tree after its first pass, which reads the sequence; `None` where passes are not
             told apart.
         first_s: seconds from the beginning to the end of that.
@@ -225,9 +243,10 @@ class AskedDraft:
         num_passes: that the reader took.
     """
 
-    def __init__(self, number: int, tree: DraftTree) -> None:
+    def __init__(self, number: int, tree: DraftTree, num_behind: int) -> None:
         self.number = number
         self.tree = tree
+        self.num_behind = num_behind
         self.first: DraftTree | None = None
         self.first_s = self.seconds = self.reach = 0.0
         self.num_passes = 0

@@ -77,7 +77,7 @@ class DrawnFusion(FusedDrafter):
         """Return the tree with draws of the first reader that pays."""
         read = sequence.read
         for number in read.present():
-            asked = AskedDraft(number, tree)
+            asked = AskedDraft(number, tree, read.num_behind(number))
             if self._readers.rules[number].asks(tree) and read.begin(number):
                 drawn = self._drawn(sequence, asked, budget_nodes, floor)
                 sequence.asked.append(asked)

@@ -268,7 +268,7 @@ class FusedDrafter:
         """Return the tree that models make of the quick drafters' one, where asking them pays."""
         for number in sequence.read.present():
             if self._readers.rules[number].asks(tree):
-                asked = AskedDraft(number, tree)
+                asked = AskedDraft(number, tree, sequence.read.num_behind(number))
                 if sequence.read.begin(number):
                     tree = self._read(sequence, asked, budget_nodes, floor)
                     sequence.asked.append(asked)

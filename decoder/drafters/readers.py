@@ -107,6 +107,8 @@ class ReadTree:
     def __init__(self, readers: Readers, sequence: TokenSequence) -> None:
         self._readers = readers
         self._members: list[SequenceReader | None] = []
+        self._sequence = sequence
+        self._num_known = [0 for _ in readers.all]
         self._num_rows = np.zeros(len(readers.all), np.int64)
         self.num_failures = 0
         with ExitStack() as opened:
@@ -135,12 +137,17 @@ class ReadTree:
         """Return the row of the next node that a reader reads."""
         return int(self._num_rows[number])
 
+    def num_behind(self, number: int) -> int:
+        """Return how many tokens of the sequence a reader was not asked about yet."""
+        return len(self._sequence) - self._num_known[number]
+
     def drop(self) -> None:
         """Drop what was read."""
         self._num_rows[:] = 0
 
     def begin(self, number: int) -> bool:
         """Have a reader catch up with the sequence; return whether it has anything to say."""
+        self._num_known[number] = len(self._sequence)
         logits = self._said(number, lambda member: member.begin())
         root = np.array([0], np.int32), np.array([NOWHERE], np.int32)
         return logits is not None and self._enter(number, *root, logits)

@@ -36,6 +36,10 @@ _MOST_STATES: Final = 4096
 """True states that are kept until the head is asked, and the most of a prompt that it reads: of
 more, the oldest are forgotten. Three states of 4,096 in half precision take 96 MiB."""
 
+_MOST_STATES_ON_CPU: Final = 64
+"""The same where each of them takes time: a prompt of 200 tokens takes as long as six drafts, and a
+head that reads the last 16, 64 or 128 tokens of it drafts as well as one that reads all."""
+
 _PIECE: Final = 512
 """Rows of a prompt that are read at once: enough to keep a processor busy, and the scores of their
 attention take megabytes."""
@@ -61,6 +65,7 @@ class Speculator:
         source: what its proposals are labelled with.
         head: as given.
         max_length: most tokens of a sequence that it drafts for, `None` for no limit.
+        most_states: of a prompt that it reads, the last ones.
 
     Raises:
         UnsupportedModelError: the head drafts with the target's output layer, and that is not one.
@@ -83,6 +88,8 @@ class Speculator:
         self.states = frozenset(head.config.states)
         self.max_depth: int | None = None
         self.max_length: int | None = None
+        on_cpu = embedding.device.type == "cpu"
+        self.most_states = _MOST_STATES_ON_CPU if on_cpu else _MOST_STATES
         self.columns = _columns(head, int(embedding.shape[0]), kept)
         if isinstance(head, MlpHead):
             self.max_depth = head.config.num_depths - 1
@@ -239,14 +246,16 @@ class TrueStates:
 
     Args:
         numbers: of the states, in the order in which they lie side by side.
+        most: states that are kept: the latest ones.
 
     Attributes:
         start: position of the first one.
         end: position behind the last one, whose token has no state yet; 0 before the first pass.
     """
 
-    def __init__(self, numbers: Sequence[int]) -> None:
+    def __init__(self, numbers: Sequence[int], most: int = _MOST_STATES) -> None:
         self._numbers = numbers
+        self._most = most
         self._rows: list[torch.Tensor] = []
         self.start = self.end = 0
 
@@ -267,7 +276,8 @@ class TrueStates:
             )
         is_prompt = len(verified.states[self._numbers[0]]) != 1 + len(verified.tree)
         kept = None if is_prompt else [0, *(verified.path + 1).tolist()]
-        rows = torch.cat([_rows(verified.states[number], kept) for number in self._numbers], -1)
+        parts = [self._kept(verified.states[number], kept) for number in self._numbers]
+        rows = torch.cat(parts, -1)
         start = length - len(rows) if is_prompt else length - 1
         if start != self.end:
             self._forget(start)
@@ -285,22 +295,21 @@ class TrueStates:
         self._rows, self.start = [], self.end
         return rows
 
+    def _kept(self, state: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
+        """Return some rows of a state, or the last ones."""
+        return state[-self._most :] if rows is None else state[rows]
+
     def _forget(self, end: int) -> None:
         self._rows, self.start, self.end = [], end, end
 
     def _bound(self) -> None:
         """Forget the oldest rows beyond the most."""
-        while self.end - self.start - len(self._rows[0]) >= _MOST_STATES:
+        while self.end - self.start - len(self._rows[0]) >= self._most:
             self.start += len(self._rows.pop(0))
-        excess = self.end - self.start - _MOST_STATES
+        excess = self.end - self.start - self._most
         if excess > 0:
             self._rows[0] = self._rows[0][excess:].clone()
             self.start += excess
-
-
-def _rows(state: torch.Tensor, kept: list[int] | None) -> torch.Tensor:
-    """Return some rows of a state, or the last ones."""
-    return state[-_MOST_STATES:] if kept is None else state[kept]
 
 
 class EagleReading:
@@ -319,7 +328,7 @@ class EagleReading:
         self._head = head
         self._sequence = sequence
         self._window = head.config.window
-        self._states = TrueStates(head.config.states)
+        self._states = TrueStates(head.config.states, speculator.most_states)
         self._first = self._end = 0
         self._cache: list[GrowingLayer] = []
         self._hidden = torch.empty(0)

@@ -69,7 +69,7 @@ def test_few_drafts_of_one_sureness_say_little_of_others() -> None:
 
 
 def after(rule: AskingRule, before: int, first: int | None, gained: int, passes: int) -> None:
-    asked = AskedDraft(0, DraftTree.empty())
+    asked = AskedDraft(0, DraftTree.empty(), 1)
     asked.note_first()
     for _ in range(passes - 1):
         rule.record_pass(asked.note_further(0.5))
@@ -88,6 +88,42 @@ def test_further_passes_are_judged_by_what_they_bring_themselves(
         further += goes_on
         after(rule, 0, 1, 1 + brought * goes_on, 1 + goes_on)
     assert least <= further <= most
+
+
+def test_a_reading_of_a_prompt_says_nothing_of_what_drafts_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    pace = Pace()
+    pace.note(0.04, 2)
+    rule = AskingRule(pace)
+
+    def answered(num_behind: int, seconds: float) -> None:
+        nonlocal now
+        asked = AskedDraft(0, DraftTree.empty(), num_behind)
+        now += seconds
+        asked.note_first()
+        rule.learn(asked, 0, 1, 1)
+
+    for _ in range(20):
+        assert rule.asks(DraftTree.empty())
+        answered(200, 1.0)
+    for seconds in (0.5, 0.5, 0.001, 0.001, 0.001, 0.001):
+        assert rule.asks(DraftTree.empty())
+        answered(2, seconds)
+    answered(200, 1.0)
+    assert all(rule.asks(DraftTree.empty()) for _ in range(40))
+
+
+def test_a_long_reading_that_took_less_corrects_the_time() -> None:
+    estimate = GainEstimate()
+    for _ in range(6):
+        estimate.learn(0.1, 1.0, 0.5)
+    assert not estimate.pays(0.1, TOKEN_S)
+    for _ in range(7):
+        estimate.learn(0.1, 1.0, 0.004, is_typical=False)
+    assert estimate.pays(0.1, TOKEN_S)
 
 
 def test_passes_that_are_not_told_apart_count_as_one() -> None:

@@ -95,7 +95,7 @@ def test_a_draft_that_is_begun_again_is_the_same(head_folder: Path) -> None:
 def test_only_the_newest_states_are_kept_and_at_their_positions(
     head_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speculator_module, "_MOST_STATES", 6)
+    monkeypatch.setattr(speculator_module, "_MOST_STATES_ON_CPU", 6)
     reading = read_along(head_folder)
     assert distance(reading, first=5) < 1e-4
     reading.verify()
@@ -275,16 +275,18 @@ def _states_of_the_token_after(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _states_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     made = TrueStates.__init__
-    monkeypatch.setattr(TrueStates, "__init__", lambda self, numbers: made(self, numbers[::-1]))
+    monkeypatch.setattr(
+        TrueStates, "__init__", lambda self, numbers, most: made(self, numbers[::-1], most)
+    )
 
 
 def _rejected_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = speculator_module._rows
+    chosen = TrueStates._kept
 
-    def shifted(state: torch.Tensor, kept: list[int] | None) -> torch.Tensor:
-        return rows(state, kept and [max(row - 1, 0) for row in kept])
+    def shifted(self: TrueStates, state: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
+        return chosen(self, state, rows and [max(row - 1, 0) for row in rows])
 
-    monkeypatch.setattr(speculator_module, "_rows", shifted)
+    monkeypatch.setattr(TrueStates, "_kept", shifted)
 
 
 def _siblings_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
