@@ -1,11 +1,11 @@
-"""Observing decoding: counts and times, and an observer that is called after every pass."""
+"""Observing: counts and times, an observer of every pass, and a watcher of work that takes long."""
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -187,6 +187,14 @@ class Watch:
 
     stop_rule: StopRule | None = None
     observer: Observer | None = None
+
+
+class Watcher(Protocol):
+    """Is told how far work is that takes long."""
+
+    def __call__(self, stage: str, over: float, told: str, /) -> None:
+        """Show how much of a stage is over, from 0 to 1, and a few words about it."""
+        ...
 
 
 class Clock:

@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from decoder.commands.colours import Painter, Palette
 from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
 from decoder.commands.plain_comparison import Comparison
 from decoder.commands.prompts import Prompt
+from decoder.commands.terminal import Painter, Palette
 from decoder.commands.trace import TraceWriter
 from decoder.errors import DecoderError, TraceFileError
 from decoder.loop import Decoder

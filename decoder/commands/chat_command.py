@@ -15,7 +15,6 @@ from pydantic import ConfigDict, Field
 from decoder.assembly import DrafterSettings, assemble, own_rule
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN, painted_answer
-from decoder.commands.colours import Colouring, Painter, Palette, is_dumb
 from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption
 from decoder.commands.options import (
     ChoiceSettings,
@@ -25,6 +24,7 @@ from decoder.commands.options import (
     PromptSettings,
 )
 from decoder.commands.prompts import checked_text
+from decoder.commands.terminal import Colouring, Painter, Palette, is_dumb
 from decoder.errors import InvalidPromptError, PromptFileError
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, prepare_model

@@ -11,7 +11,6 @@ import typer
 from decoder.assembly import DrafterSettings, assemble, own_rule, pattern_of
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN, Answerer, Printer
-from decoder.commands.colours import Colouring, Palette
 from decoder.commands.generate import AnswerOptions, Interruption
 from decoder.commands.options import (
     AnsweredPrompts,
@@ -21,6 +20,7 @@ from decoder.commands.options import (
 )
 from decoder.commands.plain_comparison import Comparison
 from decoder.commands.prompts import DEFAULT_CATEGORY, Prompt, checked_text, read_prompts, read_text
+from decoder.commands.terminal import Colouring, Palette
 from decoder.commands.trace import check_trace
 from decoder.commands.viewer.trace_page import written_passes
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError, UnknownTokenError

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from decoder.commands.colours import Colouring
+from decoder.commands.terminal import Colouring
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.loop import DEFAULT_MAX_NEW_TOKENS
 from decoder.model.pretrained import Attention, ModelOptions, Precision

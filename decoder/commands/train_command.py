@@ -1,28 +1,26 @@
 """The command that has a model teach a speculator."""
 
 import json
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from decoder.assembly import DrafterSettings
 from decoder.commands.answers import FORESEEN
 from decoder.commands.options import ModelChoice, PromptSettings
+from decoder.commands.terminal import watching
 from decoder.commands.trace_command import print_table
 from decoder.contenders.fused_gain import MAX_PROMPTS, FusedGain, fused_gains
 from decoder.errors import ContradictoryOptionsError
 from decoder.model.compatibility import position_limit
 from decoder.model.pretrained import LanguageModel, prepare_model
-from decoder.training.course import Course, CourseOptions, Outcome, Watcher
+from decoder.observation import Watcher
+from decoder.training.course import Course, CourseOptions, Outcome
 from decoder.training.judging import RANKS
 from decoder.training.lessons import Lesson, from_outputs, read_lessons
 from indexer.flags import AsJson, Metavar, with_flags
@@ -37,9 +35,6 @@ _DEFAULTS = CourseOptions()
 
 _MAX_TEXT_TOKENS = 512
 """Of a prompt, and of an output: more texts teach more than longer ones."""
-
-_LINE_EVERY_S = 30.0
-"""Between two lines of progress where there is no terminal: an hour's training is 120 of them."""
 
 _NO_PROMPTS = (
     "what the head adds to fused drafts was not measured: the {} held-out outputs were kept "
@@ -240,12 +235,12 @@ def run_train(
     for line in tally.describe():
         typer.echo(line, err=True)
     try:
-        with _watching() as watcher:
+        with watching() as watcher:
             course = Course(language_model, lessons, given.output, given.course(), watcher)
             outcome = course.run(texts.names())
         if not as_json:
             _print(outcome)
-        with _watching() as watcher:
+        with watching() as watcher:
             gains = _gains(language_model, outcome, given.output, compared, watcher)
     except KeyboardInterrupt:
         typer.echo(_INTERRUPTED, err=True)
@@ -281,65 +276,6 @@ def _gains(
         chosen,
         lambda nodes, over, told: watcher(f"drafting {nodes} nodes", over, told),
     )
-
-
-class _Bars:
-    """Shows each stage of a training as a bar."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._stage = ""
-
-    def __call__(self, stage: str, over: float, told: str) -> None:
-        """See `Watcher`."""
-        if stage != self._stage:
-            self._stage, self._task = stage, self._progress.add_task(stage, total=1.0, told="")
-        self._progress.update(self._task, completed=over, told=told)
-
-
-class _Lines:
-    """Tells of each stage of a training in lines: where it begins, and every half a minute.
-
-    A bar is drawn by moving the cursor, so where there is no terminal nothing would be seen of it.
-    """
-
-    def __init__(self) -> None:
-        self._stage, self._unsaid = "", ""
-        self._begun = self._said_at = time.monotonic()
-
-    def __call__(self, stage: str, over: float, told: str) -> None:
-        """See `Watcher`."""
-        now = time.monotonic()
-        line = f"{(now - self._begun) / 60:.1f} min: {stage}, {over:.0%}, {told}"
-        if stage != self._stage:
-            self.finish()
-        elif now - self._said_at < _LINE_EVERY_S:
-            self._unsaid = line
-            return
-        self._stage, self._unsaid, self._said_at = stage, "", now
-        typer.echo(line, err=True)
-
-    def finish(self) -> None:
-        """Tell how a stage ended."""
-        if self._unsaid:
-            typer.echo(self._unsaid, err=True)
-        self._unsaid = ""
-
-
-@contextmanager
-def _watching() -> Iterator[Watcher]:
-    """Show progress on standard error during the block."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        lines = _Lines()
-        try:
-            yield lines
-        finally:
-            lines.finish()
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}")
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        yield _Bars(progress)
 
 
 def _report(outcome: Outcome, gains: list[FusedGain] | None, output: Path) -> dict[str, Any]:

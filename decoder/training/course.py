@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from decoder.errors import TeachingTextError, TrainingError
 from decoder.model.pretrained import LanguageModel
 from decoder.model.states import num_states
+from decoder.observation import Watcher
 from decoder.speculators.eagle import Eagle3Head
 from decoder.speculators.head_files import HeadTarget, save_head
 from decoder.speculators.head_folders import check_writable, folder_lock
@@ -88,14 +89,6 @@ class CourseOptions:
     held_out_share: float = 0.05
     num_columns: int = 8192
     seed: int = 0
-
-
-class Watcher(Protocol):
-    """Is told how far a training is."""
-
-    def __call__(self, stage: str, over: float, told: str, /) -> None:
-        """Show how much of a stage is over, from 0 to 1, and a few words about it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

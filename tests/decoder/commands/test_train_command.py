@@ -1,4 +1,3 @@
-import io
 import json
 import os
 import signal
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from decoder.commands import train_command
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
@@ -181,39 +179,3 @@ def test_ctrl_c_says_that_the_same_command_goes_on(
     assert process.returncode == INTERRUPTED, errors.decode()
     assert b"Traceback" not in errors
     assert b"interrupted: the same command goes on where it was" in errors.splitlines()
-
-
-def test_progress_without_a_terminal_is_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = iter([0.0, 1.0, 20.0, 32.0, 40.0, 41.0, 42.0])
-    monkeypatch.setattr("decoder.commands.train_command.time.monotonic", lambda: next(clock))
-    with train_command._watching() as watcher:
-        watcher("recording", 0.1, "10 tokens")
-        watcher("recording", 0.2, "20 tokens")  # too soon
-        watcher("recording", 0.3, "30 tokens")
-        watcher("recording", 0.9, "90 tokens")  # the last of its stage
-        watcher("training", 0.1, "loss 4")
-        watcher("training", 1.0, "loss 3")  # the last of all
-    assert capsys.readouterr().err.splitlines() == [
-        "0.0 min: recording, 10%, 10 tokens",
-        "0.5 min: recording, 30%, 30 tokens",
-        "0.7 min: recording, 90%, 90 tokens",
-        "0.7 min: training, 10%, loss 4",
-        "0.7 min: training, 100%, loss 3",
-    ]
-
-
-def test_progress_on_a_terminal_is_a_bar_for_each_stage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shown = io.StringIO()
-    monkeypatch.setattr(
-        train_command, "Console", lambda **_: Console(file=shown, force_terminal=True, width=80)
-    )
-    with train_command._watching() as watcher:
-        watcher("recording", 1.0, "10 tokens")
-        watcher("training", 0.5, "loss 4")
-    assert "10 tokens" in shown.getvalue()
-    assert "loss 4" in shown.getvalue()
-    assert "\x1b[" in shown.getvalue()

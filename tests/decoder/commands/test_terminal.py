@@ -1,14 +1,16 @@
-"""Text in the colours of its sources: the colours are right, and the text is the same."""
+"""What a terminal shows: colours are right and leave the text the same, progress is seen."""
 
 import io
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from decoder.commands import terminal
 from decoder.commands.answers import together
-from decoder.commands.colours import Colouring, Painter, Palette, sources_of
 from decoder.commands.generate import AnswerOptions, answer
+from decoder.commands.terminal import Colouring, Painter, Palette, sources_of, watching
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.observation import ObservedPass
 from decoder.stopping import StopStrings
@@ -107,3 +109,39 @@ def test_every_source_has_a_colour_of_its_own(
     assert "x" not in painted
     assert palette.painted("a\nb", Source.CORPUS).count("\x1b[0m\n") == 1
     assert palette.painted("a", None) == "a"
+
+
+def test_progress_without_a_terminal_is_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 1.0, 20.0, 32.0, 40.0, 41.0, 42.0])
+    monkeypatch.setattr("decoder.commands.terminal.time.monotonic", lambda: next(clock))
+    with watching() as watcher:
+        watcher("recording", 0.1, "10 tokens")
+        watcher("recording", 0.2, "20 tokens")  # too soon
+        watcher("recording", 0.3, "30 tokens")
+        watcher("recording", 0.9, "90 tokens")  # the last of its stage
+        watcher("training", 0.1, "loss 4")
+        watcher("training", 1.0, "loss 3")  # the last of all
+    assert capsys.readouterr().err.splitlines() == [
+        "0.0 min: recording, 10%, 10 tokens",
+        "0.5 min: recording, 30%, 30 tokens",
+        "0.7 min: recording, 90%, 90 tokens",
+        "0.7 min: training, 10%, loss 4",
+        "0.7 min: training, 100%, loss 3",
+    ]
+
+
+def test_progress_on_a_terminal_is_a_bar_for_each_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(
+        terminal, "Console", lambda **_: Console(file=shown, force_terminal=True, width=80)
+    )
+    with watching() as watcher:
+        watcher("recording", 1.0, "10 tokens")
+        watcher("training", 0.5, "loss 4")
+    assert "10 tokens" in shown.getvalue()
+    assert "loss 4" in shown.getvalue()
+    assert "\x1b[" in shown.getvalue()

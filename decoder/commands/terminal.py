@@ -1,17 +1,21 @@
-"""Text in the colours of the sources that drafted it."""
+"""What a terminal shows: text in the colours of the sources that drafted it, and progress."""
 
 import os
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Final, TextIO
 
+import typer
 from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.style import Style
 from transformers import PreTrainedTokenizerBase
 
-from decoder.observation import ObservedPass
+from decoder.observation import ObservedPass, Watcher
 from decoder.stopping import TextStream
 from retriever.operations.design import colours
 from retriever.tree import Source
@@ -25,6 +29,12 @@ _FEW: Final = {
     Source.MODEL: "cyan",
 }
 """For terminals of eight or sixteen colours, where the nearest one is the same for some sources."""
+
+_LINE_EVERY_S: Final = 30.0
+"""Between two lines of progress where there is no terminal: an hour is 120 of them."""
+
+_BAR_CHARACTERS: Final = 16
+"""Of a bar, so that a stage and a few words about it stand next to it in 80 characters."""
 
 
 class Colouring(StrEnum):
@@ -158,3 +168,67 @@ def sources_of(step: ObservedPass) -> list[Source | None]:
     """Return the source of each token of a pass; `None` for the target's own."""
     drafted = [Source(number) for number in step.tree.sources[step.path].tolist()]
     return [*drafted, *[None] * (len(step.tokens) - len(drafted))]
+
+
+class _Bars:
+    """Shows each stage as a bar."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._stage = ""
+
+    def __call__(self, stage: str, over: float, told: str) -> None:
+        """See `Watcher`."""
+        if stage != self._stage:
+            self._stage, self._task = stage, self._progress.add_task(stage, total=1.0, told="")
+        self._progress.update(self._task, completed=over, told=told)
+
+
+class _Lines:
+    """Tells of each stage in lines: where it begins, and every half a minute.
+
+    A bar is drawn by moving the cursor, so where there is no terminal nothing would be seen of it.
+    """
+
+    def __init__(self) -> None:
+        self._stage, self._unsaid = "", ""
+        self._begun = self._said_at = time.monotonic()
+
+    def __call__(self, stage: str, over: float, told: str) -> None:
+        """See `Watcher`."""
+        now = time.monotonic()
+        line = f"{(now - self._begun) / 60:.1f} min: {stage}, {over:.0%}, {told}"
+        if stage != self._stage:
+            self.finish()
+        elif now - self._said_at < _LINE_EVERY_S:
+            self._unsaid = line
+            return
+        self._stage, self._unsaid, self._said_at = stage, "", now
+        typer.echo(line, err=True)
+
+    def finish(self) -> None:
+        """Tell how a stage ended."""
+        if self._unsaid:
+            typer.echo(self._unsaid, err=True)
+        self._unsaid = ""
+
+
+@contextmanager
+def watching() -> Iterator[Watcher]:
+    """Show progress on standard error during the block: bars on a terminal, lines elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        lines = _Lines()
+        try:
+            yield lines
+        finally:
+            lines.finish()
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(_BAR_CHARACTERS),
+        TextColumn("{task.fields[told]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield _Bars(progress)
