@@ -33,6 +33,7 @@ from decoder.budget.costs import measure_costs
 from decoder.commands.bench import BenchOptions, fitting, run_benchmark
 from decoder.commands.bench_report import table_of
 from decoder.commands.prompts import Prompt, read_prompts
+from decoder.commands.terminal import watching
 from decoder.contenders.contender import FOREDRAFT, PLAIN, contenders
 from decoder.contenders.registry import DEFAULT, Contest
 from decoder.errors import DecoderError
@@ -118,8 +119,8 @@ def bench(plan: Plan) -> dict[str, Any]:
     """Measure tokens per second of every way of decoding in bfloat16, in turn."""
     language_model = plan.load(Precision.BFLOAT16)
     contest = Contest(language_model, DEFAULT, plan.drafter, plan.bench.max_new_tokens)
-    progress = partial(_track, description=Part.BENCH)
-    report = run_benchmark(language_model, contest.opened, plan.prompts, plan.bench, progress)
+    with watching() as watcher:
+        report = run_benchmark(language_model, contest.opened, plan.prompts, plan.bench, watcher)
     report["drafter"] = plan.drafter.describe()
     _console.print(table_of(report))
     return report

@@ -8,7 +8,7 @@ from typing import Any
 
 from decoder.budget.cost_store import describe_machine, versions
 from decoder.budget.costs import CostSurface
-from decoder.commands.bench_report import summarize
+from decoder.commands.bench_report import in_words, summarize
 from decoder.commands.prompts import Prompt
 from decoder.contenders.contender import PLAIN, UNDRAFTED, Contender, Run
 from decoder.contenders.registry import DEFAULT, Lineup, Setting
@@ -16,6 +16,7 @@ from decoder.contenders.standings import Comparison, standings
 from decoder.errors import InvalidPromptError
 from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
+from decoder.observation import Watcher, counted
 from indexer.errors import TokenizerError
 
 _WARM_UP_TEXT = "Count from one to ten."
@@ -35,9 +36,6 @@ class BenchPrompt:
     token_ids: list[int]
     prompt: Prompt = field(default_factory=lambda: Prompt("", ""))
 
-
-Track = Callable[[Sequence[BenchPrompt]], Iterable[BenchPrompt]]
-"""Passes cases through one by one and shows how far it is."""
 
 Opened = Callable[[Setting], AbstractContextManager[Lineup]]
 """Gives contenders that have seen nothing, for a setting; see `Contest.opened`."""
@@ -68,29 +66,73 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What came of one setting, once through all prompts.
+    """What came of one setting, once through all prompts, or as far as it got.
 
     Attributes:
-        comparisons: one for each prompt, and for each turn.
-        skipped: prompts and turns that the model cannot take.
+        turns: of each prompt that the model can take, in the order in which they are decoded.
+        num_refused: the prompts that it cannot take.
         warm: how many prompts were answered before, with how many tokens.
         surface: what passes cost; `None` where that was not measured.
+        comparisons: one for each turn of the prompts that are done, which are the first ones.
     """
 
-    comparisons: list[Comparison]
-    skipped: int
+    turns: Sequence[int]
+    num_refused: int
     warm: dict[str, int]
     surface: CostSurface | None
+    comparisons: list[Comparison] = field(default_factory=list)
+
+    @property
+    def num_done(self) -> int:
+        """Prompts that every contender has decoded."""
+        return len({comparison.prompt for comparison in self.comparisons})
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of them are."""
+        return self.num_done == len(self.turns)
+
+    @property
+    def skipped(self) -> int:
+        """Prompts that the model cannot take, and further turns of those that are done."""
+        return self.num_refused + sum(self.turns[: self.num_done]) - len(self.comparisons)
 
 
-def run_benchmark(
-    language_model: LanguageModel,
-    opened: Opened,
-    prompts: Sequence[Prompt],
-    options: BenchOptions,
-    track: Track = iter,
-) -> dict[str, Any]:
-    """Compare contenders under each setting and report it with the circumstances.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A round of a benchmark, counted from 1.
+
+    Attributes:
+        setting: under what contenders meet.
+        number: of the setting.
+        num_settings: all of them.
+        round: of the setting.
+        num_rounds: all of one setting.
+    """
+
+    setting: Setting
+    number: int
+    num_settings: int
+    round: int
+    num_rounds: int
+
+    def __str__(self) -> str:
+        words = in_words(self.setting.nodes, self.setting.temperature)
+        if self.setting.temperature:
+            words.append(f"seed {self.setting.seed}")
+        if self.num_settings > 1:
+            words[-1] += f" ({self.number} of {self.num_settings})"
+        if self.num_rounds > 1:
+            words.append(f"round {self.round} of {self.num_rounds}")
+        return ", ".join(words)
+
+
+def unwatched(_stage: str, _over: float, _told: str, /) -> None:
+    """Show nothing; see `Watcher`."""
+
+
+class Benchmark:
+    """Compares contenders under each setting, and reports it with the circumstances.
 
     Drafters are kept from prompt to prompt, as in use: they may draft from their outputs for
     earlier ones.
@@ -100,78 +142,184 @@ def run_benchmark(
         opened: gives the contenders.
         prompts: what to decode.
         options: how.
-        track: shows progress.
-
-    Returns:
-        Values for JSON: `settings`, with the figures of all contenders under each; `overall` and
-        `categories`, our own decoder's under the first, where the default contenders are measured;
-        and what they depend on. `skipped` counts the prompts that the model cannot take.
-
-    Raises:
-        InvalidPromptError: the model can take none of the prompts.
+        watcher: is told of the progress.
     """
-    rounds: dict[Setting, list[Round]] = {}
-    for setting in options.settings:
-        for number in range(options.repeat):
-            with opened(setting) as lineup:
-                found = run_round(language_model, lineup, prompts, options, number, track)
-            rounds.setdefault(setting, []).append(found)
-    first = next(iter(rounds.values()))[0]
-    reported = [
-        _figures(setting, [fastest(rounds[each]) for each in members])
-        for setting, members in _pooled(rounds).items()
-    ]
-    comparisons = fastest(next(iter(rounds.values())))
-    has_default = set(DEFAULT) <= comparisons[0].runs.keys()
-    return {
-        **(summarize(comparisons) if has_default else {}),
-        "settings": reported,
-        "skipped": first.skipped,
-        **circumstances(language_model),
-        "cost_curve": _curve(first.surface),
-        "max_new_tokens": options.max_new_tokens,
-        "repeat": options.repeat,
-        "turns": "both" if options.both_turns else "first",
-        "warm": first.warm,
-        "generations": "warm: drafters remember their answers to earlier prompts of the run",
-    }
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        opened: Opened,
+        prompts: Sequence[Prompt],
+        options: BenchOptions,
+        watcher: Watcher = unwatched,
+    ) -> None:
+        self._language_model = language_model
+        self._opened = opened
+        self._prompts = prompts
+        self._options = options
+        self._watcher = watcher
+        self._rounds: dict[Setting, list[Round]] = {}
+        self._where = ""
+        self._found: Round | None = None  # of the round that is under way
+        self._is_over = False
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether there is anything to report."""
+        return any(each.comparisons for rounds in self._rounds.values() for each in rounds)
+
+    def run(self) -> None:
+        """Go through all prompts in each round of each setting.
+
+        What was measured before an exception, as of Ctrl-C, can be reported.
+
+        Raises:
+            InvalidPromptError: the model can take none of the prompts.
+        """
+        settings = self._options.settings
+        for number, setting in enumerate(settings, 1):
+            for turn in range(1, self._options.repeat + 1):
+                place = Place(setting, number, len(settings), turn, self._options.repeat)
+                self._where, self._found = str(place), None
+                with self._opened(setting) as lineup:
+                    self._go_through(lineup, place)
+        self._is_over = True
+
+    def report(self) -> dict[str, Any]:
+        """Return what was measured until now, of at least one prompt.
+
+        Of a setting whose rounds were all interrupted, the prompts count that were done; of others,
+        whole rounds.
+
+        Returns:
+            Values for JSON: `settings`, with the figures of all contenders under each; `overall`
+            and `categories`, our own decoder's under the first, where the default contenders are
+            measured; and what they depend on. `skipped` counts the prompts that the model cannot
+            take. Where not all was measured, `interrupted` is true and `interrupted_at` has the
+            round that was under way: `where`, in words, `prompts` of `of_prompts` that were done,
+            and whether these are `counted`.
+        """
+        rounds = self._counted()
+        first = next(iter(rounds.values()))[0]
+        reported = [
+            _figures(setting, [fastest(rounds[each]) for each in members])
+            for setting, members in _pooled(rounds).items()
+        ]
+        comparisons = fastest(next(iter(rounds.values())))
+        has_default = set(DEFAULT) <= comparisons[0].runs.keys()
+        return {
+            **(summarize(comparisons) if has_default else {}),
+            "settings": reported,
+            **self._interruption(len(first.turns)),
+            "skipped": first.skipped,
+            **circumstances(self._language_model),
+            "cost_curve": _curve(first.surface),
+            "max_new_tokens": self._options.max_new_tokens,
+            "repeat": self._options.repeat,
+            "turns": "both" if self._options.both_turns else "first",
+            "warm": first.warm,
+            "generations": "warm: drafters remember their answers to earlier prompts of the run",
+        }
+
+    def _go_through(self, lineup: Lineup, place: Place) -> None:
+        """Go through all prompts once: answer those to warm with, then decode each in every way."""
+        language_model, options = self._language_model, self._options
+        cases = fitting(language_model, lineup.target, self._prompts)
+        if not cases:
+            raise InvalidPromptError(f"the model can take none of the {len(self._prompts)} prompts")
+        warm = self._warm_up(lineup, f"{place}, warm-up")
+        for contender in lineup.ways.values():
+            contender(language_model.encode(_WARM_UP_TEXT), remember=False)
+        self._found = found = Round(
+            [1 + len(case.prompt.later) if options.both_turns else 1 for case in cases],
+            len(self._prompts) - len(cases),
+            warm,
+            lineup.surface,
+        )
+        self._rounds.setdefault(place.setting, []).append(found)
+        shown = self._shown(cases, f"{place}, measuring", lambda: _standing(found.comparisons))
+        for number, case in enumerate(shown):
+            turns = list(_turns(language_model, lineup, case, place.round - 1 + number, options))
+            # All turns of a prompt at once: an interruption leaves it whole or out.
+            found.comparisons.extend([replace(each, prompt=number) for each in turns])
+
+    def _warm_up(self, lineup: Lineup, stage: str) -> dict[str, int]:
+        """Have all that draft answer prompts that are not measured.
+
+        Returns:
+            How many prompts, and the tokens of one contender's answers.
+        """
+        asked = {(prompt.text.strip(), prompt.turns) for prompt in self._prompts}
+        others = [
+            each for each in self._options.warm if (each.text.strip(), each.turns) not in asked
+        ]
+        cases = fitting(self._language_model, lineup.target, others)[: self._options.warm_limit]
+        num_tokens = 0
+        for case in self._shown(cases, stage):
+            answers = [way(case.token_ids, remember=True) for way in lineup.drafting.values()]
+            num_tokens += len(answers[-1].token_ids) if answers else 0
+        return {
+            "num_prompts": len(cases),
+            "num_tokens": num_tokens,
+            "left_out_as_measured": len(self._options.warm) - len(others),
+        }
+
+    def _shown(
+        self,
+        cases: Sequence[BenchPrompt],
+        stage: str,
+        standing: Callable[[], str] = lambda: "",
+    ) -> Iterator[BenchPrompt]:
+        """Pass prompts through one by one, and tell how many are done and how it stands."""
+
+        def tell(number: int) -> None:
+            done = f"{number} of {counted(len(cases), 'prompt')}"
+            self._watcher(stage, number / len(cases), ", ".join(filter(None, (done, standing()))))
+
+        for number, case in enumerate(cases):
+            tell(number)
+            yield case
+        if cases:
+            tell(len(cases))
+
+    def _counted(self) -> dict[Setting, list[Round]]:
+        """Return the rounds that count: whole ones, or what there is where none is whole."""
+        chosen = {
+            setting: [each for each in rounds if each.is_whole] or rounds[:1]
+            for setting, rounds in self._rounds.items()
+        }
+        return {setting: rounds for setting, rounds in chosen.items() if rounds[0].comparisons}
+
+    def _interruption(self, num_prompts: int) -> dict[str, Any]:
+        """Return where not all was measured, if that is so."""
+        if self._is_over:
+            return {"interrupted": False}
+        found = self._found
+        rounds = [each for members in self._counted().values() for each in members]
+        at = {
+            "where": self._where,
+            "prompts": 0 if found is None else found.num_done,
+            "of_prompts": num_prompts,
+            "counted": any(each is found for each in rounds),
+        }
+        return {"interrupted": True, "interrupted_at": at}
 
 
-def run_round(
+def run_benchmark(
     language_model: LanguageModel,
-    lineup: Lineup,
+    opened: Opened,
     prompts: Sequence[Prompt],
     options: BenchOptions,
-    number: int = 0,
-    track: Track = iter,
-) -> Round:
-    """Go through all prompts once: answer those to warm with, then decode each in every way.
-
-    Args:
-        language_model: the model of all contenders.
-        lineup: the contenders.
-        prompts: what to decode.
-        options: how.
-        number: of the round; who begins rotates with it.
-        track: shows progress.
+    watcher: Watcher = unwatched,
+) -> dict[str, Any]:
+    """Measure all of a benchmark, and return its report; see `Benchmark`.
 
     Raises:
         InvalidPromptError: the model can take none of the prompts.
     """
-    cases = fitting(language_model, lineup.target, prompts)
-    if not cases:
-        raise InvalidPromptError(f"the model can take none of the {len(prompts)} prompts")
-    warm = warm_up(language_model, lineup, prompts, options, track)
-    for contender in lineup.ways.values():
-        contender(language_model.encode(_WARM_UP_TEXT), remember=False)
-    comparisons, skipped = list[Comparison](), len(prompts) - len(cases)
-    for place, case in enumerate(track(cases)):
-        turns = list(_turns(language_model, lineup, case, number + place, options))
-        for comparison in turns:
-            comparisons.append(replace(comparison, prompt=place))
-        wanted = 1 + len(case.prompt.later) if options.both_turns else 1
-        skipped += wanted - len(turns)
-    return Round(comparisons, skipped, warm, lineup.surface)
+    benchmark = Benchmark(language_model, opened, prompts, options, watcher)
+    benchmark.run()
+    return benchmark.report()
 
 
 def _turns(
@@ -210,6 +358,17 @@ def reference_of(names: Iterable[str], *, is_greedy: bool = True) -> str:
     return next((name for name in order if name in given), given[0])
 
 
+def _standing(comparisons: Sequence[Comparison]) -> str:
+    """Return the last contender's accepted tokens of a pass so far; nothing before the first."""
+    if not comparisons:
+        return ""
+    name = list(comparisons[0].runs)[-1]
+    runs = [comparison.runs[name] for comparison in comparisons]
+    steps = sum(max(run.num_passes - 1, 0) for run in runs)
+    tokens = sum(max(len(run.token_ids) - 1, 0) for run in runs)
+    return f"{name} {tokens / steps:.2f} tokens a pass" if steps else ""
+
+
 def fitting(
     language_model: LanguageModel, target: Target, prompts: Iterable[Prompt]
 ) -> list[BenchPrompt]:
@@ -221,28 +380,6 @@ def fitting(
             tokens = target.checked_prompt(prompt.encoded(language_model)).tolist()
             cases.append(BenchPrompt(prompt.category, tokens, prompt))
     return cases
-
-
-def warm_up(
-    language_model: LanguageModel,
-    lineup: Lineup,
-    measured: Sequence[Prompt],
-    options: BenchOptions,
-    track: Track = iter,
-) -> dict[str, int]:
-    """Have all that draft answer prompts that are not measured; return how many, and their tokens.
-
-    The tokens are those of one contender.
-    """
-    asked = {(prompt.text.strip(), prompt.turns) for prompt in measured}
-    others = [each for each in options.warm if (each.text.strip(), each.turns) not in asked]
-    cases = fitting(language_model, lineup.target, others)[: options.warm_limit]
-    num_tokens = 0
-    for case in track(cases):
-        answers = [way(case.token_ids, remember=True) for way in lineup.drafting.values()]
-        num_tokens += len(answers[-1].token_ids) if answers else 0
-    left_out = len(options.warm) - len(others)
-    return {"num_prompts": len(cases), "num_tokens": num_tokens, "left_out_as_measured": left_out}
 
 
 def compare(

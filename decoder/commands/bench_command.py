@@ -3,25 +3,24 @@
 import json
 from collections.abc import Iterator
 from enum import StrEnum
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from decoder.assembly import DrafterSettings
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN
-from decoder.commands.bench import BenchOptions, run_benchmark
+from decoder.commands.bench import Benchmark, BenchOptions
 from decoder.commands.bench_report import draw_standings, notes_of, table_of, tables_of
+from decoder.commands.generate import Interruption
 from decoder.commands.options import MeasuredOutput, MeasuredPrompts, ModelSettings
 from decoder.commands.prompts import read_prompts
+from decoder.commands.terminal import watching
 from decoder.commands.trace_command import print_table
 from decoder.contenders.contender import PLAIN, UNDRAFTED
 from decoder.contenders.registry import ASKING_SERVERS, DEFAULT, ENTRIES, Contest, Setting, chosen
@@ -198,7 +197,10 @@ def run_bench(
         ),
     ] = False,
 ) -> None:
-    """Measure against plain generation, prompt lookup and published rules, in one run."""
+    """Measure against plain generation, prompt lookup and published rules, in one run.
+
+    Ctrl-C ends it with a report of what was measured until then.
+    """
     drafts.check()
     contest.check(drafts, output.repeat)
     found = RecordingTally()
@@ -219,27 +221,44 @@ def run_bench(
     language_model = prepared.load()
     costs = store_at(chosen.cost_cache)
     field = Contest(language_model, contest.names, drafts, output.max_new_tokens, costs)
-    progress = Progress(console=Console(stderr=True))
-    with progress:
-        report = run_benchmark(
-            language_model,
-            field.opened,
-            selected,
-            options,
-            partial(progress.track, description="prompts"),
-        )
+    interruption = Interruption()
+    with interruption.handled(), watching() as watcher:
+        benchmark = Benchmark(language_model, field.opened, selected, options, watcher)
+        is_interrupted = not _measured(benchmark)
+    report = benchmark.report()
     report["drafter"] = drafts.describe()
+    _print(report, contest, as_json=as_json)
     if contest.plot is not None:
         draw_standings(report, contest.plot)
+    if is_interrupted:
+        raise typer.Exit(interruption.status)
+
+
+def _measured(benchmark: Benchmark) -> bool:
+    """Run a benchmark; return whether all was measured, and not just a part.
+
+    Raises:
+        KeyboardInterrupt: nothing was.
+    """
+    try:
+        benchmark.run()
+    except KeyboardInterrupt:
+        if not benchmark.has_measured:
+            raise
+        return False
+    return True
+
+
+def _print(report: dict[str, Any], contest: ContestSettings, *, as_json: bool) -> None:
+    """Print a report as JSON, or as tables with their notes."""
     if as_json:
         typer.echo(json.dumps(report, indent=2))
-        return
-    if _is_default(contest):
+    elif _is_default(contest):
         print_table(table_of(report))
-        return
-    for table in tables_of(report, contest.over):
-        print_table(table)
-    typer.echo("\n".join(notes_of(report)))
+    else:
+        for table in tables_of(report, contest.over):
+            print_table(table)
+        typer.echo("\n".join(notes_of(report)))
 
 
 def _is_default(contest: ContestSettings) -> bool:

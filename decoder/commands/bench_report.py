@@ -181,7 +181,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
 
 
 def _common_notes(report: dict[str, Any]) -> list[str]:
-    notes = []
+    notes = [_interruption(report["interrupted_at"])] if report["interrupted"] else []
     if report["warm"]["num_prompts"]:
         warm = report["warm"]
         notes.append(
@@ -191,6 +191,13 @@ def _common_notes(report: dict[str, Any]) -> list[str]:
     if report["skipped"]:
         notes.append(f"prompts skipped, as the model cannot take them: {report['skipped']}")
     return notes
+
+
+def _interruption(at: dict[str, Any]) -> str:
+    """Return the line about an interruption; see `Benchmark.report`."""
+    place = f"interrupted: {at['where']}, {at['prompts']} of {counted(at['of_prompts'], 'prompt')}"
+    uncounted = "" if at["counted"] or not at["prompts"] else ", which are left out"
+    return f"{place}{uncounted}; nothing was measured behind that"
 
 
 def _cells(figures: dict[str, Any]) -> list[str]:
@@ -207,14 +214,19 @@ def _cells(figures: dict[str, Any]) -> list[str]:
 
 
 def described(setting: dict[str, Any]) -> str:
-    """Return a setting in words."""
-    nodes = setting["nodes"]
-    words = ["as many nodes as pay" if nodes is None else counted(nodes, "node")]
-    if setting["temperature"]:
-        words.append(f"temperature {setting['temperature']:g}")
+    """Return a setting of a report in words."""
+    words = in_words(setting["nodes"], setting["temperature"])
     if setting["num_seeds"] > 1:
         words.append(counted(setting["num_seeds"], "seed"))
     return ", ".join(words)
+
+
+def in_words(nodes: int | None, temperature: float) -> list[str]:
+    """Return what contenders meet under, in words."""
+    words = ["as many nodes as pay" if nodes is None else counted(nodes, "node")]
+    if temperature:
+        words.append(f"temperature {temperature:g}")
+    return words
 
 
 def _standings_table(report: dict[str, Any], setting: dict[str, Any]) -> Table:
@@ -320,7 +332,10 @@ def draw_standings(report: dict[str, Any], path: Path) -> None:
     if len(settings) > 1:
         lines, labels = axes[0].get_legend_handles_labels()
         figure.legend(lines, labels, loc="outside lower center", ncols=min(len(settings), 4))
-    figure.suptitle(f"{_title(report)}; 90% intervals over prompts", fontsize="medium", wrap=True)
+    title = f"{_title(report)}; 90% intervals over prompts"
+    if report["interrupted"]:
+        title += "; interrupted"
+    figure.suptitle(title, fontsize="medium", wrap=True)
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
