@@ -146,7 +146,12 @@ class TrainingSettings(BaseModel):
         ),
     ]
     minutes: Annotated[
-        float, Field(gt=0, description="Most time for recording and training together.")
+        float,
+        Field(
+            gt=0,
+            description="Most time for recording, training and judging together. Loading the model "
+            "and the comparison at the end come on top.",
+        ),
     ] = _DEFAULTS.minutes
     tokens: Annotated[
         int, Field(ge=1, description="Tokens to record, if half of the time suffices.")

@@ -64,6 +64,9 @@ _JUDGED_TIMES: Final = 10
 _PATIENCE: Final = 3
 _KEPT_EVERY_S: Final = 60.0
 
+_LEAST_TRAINING_SHARE: Final = 0.5
+"""Of what is left behind recording: a short training still trains, and takes longer then."""
+
 _LEAST_SECONDS: Final = 1.0
 """Of a stage: a few steps at least."""
 
@@ -73,7 +76,7 @@ class CourseOptions:
     """How much is taught, and for how long.
 
     Attributes:
-        minutes: for recording and training together.
+        minutes: for recording, starting, training and judging a head together.
         num_tokens: tokens of outputs to record, if half of the time suffices.
         own_share: share of them that the target writes itself, where there are other outputs.
         max_new_tokens: of an answer that it writes.
@@ -184,15 +187,22 @@ class Course:
     def _taught_head(self, trained_on: Sequence[str]) -> Outcome:
         """Record, train and judge; see `run`."""
         store, judged = self._recorded()
+        begun = time.perf_counter()
         tokens = self._drafted_tokens(store)
         teaching = TeachingModel(self._language_model, tokens)
         head = started_head(self._language_model, store, tokens)
+        started_s = time.perf_counter() - begun
         before = agreement(head, teaching, judged)
+        judging_s = time.perf_counter() - begun - started_s
+        allowance = _Allowance(
+            self._options.minutes * 60 - min(store.seconds, self._recording_seconds()),
+            judged.seconds + started_s + (1 + len(STAGES)) * judging_s,
+        )
         after = _Training(
             HeadTrainer(head, teaching, store, self._options.seed),
             lambda trained: agreement(trained, teaching, judged),
             self._progress(store),
-            self._options.minutes * 60 - min(store.seconds, self._recording_seconds()),
+            allowance,
             before,
             self._watcher,
         ).run()
@@ -228,7 +238,9 @@ class Course:
         judged = TaughtStore(self._folder / "judging", stamp)
         teacher = Teacher(self._language_model, self._states)
         if not len(judged):
-            judged.add(self._judges(teacher))
+            start = time.perf_counter()
+            answered = self._judges(teacher)
+            judged.add(answered, time.perf_counter() - start)
         if self._progress(store).kept() is None:
             self._record(store, teacher)
         if store.num_tokens < LEAST_TOKENS:
@@ -318,6 +330,26 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class _Allowance:
+    """What a training may take, in seconds.
+
+    Attributes:
+        given: for all that is done behind recording. It is the same each time that a training is
+            gone on with, unless that is given other minutes.
+        elsewhere: what of that is no stage takes this time: answers to judge by, the start of the
+            head, and judging it then and behind each stage. Within a stage judging is its time.
+    """
+
+    given: float
+    elsewhere: float
+
+    @property
+    def stages(self) -> float:
+        """What is left for the stages."""
+        return max(self.given - self.elsewhere, self.given * _LEAST_TRAINING_SHARE)
+
+
+@dataclass(frozen=True, slots=True)
 class _Kept:
     """Where a training was interrupted.
 
@@ -325,7 +357,7 @@ class _Kept:
         weights: the best so far.
         stage: the number of the stage that is under way.
         over: how much of it is over, from 0 to 1.
-        seconds: that all stages were given.
+        seconds: that were given; see `_Allowance`.
     """
 
     weights: dict[str, torch.Tensor]
@@ -388,7 +420,7 @@ class _Training:
         trainer: of the head.
         judge: says how often the head foretells held-out tokens.
         progress: where the best weights are kept, and how far training is.
-        seconds: for all stages.
+        allowance: the time for all stages.
         before: what the judge said of the head as it is.
         watcher: is told of the progress.
     """
@@ -398,12 +430,12 @@ class _Training:
         trainer: HeadTrainer,
         judge: Callable[[Eagle3Head], Agreement],
         progress: _Progress,
-        seconds: float,
+        allowance: _Allowance,
         before: Agreement,
         watcher: Watcher,
     ) -> None:
         self._trainer, self._judge_of = trainer, judge
-        self._progress, self._seconds, self._watcher = progress, seconds, watcher
+        self._progress, self._allowance, self._watcher = progress, allowance, watcher
         self._head = trainer.head
         self._best, self._best_weights = before, weights_of(self._head)
         self._stage, self._over, self._misses = 0, 0.0, 0
@@ -443,7 +475,7 @@ class _Training:
             judged_at = self._over
             return self._judge()
 
-        seconds = max(self._seconds * stage.share * (1 - begun), _LEAST_SECONDS)
+        seconds = max(self._allowance.stages * stage.share * (1 - begun), _LEAST_SECONDS)
         self._trainer.train(stage, seconds, on_step, begun)
         self._judge()
 
@@ -458,7 +490,8 @@ class _Training:
 
     def _keep(self) -> None:
         self._kept_at = time.perf_counter()
-        self._progress.keep(_Kept(self._best_weights, self._stage, self._over, self._seconds))
+        given = self._allowance.given
+        self._progress.keep(_Kept(self._best_weights, self._stage, self._over, given))
 
     def _resume(self) -> None:
         """Go on from what was kept, if that fits."""
@@ -467,9 +500,10 @@ class _Training:
             return
         self._head.load_state_dict(kept.weights)
         self._stage, self._over = kept.stage, kept.over
-        if kept.stage == len(STAGES) and self._seconds > kept.seconds:
+        given = self._allowance.given
+        if kept.stage == len(STAGES) and given > kept.seconds:
             self._stage = len(STAGES) - 1
-            added = (self._seconds - kept.seconds) / (self._seconds * STAGES[-1].share)
+            added = (given - kept.seconds) / (given * STAGES[-1].share)
             self._over = max(1 - added, 0.0)
         self._best, self._best_weights = self._judge_of(self._head), weights_of(self._head)
 

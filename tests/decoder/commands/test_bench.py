@@ -1,6 +1,8 @@
 import json
+import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,8 +12,8 @@ from numpy.typing import ArrayLike
 
 from decoder.assembly import DrafterSettings, assemble
 from decoder.commands import main
-from decoder.commands.bench import BenchOptions, run_benchmark
-from decoder.commands.bench_report import summarize, table_of, time_per_step
+from decoder.commands.bench import Benchmark, BenchOptions, Opened, run_benchmark
+from decoder.commands.bench_report import notes_of, summarize, table_of, time_per_step
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.contenders.contender import (
     FOREDRAFT,
@@ -19,6 +21,7 @@ from decoder.contenders.contender import (
     PROMPT_LOOKUP,
     UNDRAFTED,
     Contender,
+    OwnContender,
     Run,
     contenders,
 )
@@ -26,6 +29,7 @@ from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Lineup, Setti
 from decoder.contenders.standings import Comparison
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
 from decoder.observation import Statistics
+from indexer.launch import INTERRUPTED, TERMINATED
 from indexer.reader import Vocabulary
 from retriever.sessions.embedded import EmbeddedDrafter
 from tests.decoder.decoding import tree_of
@@ -226,6 +230,228 @@ def test_the_second_turn_is_asked_behind_the_plain_answer(
         assert prompts[1:] == expected  # the first is to warm up
     assert report["settings"][0]["overall"]["num_answers"] == 2
     assert report["skipped"] == 1  # the third is longer than the model takes
+
+
+class Scripted:
+    """Two contenders whose n-th run of all takes n seconds and two passes for three tokens.
+
+    Args:
+        language_model: whose target fits prompts.
+        before: is called with the number of each run before it, from 1.
+    """
+
+    def __init__(
+        self, language_model: LanguageModel, before: Callable[[int], object] = lambda _: None
+    ) -> None:
+        self._before = before
+        self._target = assemble(language_model, Watched(language_model.vocabulary)).target
+        self._answer = language_model.tokenizer.encode("yes")
+        self._number = 0
+
+    def opened(self) -> Opened:
+        @contextmanager
+        def lineup(_: Setting) -> Iterator[Lineup]:
+            yield Lineup(dict.fromkeys((PLAIN, FOREDRAFT), self._run), self._target, None)
+
+        return lineup
+
+    def _run(self, prompt: list[int], *, remember: bool) -> Run:  # noqa: ARG002  keeps nothing
+        self._number += 1
+        self._before(self._number)
+        return Run(self._answer, float(self._number), 2)
+
+
+def interrupting(at: int) -> Callable[[int], None]:
+    """Stand for Ctrl-C during the run of a number."""
+
+    def before(number: int) -> None:
+        if number == at:
+            raise KeyboardInterrupt
+
+    return before
+
+
+TWO_NODES = (Setting(4), Setting(8, 0.5, 1))
+THREE = [Prompt("a", "abc"), Prompt("b", "bcd"), Prompt("b", "cde")]
+
+
+# A round is two runs to warm up, and two for each prompt.
+@pytest.mark.parametrize(
+    ("at", "settings", "repeat", "prompts", "where", "done", "counted"),
+    [
+        (5, TWO_NODES, 1, [1], "4 nodes (1 of 2)", 1, True),
+        (8, TWO_NODES, 1, [2], "4 nodes (1 of 2)", 2, True),
+        (9, TWO_NODES, 1, [3], "8 nodes, temperature 0.5, seed 1 (2 of 2)", 0, False),
+        (12, TWO_NODES, 1, [3], "8 nodes, temperature 0.5, seed 1 (2 of 2)", 0, False),
+        (16, TWO_NODES, 1, [3, 2], "8 nodes, temperature 0.5, seed 1 (2 of 2)", 2, True),
+        (7, [Setting()], 2, [2], "as many nodes as pay, round 1 of 2", 2, True),
+        (16, [Setting()], 2, [3], "as many nodes as pay, round 2 of 2", 2, False),
+    ],
+)
+def test_an_interruption_leaves_what_was_measured(  # noqa: PLR0913, PLR0917  parameters
+    at: int,
+    settings: Sequence[Setting],
+    repeat: int,
+    prompts: list[int],
+    where: str,
+    done: int,
+    counted: bool,  # noqa: FBT001  a parameter of the test
+    language_model: LanguageModel,
+) -> None:
+    """Of the setting under way those prompts count that all contenders decoded.
+
+    Where a round of it is whole, that alone does.
+    """
+    contest = Scripted(language_model, interrupting(at))
+    options = BenchOptions(8, repeat, settings=settings)
+    benchmark = Benchmark(language_model, contest.opened(), THREE, options)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.run()
+    assert benchmark.has_measured
+    report = json.loads(json.dumps(benchmark.report()))
+    assert [each["overall"]["num_prompts"] for each in report["settings"]] == prompts
+    assert report["interrupted"] is True
+    at_report = {"where": where, "prompts": done, "of_prompts": 3, "counted": counted}
+    assert report["interrupted_at"] == at_report
+    assert report["skipped"] == 0
+    speed = report["settings"][0]["overall"]["contenders"][FOREDRAFT]["tokens_per_second"]
+    seconds = (4, 5, 8)[: prompts[0]]  # of its runs in the first round; who begins rotates
+    assert speed == pytest.approx(3 * len(seconds) / sum(seconds))
+    (line,) = [note for note in notes_of(report) if note.startswith("interrupted")]
+    assert line.startswith(f"interrupted: {where}, {done} of 3 prompts")
+    assert ("left out" in line) == (done > 0 and not counted)
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_an_interruption_before_the_first_prompt_is_done_leaves_nothing(
+    at: int, language_model: LanguageModel
+) -> None:
+    contest = Scripted(language_model, interrupting(at))
+    benchmark = Benchmark(language_model, contest.opened(), THREE, BenchOptions(8))
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.run()
+    assert not benchmark.has_measured
+
+
+def test_a_conversation_that_is_interrupted_is_left_out_with_all_its_turns(
+    language_model: LanguageModel,
+) -> None:
+    prompts = [Prompt("a", "abc", later=("so", "b" * 200)), Prompt("a", "bcd", later=("so",))]
+    contest = Scripted(language_model, interrupting(9))  # the second turn of the second prompt
+    options = BenchOptions(8, both_turns=True)
+    benchmark = Benchmark(language_model, contest.opened(), prompts, options)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.run()
+    report = benchmark.report()
+    assert report["settings"][0]["overall"]["num_prompts"] == 1
+    assert report["settings"][0]["overall"]["num_answers"] == 2
+    assert report["skipped"] == 1  # the third turn of the first prompt, which is too long
+
+
+def test_a_whole_benchmark_is_not_called_interrupted(language_model: LanguageModel) -> None:
+    contest = Scripted(language_model)
+    report = run_benchmark(language_model, contest.opened(), THREE, BenchOptions(8))
+    assert report["interrupted"] is False
+    assert "interrupted_at" not in report
+    assert not [note for note in notes_of(report) if "interrupted" in note]
+
+
+def test_progress_says_where_a_benchmark_is_and_how_it_stands(
+    language_model: LanguageModel,
+) -> None:
+    told: list[tuple[str, float, str]] = []
+    options = BenchOptions(8, repeat=2, warm=[Prompt("c", "efg")], settings=[Setting(4)])
+    run_benchmark(
+        language_model,
+        Scripted(language_model).opened(),
+        THREE[:2],
+        options,
+        lambda *words: told.append(words),
+    )
+    stands = "foredraft 2.00 tokens a pass"
+    assert told == [
+        said
+        for number in ("1", "2")
+        for said in (
+            (f"4 nodes, round {number} of 2, warm-up", 0.0, "0 of 1 prompt"),
+            (f"4 nodes, round {number} of 2, warm-up", 1.0, "1 of 1 prompt"),
+            (f"4 nodes, round {number} of 2, measuring", 0.0, "0 of 2 prompts"),
+            (f"4 nodes, round {number} of 2, measuring", 0.5, f"1 of 2 prompts, {stands}"),
+            (f"4 nodes, round {number} of 2, measuring", 1.0, f"2 of 2 prompts, {stands}"),
+        )
+    ]
+
+
+def signalling(
+    monkeypatch: pytest.MonkeyPatch, at: int, number: signal.Signals
+) -> Callable[[], None]:
+    """Have a run of our own contenders send a signal; return a check that it did."""
+    decode, count = OwnContender.__call__, 0
+
+    def run(self: OwnContender, prompt: list[int], *, remember: bool) -> Run:
+        nonlocal count
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), number)
+        return decode(self, prompt, remember=remember)
+
+    def check() -> None:
+        assert count == at
+
+    monkeypatch.setattr(OwnContender, "__call__", run)
+    return check
+
+
+@pytest.fixture
+def _ctrl_c() -> Iterator[None]:
+    """Have Ctrl-C raise as in a terminal: who starts us may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)]
+)
+def test_a_signal_ends_the_command_with_a_report(
+    number: signal.Signals,
+    status: int,
+    small: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    check = signalling(monkeypatch, 6, number)  # behind two to warm up and two of a prompt
+    is_json = number == signal.SIGINT
+    assert bench(monkeypatch, *small, *(["--json"] if is_json else [])) == status
+    check()
+    said = capsys.readouterr()
+    where = "as many nodes as pay"
+    if is_json:
+        report = json.loads(said.out)
+        assert report["overall"]["num_prompts"] == 1
+        at = {"where": where, "prompts": 1, "of_prompts": 2, "counted": True}
+        assert report["interrupted_at"] == at
+    else:
+        words = " ".join(said.out.split())
+        assert f"interrupted: {where}, 1 of 2 prompts" in words
+        assert "a plain one" in words
+    # Standard error is no terminal here: progress is lines.
+    assert f"{where}, measuring, 0%, 0 of 2 prompts\n" in said.err
+    assert f"{where}, measuring, 50%, 1 of 2 prompts, foredraft " in said.err
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+def test_ctrl_c_before_anything_is_measured_ends_the_command_without_a_report(
+    small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = signalling(monkeypatch, 3, signal.SIGINT)
+    assert bench(monkeypatch, *small, "--json") == INTERRUPTED
+    check()
+    assert not capsys.readouterr().out
 
 
 def test_the_tables_of_contenders_are_laid_out_as_papers_have_them(

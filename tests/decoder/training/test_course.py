@@ -1,6 +1,8 @@
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from decoder.errors import HeadMismatchError, TeachingTextError, TrainingError
 from decoder.model.pretrained import LanguageModel
 from decoder.speculators.head_files import HeadTarget, load_head
+from decoder.training import course
 from decoder.training.course import Course, CourseOptions
+from decoder.training.head_trainer import STAGES, HeadTrainer, Stage
 from decoder.training.lessons import Lesson
 from decoder.training.taught_store import TaughtStore
 from decoder.training.teacher import Teacher
@@ -92,6 +96,44 @@ def test_an_interrupted_training_goes_on_and_its_head_loads(
     assert set(told) == {"training on its own outputs"}
     assert more.after.worth >= outcome.after.worth
     assert files_of(recorded) == second
+
+
+def test_starting_and_judging_are_a_part_of_the_minutes(
+    language_model: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that is finished stays so, however much quicker its next start is."""
+    delay_s, taken = 0.3, list[tuple[str, float]]()
+
+    def slowed(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: object) -> object:
+            time.sleep(delay_s)
+            return work(*given)
+
+        return run
+
+    def train(_: HeadTrainer, stage: Stage, seconds: float, *_on_step: object) -> None:
+        taken.append((stage.name, seconds))
+
+    monkeypatch.setattr(course, "started_head", slowed(course.started_head))
+    monkeypatch.setattr(course, "agreement", slowed(course.agreement))
+    monkeypatch.setattr(Course, "_judges", slowed(Course._judges))
+    monkeypatch.setattr(HeadTrainer, "train", train)
+    options = replace(OPTIONS, minutes=0.3)
+    lessons, output = lessons_of(160), tmp_path / "head"
+    first = Course(language_model, lessons, output, options, silent)
+    first.run([])
+    recorded = TaughtStore(tmp_path / "head.training" / "taught", first._stamp())
+    left = 18.0 - min(recorded.seconds, 9.0)
+    first_stage, second_stage = (stage.name for stage in STAGES)
+    assert [name for name, _ in taken] == [first_stage, second_stage]
+    # Answers to judge by, the start, and judgements: before, and behind each stage.
+    assert left / 2 <= sum(seconds for _, seconds in taken) <= left - 5 * delay_s
+    taken.clear()
+    delay_s = 0.0
+    Course(language_model, lessons, output, options, silent).run([])
+    assert not taken
+    Course(language_model, lessons, output, replace(options, minutes=0.31), silent).run([])
+    assert [name for name, _ in taken] == [second_stage]
 
 
 def test_no_held_out_prompt_is_taught(language_model: LanguageModel, tmp_path: Path) -> None:
