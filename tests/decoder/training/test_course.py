@@ -14,7 +14,9 @@ from decoder.model.pretrained import LanguageModel
 from decoder.speculators.head_files import HeadTarget, load_head
 from decoder.training import course
 from decoder.training.course import Course, CourseOptions
+from decoder.training.head_start import started_head
 from decoder.training.head_trainer import STAGES, HeadTrainer, Stage
+from decoder.training.judging import agreement
 from decoder.training.lessons import Lesson
 from decoder.training.taught_store import TaughtStore
 from decoder.training.teacher import Teacher
@@ -114,8 +116,8 @@ def test_starting_and_judging_are_a_part_of_the_minutes(
     def train(_: HeadTrainer, stage: Stage, seconds: float, *_on_step: object) -> None:
         taken.append((stage.name, seconds))
 
-    monkeypatch.setattr(course, "started_head", slowed(course.started_head))
-    monkeypatch.setattr(course, "agreement", slowed(course.agreement))
+    monkeypatch.setattr(course, "started_head", slowed(started_head))
+    monkeypatch.setattr(course, "agreement", slowed(agreement))
     monkeypatch.setattr(Course, "_judges", slowed(Course._judges))
     monkeypatch.setattr(HeadTrainer, "train", train)
     options = replace(OPTIONS, minutes=0.3)
