@@ -11,8 +11,9 @@ from typing import Final, TextIO
 import typer
 from rich.color import ColorSystem
 from rich.console import COLOR_SYSTEMS, Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.style import Style
+from rich.table import Column
 from transformers import PreTrainedTokenizerBase
 
 from decoder.observation import ObservedPass, Watcher
@@ -34,7 +35,10 @@ _LINE_EVERY_S: Final = 30.0
 """Between two lines of progress where there is no terminal: an hour is 120 of them."""
 
 _BAR_CHARACTERS: Final = 16
-"""Of a bar, so that a stage and a few words about it stand next to it in 80 characters."""
+"""Of a bar, so that 80 characters have room for its stage and a few words about it."""
+
+
+_TIME_CHARACTERS: Final = len("0:00:00")
 
 
 class Colouring(StrEnum):
@@ -170,18 +174,31 @@ def sources_of(step: ObservedPass) -> list[Source | None]:
     return [*drafted, *[None] * (len(step.tokens) - len(drafted))]
 
 
-class _Bars:
-    """Shows each stage as a bar."""
+class _Bar:
+    """Shows the stage that is under way as a bar, and those before it as lines above.
+
+    A bar for each would be more than a terminal holds, and the last ones would not be seen.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._stage = ""
+        self._stage, self._told = "", ""
+        self._task: TaskID | None = None
 
     def __call__(self, stage: str, over: float, told: str) -> None:
         """See `Watcher`."""
-        if stage != self._stage:
-            self._stage, self._task = stage, self._progress.add_task(stage, total=1.0, told="")
-        self._progress.update(self._task, completed=over, told=told)
+        if self._task is None or stage != self._stage:
+            self._begin(stage)
+        self._told = told
+        if self._task is not None:
+            self._progress.update(self._task, completed=over, told=told)
+
+    def _begin(self, stage: str) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            line = f"{self._stage}, {self._told}"
+            self._progress.console.print(line, markup=False, highlight=False)
+        self._stage, self._task = stage, self._progress.add_task(stage, total=1.0, told="")
 
 
 class _Lines:
@@ -215,7 +232,7 @@ class _Lines:
 
 @contextmanager
 def watching() -> Iterator[Watcher]:
-    """Show progress on standard error during the block: bars on a terminal, lines elsewhere."""
+    """Show progress on standard error during the block: a bar on a terminal, lines elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
         lines = _Lines()
@@ -225,10 +242,10 @@ def watching() -> Iterator[Watcher]:
             lines.finish()
         return
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(_BAR_CHARACTERS),
-        TextColumn("{task.fields[told]}"),
-        TimeElapsedColumn(),
+        TextColumn("{task.description}", table_column=Column()),  # whose words wrap
+        BarColumn(_BAR_CHARACTERS, table_column=Column(min_width=_BAR_CHARACTERS)),
+        TextColumn("{task.fields[told]}", table_column=Column()),
+        TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=_TIME_CHARACTERS)),
     )
     with Progress(*columns, console=console) as progress:
-        yield _Bars(progress)
+        yield _Bar(progress)

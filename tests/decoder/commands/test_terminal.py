@@ -19,6 +19,7 @@ from tests.decoder.decoding import ScriptedDrafter, decoder_with, plainly, tree_
 
 PROMPT = "abcabc"
 ESCAPES = re.compile("\x1b\\[[0-9;]*m")
+MOVES = re.compile("\x1b\\[[?0-9;]*[A-Zhl]|\r")
 
 
 @pytest.fixture(scope="module")
@@ -132,16 +133,28 @@ def test_progress_without_a_terminal_is_lines(
     ]
 
 
-def test_progress_on_a_terminal_is_a_bar_for_each_stage(
+def test_progress_on_a_terminal_is_a_bar_under_the_stages_that_are_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(
         terminal, "Console", lambda **_: Console(file=shown, force_terminal=True, width=80)
     )
+    words = (
+        "4 nodes, temperature 0.7, seed 12 (1 of 2), round 1 of 2, measuring",
+        "1 of 3 prompts",
+    )
     with watching() as watcher:
-        watcher("recording", 1.0, "10 tokens")
-        watcher("training", 0.5, "loss 4")
-    assert "10 tokens" in shown.getvalue()
-    assert "loss 4" in shown.getvalue()
+        for number in range(30):  # more than a terminal has lines
+            watcher(f"recording [{number}]", 1.0, "10 tokens")
+        watcher(words[0], 0.5, f"{words[1]}, foredraft 2.00 tokens a pass")
     assert "\x1b[" in shown.getvalue()
+    text = MOVES.sub("\n", ESCAPES.sub("", shown.getvalue()))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    assert all(f"recording [{number}], 10 tokens" in lines for number in range(30))
+    last = " ".join(lines[-3:])  # at the end, in columns that wrap
+    assert all(word in last for words_of in words for word in words_of.split())
+    assert "foredraft" in last
+    assert "\u2501" in last  # the bar itself
+    assert "0:00:0" in last
+    assert "\u2026" not in last  # nothing is cut
