@@ -275,9 +275,8 @@ class TrueStates:
                 "make it with Target(model, states=states_of(drafter))"
             )
         is_prompt = len(verified.states[self._numbers[0]]) != 1 + len(verified.tree)
-        kept = None if is_prompt else [0, *(verified.path + 1).tolist()]
-        parts = [self._kept(verified.states[number], kept) for number in self._numbers]
-        rows = torch.cat(parts, -1)
+        states = [verified.states[number] for number in self._numbers]
+        rows = self._last(states) if is_prompt else _committed(states, verified.path)
         start = length - len(rows) if is_prompt else length - 1
         if start != self.end:
             self._forget(start)
@@ -295,9 +294,9 @@ class TrueStates:
         self._rows, self.start = [], self.end
         return rows
 
-    def _kept(self, state: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
-        """Return some rows of a state, or the last ones."""
-        return state[-self._most :] if rows is None else state[rows]
+    def _last(self, states: list[torch.Tensor]) -> torch.Tensor:
+        """Return the last rows of states, side by side."""
+        return torch.cat([state[-self._most :] for state in states], -1)
 
     def _forget(self, end: int) -> None:
         self._rows, self.start, self.end = [], end, end
@@ -310,6 +309,13 @@ class TrueStates:
         if excess > 0:
             self._rows[0] = self._rows[0][excess:].clone()
             self.start += excess
+
+
+def _committed(states: list[torch.Tensor], path: NDArray[np.int64]) -> torch.Tensor:
+    """Return the rows of states that a pass committed to, side by side."""
+    joined = torch.cat(states, -1)
+    rows = torch.from_numpy(np.concatenate([np.zeros(1, np.int64), path + 1]))
+    return joined.index_select(0, rows.to(joined.device))
 
 
 class EagleReading:

@@ -281,12 +281,12 @@ def _states_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _rejected_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = TrueStates._kept
-
-    def shifted(self: TrueStates, state: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
-        return chosen(self, state, rows and [max(row - 1, 0) for row in rows])
-
-    monkeypatch.setattr(TrueStates, "_kept", shifted)
+    committed = speculator_module._committed
+    monkeypatch.setattr(
+        speculator_module,
+        "_committed",
+        lambda states, path: committed(states, np.maximum(path - 1, -1)),
+    )
 
 
 def _siblings_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
