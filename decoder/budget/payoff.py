@@ -2,6 +2,10 @@
 
 import statistics
 from collections import deque
+from typing import Final
+
+_LEVEL: Final = 0.25
+"""What stands for no slope of a line, in squared distances from the mean."""
 
 
 class FadingRatio:
@@ -31,6 +35,51 @@ class FadingRatio:
     def value(self, default: float = 0.0) -> float:
         """Return the ratio, `default` before anything was added."""
         return self.numerator / self.denominator if self.denominator else default
+
+
+class FadingLine:
+    """A line through points between 0 and 1 in which older points count ever less.
+
+    It begins with points that lie evenly on a guess. Few points show little of a slope: what stands
+    for none weighs as much as one point half of the way off their mean.
+
+    Args:
+        decay: what points count for after `fade`, between 0 and 1.
+        known: points that the guess counts for.
+        at_0: value of the guess at 0.
+        at_1: at 1.
+    """
+
+    def __init__(self, decay: float, known: float, *, at_0: float, at_1: float) -> None:
+        slope, mean, square = at_1 - at_0, 1 / 2, 1 / 3  # of numbers between 0 and 1
+        self._decay = decay
+        self._count = known
+        self._x, self._xx = known * mean, known * square
+        self._y = known * (at_0 + slope * mean)
+        self._xy = known * (at_0 * mean + slope * square)
+
+    def fade(self) -> None:
+        """Have all points count less."""
+        self._count *= self._decay
+        self._x *= self._decay
+        self._xx *= self._decay
+        self._y *= self._decay
+        self._xy *= self._decay
+
+    def add(self, x: float, y: float) -> None:
+        """Add a point."""
+        self._count += 1
+        self._x += x
+        self._xx += x * x
+        self._y += y
+        self._xy += x * y
+
+    def at(self, x: float) -> float:
+        """Return the line's value."""
+        mean_x, mean_y = self._x / self._count, self._y / self._count
+        variance = self._xx / self._count - mean_x**2 + _LEVEL / self._count
+        slope = (self._xy / self._count - mean_x * mean_y) / variance
+        return mean_y + slope * (x - mean_x)
 
 
 class RecentMedian:

@@ -3,7 +3,7 @@
 import time
 from typing import Final
 
-from decoder.budget.payoff import FadingRatio, RecentMedian
+from decoder.budget.payoff import FadingLine, FadingRatio, RecentMedian
 from decoder.drafters.model_trees import StepCosts
 from retriever.tree import DraftTree
 
@@ -21,13 +21,9 @@ _KNOWN: Final = 4.0
 _GUESS: Final = 0.4
 """Tokens that a reader is thought to add where there is no tree; where that is sure, none."""
 
-_SPREAD: Final = 0.25
-"""Drafts at a distance of one in sureness that stand for no difference: few drafts show none."""
-
 _RECENT: Final = 15
 """Passes whose median time counts: those of a few drafts; seven pauses of the machine change
 nothing."""
-
 
 _LITTLE: Final = 8
 """Tokens that a reader catches up with in hardly more time than with one. A draft before which it
@@ -84,10 +80,7 @@ class GainEstimate:
     """
 
     def __init__(self) -> None:
-        mean, square = 1 / 2, 1 / 3  # of a sureness between 0 and 1
-        self._count = _KNOWN
-        self._x, self._xx = _KNOWN * mean, _KNOWN * square
-        self._y, self._xy = _KNOWN * _GUESS * (1 - mean), _KNOWN * _GUESS * (mean - square)
+        self._gains = FadingLine(_DECAY, _KNOWN, at_0=_GUESS, at_1=0.0)
         self._seconds = RecentMedian(_RECENT)
         self._untimed = _TIMED
         self._trials = Trials()
@@ -99,7 +92,7 @@ class GainEstimate:
             sureness: probability of the tree's first node, 0 where it is empty.
             token_s: seconds that a token takes at the present pace; 0 where that is not known.
         """
-        self._fade()
+        self._gains.fade()
         seconds = self._seconds.value()
         if seconds is None or self._untimed > 0 or token_s == 0:
             return True
@@ -107,10 +100,7 @@ class GainEstimate:
 
     def gain(self, sureness: float) -> float:
         """Return the tokens that asking is expected to add."""
-        mean_x, mean_y = self._x / self._count, self._y / self._count
-        variance = self._xx / self._count - mean_x**2
-        slope = (self._xy / self._count - mean_x * mean_y) / (variance + _SPREAD / self._count)
-        return mean_y + slope * (sureness - mean_x)
+        return self._gains.at(sureness)
 
     def learn(
         self, sureness: float, gain: float, seconds: float, *, is_typical: bool = True
@@ -123,21 +113,10 @@ class GainEstimate:
             seconds: that asking took.
             is_typical: whether other drafts take that, too; if not, they take no more.
         """
-        self._count += 1
-        self._x += sureness
-        self._xx += sureness**2
-        self._y += gain
-        self._xy += sureness * gain
+        self._gains.add(sureness, gain)
         if is_typical or seconds < (self._seconds.value() or 0.0):
             self._untimed -= is_typical
             self._seconds.add(seconds)
-
-    def _fade(self) -> None:
-        self._count *= _DECAY
-        self._x *= _DECAY
-        self._xx *= _DECAY
-        self._y *= _DECAY
-        self._xy *= _DECAY
 
 
 class AskingRule:

@@ -2,9 +2,10 @@
 
 from itertools import groupby
 
+import numpy as np
 import pytest
 
-from decoder.budget.payoff import FadingRatio, Payoff, RecentMedian
+from decoder.budget.payoff import FadingLine, FadingRatio, Payoff, RecentMedian
 
 LONGEST = 16
 
@@ -92,3 +93,28 @@ def test_encouraged_it_is_asked_in_the_next_step_and_then_paused_again() -> None
     assert payoff.is_due(1.0, 1.0, LONGEST)
     payoff.learn(0.0)
     assert pauses(payoff, 0.0, 20)[0] == 2
+
+
+def test_a_line_is_fitted_to_the_latest_points() -> None:
+    line = FadingLine(0.99, 4.0, at_0=1.0, at_1=0.0)
+    assert [line.at(x) for x in (0.0, 0.5, 1.0)] == pytest.approx([0.8, 0.5, 0.2], abs=0.2)
+    random = np.random.default_rng(0)
+    for slope in (2.0, -1.0):
+        points = []
+        for _ in range(1000):
+            line.fade()
+            points.append((float(random.random()), float(random.normal())))
+            points[-1] = (points[-1][0], 0.3 + slope * points[-1][0] + 0.1 * points[-1][1])
+            line.add(*points[-1])
+        weights = 0.99 ** np.arange(999, -1, -1.0)
+        expected = np.polyfit(*np.array(points).T, 1, w=np.sqrt(weights))
+        assert line.at(0.25) == pytest.approx(np.polyval(expected, 0.25), abs=0.02)
+        assert line.at(1.0) - line.at(0.0) == pytest.approx(slope, abs=0.2)
+
+
+def test_few_points_show_little_of_a_slope() -> None:
+    line = FadingLine(1.0, 1e-9, at_0=0.0, at_1=0.0)
+    for x, y in ((0.4, 0.0), (0.6, 1.0)):
+        line.add(x, y)
+    assert line.at(0.5) == pytest.approx(0.5)
+    assert 0 < line.at(1.0) - line.at(0.0) < 1
