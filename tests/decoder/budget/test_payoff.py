@@ -107,7 +107,8 @@ def test_a_line_is_fitted_to_the_latest_points() -> None:
             points[-1] = (points[-1][0], 0.3 + slope * points[-1][0] + 0.1 * points[-1][1])
             line.add(*points[-1])
         weights = 0.99 ** np.arange(999, -1, -1.0)
-        expected = np.polyfit(*np.array(points).T, 1, w=np.sqrt(weights))
+        x, y = np.array(points).T
+        expected = np.polyfit(x, y, 1, w=np.sqrt(weights))
         assert line.at(0.25) == pytest.approx(np.polyval(expected, 0.25), abs=0.02)
         assert line.at(1.0) - line.at(0.0) == pytest.approx(slope, abs=0.2)
 
