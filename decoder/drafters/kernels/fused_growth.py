@@ -18,6 +18,16 @@ MAX_CANDIDATES: Final = 1 << 13
 dropped: nodes are taken by falling probability, so those are children of the least probable."""
 
 
+_LISTING: Final = 4.0
+"""How sure it is that one of a node's candidates comes, by the sum of what each is given by itself:
+1 - exp(-4 sum). Candidates of a node exclude each other, and each is judged alone: where they come
+to 0.33, 0.5, 0.7, 0.95, 1.2 and 1.4 together, one of them came in 63, 77, 80, 95, 97 and 99% of
+cases. That would be 2.8; 4 obtains more tokens, as do all greater values up to a sum of one."""
+
+_LEAST_TOTAL: Final = 1e-9
+"""Sums below it are none, and not divided by."""
+
+
 class Growth(NamedTuple):
     """The growing tree, and the candidates considered for it.
 
@@ -99,7 +109,7 @@ def grow(
         if num_trees < len(places):
             count = hear_readers(siblings, count, readings, places[num_trees:])
         total = score(siblings, count, weights[set_of(siblings.known, readings.labels)])
-        scale = above / max(total, 1.0)
+        scale = above * -np.expm1(-_LISTING * total) / max(total, _LEAST_TOTAL)
         for candidate in range(count):
             belief = siblings.probabilities[candidate] * scale
             if belief < min_probability or considered == MAX_CANDIDATES:

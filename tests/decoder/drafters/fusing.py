@@ -117,7 +117,8 @@ class Knowledge:
         above = 1.0
         while True:
             children = self.children(path)
-            scale = above / max(1.0, sum(children.values()))
+            total = sum(children.values())
+            scale = above * (1.0 - math.exp(-4.0 * total)) / total if children else 0.0
             for token, share in children.items():
                 if share * scale >= min_probability:
                     heapq.heappush(heap, (-share * scale, (*path, token)))
