@@ -34,8 +34,7 @@ def stepped_together(
 ) -> list[list[int]]:
     """Return the same, in arrays; all sequences are of one length."""
     scores = _processed(rule, batch, contexts)
-    rows = np.arange(scores.shape[0] * scores.shape[1])
-    choices = _choice(rule, batch, contexts)(scores.flatten(0, 1), rows)
+    choices = _choice(rule, batch, contexts)(scores.flatten(0, 1), slice(None))
     return _followed(batch, choices.numpy().reshape(scores.shape[:2]))
 
 

@@ -8,21 +8,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoder.sampling.verification import CERTAIN, SampledTree, draw
+from decoder.sampling.verification import CERTAIN, SampledTree, draw, is_waited_for
 
 NOTHING: Final = -1
 """Chosen where no token is possible."""
 
 
-Choice = Callable[[torch.Tensor, NDArray[np.int64]], torch.Tensor]
+Choice = Callable[[torch.Tensor, slice], torch.Tensor]
 """A way of choosing, made for one tree; called with single rows or with many.
 
-Takes float32[n, vocabulary], logits after processors, and int64[n], the numbers of these rows: 0
-after the last token, node + 1 after a node. Returns int64[n], a token or `NOTHING` for each.
+Takes float32[n, vocabulary], logits after processors, and which rows these are: 0 after the last
+token, node + 1 after a node. Returns int64[n], a token or `NOTHING` for each.
 """
 
 
-def most_probable(scores: torch.Tensor, _rows: NDArray[np.int64]) -> torch.Tensor:
+def most_probable(scores: torch.Tensor, _rows: slice) -> torch.Tensor:
     """Choose the greatest of each row; a `Choice` for any tree."""
     best = scores.max(dim=-1)
     return best.indices.masked_fill(best.values.isnan() | best.values.isneginf(), NOTHING)
@@ -45,7 +45,7 @@ class Draw:
     depths: NDArray[np.int64]
     points: NDArray[np.float64]
 
-    def __call__(self, scores: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+    def __call__(self, scores: torch.Tensor, rows: slice) -> torch.Tensor:
         """Choose for each row."""
         probabilities = torch.softmax(scores, dim=-1)
         chosen = draw(probabilities, torch.from_numpy(self.points[self.depths[rows]]))
@@ -112,21 +112,21 @@ class Rejection:
     depths: NDArray[np.int64]
     points: NDArray[np.float64]
 
-    def __call__(self, scores: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+    def __call__(self, scores: torch.Tensor, rows: slice) -> torch.Tensor:
         """Choose for each row."""
         target = torch.softmax(scores.double(), dim=-1)
         has_none = target[:, 0].isnan()
         points = torch.from_numpy(self.points[self.depths[rows]]).to(scores.device)
         tokens = torch.from_numpy(self.children.tokens[rows]).to(scores.device)
         numbers = torch.from_numpy(self.children.proposals[rows]).to(scores.device)
-        chosen = torch.full((len(rows),), NOTHING, device=scores.device)
+        chosen = torch.full((len(scores),), NOTHING, device=scores.device)
         for child in range(int(self.children.counts[rows].max())):
             proposal = self._proposal(tokens[:, :child], numbers[:, : child + 1], target.shape[1])
             token = tokens[:, child]
             p, q = (values.gather(1, token[:, None])[:, 0] for values in (target, proposal))
             is_tried = (numbers[:, child] != CERTAIN) & (chosen == NOTHING) & (q > 0)
             is_accepted = is_tried & accepts(p, q, points[:, child])
-            if scores.device.type == "cpu" and bool(is_accepted.all()):
+            if not is_waited_for(scores) and bool(is_accepted.all()):
                 return token
             chosen = torch.where(is_accepted, token, chosen)
             is_rejected = (is_tried & ~is_accepted)[:, None]

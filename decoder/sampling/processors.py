@@ -8,16 +8,21 @@ import numpy as np
 import torch
 from transformers import (
     LogitsProcessor,
+    EpsilonLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from decoder.sampling.constraint import Constraint, ConstraintMemory, masked
 from decoder.sampling.sampling_settings import SamplingSettings
-from decoder.sampling.verification import PassContext
+from decoder.sampling.verification import PassContext, is_waited_for
 from retriever.tree import ROOT, DraftTree
 
 _SLACK: Final = 0.01
@@ -60,7 +65,7 @@ class NucleusWarper(TopPLogitsWarper):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return [rows, vocabulary], the logits with -inf for all tokens outside the nucleus."""
-        if len(scores) != 1 or scores.device.type != "cpu":
+        if len(scores) != 1 or is_waited_for(scores):
             kept: torch.Tensor = super().__call__(input_ids, scores)
             return kept
         probabilities = torch.softmax(scores[0], dim=-1).numpy()
@@ -74,6 +79,25 @@ class NucleusWarper(TopPLogitsWarper):
         return torch.full_like(scores, self.filter_value).index_copy_(
             1, nucleus, scores[:, nucleus]
         )
+
+
+_BLIND: Final = frozenset(
+    {
+        EpsilonLogitsWarper,
+        InfNanRemoveLogitsProcessor,
+        LogitNormalization,
+        MinPLogitsWarper,
+        NucleusWarper,
+        SuppressTokensLogitsProcessor,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+        TypicalLogitsWarper,
+    }
+)
+"""Processors that make of a row what depends on that row alone; a class derived from one may look
+at more. Those of transformers that check rows and raise (eta, top-h) are not among them: they would
+raise for rows off the path."""
 
 
 def penalties_of(settings: SamplingSettings) -> list[LogitsProcessor]:
@@ -116,7 +140,7 @@ class Warping:
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
         """Return float32[rows, vocabulary], the logits after all of them."""
         scores = applied(self._scaling, None, scores)
-        if not self._truncating or len(scores) != 1 or scores.device.type != "cpu":
+        if not self._truncating or len(scores) != 1 or is_waited_for(scores):
             return applied(self._truncating, None, scores)
         tokens = self._candidates(scores[0])
         if tokens is None or len(tokens) == 0:  # none: the row holds no numbers
@@ -175,7 +199,8 @@ class Processing:
 
     Args:
         settings: which penalties and which of sampling's processors there are.
-        processors: more of them; each a function of its arguments, without memory.
+        processors: more of them; any may look at tokens and remember its calls, unless its class
+            is known to do neither.
         constraint: which tokens may be chosen.
     """
 
@@ -190,7 +215,14 @@ class Processing:
         self._processors = processors
         self.after_constraint = Warping(settings)
         self.memory = None if constraint is None else ConstraintMemory(constraint)
-        self.looks_at_tokens = bool(self._penalties or self._count_penalties or processors)
+        self.looks_at_tokens = bool(self._penalties or self._count_penalties) or not all(
+            type(processor) in _BLIND for processor in processors
+        )
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether a row after processing depends on that row alone, not on how it was reached."""
+        return self.memory is None and not self.looks_at_tokens
 
     @property
     def is_empty(self) -> bool:
@@ -208,22 +240,23 @@ class Processing:
         ]
 
     def before_constraint(
-        self, tokens: torch.Tensor, scores: torch.Tensor, num_prompt_tokens: int
+        self, tokens: torch.Tensor | None, scores: torch.Tensor, num_prompt_tokens: int
     ) -> torch.Tensor:
-        """Apply the processors that look at tokens.
+        """Apply the processors that may look at tokens.
 
         Args:
-            tokens: int64[rows, n], what precedes each row.
+            tokens: int64[rows, n], what precedes each row; `None` where none of them looks.
             scores: float32[rows, vocabulary]; may be written to.
             num_prompt_tokens: how many of the tokens are the prompt's.
         """
         scores = applied(self._penalties, tokens, scores)
-        scores = applied(self._count_penalties, tokens[:, num_prompt_tokens:], scores)
+        if tokens is not None and self._count_penalties:
+            scores = applied(self._count_penalties, tokens[:, num_prompt_tokens:], scores)
         return applied(self._processors, tokens, scores)
 
 
 class PathScores:
-    """One pass's processed logits, computed row by row or level by level on demand.
+    """One pass's processed logits, computed on demand.
 
     Args:
         processing: of the logits.
@@ -239,49 +272,39 @@ class PathScores:
         self._tree = tree
         self._logits = logits
         self._context = context
-        self._committed: torch.Tensor | None = None
+        self._drafted: torch.Tensor | None = None
+        self._tokens: dict[int, torch.Tensor] = {}
         self._states: dict[int, Any] = {}
 
-    def one(self, row: int) -> torch.Tensor:
-        """Return float32[1, vocabulary], the logits after the last token (0) or node row - 1.
+    def of(self, rows: slice) -> torch.Tensor:
+        """Return float32[rows, vocabulary], the logits after the last token (0) or node row - 1.
 
-        Where there is a constraint, the row of the node's parent was asked for before.
+        Args:
+            rows: any where the processing is blind; otherwise one, after its node's parent's.
         """
-        scores = self._copied(slice(row, row + 1))
-        if self._processing.looks_at_tokens:
-            scores = self._processing.before_constraint(
-                self._paths([row]), scores, self._context.num_prompt_tokens
-            )
-        if self._processing.memory is not None:
-            allowed = self._processing.memory.constraint.allowed(self._state(row))
-            scores = masked(scores, allowed)
-        return self._processing.after_constraint(scores)
+        processing = self._processing
+        scores = self._logits[rows].to(torch.float32, copy=True)
+        tokens = self._before(rows.start) if processing.looks_at_tokens else None
+        scores = processing.before_constraint(tokens, scores, self._context.num_prompt_tokens)
+        if processing.memory is not None:
+            scores = masked(scores, processing.memory.constraint.allowed(self._state(rows.start)))
+        return processing.after_constraint(scores)
 
-    def all(self) -> torch.Tensor:
-        """Return float32[1 + N, vocabulary]; not for constraints, whose states are few."""
-        scores = self._copied(slice(None))
-        if self._processing.looks_at_tokens:
-            depths = np.concatenate(([0], self._tree.depths()))
-            for depth in range(int(depths.max()) + 1):
-                rows = np.flatnonzero(depths == depth)
-                scores[rows] = self._processing.before_constraint(
-                    self._paths(rows.tolist()), scores[rows], self._context.num_prompt_tokens
-                )
-        return self._processing.after_constraint(scores)
-
-    def _copied(self, rows: slice) -> torch.Tensor:
-        return self._logits[rows].to(torch.float32, copy=True)
-
-    def _paths(self, rows: Sequence[int]) -> torch.Tensor:
-        """Return int64[rows, n], all tokens before each of some rows of equal depth."""
-        if self._committed is None:
-            tokens = torch.from_numpy(self._context.tokens.astype(np.int64))
-            self._committed = tokens.to(self._logits.device)
-        paths = [self._tree.token_ids[self._tree.path_to(row - 1)] for row in rows]
-        ends = torch.from_numpy(np.stack(paths).astype(np.int64)).to(self._logits.device)
-        return torch.cat([self._committed.expand(len(rows), -1), ends], dim=1)
+    def _before(self, row: int) -> torch.Tensor:
+        """Return int64[1, n], all tokens before a row."""
+        if self._drafted is None:
+            known = len(self._context.tokens)
+            tokens = np.concatenate([self._context.tokens, self._tree.token_ids], dtype=np.int64)
+            sent = torch.from_numpy(tokens)[None].to(self._logits.device)
+            self._tokens[ROOT + 1], self._drafted = sent[:, :known], sent[:, known:]
+        if row > ROOT + 1:
+            node = row - 1
+            before = self._tokens[int(self._tree.parents[node]) + 1]
+            self._tokens[row] = torch.cat([before, self._drafted[:, node : node + 1]], dim=1)
+        return self._tokens[row]
 
     def _state(self, row: int) -> Any:
+        """Return the constraint's state before a row."""
         memory = self._processing.memory
         if memory is None:
             return None

@@ -30,8 +30,8 @@ from decoder.sampling.verification import (
     accept_greedy,
     drawn_numbers,
     follow,
+    is_waited_for,
     uniforms,
-    walk,
 )
 from retriever.tree import DraftTree
 
@@ -40,8 +40,8 @@ from retriever.tree import DraftTree
 class ProcessedRule:
     """A rule that chooses from processed logits.
 
-    On a CPU a row is processed when the path reaches it. On another device all rows are processed
-    together, so that the host waits for it once.
+    A row is processed when the path reaches it. Only where no processor looks at more than the row
+    and the host would wait for another device, all rows are processed before.
 
     Attributes:
         settings: how tokens are chosen.
@@ -60,24 +60,14 @@ class ProcessedRule:
             DeadEndError: no token is possible after the committed ones.
             InvalidLogitsError: the logits after it are not numbers.
         """
-        is_stepwise = logits.device.type == "cpu" or self.processing.memory is not None
-        with torch.inference_mode():
-            return (self.stepwise if is_stepwise else self.at_once)(tree, logits, context)
-
-    def stepwise(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
-        """Process and choose row by row, as far as the path goes."""
         scores = PathScores(self.processing, tree, logits, context)
         choose = self._choice(tree, context)
-        path, token = walk(
-            tree, lambda row: int(choose(scores.one(row), np.array([row], np.int64)))
-        )
+        together = self.processing.is_blind and is_waited_for(logits)
+        with torch.inference_mode():
+            path, token = follow(
+                tree, lambda rows: choose(scores.of(rows), rows), together=together
+            )
         return _possible(tree, logits, (path, token))
-
-    def at_once(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
-        """Process and choose for all rows; not for constraints."""
-        scores = PathScores(self.processing, tree, logits, context).all()
-        choices = self._choice(tree, context)(scores, np.arange(len(tree) + 1))
-        return _possible(tree, logits, follow(tree, choices.tolist()))
 
     def _choice(self, tree: DraftTree, context: PassContext) -> Choice:
         if self.settings.is_greedy:
@@ -103,8 +93,8 @@ def accept_rule(
     Args:
         settings: how tokens are chosen; greedily by default.
         processors: of transformers, applied along each path with all tokens before a row as
-            `input_ids`. Each must be a function of its arguments: one that remembers its calls
-            would see rejected tokens.
+            `input_ids`. One may remember its calls: it is shown each position of the output once,
+            in order, and no rejected token.
         constraint: which tokens may be chosen.
     """
     settings = SamplingSettings() if settings is None else settings

@@ -61,17 +61,22 @@ _PHILOX_WORDS = 4  # numbers for each count
 def accept_greedy(tree: DraftTree, logits: torch.Tensor, _context: PassContext) -> Acceptance:
     """Follow the child that equals the target's most probable token.
 
-    On a CPU only the rows on the path are searched. From another device all choices come
-    together, so that the host waits for it once.
-
     Args:
         tree: what was verified, N nodes.
         logits: [1 + N, vocabulary], the target's, after the last token and after each node.
     """
-    if logits.device.type != "cpu":
-        return follow(tree, logits.argmax(dim=-1).tolist())
+    if is_waited_for(logits):
+        return follow(tree, lambda rows: logits[rows].argmax(dim=-1), together=True)
     # In bfloat16 the search takes five times as long as the conversion and the search.
-    return walk(tree, lambda row: int(logits[row : row + 1].float().argmax(dim=-1)))
+    return follow(tree, lambda rows: logits[rows].float().argmax(dim=-1), together=False)
+
+
+def is_waited_for(logits: torch.Tensor) -> bool:
+    """Return whether the host waits for what it reads: whether it is on another device.
+
+    A CPU is asked for few rows, another device seldom: there, many rows take as long as one.
+    """
+    return logits.device.type != "cpu"
 
 
 def uniforms(seed: int, context: PassContext, count: int) -> NDArray[np.float64]:
@@ -92,30 +97,30 @@ def drawn_numbers(seed: int, context: PassContext, shape: tuple[int, ...]) -> ND
     return np.random.Generator(source).random(shape)
 
 
-def follow(tree: DraftTree, choices: list[int]) -> Acceptance:
+def follow(
+    tree: DraftTree, choose: Callable[[slice], torch.Tensor], *, together: bool
+) -> Acceptance:
     """Walk down the tree as long as a child carries the token chosen for its parent.
 
     Args:
         tree: N nodes.
-        choices: 1 + N tokens, the target's after the last token and after each node.
-    """
-    return walk(tree, choices.__getitem__)
-
-
-def walk(tree: DraftTree, choose: Callable[[int], int]) -> Acceptance:
-    """Do as `follow` does, and choose tokens only along the path.
-
-    Args:
-        tree: N nodes.
-        choose: gives the target's token after the last token for 0, after node n for n + 1.
+        choose: gives int64[n], the target's tokens for some rows: after the last token for row 0,
+            after node n for row n + 1.
+        together: whether all rows are asked for before the walk; otherwise each is when the path
+            comes by, and no other.
     """
     edges = zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True)
     children = {edge: node for node, edge in enumerate(edges)}
+    choices = choose(slice(0, len(tree) + 1)).tolist() if together else None
+
+    def chosen(row: int) -> int:
+        return int(choose(slice(row, row + 1))) if choices is None else choices[row]
+
     path: list[int] = []
-    node, token = ROOT, choose(0)
+    node, token = ROOT, chosen(0)
     while (child := children.get((node, token))) is not None:
         path.append(child)
-        node, token = child, choose(child + 1)
+        node, token = child, chosen(child + 1)
     return np.array(path, np.int64), token
 
 

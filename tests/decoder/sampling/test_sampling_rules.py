@@ -19,6 +19,7 @@ from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
     CERTAIN,
     Acceptance,
+    AcceptRule,
     PassContext,
     SampledTree,
     accept_greedy,
@@ -34,6 +35,7 @@ from tests.decoder.decoding import (
     tiny_llama,
     tree_of,
 )
+from tests.decoder.sampling.elsewhere import elsewhere, sent
 
 DRAWS = 100_000
 FEWER_DRAWS = 20_000
@@ -98,7 +100,7 @@ def some_trees(kind: str, count: int) -> Iterator[tuple[DraftTree, torch.Tensor]
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(("kind", "coupled"), RULES)
-def test_all_rows_together_give_what_row_by_row_gives(
+def test_another_device_gives_what_a_cpu_gives(
     setting: str,
     kind: str,
     coupled: bool,  # noqa: FBT001  pytest gives it by name
@@ -108,9 +110,7 @@ def test_all_rows_together_give_what_row_by_row_gives(
     lengths = set()
     for number, (tree, logits) in enumerate(some_trees(kind, 12)):
         context = context_of([*PROMPT, 1, 4], number)
-        path, token = rule.stepwise(tree, logits, context)
-        other_path, other_token = rule.at_once(tree, logits, context)
-        assert (path.tolist(), token) == (other_path.tolist(), other_token)
+        path, _ = both_ways(rule, tree, logits, context)
         lengths.add(len(path))
     assert len(lengths) > 1
 
@@ -224,9 +224,20 @@ class Nothing(LogitsProcessor):
         return scores.masked_fill(is_over, -torch.inf)
 
 
+def ways(rule: Any) -> tuple[AcceptRule, AcceptRule]:
+    def on_another_device(
+        tree: DraftTree, logits: torch.Tensor, context: PassContext
+    ) -> Acceptance:
+        with elsewhere():
+            accepted: Acceptance = rule(tree, sent(logits), context)
+        return accepted
+
+    return rule, on_another_device
+
+
 def both_ways(rule: Any, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
-    path, token = rule.stepwise(tree, logits, context)
-    other = rule.at_once(tree, logits, context)
+    path, token = rule(tree, logits, context)
+    other = ways(rule)[1](tree, logits, context)
     assert (path.tolist(), token) == (other[0].tolist(), other[1])
     return path, token
 
@@ -244,7 +255,7 @@ def test_what_lies_before_a_dead_end_is_given_out_first(
     tree = tree_of([(ROOT, 4), (0, 2), (1, 3)])
     path, token = both_ways(rule, tree, logits, context_of([3, 1, 3]))
     assert ([*tree.token_ids[path]], token) == ([4], 2)
-    for way in (rule.stepwise, rule.at_once):
+    for way in ways(rule):
         with pytest.raises(DeadEndError, match="no token may come next"):
             way(tree, logits, context_of([3, 1, 3, 4, 2]))
 
@@ -263,7 +274,7 @@ def test_logits_that_are_no_numbers_are_named(
     tree = SampledTree(
         plain.token_ids, plain.parents, plain.probabilities, plain.sources, proposals, rows
     )
-    for way in (rule.stepwise, rule.at_once):
+    for way in ways(rule):
         with pytest.raises(InvalidLogitsError, match="load it in another precision"):
             way(tree, logits, context_of([*PROMPT]))
 

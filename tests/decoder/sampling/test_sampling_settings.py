@@ -4,7 +4,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    NoRepeatNGramLogitsProcessor,
+    TopKLogitsWarper,
+)
 
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.sampling.processors import PathScores, Processing
@@ -64,9 +69,29 @@ def test_rows_are_those_of_the_librarys_processors(name: str, vocabulary: int) -
     wanted = library_rows(SETTINGS[name], tokens, logits)
     for row in range(len(logits)):
         scores = own_rows(SETTINGS[name], tokens, logits[row : row + 1])
-        assert torch.equal(scores.one(0), wanted[row : row + 1])
-        assert torch.equal(scores.all(), wanted[row : row + 1])
+        assert torch.equal(scores.of(slice(0, 1)), wanted[row : row + 1])
     assert torch.equal(logits, logits_of(20, vocabulary)), "the target's own logits were changed"
+
+
+@pytest.mark.parametrize("name", ["temperature", "top-k", "top-p", "min-p", "top-p and min-p"])
+def test_rows_that_depend_on_themselves_alone_are_the_same_together(name: str) -> None:
+    logits = logits_of(26, 5000)
+    processing = Processing(SamplingSettings(**SETTINGS[name]), [TopKLogitsWarper(900)], None)
+    assert processing.is_blind
+    tree = random_tree(np.random.default_rng(4), 25)
+    scores = PathScores(processing, tree, logits, PassContext(0, np.arange(3, dtype=np.int32), 3))
+    alone = torch.cat([scores.of(slice(row, row + 1)) for row in range(26)])
+    assert torch.equal(scores.of(slice(0, 26)), alone)
+
+
+def test_what_may_look_at_tokens_is_taken_to() -> None:
+    class Derived(TopKLogitsWarper):
+        pass
+
+    for looking in (Derived(3), NoRepeatNGramLogitsProcessor(2)):
+        assert not Processing(SamplingSettings(1.0), [TopKLogitsWarper(3), looking], None).is_blind
+    assert not Processing(SamplingSettings(repetition_penalty=1.1), [], None).is_blind
+    assert not Processing(SamplingSettings(frequency_penalty=0.1), [], None).is_blind
 
 
 def test_each_row_is_processed_with_the_path_that_led_to_it() -> None:
@@ -76,19 +101,17 @@ def test_each_row_is_processed_with_the_path_that_led_to_it() -> None:
     logits = logits_of(26, 48)
     context = PassContext(0, torch.tensor(tokens, dtype=torch.int32).numpy(), 9)
     scores = PathScores(Processing(SamplingSettings(**settings), (), None), tree, logits, context)
-    together = scores.all()
     for row in range(26):
         path = [] if row == 0 else tree.token_ids[tree.path_to(row - 1)].tolist()
         wanted = library_rows(settings, torch.tensor([tokens + path]), logits[row : row + 1])
-        assert torch.equal(scores.one(row), wanted)
-        assert torch.equal(together[row : row + 1], wanted)
+        assert torch.equal(scores.of(slice(row, row + 1)), wanted)
 
 
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     tokens = torch.tensor([[5, 6, 7, 8, 8, 9, 8]])
     logits = logits_of(1, 12)
     settings: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.25}
-    change = own_rows(settings, tokens, logits).one(0)[0] - logits[0]
+    change = own_rows(settings, tokens, logits).of(slice(0, 1))[0] - logits[0]
     wanted = torch.zeros(12)
     wanted[8], wanted[9] = -0.5 - 3 * 0.25, -0.75
     assert torch.allclose(change, wanted, atol=1e-6)

@@ -1,0 +1,145 @@
+"""Processors that remember, on the CPU and on another device: as in plain decoding."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessor, SuppressTokensLogitsProcessor, TopKLogitsWarper
+
+from decoder.drafters.following import NoDrafter
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.sampling_settings import SamplingSettings
+from decoder.sampling.verification import Acceptance, AcceptRule, PassContext, accept_greedy
+from retriever.tree import DraftTree
+from tests.decoder.decoding import (
+    VOCABULARY,
+    Guess,
+    ScriptedDrafter,
+    at_random,
+    decoded,
+    decoder_with,
+    every_token,
+    oracle,
+    prompt_of,
+    random_tree,
+    tiny_llama,
+)
+from tests.decoder.sampling.elsewhere import elsewhere, sent
+
+NEW_TOKENS = 40
+SETTINGS = {
+    "greedy": SamplingSettings(),
+    "penalised greedy": SamplingSettings(repetition_penalty=1.3, frequency_penalty=0.2),
+    "drawn": SamplingSettings(1.0, seed=5),
+    "everything": SamplingSettings(0.9, 20, 0.95, 0.01, 1.2, 0.3, 0.2, seed=5),
+}
+
+
+class Remembering(LogitsProcessor):
+    """Prefers tokens by how often it was called and by the sum of all that it was shown.
+
+    Attributes:
+        seen: the tokens of every row that it was shown.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+        self._sum = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        rows = input_ids.cpu().tolist()
+        self.seen += rows
+        self._sum += sum(map(sum, rows))
+        preferred = [(self._sum + 7 * len(self.seen) + step) % VOCABULARY for step in (0, 5, 11)]
+        change = torch.zeros(VOCABULARY)
+        change[preferred] = 3.0
+        return scores + change.to(scores.device)
+
+
+def on_the_cpu(rule: AcceptRule) -> AcceptRule:
+    return rule
+
+
+def on_another_device(rule: AcceptRule) -> AcceptRule:
+    def accepted(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
+        with elsewhere():
+            return rule(tree, sent(logits), context)
+
+    return accepted
+
+
+@pytest.mark.parametrize("place", [on_the_cpu, on_another_device])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_processor_with_a_memory_sees_each_position_once(
+    name: str, place: Callable[[AcceptRule], AcceptRule]
+) -> None:
+    model, prompt = tiny_llama(), prompt_of(12)
+    plain = Remembering()
+    rule = accept_rule(SETTINGS[name], [plain])
+    truth = decoded(decoder_with(model, NoDrafter(), accept=rule), prompt, NEW_TOKENS)
+    assert len(set(truth)) > 10
+    assert plain.seen == [[*prompt, *truth[:end]] for end in range(NEW_TOKENS)]
+    guesses: list[Guess] = [every_token, oracle([*prompt, *truth]), at_random()]
+    for guess in guesses:
+        drafted = Remembering()
+        rule = place(accept_rule(SETTINGS[name], [drafted]))
+        decoder = decoder_with(model, ScriptedDrafter(guess), accept=rule)
+        generation = decoder.generate(prompt, NEW_TOKENS)
+        assert [token for step in generation for token in step] == truth
+        assert drafted.seen == plain.seen[: len(drafted.seen)]
+        assert guess is guesses[-1] or generation.statistics.tokens_per_pass > 1.9
+
+
+def some_passes(count: int) -> list[tuple[DraftTree, torch.Tensor, PassContext]]:
+    rng = np.random.default_rng(8)
+    passes = []
+    for number in range(count):
+        tree = random_tree(rng, 24, 12)
+        logits = torch.from_numpy(rng.normal(0, 2, (25, 12))).float()
+        passes.append((tree, logits, PassContext(number, np.arange(9, dtype=np.int32), 4)))
+    return passes
+
+
+BLIND = [
+    SamplingSettings(0.7, seed=2),
+    SamplingSettings(1.0, top_p=0.8, seed=2),
+    SamplingSettings(1.0, 5, 0.9, 0.05, seed=2),
+]
+
+
+@pytest.mark.parametrize("settings", BLIND)
+def test_what_looks_at_no_token_is_waited_for_once(settings: SamplingSettings) -> None:
+    given: list[Any] = [SuppressTokensLogitsProcessor([3]), TopKLogitsWarper(9)]
+    rule = accept_rule(settings, given)
+    lengths = set()
+    for tree, logits, context in some_passes(20):
+        path, token = rule(tree, logits, context)
+        with elsewhere() as device:
+            other, other_token = rule(tree, sent(logits), context)
+        assert (path.tolist(), token) == (other.tolist(), other_token)
+        assert device.waits == 1
+        assert device.launches.total() < 50
+        lengths.add(len(path))
+    assert len(lengths) > 1
+
+
+def test_greedy_is_one_search_elsewhere() -> None:
+    for tree, logits, context in some_passes(20):
+        path, token = accept_greedy(tree, logits, context)
+        with elsewhere() as device:
+            other, other_token = accept_greedy(tree, sent(logits), context)
+        assert (path.tolist(), token) == (other.tolist(), other_token)
+        assert (device.launches, device.waits) == ({"argmax": 1}, 1)
+
+
+def test_what_looks_at_tokens_is_computed_for_the_path_alone() -> None:
+    rule = accept_rule(SETTINGS["everything"])
+    for tree, logits, context in some_passes(20):
+        path, token = rule(tree, logits, context)
+        with elsewhere() as device:
+            other, other_token = rule(tree, sent(logits), context)
+        assert (path.tolist(), token) == (other.tolist(), other_token)
+        assert device.waits == len(path) + 1
+        assert device.launches.total() <= 80 * (len(path) + 1)
