@@ -7,10 +7,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 from transformers import (
-    LogitsProcessor,
     EpsilonLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    LogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,

@@ -24,7 +24,10 @@ _INDEXING: Final = ("aten::index", "aten::index_put_")
 """Operations that send indices of the host along."""
 
 _VIEWS: Final = frozenset(
-    "alias as_strided detach expand permute select slice squeeze t transpose unsqueeze view".split()
+    (
+        *("alias", "as_strided", "detach", "expand", "permute", "select", "slice"),
+        *("squeeze", "t", "transpose", "unsqueeze", "view"),
+    )
 )
 
 

@@ -28,7 +28,7 @@ from tests.decoder.decoding import (
 )
 from tests.decoder.sampling.elsewhere import elsewhere, sent
 
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 SETTINGS = {
     "greedy": SamplingSettings(),
     "penalised greedy": SamplingSettings(repetition_penalty=1.3, frequency_penalty=0.2),
@@ -88,8 +88,8 @@ def test_a_processor_with_a_memory_sees_each_position_once(
         decoder = decoder_with(model, ScriptedDrafter(guess), accept=rule)
         generation = decoder.generate(prompt, NEW_TOKENS)
         assert [token for step in generation for token in step] == truth
-        assert drafted.seen == plain.seen[: len(drafted.seen)]
-        assert guess is guesses[-1] or generation.statistics.tokens_per_pass > 1.9
+        assert drafted.seen == plain.seen
+        assert guess is guesses[-1] or generation.statistics.tokens_per_pass > 1.5
 
 
 def some_passes(count: int) -> list[tuple[DraftTree, torch.Tensor, PassContext]]:
@@ -120,7 +120,7 @@ def test_what_looks_at_no_token_is_waited_for_once(settings: SamplingSettings) -
             other, other_token = rule(tree, sent(logits), context)
         assert (path.tolist(), token) == (other.tolist(), other_token)
         assert device.waits == 1
-        assert device.launches.total() < 50
+        assert device.launches.total() < 60
         lengths.add(len(path))
     assert len(lengths) > 1
 
