@@ -40,13 +40,13 @@ class _Elsewhere(torch.Tensor):
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's has no types
         cls, called: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return _computed(called, args, kwargs or {})
 
 
-class Device(TorchDispatchMode):
+class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """The device, which counts what it is asked.
 
     Attributes:
@@ -56,7 +56,7 @@ class Device(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.launches: Counter[str] = Counter()
         self.uploads = 0
         self.waits = 0
@@ -116,11 +116,16 @@ def _computed(called: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 
 def _on_the_device(held: torch.Tensor) -> _Elsewhere:
-    made: _Elsewhere = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        _Elsewhere, held.shape, strides=held.stride(), dtype=held.dtype, device=NAME
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        _Elsewhere,
+        held.shape,
+        strides=held.stride(),
+        dtype=held.dtype,
+        device=torch.device(NAME),
     )
     made.held = held
-    return made
+    wrapped: _Elsewhere = made
+    return wrapped
 
 
 def _held(value: Any) -> Any:
