@@ -26,6 +26,7 @@ from rich.progress import track
 from decoder.assembly import DrafterSettings, draft_limits
 from decoder.budget.budget import FixedBudget
 from decoder.commands.prompts import read_prompts
+from decoder.contenders.registry import FREE
 from decoder.drafters.fusion import FusedDrafter, FusedSequence
 from decoder.drafters.kernels.readings import descend
 from decoder.drafters.kernels.siblings import (
@@ -40,7 +41,6 @@ from decoder.drafters.kernels.siblings import (
     hear_readers,
     set_of,
 )
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.drafters.source_weights import PRIOR_ROWS, load_prior, prior_rows, save_prior
@@ -60,7 +60,6 @@ sets that were hardly seen are like the others."""
 
 _SHARED_RIDGE = 1e-5
 _MAX_PROMPT_TOKENS = 600
-_FREE = StepCosts(target_s=1.0, pass_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ def record(
     """Decode prompts and return what was said wherever a token came."""
     limits = draft_limits(language_model)
     recording = RecordingDrafter(
-        [drafter], limits, readers=readers, recycled=RecycledLogits(), costs=_FREE
+        [drafter], limits, readers=readers, recycled=RecycledLogits(), costs=FREE
     )
     target = Target(language_model.model, states=recording.states)
     decoder = Decoder(target, recording, FixedBudget(24), stop_ids=language_model.stop_ids)

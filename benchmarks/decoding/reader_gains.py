@@ -27,10 +27,10 @@ from decoder.assembly import DrafterSettings, draft_limits
 from decoder.budget.budget import FixedBudget
 from decoder.commands.bench import circumstances
 from decoder.commands.prompts import read_prompts
+from decoder.contenders.registry import FREE
 from decoder.drafters.asking import AskedDraft, GainEstimate
 from decoder.drafters.following import Verified
-from decoder.drafters.fusion import FusedDrafter, FusedSequence
-from decoder.drafters.model_trees import StepCosts
+from decoder.drafters.fusion import MAX_PASSES, FusedDrafter, FusedSequence
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.loop import Decoder
@@ -41,8 +41,8 @@ from retriever.drafter import Drafter, TokenIds
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 
-_FREE: Final = StepCosts(target_s=1.0, pass_s=0.0)
 _LEVELS: Final = 8
+_ALL: Final = MAX_PASSES + 1
 _THRESHOLDS: Final = np.linspace(0, 1.01, 102)
 
 
@@ -114,7 +114,7 @@ def watched(
 ) -> WatchedFusion:
     """Return a drafter whose reader is asked at every step and reads as far as it can."""
     limits, recycled = draft_limits(language_model), RecycledLogits()
-    return WatchedFusion(drafters, limits, readers=[reader], recycled=recycled, costs=_FREE)
+    return WatchedFusion(drafters, limits, readers=[reader], recycled=recycled, costs=FREE)
 
 
 def watch(
@@ -144,7 +144,7 @@ def accepted_after(gained: Sequence[Gained], num_passes: int) -> NDArray[np.floa
 def by_sureness(gained: Sequence[Gained]) -> list[dict[str, float]]:
     """Return what passes add where the tree without the reader is that sure."""
     sureness = np.array([each.sureness for each in gained])
-    before, first, last = (accepted_after(gained, passes) for passes in (0, 1, 99))
+    before, first, last = (accepted_after(gained, passes) for passes in (0, 1, _ALL))
     levels = []
     edges = np.quantile(sureness, np.linspace(0, 1, _LEVELS + 1))
     for low, high in pairwise(edges):
@@ -170,7 +170,7 @@ def worth(gained: Sequence[Gained], cost: float) -> dict[str, float]:
         gained: of drafts at which it was always asked.
         cost: of its pass, in passes of the target.
     """
-    before, first, last = (accepted_after(gained, passes) for passes in (0, 1, 99))
+    before, first, last = (accepted_after(gained, passes) for passes in (0, 1, _ALL))
     passes = np.mean([len(each.accepted) - 1 for each in gained])
     sureness = np.array([each.sureness for each in gained])
     plain = 1 + before.mean()

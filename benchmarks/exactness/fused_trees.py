@@ -28,13 +28,13 @@ from benchmarks.exactness.scripted_target import (
 )
 from benchmarks.exactness.trials import Case, TrialOutcome, chi_square, survival
 from decoder.budget.budget import FixedBudget
+from decoder.contenders.registry import FREE
 from decoder.drafters.draft_model import DraftModel
 from decoder.drafters.drawn_fusion import DrawnFusion
 from decoder.drafters.drawn_trees import Draws
 from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedSequence
 from decoder.drafters.model_reader import ModelReader
-from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.loop import Decoder
@@ -51,7 +51,6 @@ SHAPE: Final = "fused"
 DRAWING: Final = ("head", "draft model")
 """What nodes are drawn from; the other one is fused, too, and stands behind."""
 
-_FREE: Final = StepCosts(target_s=1.0, pass_s=0.0)
 _NODES: Final = 8
 _RECYCLED: Final = 1 << 8
 _WIDTH: Final = 16
@@ -156,7 +155,7 @@ def _opened(setting: Setting, kind: str, seed: int, change: Change) -> _Opened:
         readers=readers,
         draws=draws,
         recycled=RecycledLogits(_RECYCLED),
-        costs=_FREE,
+        costs=FREE,
     )
     drafter.change = change
     return _Opened(drafter, retrieval)

@@ -37,7 +37,6 @@ _LINE_EVERY_S: Final = 30.0
 _BAR_CHARACTERS: Final = 16
 """Of a bar, so that 80 characters have room for its stage and a few words about it."""
 
-
 _TIME_CHARACTERS: Final = len("0:00:00")
 
 
