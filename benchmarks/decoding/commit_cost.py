@@ -109,7 +109,7 @@ def _measure(model: PreTrainedModel, target: Target, context: int, width: int, r
             _seconds(lambda: _gather(stock, context, path, target.device), target.device),
         ]
         times.append(taken)
-        target._committed = context  # noqa: SLF001  the next round begins where this one did
+        target._committed[0] = context  # noqa: SLF001  the next round begins where this one did
         stock.crop(-1 - len(path))
     medians = [1e3 * statistics.median(column) for column in zip(*times[1:], strict=True)]
     return Row(context, width, *(round(median, 3) for median in medians))
@@ -131,13 +131,13 @@ def _filled(target: Target, context: int) -> DynamicCache:
     """Let the target and a cache of transformers hold the same states of a context."""
     target.reset()
     stock = DynamicCache()
-    for index, layer in enumerate(target._passes.cache.growing_layers):  # type: ignore[attr-defined]  # noqa: SLF001
+    for index, layer in enumerate(target._places.at(0).cache.growing_layers):  # type: ignore[attr-defined]  # noqa: SLF001
         states = torch.randn(
             2, 1, KEY_HEADS, context, HEAD_SIZE, dtype=torch.bfloat16, device=target.device
         )
         layer.update(states[0], states[1])
         stock.update(states[0], states[1], index)
-    target._committed = context  # noqa: SLF001  a prompt of this length would take minutes
+    target._committed[0] = context  # noqa: SLF001  a prompt of this length would take minutes
     return stock
 
 

@@ -1,6 +1,7 @@
 """A copy of a model's modules that shares its weights, adapted to narrow passes and packed."""
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, TypeGuard
 
@@ -246,6 +247,22 @@ def attend_by_groups(copied: PreTrainedModel) -> None:
             continue
         if config._attn_implementation == _REPLACED_ATTENTION:  # noqa: SLF001  nor for this
             config._attn_implementation = TREE_ATTENTION  # noqa: SLF001
+
+
+def attends_by_groups(model: PreTrainedModel) -> bool:
+    """Return whether all attention of a model is `tree_attention`, so that it takes packed passes.
+
+    It also must give the logits of chosen rows alone.
+    """
+    if is_patched(model) or "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return False
+    configs = (vars(module).get("config") for module in model.modules())
+    attentions = {
+        config._attn_implementation  # noqa: SLF001  no public name
+        for config in configs
+        if isinstance(config, PreTrainedConfig)
+    }
+    return attentions == {TREE_ATTENTION}
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:

@@ -1,7 +1,9 @@
 """Attention for grouped heads without repeated keys: a group's queries are rows of one product."""
 
 import inspect
-from typing import Any, Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -23,6 +25,45 @@ _REFUSED: Final = {"softcap"} | (
     inspect.signature(sdpa_attention_forward).parameters.keys() - _TAKEN - {"kwargs", "dropout"}
 )
 """Options that change the result of sdpa attention, those of later versions included."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Neighbours:
+    """Neighbouring places of a cache, whose rows of a packed pass attend in one call.
+
+    Attributes:
+        places: of n sequences.
+        keys: slots of each place that some row of it sees.
+        rows: int64[n, w], the rows of each place; what only pads names the row behind the last.
+        mask: additive, [n, 1, w, keys]; `None` where a single row sees all of them.
+    """
+
+    places: slice
+    keys: slice
+    rows: torch.Tensor
+    mask: torch.Tensor | None
+
+
+class PackedMask(torch.Tensor):
+    """Stands for the mask of a pass whose rows belong to many sequences.
+
+    Models hand a mask of four dimensions on as it is. The rows of the pass are those of its
+    sequences, one after another, and its keys those of all places of a cache.
+
+    Attributes:
+        neighbours: who attends to what; every row is in one of them.
+        capacity: slots of each place.
+    """
+
+    neighbours: Sequence[Neighbours]
+    capacity: int
+
+    @classmethod
+    def of(cls, neighbours: Sequence[Neighbours], capacity: int) -> Self:
+        """Return a mask; its own values mean nothing."""
+        made = torch.zeros(1, 1, 1, 1).as_subclass(cls)
+        made.neighbours, made.capacity = neighbours, capacity
+        return made
 
 
 def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
@@ -47,7 +88,7 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
         key: [batch, key heads, keys, head size]; query head h belongs to key head
             h // (heads / key heads).
         value: [batch, key heads, keys, value size].
-        attention_mask: additive, [batch or 1, 1, rows, keys], or none.
+        attention_mask: additive, [batch or 1, 1, rows, keys], or none; or of a packed pass.
         dropout: probability; zero outside training.
         scaling: of the scores; by default one over the root of the head size.
         options: further arguments of the model.
@@ -55,6 +96,10 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
     Returns:
         [batch, rows, heads, value size], and no attention weights.
     """
+    if isinstance(attention_mask, PackedMask):
+        return _packed_attention(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
     if dropout or not _is_folded(query, attention_mask, options):
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **options
@@ -72,6 +117,47 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
             queries, key, value, attn_mask=mask, scale=scale
         )
     return attended.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
+
+
+def _packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedMask,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend in each group of neighbours; [1, rows, heads, value size], and no weights.
+
+    Args:
+        module: the layer.
+        query: [1, heads, rows, head size].
+        key: [1, key heads, places * capacity, head size].
+        value: [1, key heads, places * capacity, value size].
+        packed: the groups.
+        options: of `tree_attention`.
+    """
+    num_rows = query.shape[2]
+    given = torch.nn.functional.pad(query[0].transpose(0, 1), (0, 0, 0, 0, 0, 1))
+    attended = query.new_empty(num_rows + 1, query.shape[1], value.shape[-1])
+    keys, values = _by_place(key, packed.capacity), _by_place(value, packed.capacity)
+    for group in packed.neighbours:
+        output, _ = tree_attention(
+            module,
+            given[group.rows].transpose(1, 2),
+            keys[group.places, :, group.keys],
+            values[group.places, :, group.keys],
+            group.mask,
+            **options,
+        )
+        attended[group.rows.flatten()] = output.flatten(0, 1)
+    return attended[None, :num_rows], None
+
+
+def _by_place(states: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Return [places, heads, capacity, size], a view of [1, heads, places * capacity, size]."""
+    _, heads, _, size = states.shape
+    return states.view(heads, -1, capacity, size).transpose(0, 1)
 
 
 def folded(query: torch.Tensor, key_heads: int) -> torch.Tensor:

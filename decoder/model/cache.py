@@ -1,4 +1,8 @@
-"""A key-value cache for trees: it grows in place, and keeps any path of the last pass."""
+"""A key-value cache for trees: it grows in place, and keeps any path of the last pass.
+
+It has a place for each of the sequences that are decoded together. Places are equally long and lie
+one after another in one buffer, so one pass can write to all of them and read neighbours at once.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,20 +20,20 @@ _ANY_STATE = 0.01  # pages that were never written to are all one page, and quic
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """The slots that a pass of a fixed shape writes, and the keys that it is shown.
+    """The slots that a pass writes, and the keys that it is shown.
 
     Attributes:
-        slots: int64[rows], where the rows' states go.
-        num_keys: first slots of the buffers that it is shown, used or not; its mask hides the
-            others.
+        slots: int64[rows], where the rows' states go, counted over all places.
+        num_keys: first slots of the buffers that it is shown, used or not, `None` for all; its
+            mask hides those that a row must not see.
     """
 
     slots: torch.Tensor
-    num_keys: int
+    num_keys: int | None = None
 
 
 class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typed there
-    """One layer's keys and values, in buffers of powers of two that grow when full.
+    """One layer's keys and values, in places of powers of two that grow when full.
 
     The time to append or to keep a path depends on the new tokens, not on the context. A sliding
     layer holds every token, too, so that a rejected draft pushes no token out of a window; a pass
@@ -39,7 +43,8 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         window: positions that a token looks back over, itself included; `None` for all.
 
     Attributes:
-        frame: of the pass that is run, where its shape is fixed: it does not count as appended.
+        place: of the sequence that is meant where none is named.
+        frame: of the pass that is run, where it names its slots: it does not count as appended.
         num_growths: how often the buffers were replaced by longer ones.
     """
 
@@ -49,14 +54,15 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         super().__init__()  # type: ignore[no-untyped-call]  # nor is this
         self.is_sliding = window is not None
         self._window = window
-        self._length = 0
+        self._lengths = [0]
+        self.place = 0
         self.frame: Frame | None = None
         self.num_growths = 0
 
     @property
     def capacity(self) -> int:
-        """Slots of the buffers."""
-        return int(self._key_buffer.shape[-2]) if self.is_initialized else 0
+        """Slots of each place."""
+        return self._key_buffer.shape[-2] // len(self._lengths) if self.is_initialized else 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take shapes, dtype and device from the first states."""
@@ -73,67 +79,72 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
             self.lazy_initialization(key_states, value_states)
         if self.frame is not None:
             return self.put(self.frame, key_states, value_states)
-        first, start = self._first_seen(), self._length
+        first, start = self._first_seen(), self._lengths[self.place]
         end = start + key_states.shape[-2]
         self.reserve(end)
-        self._key_buffer[..., start:end, :] = key_states
-        self._value_buffer[..., start:end, :] = value_states
-        self._length = end
-        return self._key_buffer[..., first:end, :], self._value_buffer[..., first:end, :]
+        keys, values = self._of_place()
+        keys[..., start:end, :] = key_states
+        values[..., start:end, :] = value_states
+        self._lengths[self.place] = end
+        return keys[..., first:end, :], values[..., first:end, :]
 
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of all tokens, [batch, heads, length, head size]."""
-        return self._key_buffer[..., : self._length, :], self._value_buffer[..., : self._length, :]
+        keys, values = self._of_place()
+        length = self._lengths[self.place]
+        return keys[..., :length, :], values[..., :length, :]
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
-        self._length = min(length, self._length)
+        self._lengths[self.place] = min(length, self._lengths[self.place])
 
     def keep(self, start: int, slots: torch.Tensor) -> None:
         """Move the tokens in `slots`, int64[n] at or past `start`, to `start`; drop the rest."""
         if not self.is_initialized:
             return
         end = start + len(slots)
-        for buffer in (self._key_buffer, self._value_buffer):
-            buffer[..., start:end, :] = buffer.index_select(-2, slots)
-        self._length = end
+        for states in self._of_place():
+            states[..., start:end, :] = states.index_select(-2, slots)
+        self._lengths[self.place] = end
 
-    def move(self, slots: torch.Tensor, places: torch.Tensor) -> None:
-        """Copy the tokens in `slots`, int64[n], to `places`, int64[n], whatever is held."""
+    def move(self, slots: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copy the tokens in `slots` to `destinations`, int64[n] each, counted over all places."""
+        if not self.is_initialized:
+            return
         for buffer in (self._key_buffer, self._value_buffer):
-            buffer.index_copy_(-2, places, buffer.index_select(-2, slots))
+            buffer.index_copy_(-2, destinations, buffer.index_select(-2, slots))
 
-    def hold(self, length: int) -> None:
-        """Count the first `length` slots as held: they were written to in place."""
-        self._length = length
+    def hold(self, length: int, place: int | None = None) -> None:
+        """Count the first `length` slots of a place as held: they were written to in place."""
+        self._lengths[self.place if place is None else place] = length
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
         """Hold `length` tokens with states of no meaning."""
         self.reserve(length)
-        for buffer in (self._key_buffer, self._value_buffer):
-            buffer[..., :length, :] = _ANY_STATE
-        self._length = length
+        for states in self._of_place():
+            states[..., :length, :] = _ANY_STATE
+        self._lengths[self.place] = length
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay for the next sequence."""
-        self._length = 0
+        self._lengths[self.place] = 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys a query of this length sees, and the first one's slot."""
         first = self._first_seen()
-        return self._length - first + query_length, first
+        return self._lengths[self.place] - first + query_length, first
 
     def get_seq_length(self) -> int:
         """Return the number of tokens held."""
-        return self._length
+        return self._lengths[self.place]
 
     def get_max_length(self) -> int:
         """Return -1: there is no maximum."""
         return -1
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens; where that fails, the layer is as it was."""
+        """Make room for `length` tokens in each place; where that fails, the layer is as it was."""
         if length <= self.capacity:
             return
         try:
@@ -147,25 +158,45 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         """Write states to a frame's slots and return all of its keys and values."""
         self._key_buffer.index_copy_(-2, frame.slots, key_states)
         self._value_buffer.index_copy_(-2, frame.slots, value_states)
-        shown = slice(frame.num_keys)
+        shown = slice(frame.num_keys)  # all where it names no number
         return self._key_buffer[..., shown, :], self._value_buffer[..., shown, :]
 
     def grow(self, capacity: int) -> None:
-        """Move what is held to buffers of `capacity` tokens; where that fails, it stays."""
+        """Move what is held to places of `capacity` tokens; where that fails, it stays."""
+        self._rebuild(capacity, self._lengths)
+
+    def make_places(self, count: int) -> None:
+        """Have at least `count` places; where that fails, there are as many as before."""
+        lengths = [*self._lengths, *[0] * (count - len(self._lengths))]
+        if self.is_initialized and len(lengths) > len(self._lengths):
+            self._rebuild(self.capacity, lengths)
+        self._lengths = lengths
+
+    def _rebuild(self, capacity: int, lengths: list[int]) -> None:
+        """Replace the buffers by others with a place for each length, and move what is held."""
         grown = (
-            self._resized(self._key_buffer, capacity),
-            self._resized(self._value_buffer, capacity),
+            self._resized(self._key_buffer, capacity, len(lengths)),
+            self._resized(self._value_buffer, capacity, len(lengths)),
         )
         self._key_buffer, self._value_buffer = grown
         self.num_growths += 1
 
     def _first_seen(self) -> int:
         """Return the first slot that the next token can see."""
-        return self._length - num_seen(self._length, self._window)
+        length = self._lengths[self.place]
+        return length - num_seen(length, self._window)
 
-    def _resized(self, buffer: torch.Tensor, capacity: int) -> torch.Tensor:
-        grown = buffer.new_zeros((*buffer.shape[:-2], capacity, buffer.shape[-1]))
-        grown[..., : self._length, :] = buffer[..., : self._length, :]
+    def _of_place(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the keys and values in the slots of the place."""
+        start, end = self.place * self.capacity, (self.place + 1) * self.capacity
+        return self._key_buffer[..., start:end, :], self._value_buffer[..., start:end, :]
+
+    def _resized(self, buffer: torch.Tensor, capacity: int, num_places: int) -> torch.Tensor:
+        grown = buffer.new_zeros((*buffer.shape[:-2], num_places * capacity, buffer.shape[-1]))
+        before = self.capacity
+        for place, length in enumerate(self._lengths):
+            start, held = place * capacity, place * before
+            grown[..., start : start + length, :] = buffer[..., held : held + length, :]
         return grown
 
 
@@ -174,11 +205,28 @@ class TreeCache(Cache):
 
     Args:
         windows: of each layer, `None` where attention is full.
+
+    Attributes:
+        place: of the sequence that is meant where none is named.
     """
 
     def __init__(self, windows: Sequence[int | None]) -> None:
         self.growing_layers = [GrowingLayer(window) for window in windows]
+        self.place = 0
         super().__init__(layers=list(self.growing_layers))
+
+    def at(self, place: int) -> Self:
+        """Mean the sequence in a place from now on."""
+        if place != self.place:
+            self.place = place
+            for layer in self.growing_layers:
+                layer.place = place
+        return self
+
+    def make_places(self, count: int) -> None:
+        """Have at least `count` places."""
+        for layer in self.growing_layers:
+            layer.make_places(count)
 
     @contextmanager
     def written(self) -> Iterator[Self]:
@@ -215,19 +263,20 @@ class TreeCache(Cache):
         return sum(layer.num_growths for layer in self.growing_layers)
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens, once the layers have appeared."""
+        """Make room for `length` tokens in each place, once the layers have appeared."""
         for layer in self.growing_layers:
-            layer.reserve(length)
+            if layer.is_initialized:
+                layer.reserve(length)
 
-    def hold(self, length: int) -> None:
-        """Count the first `length` slots as held: they were written to in place."""
+    def hold(self, length: int, place: int | None = None) -> None:
+        """Count the first `length` slots of a place as held: they were written to in place."""
         for layer in self.growing_layers:
-            layer.hold(length)
+            layer.hold(length, place)
 
-    def move(self, slots: torch.Tensor, places: torch.Tensor) -> None:
-        """Copy the tokens in `slots`, int64[n], to `places`, int64[n], whatever is held."""
+    def move(self, slots: torch.Tensor, destinations: torch.Tensor) -> None:
+        """Copy the tokens in `slots` to `destinations`, int64[n] each, counted over all places."""
         for layer in self.growing_layers:
-            layer.move(slots, places)
+            layer.move(slots, destinations)
 
     def pretend(self, length: int) -> None:
         """Hold `length` tokens with states of no meaning, once the layers have appeared."""

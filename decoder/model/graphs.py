@@ -231,7 +231,8 @@ class GraphPasses(CachedPasses):
         """See `Passes`."""
         width, past = len(tokens), self._trees.get_seq_length()
         is_prompt = self._trees.capacity == 0 or (masks is None and width > 1)
-        captured = None if is_prompt else self._pass_for(width, past)
+        is_eager = is_prompt or self._trees.place > 0
+        captured = None if is_eager else self._pass_for(width, past)
         if captured is None:
             return super().read(tokens, masks, positions, num_logits)
         captured.inputs.fill(tokens, positions, masks, past)
@@ -249,7 +250,7 @@ class GraphPasses(CachedPasses):
 
     def keep(self, start: int, slots: NDArray[np.int64]) -> None:
         """See `Passes`."""
-        move = self._move_for(len(slots))
+        move = None if self._trees.place else self._move_for(len(slots))
         if move is None:
             super().keep(start, slots)
             return

@@ -1,8 +1,10 @@
 """The target model: it verifies a draft tree in one forward pass."""
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from decoder.errors import InvalidPromptError, OutOfMemoryError
-from decoder.model.adapted import LeastWeights, adapted, is_patched
+from decoder.model.adapted import LeastWeights, adapted, attends_by_groups, is_patched
 from decoder.model.cache import TreeCache, num_seen
 from decoder.model.compatibility import (
     Capability,
@@ -21,7 +23,8 @@ from decoder.model.compatibility import (
     position_limit,
     tell_once,
 )
-from decoder.model.graphs import CaptureMaker, GraphPasses, capture_on
+from decoder.model.graphs import CaptureMaker, GraphPasses, Windows, capture_on
+from decoder.model.packed import PackedPasses, Part
 from decoder.model.passes import (
     CachedPasses,
     ChainCache,
@@ -103,8 +106,38 @@ def check_prompt_length(num_tokens: int, max_length: int | None) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What a sequence reads in a pass: a piece of its prompt, or its last token and a tree.
+
+    Attributes:
+        place: of the sequence.
+        tokens: int32[n], at least one; the last token and the tree's, where there is a tree.
+        tree: continuations of the first token, N = n - 1 nodes; `None` for a piece of a prompt,
+            which is committed as it is read.
+    """
+
+    place: int
+    tokens: TokenIds
+    tree: DraftTree | None = None
+
+    @classmethod
+    def of(cls, place: int, last_token: int, tree: DraftTree) -> "Reading":
+        """Return the reading of a sequence's last token, and of a tree behind it."""
+        return cls(place, np.concatenate([np.array([last_token], np.int32), tree.token_ids]), tree)
+
+    @property
+    def num_logits(self) -> int:
+        """After how many of the last tokens logits are wanted."""
+        return 1 if self.tree is None else len(self.tokens)
+
+
+Read = tuple[torch.Tensor, States]
+"""Logits after the last tokens of a reading, [num_logits, vocabulary], and states, [n, hidden]."""
+
+
 class Target:
-    """A causal language model with the cache of one sequence.
+    """A causal language model with a cache of places, each for one sequence.
 
     Passes run through a copy of the model's modules that shares its weights, so the model itself
     stays as it is. In the copy, grouped heads attend without repeated keys, and on a CPU linear
@@ -151,9 +184,13 @@ class Target:
         self._windows = dict(compatibility.layers or ())
         self._model, self.packed_bytes = adapted(model, self.capability, pack=pack)
         tap = StateTap(self._model, states) if (states := tuple(states)) else None
-        self._passes = _passes(self._model, compatibility, capture or capture_on(self.device), tap)
+        new_passes = partial(
+            _passes, self._model, compatibility, capture or capture_on(self.device), tap
+        )
+        self._places = _Places(new_passes)
+        self._packed = self._places.packed(self._model, self._windows, tap)
         self.states: States = {}
-        self._committed = 0
+        self._committed = [0]
         self.max_nodes = 0 if self.capability is Capability.PLAIN else sys.maxsize
         self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
         self.max_length = position_limit(model.config)
@@ -166,7 +203,13 @@ class Target:
     @property
     def pads_passes(self) -> bool:
         """Whether passes cost what the next power of two of rows costs."""
-        return isinstance(self._passes, GraphPasses) and self._passes.is_padding
+        passes = self._places.at(0)
+        return isinstance(passes, GraphPasses) and passes.is_padding
+
+    @property
+    def packs(self) -> bool:
+        """Whether readings of several places are one pass; otherwise each is one of its own."""
+        return self._packed is not None
 
     def checked_prompt(self, prompt: Sequence[int] | TokenIds) -> TokenIds:
         """Return a prompt as int32[n], n at least one.
@@ -195,11 +238,17 @@ class Target:
             tree = chain_of(tree)
         return tree.prefix(self.max_nodes)
 
-    def prefill(self, prompt: TokenIds) -> torch.Tensor:
-        """Forget the sequence so far and read a new one.
+    def make_places(self, count: int) -> None:
+        """Have at least `count` places; one is there from the start."""
+        self._places.make(count)
+        self._committed.extend([0] * (count - len(self._committed)))
+
+    def prefill(self, prompt: TokenIds, place: int = 0) -> torch.Tensor:
+        """Forget the sequence of a place and read a new one.
 
         Args:
             prompt: int32[n], at least one token.
+            place: where.
 
         Returns:
             [1, vocabulary], the logits after its last token.
@@ -207,12 +256,11 @@ class Target:
         Raises:
             OutOfMemoryError: there is no room for the prompt.
         """
-        self.reset()
-        logits = self._read(prompt, None, np.arange(len(prompt)), num_logits=1)
-        self._committed = len(prompt)
+        self.reset(place)
+        logits, self.states = self._read_alone(Reading(place, prompt))
         return logits
 
-    def verify(self, last_token: int, tree: DraftTree) -> torch.Tensor:
+    def verify(self, last_token: int, tree: DraftTree, place: int = 0) -> torch.Tensor:
         """Run the last committed token and a tree behind it through the model, in one pass.
 
         Uncommitted tokens of an earlier call are dropped first.
@@ -221,6 +269,7 @@ class Target:
             last_token: the sequence's last token, which the model has not seen yet.
             tree: continuations of it, as `fitting` returns them; its tokens lie within the
                 vocabulary.
+            place: of the sequence.
 
         Returns:
             [1 + N, vocabulary], the logits after the last token and after each node.
@@ -229,76 +278,153 @@ class Target:
             OutOfMemoryError: there is no room for the pass. `max_nodes` becomes half of the
                 nodes tried; committed tokens stay.
         """
-        self.rewind()
-        layout = TreeLayout.of(tree)
-        tokens = np.concatenate([np.array([last_token], np.int32), tree.token_ids])
-        positions = layout.depths + self._committed
+        [(logits, self.states)] = self.read([Reading.of(place, last_token, tree)])
+        return logits
+
+    def read(self, readings: Sequence[Reading]) -> list[Read]:
+        """Read for several sequences, in one pass where the model packs.
+
+        Uncommitted tokens of earlier calls are dropped first.
+
+        Args:
+            readings: of distinct places, in their order.
+
+        Raises:
+            OutOfMemoryError: there is no room for the pass. `max_nodes` becomes half of the most
+                nodes tried; committed tokens stay, and pieces of prompts are not committed.
+        """
+        for reading in readings:
+            self.rewind(reading.place)
         try:
-            return self._read(tokens, layout, positions, num_logits=len(tokens))
+            if len(readings) == 1 or self._packed is None or not self._packed.is_ready:
+                return [self._read_alone(reading) for reading in readings]
+            return self._read_together(self._packed, readings)
         except OutOfMemoryError:
-            self.max_nodes = len(tree) // 2
+            most = max(0 if each.tree is None else len(each.tree) for each in readings)
+            self.max_nodes = min(most // 2, self.max_nodes)
             raise
 
     @torch.inference_mode()
-    def rewind(self) -> None:
-        """Drop tokens that were verified and not committed."""
-        self._passes.truncate(self._committed)
+    def rewind(self, place: int = 0) -> None:
+        """Drop tokens of a place that were verified and not committed."""
+        self._places.at(place).truncate(self._committed[place])
 
     @torch.inference_mode()
-    def commit(self, path: NDArray[np.int64]) -> None:
+    def commit(self, path: NDArray[np.int64], place: int = 0) -> None:
         """Keep the last token and a path of the verified tree, and nothing else of it.
 
         Args:
             path: int64[k], nodes from a child of the root downwards; it may be empty.
+            place: of the sequence.
         """
-        start = self._committed + 1
-        self._committed = start + len(path)
+        start = self._committed[place] + 1
+        end = self._committed[place] = start + len(path)
         in_place = _num_in_place(path)
         if in_place == len(path):
-            self._passes.truncate(self._committed)
+            self._places.at(place).truncate(end)
         else:
-            self._passes.keep(start + in_place, path[in_place:] + start)
+            self._places.at(place).keep(start + in_place, path[in_place:] + start)
 
-    def pretend(self, num_tokens: int) -> None:
+    def pretend(self, num_tokens: int, place: int = 0) -> None:
         """Make up a sequence of so many tokens without reading them, to time passes behind it."""
-        self.prefill(np.zeros(1, np.int32))
-        if self._passes.pretend(num_tokens):
-            self._committed = num_tokens
+        self.prefill(np.zeros(1, np.int32), place)
+        if self._places.at(place).pretend(num_tokens):
+            self._committed[place] = num_tokens
         else:
-            self.prefill(np.zeros(num_tokens, np.int32))
+            self.prefill(np.zeros(num_tokens, np.int32), place)
 
     @torch.inference_mode()
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self._passes.truncate(0)
-        self._committed = 0
+    def reset(self, place: int = 0) -> None:
+        """Forget the sequence of a place."""
+        self._places.at(place).truncate(0)
+        self._committed[place] = 0
 
-    def _masks(self, layout: TreeLayout) -> Masks:
+    def _masks(self, layout: TreeLayout, past: int) -> Masks:
         if len(layout.depths) == 1 or self.capability is not Capability.TREES:
             return None  # one row is causal by itself, and models make a chain's mask themselves
         visible = torch.from_numpy(layout.visible).to(self.device)
         depths = torch.from_numpy(layout.depths).to(self.device)
         masks = {
             layer_type: additive_mask(
-                visible, depths, num_seen(self._committed, window), window, self._model.dtype
+                visible, depths, num_seen(past, window), window, self._model.dtype
             )
             for layer_type, window in self._windows.items()
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     @torch.inference_mode()
-    def _read(
-        self,
-        tokens: TokenIds,
-        layout: TreeLayout | None,
-        positions: NDArray[np.int64],
-        num_logits: int,
-    ) -> torch.Tensor:
-        """Return [num_logits, vocabulary], the logits after the last tokens given."""
-        with within_memory(self._committed + len(tokens)):
-            masks = None if layout is None else self._masks(layout)
-            logits, self.states = self._passes.read(tokens, masks, positions, num_logits)
-            return logits
+    def _read_alone(self, reading: Reading) -> Read:
+        """Read for one sequence, in a pass of its own."""
+        past = self._committed[reading.place]
+        layout = None if reading.tree is None else TreeLayout.of(reading.tree)
+        depths = np.arange(len(reading.tokens)) if layout is None else layout.depths
+        with within_memory(past + len(reading.tokens)):
+            masks = None if layout is None else self._masks(layout, past)
+            passes = self._places.at(reading.place)
+            read = passes.read(reading.tokens, masks, depths + past, reading.num_logits)
+        self._note(reading)
+        return read
+
+    @torch.inference_mode()
+    def _read_together(self, packed: PackedPasses, readings: Sequence[Reading]) -> list[Read]:
+        """Read for several sequences, in one pass."""
+        parts = [
+            Part(
+                reading.place,
+                self._committed[reading.place],
+                reading.tokens,
+                None if reading.tree is None else TreeLayout.of(reading.tree),
+                reading.num_logits,
+            )
+            for reading in readings
+        ]
+        with within_memory(max(part.num_keys for part in parts)):
+            read = packed.read(parts)
+        for reading in readings:
+            self._note(reading)
+        return read
+
+    def _note(self, reading: Reading) -> None:
+        """Count a piece of a prompt as committed."""
+        if reading.tree is None:
+            self._committed[reading.place] += len(reading.tokens)
+
+
+class _Places:
+    """The states of all sequences: places of one cache, or a cache for each.
+
+    Args:
+        new_passes: makes passes with an empty cache.
+    """
+
+    def __init__(self, new_passes: Callable[[], Passes]) -> None:
+        self._new_passes = new_passes
+        self._passes = [new_passes()]
+        first = self._passes[0]
+        cache = first.cache if isinstance(first, CachedPasses) else None
+        self._cache = cache if isinstance(cache, TreeCache) else None
+
+    def at(self, place: int) -> Passes:
+        """Return the passes of the sequence in a place."""
+        if self._cache is None:
+            return self._passes[place]
+        self._cache.at(place)
+        return self._passes[0]
+
+    def make(self, count: int) -> None:
+        """Have at least `count` places."""
+        if self._cache is not None:
+            self._cache.make_places(count)
+        else:
+            self._passes.extend(self._new_passes() for _ in range(count - len(self._passes)))
+
+    def packed(
+        self, model: PreTrainedModel, windows: Windows, tap: StateTap | None
+    ) -> PackedPasses | None:
+        """Return passes over all places, `None` where the model takes none."""
+        if self._cache is None or not attends_by_groups(model):
+            return None
+        return PackedPasses(model, self._cache, windows, tap)
 
 
 def _passes(

@@ -31,7 +31,7 @@ from decoder.model.graphs import (
     capture_on,
 )
 from decoder.model.passes import CachedPasses
-from decoder.model.target import Target
+from decoder.model.target import Target, _Places
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
     MODELS,
@@ -89,8 +89,8 @@ def largest_error(model: PreTrainedModel, capture: CaptureMaker, steps: int, len
     """Verify and commit in step with eager passes; return how far logits and caches part."""
     rng = np.random.default_rng(steps)
     fixed, eager = targets = Target(model, capture=capture), Target(model)
-    eager._passes = CachedPasses(eager._model, TreeCache([*windows_of(model)]))
-    assert isinstance(fixed._passes, GraphPasses)
+    eager._places = _Places(lambda: CachedPasses(eager._model, TreeCache([*windows_of(model)])))
+    assert isinstance(fixed._places.at(0), GraphPasses)
     for target in targets:
         target.prefill(np.array(prompt_of(length), np.int32))
     error = 0.0
@@ -151,9 +151,9 @@ def test_a_planted_error_in_padded_passes_is_caught(
 
 def test_a_length_taken_from_the_host_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     def put(self: GrowingLayer, frame: Frame, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        end = self._length + keys.shape[-2]
-        self._key_buffer[..., self._length : end, :] = keys
-        self._value_buffer[..., self._length : end, :] = values
+        start, end = self.get_seq_length(), self.get_seq_length() + keys.shape[-2]
+        self._key_buffer[..., start:end, :] = keys
+        self._value_buffer[..., start:end, :] = values
         shown = slice(frame.num_keys)
         return self._key_buffer[..., shown, :], self._value_buffer[..., shown, :]
 
@@ -287,12 +287,12 @@ def test_costs_are_measured_where_they_leap(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_graphs_are_for_cuda_and_trees_and_models_as_they_come() -> None:
     assert capture_on(torch.device("cpu")) is None
-    assert isinstance(Target(tiny_llama())._passes, CachedPasses)
-    assert not isinstance(Target(tiny_llama())._passes, GraphPasses)
-    assert not isinstance(Target(tiny_convolution(), capture=Uncaptured)._passes, GraphPasses)
+    assert isinstance(Target(tiny_llama())._places.at(0), CachedPasses)
+    assert not isinstance(Target(tiny_llama())._places.at(0), GraphPasses)
+    assert not isinstance(Target(tiny_convolution(), capture=Uncaptured)._places.at(0), GraphPasses)
     patched = tiny_llama()
     patched.forward = functools.partial(type(patched).forward, patched)
-    assert not isinstance(Target(patched, capture=Uncaptured)._passes, GraphPasses)
+    assert not isinstance(Target(patched, capture=Uncaptured)._places.at(0), GraphPasses)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -82,7 +82,7 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatc
     target.rewind()
     with monkeypatch.context() as patched:
         without_memory_for(patched, 0, layer=1)
-        for layer in target._passes.cache.growing_layers:  # type: ignore[attr-defined]
+        for layer in target._places.at(0).cache.growing_layers:  # type: ignore[attr-defined]
             layer._key_buffer = layer._key_buffer[..., :20, :].clone()
             layer._value_buffer = layer._value_buffer[..., :20, :].clone()
         with pytest.raises(OutOfMemoryError):

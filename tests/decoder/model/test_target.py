@@ -20,9 +20,9 @@ def plain_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 
 
 def layers_of(target: Target) -> list[GrowingLayer]:
-    assert isinstance(target._passes, CachedPasses)
-    assert isinstance(target._passes.cache, TreeCache)
-    return target._passes.cache.growing_layers
+    assert isinstance(target._places.at(0), CachedPasses)
+    assert isinstance(target._places.at(0).cache, TreeCache)
+    return target._places.at(0).cache.growing_layers
 
 
 def largest_error(model: PreTrainedModel, prompt: list[int], tree: DraftTree) -> float:
