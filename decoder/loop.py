@@ -1,25 +1,37 @@
-"""The decoding loop: draft, cut to budget, verify in one pass, accept, commit."""
+"""The decoding loop: draft, cut to budget, verify in one pass, accept, commit.
 
+One loop serves one sequence and many: each pass carries the drafts of all, and pieces of prompts of
+those that begin. Plain decoding is the loop with empty drafts.
+"""
+
+from bisect import insort
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import count
+from time import perf_counter
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoder.budget.budget import Budget, PassOutcome
-from decoder.drafters.following import Verified, follow
+from decoder.budget.budget import Budget, Load, PassOutcome
+from decoder.drafters.following import SequenceDrafter, Verified, draft_together, follow
 from decoder.errors import (
     DecoderBusyError,
+    DecoderError,
     GenerationStartedError,
     InvalidSettingsError,
     OutOfMemoryError,
 )
 from decoder.model.passes import within_depth
-from decoder.model.target import Target
+from decoder.model.states import States
+from decoder.model.target import Read, Reading, Target
 from decoder.observation import Clock, ObservedPass, Observer, Statistics, Watch
-from decoder.sampling.verification import AcceptRule, PassContext, accept_greedy
+from decoder.sampling.verification import Acceptance, AcceptRule, PassContext, accept_greedy
 from decoder.stopping import StopRule, first_stop
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import RetrieverError
@@ -30,14 +42,46 @@ from retriever.tree import DraftTree
 DEFAULT_MAX_NEW_TOKENS = 256
 """A paragraph or two: short enough that a forgotten limit does not run for long."""
 
+DEFAULT_PARALLEL = 8
+"""Sequences that a pass serves: on two cores, twice as many bring hardly more tokens a second."""
+
+_PIECE: Final = 64
+"""Tokens of prompts that are read beside sequences that go on: these wait for them. A pass of 64
+rows takes three to four plain ones on two cores, and each token of it little less than in a longer
+pass."""
+
+_PIECE_ALONE: Final = 512
+"""Tokens of prompts that are read in a pass where nobody waits but those who come later."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A sequence to decode, and how.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_new_tokens: most tokens to generate; the model's own limit also ends it.
+        remember: whether the drafter may use the output for later sequences.
+        stop_rule: may end the sequence before that.
+        observer: called with every pass, after its tokens are given out.
+        accept: which drafted tokens are kept; `None` for the decoder's own rule.
+    """
+
+    prompt: Sequence[int] | TokenIds
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    remember: bool = True
+    stop_rule: StopRule | None = None
+    observer: Observer | None = None
+    accept: AcceptRule | None = None
+
 
 class Decoder:
-    """Decodes one sequence at a time with a target model and a drafter.
+    """Decodes sequences with a target model and a drafter.
 
     Args:
         target: the model that decides the output.
         drafter: proposes the drafts that are verified; `NoDrafter` makes it plain decoding.
-        budget: how much of a draft is verified.
+        budget: how much of the drafts is verified.
         accept: which drafted tokens are kept: greedily or by sampling.
         stop_ids: tokens that end a sequence; the one that did is part of the output.
         drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's is
@@ -78,31 +122,68 @@ class Decoder:
     ) -> "Generation":
         """Prepare a sequence; iterating over the result decodes it.
 
-        Args:
-            prompt: token ids, at least one.
-            max_new_tokens: most tokens to generate; the model's own limit also ends it.
-            remember: whether the drafter may use the output for later sequences.
-            stop_rule: may end the sequence before that.
-            observer: called with every pass, after its tokens are given out.
+        Args: as of `Request`.
 
         Raises:
             InvalidPromptError: the prompt is empty or no token ids of the vocabulary, or leaves
                 no room below the model's limit.
             InvalidSettingsError: `max_new_tokens` is negative.
         """
-        if max_new_tokens < 0:
-            raise InvalidSettingsError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
-        tokens = self.target.checked_prompt(prompt)
-        room = self.target.room(len(tokens), max_new_tokens)
-        sequence = TokenSequence(tokens, remember=remember)
-        return Generation(self, sequence, next(self._numbers), room, Watch(stop_rule, observer))
+        return self.prepare(Request(prompt, max_new_tokens, remember, stop_rule, observer))
+
+    def generate_many(
+        self, requests: Iterable[Request], parallel: int = DEFAULT_PARALLEL
+    ) -> Iterator[tuple["Generation", list[int]]]:
+        """Decode many sequences, some at a time; each has the output that it has alone.
+
+        The next request is taken when a place is free. What fails ends its own sequence: its
+        `error` is set, and the others go on. Leaving the iteration ends all.
+
+        Args:
+            requests: in the order in which they begin; an iterator is asked for one at a time.
+            parallel: most sequences at a time.
+
+        Yields:
+            A generation and its next tokens, once for each pass that it had a part in; with its
+            last tokens, or none, `is_over` is set. `number` counts the requests from 0.
+
+        Raises:
+            InvalidSettingsError: `parallel` is less than one.
+            DecoderBusyError: the decoder is decoding already.
+            OutOfMemoryError: there is no room for a single sequence.
+        """
+        if parallel < 1:
+            raise InvalidSettingsError(f"parallel must be 1 or more, not {parallel}")
+        waiting = (self._admissible(number, each) for number, each in enumerate(requests))
+        with self.reserved():
+            yield from _Batch(self, waiting, parallel).steps()
+
+    def prepare(self, request: Request) -> "Generation":
+        """Prepare a sequence; see `generate`."""
+        if request.max_new_tokens < 0:
+            raise InvalidSettingsError(
+                f"max_new_tokens must be 0 or more, not {request.max_new_tokens}"
+            )
+        tokens = self.target.checked_prompt(request.prompt)
+        return Generation(self, request, tokens, next(self._numbers))
+
+    def _admissible(self, number: int, request: Request) -> "Generation":
+        """Prepare a sequence; one that is refused is over."""
+        try:
+            generation = self.prepare(request)
+        except DecoderError as error:
+            nothing = np.empty(0, np.int32)
+            generation = Generation(self, request, nothing, next(self._numbers))
+            generation.fail(error)
+        generation.number = number
+        return generation
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
-        """Hold the target during the block; its cache serves one sequence.
+        """Hold the target during the block; its places serve one loop.
 
         Raises:
-            DecoderBusyError: another sequence holds it.
+            DecoderBusyError: another one holds it.
         """
         if self._is_busy:
             raise DecoderBusyError("another sequence is being decoded: finish or close it first")
@@ -119,29 +200,28 @@ class Generation:
     Leaving the iteration early, by an error or by closing it, ends the drafter's session too.
 
     Attributes:
-        statistics: counts and times so far.
+        number: of the request, where there are many.
+        statistics: counts and times so far; of passes with others its share.
+        error: what ended it too early.
+        is_over: whether there is nothing more to come.
+        drafter: of the sequence, once it has begun.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        sequence: TokenSequence,
-        number: int,
-        max_new_tokens: int,
-        watch: Watch,
-    ) -> None:
-        self._target = decoder.target
-        self._budget = decoder.budget
-        self._accept = decoder.accept
-        self._decoder = decoder
-        self._sequence = sequence
-        self._last_token = int(sequence.tokens[-1])
-        self._number = number
-        self._remaining = max_new_tokens
-        self._watch = watch
-        self._drafted = self._tree = DraftTree.empty()
-        self._has_started = False
+    drafter: SequenceDrafter
+
+    def __init__(self, decoder: Decoder, request: Request, prompt: TokenIds, number: int) -> None:
+        self.number = number
         self.statistics = Statistics()
+        self.error: Exception | None = None
+        self.is_over = False
+        self._decoder = decoder
+        self._accept = request.accept or decoder.accept
+        self._sequence = TokenSequence(prompt, remember=request.remember)
+        self._remaining = decoder.target.room(len(prompt), request.max_new_tokens)
+        self._random_number = number
+        self._watch = Watch(request.stop_rule, request.observer)
+        self._clock = Clock(self.statistics)
+        self._has_started = self._has_begun = False
 
     def __iter__(self) -> Iterator[list[int]]:
         if self._has_started:
@@ -151,106 +231,384 @@ class Generation:
         self._has_started = True
         return self._steps()
 
+    def stop(self) -> None:
+        """Have the sequence end before its next pass."""
+        self._remaining = 0
+
     def _steps(self) -> Iterator[list[int]]:
-        with self._decoder.reserved(), self._drafting():
-            clock = Clock(self.statistics)
-            step = self._begin
-            while self._remaining > 0:
-                with self.statistics.charging("total_s"):
-                    tokens = step()
-                yield tokens
-                if self._watch.observer is not None:
-                    self._watch.observer(self._seen(tokens, clock))
-                step = self._step
+        with self._decoder.reserved():
+            for _, tokens in _Batch(self._decoder, iter([self]), 1).steps():
+                if tokens:
+                    yield tokens
+        if self.error is not None:
+            raise self.error
 
-    def _begin(self) -> list[int]:
-        """Read the prompt and commit the first token."""
-        tree = DraftTree.empty()
-        with self.statistics.charging("target_s"), self.statistics.charging("prompt_s"):
-            logits = self._target.prefill(self._sequence.prompt)
-            path, next_token = self._accept(tree, logits, self._pass_context())
-        self._learn(self._verified(tree, logits, path, next_token))
-        return self._emit(tree, path, next_token)
+    # The loop calls what follows.
 
-    def _step(self) -> list[int]:
-        """Commit the next tokens; always at least one."""
-        tree = self._draft()
-        before_s = self.statistics.target_s
-        with self.statistics.charging("target_s"):
-            tree, logits = self._verify(tree)
-            path, next_token = self._accept(tree, logits, self._pass_context())
-            self._target.commit(path)
-        context, pass_s = len(self._sequence), self.statistics.target_s - before_s
-        self._budget.learn(PassOutcome(tree, path, next_token, context, pass_s))
-        self._learn(self._verified(tree, logits, path, next_token))
-        return self._emit(tree, path, next_token)
+    @property
+    def is_wanted(self) -> bool:
+        """Whether another token is to come."""
+        return self._remaining > 0 and self.error is None
 
-    def _verify(self, tree: DraftTree) -> tuple[DraftTree, torch.Tensor]:
-        """Verify a tree; while memory runs out, half of it."""
-        while len(tree):
-            with suppress(OutOfMemoryError):
-                return tree, self._target.verify(self._last_token, tree)
-            tree = tree.prefix(len(tree) // 2)
-            self._budget.halve()
-        return tree, self._target.verify(self._last_token, tree)
+    @property
+    def tokens(self) -> TokenIds:
+        """int32[n], what is committed, the prompt first: a view."""
+        return self._sequence.tokens
 
-    def _pass_context(self) -> PassContext:
-        return PassContext(self._number, self._sequence.tokens, self._sequence.num_prompt)
+    @property
+    def max_depth(self) -> int:
+        """Drafted tokens that may be accepted in a pass."""
+        return self._remaining - 1
 
-    def _verified(
-        self, tree: DraftTree, logits: torch.Tensor, path: NDArray[np.int64], next_token: int
-    ) -> Verified:
-        states = self._target.states
-        return Verified(self._last_token, tree, logits, path, next_token, states)
+    def begin(self) -> None:
+        """Open a session with the drafter, unless one is open.
 
-    def _learn(self, verified: Verified) -> None:
-        with self.statistics.charging("draft_s"):
-            self._drafter.learn(verified)
+        Raises:
+            RetrieverError: the drafter refuses the prompt.
+        """
+        if not self._has_begun:
+            with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
+                self.drafter = follow(self._decoder.followers, self._sequence)
+            self._has_begun = True
 
-    @contextmanager
-    def _drafting(self) -> Iterator[None]:
-        """Keep a session with the drafter open during the block."""
-        with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
-            self._drafter = follow(self._decoder.followers, self._sequence)
-        try:
-            yield
-        except Exception:
-            with suppress(RetrieverError):  # the first error is raised
-                self._end_session()
-            raise
-        finally:
-            self._end_session()
+    def accepted(self, tree: DraftTree, logits: torch.Tensor) -> Acceptance:
+        """Return the path of a tree that the target's choices follow, and its next token."""
+        sequence = self._sequence
+        context = PassContext(self._random_number, sequence.tokens, sequence.num_prompt)
+        return self._accept(tree, logits, context)
 
-    def _end_session(self) -> None:
-        with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
-            self._drafter.close()
-        self.statistics.num_failures = self._drafter.num_failures
-
-    def _draft(self) -> DraftTree:
-        """Return the nodes of a draft that pay and fit."""
-        self._drafted = DraftTree.empty()
-        max_depth, context = self._remaining - 1, len(self._sequence)
-        max_nodes = min(self._budget.ask(context), self._target.max_nodes) if max_depth else 0
-        if max_nodes == 0:
-            return DraftTree.empty()
-        before_s = self.statistics.draft_s
-        with self.statistics.charging("draft_s"):
-            tree = self._drafter.draft(max_nodes)
-        self._drafted = self._target.fitting(within_depth(tree, max_depth))
-        draft_s = self.statistics.draft_s - before_s
-        return self._budget.cut(self._drafted, context, draft_s)
-
-    def _emit(self, tree: DraftTree, path: NDArray[np.int64], next_token: int) -> list[int]:
-        """Commit the accepted tokens up to the limit or the first stop."""
+    def commit(self, tree: DraftTree, path: NDArray[np.int64], next_token: int) -> list[int]:
+        """Commit the accepted tokens up to the limit or the first stop, and return them."""
         tokens = [*tree.token_ids[path].tolist(), next_token][: self._remaining]
         end = first_stop(tokens, self._decoder.stop_ids, self._watch.stop_rule)
         tokens = tokens[:end]
         self._remaining = 0 if end is not None else self._remaining - len(tokens)
         self._sequence.extend(tokens)
-        self._last_token = tokens[-1]
-        self._tree, self._path = tree, path[: len(tokens)]
-        self.statistics.record(tree, self._path, len(tokens))
+        self.statistics.record(tree, path[: len(tokens)], len(tokens))
         return tokens
 
-    def _seen(self, tokens: list[int], clock: Clock) -> ObservedPass:
-        return ObservedPass(self._drafted, self._tree, self._path, tokens, clock.lap())
+    def show(
+        self, drafted: DraftTree, tree: DraftTree, path: NDArray[np.int64], tokens: list[int]
+    ) -> None:
+        """Show a pass to the observer."""
+        if self._watch.observer is not None:
+            times = self._clock.lap()
+            self._watch.observer(ObservedPass(drafted, tree, path[: len(tokens)], tokens, times))
+
+    def fail(self, error: Exception) -> None:
+        """Note what ends the sequence too early; the first error counts."""
+        self.error = self.error or error
+
+    def end(self) -> None:
+        """End the drafter's session."""
+        self.is_over = True
+        if not self._has_begun:
+            return
+        self._has_begun = False
+        with self.statistics.charging("draft_s"), self.statistics.charging("total_s"):
+            try:
+                self.drafter.close()
+            except RetrieverError as error:
+                self.fail(error)
+        self.statistics.num_failures = self.drafter.num_failures
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A sequence in its place, and its part in the last pass.
+
+    Attributes:
+        generation: the sequence.
+        place: of its keys and values.
+        num_prompt: tokens to read first; what it has generated before among them.
+        num_read: tokens of its prompt that were read.
+        pieces: states of the pieces that were read.
+        drafted: the drafter's tree, as far as the target can verify it.
+        reading: what it reads in the pass.
+        path: int64[k], the nodes that were accepted.
+        next_token: the target's choice after them; `None` where the pass brought none.
+        tokens: that the pass brought.
+        learn_s: seconds in which its drafter learned from the pass.
+    """
+
+    generation: Generation
+    place: int
+    num_prompt: int
+    num_read: int = 0
+    pieces: list[States] = field(default_factory=list)
+    drafted: DraftTree = field(default_factory=DraftTree.empty)
+    reading: Reading | None = None
+    path: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    next_token: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    learn_s: float = 0.0
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether a tree is verified for it, if an empty one, and no prompt is read."""
+        return self.reading is not None and self.reading.tree is not None
+
+    @property
+    def is_going(self) -> bool:
+        """Whether its prompt was read, so that a draft can be verified."""
+        return self.num_unread == 0
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens of its prompt that were not read."""
+        return self.num_prompt - self.num_read
+
+    @property
+    def tree(self) -> DraftTree:
+        """The tree that is verified, empty for a piece of a prompt."""
+        tree = None if self.reading is None else self.reading.tree
+        return DraftTree.empty() if tree is None else tree
+
+    @property
+    def width(self) -> int:
+        """Rows of its part of the pass."""
+        return 0 if self.reading is None else len(self.reading.tokens)
+
+    def read_next(self, size: int) -> None:
+        """Have it read the next piece of its prompt."""
+        tokens = self.generation.tokens[self.num_read : self.num_read + size]
+        self._take(Reading(self.place, tokens))
+
+    def verify(self, tree: DraftTree) -> None:
+        """Have it read its last token, and a tree behind it."""
+        self._take(Reading.of(self.place, int(self.generation.tokens[-1]), tree))
+
+    def note_piece(self, states: States) -> None:
+        """Take in that a piece of its prompt was read."""
+        self.num_read += self.width
+        self.pieces.append(states)
+
+    def verified(self, read: Read, next_token: int) -> Verified:
+        """Return its part of the pass and what came of it."""
+        logits, states = read
+        last_token = int(self.generation.tokens[-1])
+        pieces, self.pieces = self.pieces, []
+        if pieces and self.generation.statistics.num_passes:  # it was read again
+            states = {number: rows[-1:] for number, rows in states.items()}
+        elif len(pieces) > 1:
+            states = {number: torch.cat([each[number] for each in pieces]) for number in states}
+        return Verified(last_token, self.tree, logits, self.path, next_token, states)
+
+    def _take(self, reading: Reading) -> None:
+        self.reading, self.path = reading, np.empty(0, np.int64)
+        self.next_token, self.tokens, self.learn_s = None, [], 0.0
+
+
+class _Batch:
+    """The sequences that passes serve, from the first to the last.
+
+    Args:
+        decoder: whose target, drafter and budget.
+        waiting: sequences to decode, in order.
+        num_places: most sequences at a time.
+    """
+
+    def __init__(self, decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> None:
+        self._followers = decoder.followers
+        self._target, self._budget = decoder.target, decoder.budget
+        self._waiting = waiting
+        self._returned: deque[Generation] = deque()
+        self._rows: list[_Row] = []
+        self._free = list(range(num_places))
+        self._reads_in_pieces = num_places > 1 and decoder.target.packs
+
+    def steps(self) -> Iterator[tuple[Generation, list[int]]]:
+        """Admit, draft, verify, accept and commit, until all sequences are over."""
+        self._target.make_places(len(self._free))
+        try:
+            while (over := self._admitted()) or self._rows:
+                yield from ((generation, []) for generation in over)
+                for row in self._step():
+                    is_over = self._has_ended(row)
+                    if row.tokens or is_over:
+                        yield row.generation, row.tokens
+                    if not self._is_shown(row) and is_over:
+                        yield row.generation, []
+        finally:
+            self._leave()
+
+    def _step(self) -> list[_Row]:
+        """Run one pass; return the rows that had a part in it, in the order of their places."""
+        began_s = perf_counter()
+        rows, load = self._planned()
+        draft_s = self._draft(rows, load)
+        read_s = perf_counter()
+        passed = self._read(rows)
+        for row, read in passed:
+            self._accept(row, read)
+        target_s = perf_counter() - read_s
+        self._learn([row for row, _ in passed], load, target_s)
+        for row, read in passed:
+            self._commit(row, read)
+        _charge([row for row, _ in passed], draft_s, target_s, perf_counter() - began_s)
+        return [row for row, _ in passed]
+
+    def _planned(self) -> tuple[list[_Row], Load]:
+        """Choose who has a part in the next pass, and how much of a prompt is read in it."""
+        contexts = [len(row.generation.tokens) for row in self._rows if row.is_going]
+        room = _PIECE if contexts else _PIECE_ALONE
+        num_read = 0
+        for row in sorted(self._rows, key=lambda each: each.generation.number):
+            if row.is_going:
+                continue
+            size = row.num_unread
+            if self._reads_in_pieces:
+                size = min(size, room - num_read)
+            row.read_next(size)
+            num_read += size
+        rows = [row for row in self._rows if row.is_going or row.width]
+        return rows, Load(contexts, num_read)
+
+    def _draft(self, rows: Sequence[_Row], load: Load) -> float:
+        """Give all whose prompt was read a tree of nodes that pay; return the seconds it took."""
+        going = [row for row in rows if row.is_going]
+        for row in going:
+            row.verify(DraftTree.empty())
+            row.drafted = row.tree
+        asked = [row for row in going if row.generation.max_depth > 0]
+        max_nodes = min(self._budget.ask(load), self._target.max_nodes) if asked else 0
+        if max_nodes == 0:
+            return 0.0
+        began_s = perf_counter()
+        trees = draft_together(
+            self._followers, [(row.generation.drafter, max_nodes) for row in asked]
+        )
+        draft_s = perf_counter() - began_s
+        for row, tree in zip(asked, trees, strict=True):
+            row.drafted = self._target.fitting(within_depth(tree, row.generation.max_depth))
+        shares = self._budget.share([row.drafted for row in going], load, draft_s)
+        for row, tree in zip(going, shares, strict=True):
+            row.verify(tree)
+        return draft_s
+
+    def _read(self, rows: list[_Row]) -> list[tuple[_Row, Read]]:
+        """Read for all rows; while memory runs out, for less."""
+        while rows:
+            try:
+                reads = self._target.read([row.reading for row in rows if row.reading])
+            except OutOfMemoryError as error:
+                rows = self._lightened(rows, error)
+            else:
+                return list(zip(rows, reads, strict=True))
+        return []
+
+    def _lightened(self, rows: list[_Row], error: OutOfMemoryError) -> list[_Row]:
+        """Return rows that need less memory: half of the trees, or without the latest sequence."""
+        if any(len(row.tree) for row in rows):
+            self._budget.halve()
+            for row in rows:
+                if row.is_going:
+                    row.verify(row.tree.prefix(len(row.tree) // 2))
+            return rows
+        latest = max(self._rows, key=lambda row: row.generation.number)
+        if len(self._rows) == 1:
+            latest.generation.fail(error)
+            return []
+        self._rows.remove(latest)
+        self._free.clear()
+        self._returned.appendleft(latest.generation)
+        return [row for row in rows if row is not latest]
+
+    def _accept(self, row: _Row, read: Read) -> None:
+        """Accept a path and have the target keep it."""
+        logits, states = read
+        is_going = row.is_going
+        if not is_going:
+            row.note_piece(states)
+            if row.num_unread:
+                return
+        try:
+            row.path, row.next_token = row.generation.accepted(row.tree, logits)
+        except Exception as error:  # noqa: BLE001  whatever a rule raises ends its own sequence
+            row.generation.fail(error)
+            return
+        if is_going:
+            self._target.commit(row.path, row.place)
+
+    def _learn(self, rows: Sequence[_Row], load: Load, seconds: float) -> None:
+        """Have the budget learn from the pass, where it served all that it was shared among."""
+        outcomes = [
+            PassOutcome(row.tree, row.path, row.next_token)
+            for row in rows
+            if row.is_verified and row.next_token is not None
+        ]
+        if outcomes and len(outcomes) == len(load.contexts):
+            self._budget.learn(outcomes, load, seconds)
+
+    def _commit(self, row: _Row, read: Read) -> None:
+        """Have the drafter learn, and commit the tokens that the pass brought."""
+        if row.next_token is None:
+            return
+        generation, began_s = row.generation, perf_counter()
+        try:
+            generation.drafter.learn(row.verified(read, row.next_token))
+            row.learn_s = perf_counter() - began_s
+            row.tokens = generation.commit(row.tree, row.path, row.next_token)
+        except Exception as error:  # noqa: BLE001  nor does what a stop rule raises end others
+            generation.fail(error)
+
+    def _admitted(self) -> list[Generation]:
+        """Fill free places; return the sequences that are over without another pass."""
+        over = [row.generation for row in list(self._rows) if self._has_ended(row)]
+        while self._free and (generation := self._next()) is not None:
+            row = _Row(generation, heappop(self._free), len(generation.tokens))
+            insort(self._rows, row, key=lambda each: each.place)
+            if generation.is_wanted:
+                self._begin(row)
+            if self._has_ended(row):
+                over.append(generation)
+        return over
+
+    def _next(self) -> Generation | None:
+        return self._returned.popleft() if self._returned else next(self._waiting, None)
+
+    def _begin(self, row: _Row) -> None:
+        self._target.reset(row.place)
+        try:
+            row.generation.begin()
+        except RetrieverError as error:
+            row.generation.fail(error)
+
+    def _has_ended(self, row: _Row) -> bool:
+        """Return whether a sequence is over; its place is free then."""
+        if row.generation.is_wanted:
+            return False
+        self._rows.remove(row)
+        heappush(self._free, row.place)
+        row.generation.end()
+        return True
+
+    def _is_shown(self, row: _Row) -> bool:
+        """Show a pass to the sequence's observer; return whether that worked."""
+        try:
+            if row.tokens:
+                row.generation.show(row.drafted, row.tree, row.path, row.tokens)
+        except Exception as error:  # noqa: BLE001  as above
+            row.generation.fail(error)
+            return False
+        return True
+
+    def _leave(self) -> None:
+        """End what is left, at the end or when the caller leaves in the middle."""
+        for generation in (*(row.generation for row in self._rows), *self._returned):
+            generation.end()
+
+
+def _charge(rows: Sequence[_Row], draft_s: float, target_s: float, whole_s: float) -> None:
+    """Divide the time of a pass: drafts among those drafted for, the pass itself by its rows."""
+    num_drafted = sum(row.is_verified for row in rows)
+    width = sum(row.width for row in rows)
+    host_s = whole_s - draft_s - target_s - sum(row.learn_s for row in rows)
+    for row in rows:
+        statistics = row.generation.statistics
+        drafted_s = row.learn_s + (draft_s / num_drafted if row.is_verified else 0.0)
+        passed_s = target_s * row.width / width
+        statistics.draft_s += drafted_s
+        statistics.target_s += passed_s
+        statistics.prompt_s += 0.0 if row.is_verified else passed_s
+        statistics.total_s += drafted_s + passed_s + host_s / len(rows)

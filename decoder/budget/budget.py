@@ -2,13 +2,14 @@
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.budget.calibration import DraftCalibration
+from decoder.budget.calibration import CorrectedDraft, DraftCalibration
 from decoder.budget.costs import AdaptiveCosts, CostSurface
 from decoder.budget.payoff import FadingRatio, Payoff, RecentMedian
 from retriever.tree import DraftTree
@@ -54,41 +55,77 @@ _LONGEST_PAUSE: Final = 512
 is noticed that is right again. Drafters of up to five passes' time reach the share above first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a pass carries besides drafts.
+
+    Attributes:
+        contexts: tokens of each sequence that goes on, at least one sequence.
+        num_read: tokens of prompts that it reads for others.
+    """
+
+    contexts: Sequence[int]
+    num_read: int = 0
+
+    @classmethod
+    def of(cls, context: int) -> Self:
+        """Return the load of one sequence."""
+        return cls((context,))
+
+    @property
+    def context(self) -> int:
+        """Mean tokens of a sequence: attention costs by rows times tokens."""
+        return sum(self.contexts) // len(self.contexts)
+
+    @property
+    def width(self) -> int:
+        """Rows of the pass without drafts."""
+        return len(self.contexts) + self.num_read
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutcome:
-    """The outcome and the time of a pass.
+    """What a pass brought to one sequence.
 
     Attributes:
         tree: the verified tree, empty for a plain step.
         path: int64[k], the nodes of it that were accepted.
         next_token: the target's choice after them.
-        context: tokens of the sequence before the pass.
-        seconds: what the pass took, the wait for its choices included.
     """
 
     tree: DraftTree
     path: NDArray[np.int64]
     next_token: int
-    context: int
-    seconds: float
 
 
 class Budget(Protocol):
-    """Decides whether a drafter is asked, and how many nodes of its tree are verified.
+    """Decides whether a drafter is asked, and how many nodes of its trees are verified.
 
-    In each step `ask` is called, then `cut` if there is a draft, then `learn`.
+    In each step `ask` is called, then `share` if there are drafts, then `learn`.
     """
 
-    def ask(self, context: int) -> int:
-        """Return the most nodes that could pay behind `context` tokens; 0 to ask no drafter."""
+    def ask(self, load: Load) -> int:
+        """Return the most nodes of a sequence that could pay; 0 to ask no drafter."""
         ...
 
-    def cut(self, tree: DraftTree, context: int, draft_s: float) -> DraftTree:
-        """Return the prefix of a tree, drafted in `draft_s` seconds, that is worth verifying."""
+    def share(self, trees: Sequence[DraftTree], load: Load, draft_s: float) -> list[DraftTree]:
+        """Return the prefixes of trees that are worth verifying.
+
+        Args:
+            trees: one for each sequence of the load.
+            load: of the pass.
+            draft_s: seconds that all of them took together.
+        """
         ...
 
-    def learn(self, outcome: PassOutcome) -> None:
-        """Take in what a pass over the last tree, or without one, brought and took."""
+    def learn(self, outcomes: Sequence[PassOutcome], load: Load, seconds: float) -> None:
+        """Take in what a pass over the last trees, or without any, brought and took.
+
+        Args:
+            outcomes: one for each sequence of the load.
+            load: of the pass.
+            seconds: what it took, the wait for its choices included.
+        """
         ...
 
     def halve(self) -> None:
@@ -98,20 +135,20 @@ class Budget(Protocol):
 
 @dataclass(slots=True)
 class FixedBudget:
-    """Verifies the first `max_nodes` nodes, whatever they cost."""
+    """Verifies the first `max_nodes` nodes of each sequence, whatever they cost."""
 
     max_nodes: int
 
-    def ask(self, context: int) -> int:  # noqa: ARG002  the protocol's
+    def ask(self, load: Load) -> int:  # noqa: ARG002  the protocol's
         """Return `max_nodes`."""
         return self.max_nodes
 
-    def cut(self, tree: DraftTree, context: int, draft_s: float) -> DraftTree:  # noqa: ARG002
-        """Return the first `max_nodes` nodes."""
-        return tree.prefix(self.max_nodes)
+    def share(self, trees: Sequence[DraftTree], load: Load, draft_s: float) -> list[DraftTree]:  # noqa: ARG002
+        """Return the first `max_nodes` nodes of each."""
+        return [tree.prefix(self.max_nodes) for tree in trees]
 
-    def learn(self, outcome: PassOutcome) -> None:
-        """Ignore the outcome."""
+    def learn(self, outcomes: Sequence[PassOutcome], load: Load, seconds: float) -> None:
+        """Ignore the outcomes."""
 
     def halve(self) -> None:
         """Verify half as many from now on."""
@@ -129,9 +166,12 @@ class MeasuredBudget:
     Probabilities are corrected by outcomes first, costs by what passes take, and a drafter that
     takes longer than it saves is left alone.
 
+    Where a pass serves many sequences, the nodes of all their trees compete: those that are most
+    probable come first, whosever they are, and each makes the one pass longer.
+
     Args:
         surface: what passes cost.
-        max_nodes: never verify more; `None` for as many as the surface is wide.
+        max_nodes: never verify more of a tree; `None` for as many as the surface is wide.
     """
 
     def __init__(self, surface: CostSurface, max_nodes: int | None = None) -> None:
@@ -139,49 +179,60 @@ class MeasuredBudget:
         widest = surface.widths[-1] - 1
         self.max_nodes = widest if max_nodes is None else min(max_nodes, widest)
         self._calibration = DraftCalibration()
+        self._drafts: Sequence[CorrectedDraft] = ()
         self._drafter = Payoff(_DRAFTER_DECAY, latest_counts=True)
         self._drafts_s = RecentMedian(_RECENT_DRAFTS)
         self._chosen: deque[int] = deque(maxlen=_RECENT_CUTS)
         self._draft_s = 0.0
-        self._late = FadingRatio(_PACE_DECAY)  # tokens to seconds
+        self._late = FadingRatio(_PACE_DECAY)  # tokens to those of plain passes in the same time
 
-    def ask(self, context: int) -> int:
-        """Return the most nodes that pay if all are right; 0 where the drafter does not pay.
+    def ask(self, load: Load) -> int:
+        """Return the most nodes of a sequence that pay if all are right; see `Budget.ask`.
 
         Drafting takes longer the more nodes are asked for, so at most twice as many are as paid
         recently: a draft that pays to its end doubles the next one.
         """
-        table = self._table(context)
-        certain = np.arange(1, len(table) + 1)
-        nodes = int(np.argmax(certain - table / table[0]))
+        table = self._table(load, self.max_nodes)
+        plain_s = self._plain_s(load)
+        certain = np.arange(len(table))
+        nodes = int(np.argmax(certain - (len(load.contexts) / plain_s) * table))
         if self._chosen:
             nodes = min(nodes, max(2 * max(self._chosen), _LEAST_ASKED))
-        return nodes if nodes and self._is_drafter_due(float(table[0])) else 0
+        return nodes if nodes and self._is_drafter_due(plain_s) else 0
 
-    def cut(self, tree: DraftTree, context: int, draft_s: float) -> DraftTree:
-        """Return the prefix of the tree that is expected to save most time."""
-        probabilities = self._calibration.corrected(tree)[: self.max_nodes]
-        table = self._table(context)[: len(probabilities) + 1]
-        expected = np.cumsum(np.concatenate(([1.0], probabilities)))
-        pace = self._pace(float((expected / table).max()), float(table[0]))
+    def share(self, trees: Sequence[DraftTree], load: Load, draft_s: float) -> list[DraftTree]:
+        """Return the prefixes that are expected to save most time, all together."""
+        drafts = self._drafts = [self._calibration.corrected(tree) for tree in trees]
+        probabilities, owners = _most_probable(drafts, self.max_nodes)
+        num_plain, plain_s = len(trees), self._plain_s(load)
+        table = self._table(load, len(probabilities))
+        expected = np.cumsum(np.concatenate(([num_plain], probabilities)))
+        with_prompts_s = float(table[0]) - plain_s
+        own = float((expected / (table - with_prompts_s)).max())
+        pace = self._pace(own, num_plain / plain_s)
         gained = expected - pace * table
         nodes = int(np.argmax(gained))
-        self._chosen.append(nodes)
+        counts = np.bincount(owners[:nodes], minlength=num_plain).tolist()
+        self._chosen.append(max(counts))
         self._draft_s = draft_s
         self._drafts_s.add(draft_s)
         self._drafter.learn(float(gained[nodes] - gained[0]) / pace)
-        return tree.prefix(nodes)
+        return [tree.prefix(count) for tree, count in zip(trees, counts, strict=True)]
 
-    def learn(self, outcome: PassOutcome) -> None:
-        """Take in what a pass over the last tree, or without one, brought and took."""
-        tree, path, context = outcome.tree, outcome.path, outcome.context
-        began_rightly = self._calibration.learn(len(tree), path, outcome.next_token)
-        if began_rightly and len(tree) == 0:
-            self._drafter.encourage()
-        self.costs.learn(1 + len(tree), context, outcome.seconds)
-        table = self._table(context)
-        pass_s = float(table[min(len(tree), len(table) - 1)])
-        self._late.add(1 + len(path), pass_s + self._draft_s)
+    def learn(self, outcomes: Sequence[PassOutcome], load: Load, seconds: float) -> None:
+        """Take in what a pass over the last trees, or without any, brought and took."""
+        drafts, self._drafts = self._drafts, ()
+        for draft, outcome in zip(drafts, outcomes, strict=bool(drafts)):
+            tree, path = outcome.tree, outcome.path
+            began_rightly = self._calibration.learn(draft, len(tree), path, outcome.next_token)
+            if began_rightly and len(tree) == 0:
+                self._drafter.encourage()
+        num_nodes = sum(len(outcome.tree) for outcome in outcomes)
+        self.costs.learn(load.width + num_nodes, load.context, seconds)
+        plain_s, table = self._plain_s(load), self._table(load, num_nodes)
+        longer_s = float(table[num_nodes] - table[0])
+        tokens = sum(1 + len(outcome.path) for outcome in outcomes)
+        self._late.add(tokens / len(outcomes), (plain_s + longer_s + self._draft_s) / plain_s)
         self._draft_s = 0.0
 
     def halve(self) -> None:
@@ -194,11 +245,38 @@ class MeasuredBudget:
         longest = min(int(draft_s / (_PROBING_SHARE * plain_s)), _LONGEST_PAUSE)
         return self._drafter.is_due(1.0, draft_s, longest)
 
-    def _table(self, context: int) -> NDArray[np.float64]:
-        """Return float64[1 + max_nodes], seconds of a pass with each number of nodes."""
-        return self.costs.table(context)[: self.max_nodes + 1]
+    def _table(self, load: Load, num_nodes: int) -> NDArray[np.float64]:
+        """Return float64[1 + n], seconds of a pass with each number of nodes up to `num_nodes`."""
+        return self.costs.table_to(load.width + num_nodes, load.context)[load.width - 1 :]
 
-    def _pace(self, own: float, plain_s: float) -> float:
-        """Return tokens per second to expect of the next steps, given what this one may have."""
-        late = self._late.value(default=own)
-        return max(math.pow(own, _LIKENESS) * math.pow(late, 1 - _LIKENESS), 1 / plain_s)
+    def _plain_s(self, load: Load) -> float:
+        """Return the seconds of a pass over a token of each sequence, and no prompt."""
+        num_plain = len(load.contexts)
+        return float(self.costs.table_to(num_plain, load.context)[num_plain - 1])
+
+    def _pace(self, own: float, plain: float) -> float:
+        """Return tokens per second to expect of the next steps.
+
+        Args:
+            own: what this step may have.
+            plain: of plain decoding.
+        """
+        late = self._late.value(default=own / plain) * plain
+        return max(math.pow(own, _LIKENESS) * math.pow(late, 1 - _LIKENESS), plain)
+
+
+def _most_probable(
+    drafts: Sequence[CorrectedDraft], most: int
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return probabilities of nodes of all drafts, falling, and whose they are.
+
+    Those of each draft come in their own order, and no more than `most` of it.
+    """
+    if len(drafts) == 1:
+        probabilities = drafts[0].probabilities[:most]
+        return probabilities, np.zeros(len(probabilities), np.int64)
+    cut = [draft.probabilities[:most] for draft in drafts]
+    joined = np.concatenate(cut)
+    order = np.argsort(-joined, kind="stable")
+    owners = np.repeat(np.arange(len(cut)), [len(each) for each in cut])
+    return joined[order], owners[order]

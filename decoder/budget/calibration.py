@@ -136,8 +136,13 @@ less in simulated decoding with a drafter that changes sides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Corrected:
-    """The last draft: its tree, and its corrected probabilities."""
+class CorrectedDraft:
+    """A draft, and its corrected probabilities.
+
+    Attributes:
+        tree: as drafted, N nodes.
+        probabilities: float64[N]; they fall, from at most 1.
+    """
 
     tree: DraftTree
     probabilities: NDArray[np.float64]
@@ -153,21 +158,21 @@ class DraftCalibration:
     def __init__(self) -> None:
         self._calibration = Calibration(_EDGES, _DECAY, _PRIOR_NODES, most_from_draft=1.0)
         self._surprise = 0.0
-        self._last: _Corrected | None = None
 
-    def corrected(self, tree: DraftTree) -> NDArray[np.float64]:
-        """Return float64[N], a draft's probabilities corrected; they fall, from at most 1."""
-        corrected = self._calibration.corrected(tree.probabilities, tree.sources)
-        self._last = _Corrected(tree, corrected)
-        return corrected
+    def corrected(self, tree: DraftTree) -> CorrectedDraft:
+        """Correct a draft's probabilities."""
+        return CorrectedDraft(tree, self._calibration.corrected(tree.probabilities, tree.sources))
 
-    def learn(self, num_verified: int, path: NDArray[np.int64], next_token: int) -> bool:
-        """Learn from the last draft, including the nodes that were not verified.
+    def learn(
+        self, draft: CorrectedDraft, num_verified: int, path: NDArray[np.int64], next_token: int
+    ) -> bool:
+        """Learn from a draft, including the nodes that were not verified.
 
         Nodes beyond the verified ones are wrong unless they continue where the path ended; those
         that follow `next_token` there have no known outcome yet and do not count.
 
         Args:
+            draft: as it was corrected.
             num_verified: how many of the draft's first nodes were verified.
             path: int64[k], those that were accepted, from a child of the root downwards.
             next_token: what the target chose after them.
@@ -175,10 +180,9 @@ class DraftCalibration:
         Returns:
             Whether the first token of the draft was right.
         """
-        draft, self._last = self._last, None
-        if draft is None or len(draft.tree) == 0:
-            return False
         tree = draft.tree
+        if len(tree) == 0:
+            return False
         num_known, right = _outcomes(tree, num_verified, path, next_token)
         came_true = np.zeros(num_known, np.bool_)
         came_true[right] = True
@@ -187,7 +191,7 @@ class DraftCalibration:
         self._notice(draft, is_hit=is_hit)
         return is_hit
 
-    def _notice(self, draft: _Corrected, *, is_hit: bool) -> None:
+    def _notice(self, draft: CorrectedDraft, *, is_hit: bool) -> None:
         """Fade what was learned once first tokens come true much more often than expected."""
         likely = float(draft.probabilities[draft.tree.parents == ROOT].sum())
         self._surprise = _SURPRISE_DECAY * self._surprise + is_hit - min(likely, 1.0)

@@ -137,6 +137,19 @@ class AdaptiveCosts:
             self._age = 0
         return self._table
 
+    def table_to(self, width: int, context: int) -> NDArray[np.float64]:
+        """Return float64[width], seconds as `table` does.
+
+        Beyond the widest pass measured costs rise as they do over its wider half.
+        """
+        table = self.table(context)
+        widest = len(table)
+        if width <= widest:
+            return table[:width]
+        slope = (table[-1] - table[widest // 2]) / max(widest - 1 - widest // 2, 1)
+        beyond = table[-1] + slope * np.arange(1, width - widest + 1)
+        return np.concatenate([table, beyond])
+
     def learn(self, width: int, context: int, seconds: float) -> None:
         """Take in what a pass of some width took; one wider than the surface says nothing."""
         if seconds <= 0 or width > len(self._places):

@@ -1,8 +1,8 @@
-"""Drafting for the one sequence of a decoding loop, and learning from its passes."""
+"""Drafting for the sequences of a decoding loop, and learning from its passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from decoder.model.states import States
 from retriever.drafter import Drafter, DraftRequest, TokenIds
-from retriever.follower import DraftLimits, Followers
+from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
@@ -83,6 +83,14 @@ class FollowingDrafter(Protocol):
         """
         ...
 
+    def draft_together(self, asked: Sequence[tuple[Any, int]]) -> list[DraftTree]:
+        """Return a tree for each of several sequences, in order; empty where there is none.
+
+        Args:
+            asked: distinct drafters that `follow` made, with the most nodes of their trees.
+        """
+        ...
+
 
 def states_of(drafter: Drafter) -> frozenset[int]:
     """Return the numbers of the target's states that a drafter learns from."""
@@ -98,6 +106,20 @@ def follow(
     follower = followers.follow(sequence, limits=limits)
     followers.open([follower])
     return follower
+
+
+def draft_together(
+    followers: Followers, asked: Sequence[tuple[SequenceDrafter, int]]
+) -> list[DraftTree]:
+    """Return a tree for each of several sequences, with one call of their drafter.
+
+    Args:
+        followers: of the drafter.
+        asked: what `follow` made for each, with the most nodes of its tree.
+    """
+    if isinstance(followers.drafter, FollowingDrafter):
+        return followers.drafter.draft_together(asked)
+    return followers.draft([(each, nodes) for each, nodes in asked if isinstance(each, Follower)])
 
 
 class NoDrafter:

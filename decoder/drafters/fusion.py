@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.asking import AskedDraft
-from decoder.drafters.following import SequenceDrafter, Verified, follow
+from decoder.drafters.following import SequenceDrafter, Verified, draft_together, follow
 from decoder.drafters.kernels.forest import NOWHERE, Forest, plant
 from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
@@ -74,6 +74,7 @@ class FusedSequence:
         sequence: the committed tokens; its owner extends it.
 
     Attributes:
+        members: as given.
         sequence: as given.
         read: as given.
         trees: of the last draft, one for each member.
@@ -89,10 +90,9 @@ class FusedSequence:
         sequence: TokenSequence,
     ) -> None:
         self._drafter = drafter
-        self._members = members
-        self._num_paced = len(sequence)
-        self._asked_at: float | None = None
+        self._num_paced: int | None = None
         self._drafted_length = -1
+        self.members = members
         self.sequence = sequence
         self.read = read
         self.trees: list[DraftTree] = []
@@ -102,7 +102,7 @@ class FusedSequence:
     @property
     def num_failures(self) -> int:
         """Drafts of members that failed or were refused, and readers that failed."""
-        return sum(member.num_failures for member in self._members) + self.read.num_failures
+        return sum(member.num_failures for member in self.members) + self.read.num_failures
 
     @property
     def has_drafted(self) -> bool:
@@ -118,15 +118,21 @@ class FusedSequence:
 
     def draft(self, budget_nodes: int, min_probability: float = 0.0) -> DraftTree:
         """Ask the members, fuse their trees, and have models read the result where that pays."""
-        self._note_pace()
-        budget_nodes = min(budget_nodes, MAX_NODES)
-        self.trees = [member.draft(budget_nodes) for member in self._members]
+        return self._drafter.draft_together([(self, budget_nodes)], min_probability)[0]
+
+    def take_trees(self, trees: list[DraftTree]) -> None:
+        """Take in what the members drafted for the sequence at its present length."""
+        self.trees = trees
         self._drafted_length = len(self.sequence)
-        return self._drafter.fuse(self, budget_nodes, min_probability)
+
+    def num_new(self) -> int:
+        """Return how many tokens came since the last call; 0 at first: the prompt is no step."""
+        before, self._num_paced = self._num_paced, len(self.sequence)
+        return 0 if before is None else self._num_paced - before
 
     def learn(self, verified: Verified) -> None:
         """Learn from a pass which tokens the target found likely, and how to weigh each source."""
-        for member in self._members:
+        for member in self.members:
             member.learn(verified)
         self.read.learn(verified)
         self.hints = self._drafter.take_in(self, verified)
@@ -135,15 +141,8 @@ class FusedSequence:
         """End the sessions of all members."""
         with ExitStack() as members:
             members.callback(self.read.close)
-            for member in reversed(self._members):
+            for member in reversed(self.members):
                 members.callback(member.close)
-
-    def _note_pace(self) -> None:
-        """Take in the step since the last draft; the prompt's pass is none."""
-        now, num_tokens = time.perf_counter(), len(self.sequence) - self._num_paced
-        if self._asked_at is not None and num_tokens:
-            self._drafter.note_step(now - self._asked_at, num_tokens)
-        self._asked_at, self._num_paced = now, len(self.sequence)
 
 
 class FusedDrafter:
@@ -186,6 +185,7 @@ class FusedDrafter:
         self._growth.places[0] = np.arange(len(drafters) + len(readers))
         self._num_trees = len(drafters)
         self._planted: Sequence[DraftTree] = ()
+        self._asked_at: float | None = None
 
     @property
     def states(self) -> frozenset[int]:
@@ -221,6 +221,31 @@ class FusedDrafter:
             for request, each in zip(requests, fused, strict=True)
         ]
 
+    def draft_together(
+        self, asked: Sequence[tuple[FusedSequence, int]], min_probability: float = 0.0
+    ) -> list[DraftTree]:
+        """Ask each drafter once for all sequences, and fuse each sequence's trees.
+
+        Args:
+            asked: sequences, with the most nodes of their trees.
+            min_probability: nodes less probable than this are not worth sending.
+        """
+        self._note_pace([sequence for sequence, _ in asked])
+        limits = [min(nodes, MAX_NODES) for _, nodes in asked]
+        drafted = [
+            draft_together(
+                followers,
+                [(each.members[at], most) for (each, _), most in zip(asked, limits, strict=True)],
+            )
+            for at, followers in enumerate(self._followers)
+        ]
+        for number, (sequence, _) in enumerate(asked):
+            sequence.take_trees([trees[number] for trees in drafted])
+        return [
+            self.fuse(sequence, most, min_probability)
+            for (sequence, _), most in zip(asked, limits, strict=True)
+        ]
+
     def learn(self, session: str, verified: Verified) -> None:
         """Learn from a pass over the session's last draft how to weigh each source."""
         self._sessions.get(session).learn(verified)
@@ -236,9 +261,12 @@ class FusedDrafter:
         """Return how many drafts of a session failed or were refused, over all drafters."""
         return self._sessions.get(session).num_failures
 
-    def note_step(self, seconds: float, num_tokens: int) -> None:
-        """Take in how long a step of decoding took, and the tokens that came of it."""
-        self._readers.pace.note(seconds, num_tokens)
+    def _note_pace(self, sequences: Sequence[FusedSequence]) -> None:
+        """Take in the step since the last drafts: its time, and the tokens that came of it."""
+        now, num_tokens = time.perf_counter(), sum(each.num_new() for each in sequences)
+        if self._asked_at is not None and num_tokens:
+            self._readers.pace.note(now - self._asked_at, num_tokens)
+        self._asked_at = now
 
     def fuse(self, sequence: FusedSequence, budget_nodes: int, min_probability: float) -> DraftTree:
         """Return one tree made of the members' trees, the recycled logits and what readers say."""

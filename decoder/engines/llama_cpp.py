@@ -24,7 +24,7 @@ from llama_cpp import (
 from llama_cpp.llama_speculative import LlamaDraftModel
 from numpy.typing import NDArray
 
-from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget, PassOutcome
+from decoder.budget.budget import Budget, FixedBudget, Load, MeasuredBudget, PassOutcome
 from decoder.budget.costs import CostSurface
 from decoder.engines.engine_options import chain_for, check_version, checked_vocabulary_size
 from decoder.engines.engine_sessions import DrafterSessions
@@ -134,12 +134,13 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
 
     def _draft(self, tokens: TokenIds, began_s: float) -> DraftTree:
         follower = self._followed(tokens, began_s)
-        most = min(self._budget.ask(len(tokens)), self._room(len(tokens)))
+        most = min(self._budget.ask(Load.of(len(tokens))), self._room(len(tokens)))
         if most <= 0:
             return DraftTree.empty()
         tree = self._sessions.draft([(follower, self._budget_nodes)])[0]
         chain = chain_for(tree, most, self._model_vocabulary)
-        return self._budget.cut(chain, len(tokens), perf_counter() - began_s)
+        load, draft_s = Load.of(len(tokens)), perf_counter() - began_s
+        return self._budget.share([chain], load, draft_s)[0]
 
     def _room(self, length: int) -> int:
         if self._max_length is None:
@@ -172,8 +173,8 @@ class DrafterDraftModel(LlamaDraftModel):  # type: ignore[misc]  # the engine is
         """Learn from the tokens of the last pass, and from the time that it took."""
         path = np.arange(len(new) - 1)
         self.num_accepted += len(path)
-        seconds = began_s - self._returned_s
-        self._budget.learn(PassOutcome(self._chain, path, int(new[-1]), context, seconds))
+        outcome = PassOutcome(self._chain, path, int(new[-1]))
+        self._budget.learn([outcome], Load.of(context), began_s - self._returned_s)
 
     def _fail(self, error: Exception) -> None:
         self.num_failures += 1

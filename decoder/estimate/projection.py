@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from decoder.budget.budget import Budget, FixedBudget, MeasuredBudget, PassOutcome
+from decoder.budget.budget import Budget, FixedBudget, Load, MeasuredBudget, PassOutcome
 from decoder.estimate.cost_curve import CostCurve
 from decoder.estimate.token_log import ALL, Record
 from retriever.drafter import Drafter, DraftRequest, TokenIds
@@ -215,7 +215,7 @@ class _Sequence:
         num_tokens = len(path) + 1
         pass_s = self._curve.seconds(len(tree), context)
         next_token = int(coming[num_tokens - 1])
-        self._budget.learn(PassOutcome(tree, path, next_token, context, pass_s))
+        self._budget.learn([PassOutcome(tree, path, next_token)], Load.of(context), pass_s)
         self._tally.steps += 1
         self._tally.tokens += num_tokens
         self._tally.nodes += len(tree)
@@ -223,13 +223,13 @@ class _Sequence:
         return num_tokens
 
     def _draft(self, output: TokenIds, done: int, context: int) -> DraftTree:
-        max_nodes = self._budget.ask(context)
+        max_nodes = self._budget.ask(Load.of(context))
         if max_nodes == 0:
             return DraftTree.empty()
         new, self._sent = output[self._sent : done], done
         began = self._clock()
         tree = self._drafter.draft([DraftRequest(_SESSION, new, context, max_nodes)])[0]
-        return self._budget.cut(tree, context, self._charge(began))
+        return self._budget.share([tree], Load.of(context), self._charge(began))[0]
 
     def _charge(self, began: float) -> float:
         """Add the time since then, once for each sequence of the batch, and return it."""

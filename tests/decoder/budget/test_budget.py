@@ -1,4 +1,5 @@
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -6,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoder.budget.budget import FixedBudget, MeasuredBudget, PassOutcome
-from decoder.budget.costs import CostSurface
+from decoder.budget.budget import FixedBudget, Load, MeasuredBudget, PassOutcome
+from decoder.budget.costs import AdaptiveCosts, CostSurface
 from retriever.tree import ROOT, DraftTree, Source
 
 WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -37,7 +38,7 @@ def chain_of(probabilities: list[float]) -> DraftTree:
 
 
 def first_cut(surface: CostSurface, tree: DraftTree) -> DraftTree:
-    return MeasuredBudget(surface).cut(tree, 0, 0.0)
+    return MeasuredBudget(surface).share([tree], Load.of(0), 0.0)[0]
 
 
 def cost(surface: CostSurface, width: int) -> float:
@@ -84,8 +85,8 @@ def test_all_is_verified_where_width_is_free() -> None:
 def test_a_drafter_is_asked_for_no_more_than_could_pay() -> None:
     dear = MeasuredBudget(CostSurface.flat((1, 2, 4, 8), (1.0, 2.5, 5.0, 10.0)))
     knee = MeasuredBudget(CostSurface.flat((1, 4, 8), (1.0, 1.2, 9.0)))
-    assert (dear.ask(0), knee.ask(0)) == (0, 3)
-    assert len(knee.cut(tree_with([1.0] * 7), 0, 0.0)) == 3
+    assert (dear.ask(Load.of(0)), knee.ask(Load.of(0))) == (0, 3)
+    assert len(knee.share([tree_with([1.0] * 7)], Load.of(0), 0.0)[0]) == 3
 
 
 def test_a_drafter_is_asked_for_twice_of_what_paid_of_late() -> None:
@@ -93,29 +94,29 @@ def test_a_drafter_is_asked_for_twice_of_what_paid_of_late() -> None:
     budget = MeasuredBudget(free)
     asked = []
     for _ in range(20):  # a draft of which little is worth verifying
-        asked.append(budget.ask(0))
-        budget.cut(tree_with([0.9] * 3), 0, 0.0)
+        asked.append(budget.ask(Load.of(0)))
+        budget.share([tree_with([0.9] * 3)], Load.of(0), 0.0)[0]
     assert (asked[0], asked[-1]) == (255, 16)
     for _ in range(5):  # and then all that can be had
-        asked.append(budget.ask(0))
-        budget.cut(tree_with([0.9] * asked[-1]), 0, 0.0)
+        asked.append(budget.ask(Load.of(0)))
+        budget.share([tree_with([0.9] * asked[-1])], Load.of(0), 0.0)[0]
     assert asked[-5:] == [16, 32, 64, 128, 255]
 
 
 def test_fixed_budget_takes_the_first_nodes() -> None:
-    assert len(FixedBudget(2).cut(tree_with([0.9, 0.8, 0.7]), 0, 0.0)) == 2
-    assert len(FixedBudget(9).cut(tree_with([0.9, 0.8, 0.7]), 0, 0.0)) == 3
+    assert len(FixedBudget(2).share([tree_with([0.9, 0.8, 0.7])], Load.of(0), 0.0)[0]) == 2
+    assert len(FixedBudget(9).share([tree_with([0.9, 0.8, 0.7])], Load.of(0), 0.0)[0]) == 3
 
 
 def test_halving_bounds_what_is_asked_for_and_verified() -> None:
     free = CostSurface.flat((1, 8), (1.0, 1.0))
     for budget in (MeasuredBudget(free), FixedBudget(7)):
         budget.halve()
-        assert budget.ask(0) == 3
-        assert len(budget.cut(tree_with([0.9] * 7), 0, 0.0)) == 3
+        assert budget.ask(Load.of(0)) == 3
+        assert len(budget.share([tree_with([0.9] * 7)], Load.of(0), 0.0)[0]) == 3
         budget.halve()
         budget.halve()
-        assert budget.ask(0) == 0
+        assert budget.ask(Load.of(0)) == 0
 
 
 @dataclass
@@ -136,11 +137,11 @@ class Simulated:
         self.seconds, self.tokens = 0.0, 0
         for step in steps:
             tree, agreed, took = DraftTree.empty(), 0, 0.0
-            if budget.ask(100):
+            if budget.ask(Load.of(100)):
                 self.asked.append(step)
                 tree, agreed = self.guess(step)
                 took = self.draft_s
-            cut = budget.cut(tree, 100, took) if took or len(tree) else tree
+            cut = budget.share([tree], Load.of(100), took)[0] if took or len(tree) else tree
             path = tree.path_to(agreed - 1) if agreed else np.empty(0, np.int64)
             next_token = (
                 int(tree.token_ids[path[-1]] + 1) if agreed and agreed < len(tree) else MISS
@@ -150,7 +151,7 @@ class Simulated:
             pass_s = cost(self.surface, 1 + len(cut)) * self.slowness(step)
             if agreed == len(path):
                 next_token = MISS
-            budget.learn(PassOutcome(cut, path, next_token, 100, pass_s))
+            budget.learn([PassOutcome(cut, path, next_token)], Load.of(100), pass_s)
             self.widths.append(len(cut))
             self.seconds += pass_s + took
             self.tokens += 1 + len(path)
@@ -268,3 +269,62 @@ def test_costs_that_were_measured_wrong_are_found_out() -> None:
     simulated.run(MeasuredBudget(believed), range(1000))
     assert np.mean(simulated.widths[:20]) > 0.5
     assert np.mean(simulated.widths[-200:]) < 0.1
+
+
+def test_nodes_of_all_sequences_compete() -> None:
+    """A sure tree gets the nodes that pay, whatever place it has; a hopeless one gets none."""
+    dear = CostSurface.flat((1, 2, 4, 8, 16), (1.0, 1.3, 1.9, 3.1, 5.5))
+    sure, doubtful, hopeless = (tree_with([p] * 4) for p in (0.95, 0.5, 0.05))
+    for trees in ([sure, doubtful, hopeless], [hopeless, sure, doubtful]):
+        load = Load([100] * 3)
+        shares = dict(
+            zip(map(id, trees), MeasuredBudget(dear).share(trees, load, 0.0), strict=True)
+        )
+        assert len(shares[id(sure)]) == 4
+        assert len(shares[id(hopeless)]) == 0
+        assert len(shares[id(doubtful)]) <= 4
+
+
+def test_sharing_finds_the_best_of_all_prefixes() -> None:
+    rng = np.random.default_rng(5)
+    surface = CostSurface.flat((1, 2, 4, 8, 16), (1.0, 1.05, 1.2, 1.9, 4.0))
+    for _ in range(50):
+        trees = [tree_with(np.sort(rng.random(3))[::-1].tolist()) for _ in range(3)]
+        load = Load([10] * 3, num_read=int(rng.integers(0, 3)))
+        shares = MeasuredBudget(surface).share(trees, load, 0.0)
+        assert shared_rate(surface, load, trees, [len(share) for share in shares]) == pytest.approx(
+            max(
+                shared_rate(surface, load, trees, list(counts))
+                for counts in itertools.product(range(4), repeat=3)
+            )
+        )
+
+
+def shared_rate(
+    surface: CostSurface, load: Load, trees: Sequence[DraftTree], counts: Sequence[int]
+) -> float:
+    """Return tokens a second of a step; the time of prompts that it reads is theirs."""
+    nodes = [
+        float(p) for tree, n in zip(trees, counts, strict=True) for p in tree.probabilities[:n]
+    ]
+    tokens, width = len(trees) + sum(nodes), load.width + len(nodes)
+    prompts_s = cost(surface, load.width) - cost(surface, len(trees))
+    return tokens / (cost(surface, width) - prompts_s)
+
+
+def test_where_another_row_costs_as_much_as_it_brings_there_are_no_drafts() -> None:
+    steep = CostSurface.flat((1, 2, 4, 8, 16), (1.0, 1.01, 1.02, 2.04, 4.08))
+    trees = [tree_with([0.7, 0.5, 0.3])] * 8
+    counts = []
+    for num_sequences in (1, 2, 4, 8):
+        budget = MeasuredBudget(steep)
+        shares = budget.share(trees[:num_sequences], Load([10] * num_sequences), 0.0)
+        counts.append(sum(map(len, shares)))
+    assert counts[0] == 3
+    assert counts[-1] == 0
+
+
+def test_passes_wider_than_measured_cost_as_the_widest_do() -> None:
+    costs = AdaptiveCosts(CostSurface.flat((1, 2, 4, 8), (1.0, 1.0, 2.0, 4.0)))
+    np.testing.assert_allclose(costs.table_to(12, 0)[7:], [4.0, 4.5, 5.0, 5.5, 6.0])
+    assert len(costs.table_to(3, 0)) == 3

@@ -83,14 +83,13 @@ def test_what_is_forgotten_counts_for_less() -> None:
 def test_a_drafter_that_is_right_again_is_believed_within_ten_drafts() -> None:
     tree = DraftTree.checked([4, 5], [ROOT, 0], [0.9, 0.8], [Source.CONTEXT] * 2)
     calibrating = DraftCalibration()
+    nothing = np.empty(0, np.int64)
     for _ in range(200):
-        calibrating.corrected(tree)
-        assert not calibrating.learn(2, np.empty(0, np.int64), 9)
-    assert calibrating.corrected(tree)[0] < 0.1
+        assert not calibrating.learn(calibrating.corrected(tree), 2, nothing, 9)
+    assert calibrating.corrected(tree).probabilities[0] < 0.1
     for _ in range(10):
-        calibrating.corrected(tree)
-        assert calibrating.learn(0, np.empty(0, np.int64), 4)
-    assert calibrating.corrected(tree)[0] > 0.5
+        assert calibrating.learn(calibrating.corrected(tree), 0, nothing, 4)
+    assert calibrating.corrected(tree).probabilities[0] > 0.5
 
 
 def test_what_was_not_verified_is_judged_as_far_as_it_is_known() -> None:
@@ -98,10 +97,12 @@ def test_what_was_not_verified_is_judged_as_far_as_it_is_known() -> None:
     tree = DraftTree.checked([4, 5, 6], [ROOT, 0, 1], [0.9, 0.7, 0.5], [Source.CONTEXT] * 3)
     calibrating = DraftCalibration()
     stated = calibrating.corrected(tree)
-    assert calibrating.learn(1, np.array([0]), 5)
-    sure, second, third = calibrating.corrected(tree)
-    assert sure > stated[0]
-    assert second > stated[1]
-    assert third == pytest.approx(stated[2])
-    assert not calibrating.learn(0, np.empty(0, np.int64), 9)  # as this draft begins
-    assert not calibrating.learn(0, np.empty(0, np.int64), 4)  # as there is no other
+    assert calibrating.learn(stated, 1, np.array([0]), 5)
+    again = calibrating.corrected(tree)
+    sure, second, third = again.probabilities
+    assert sure > stated.probabilities[0]
+    assert second > stated.probabilities[1]
+    assert third == pytest.approx(stated.probabilities[2])
+    assert not calibrating.learn(again, 0, np.empty(0, np.int64), 9)  # as this draft begins
+    empty = calibrating.corrected(DraftTree.empty())
+    assert not calibrating.learn(empty, 0, np.empty(0, np.int64), 4)

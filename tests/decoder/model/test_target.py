@@ -20,9 +20,10 @@ def plain_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 
 
 def layers_of(target: Target) -> list[GrowingLayer]:
-    assert isinstance(target._places.at(0), CachedPasses)
-    assert isinstance(target._places.at(0).cache, TreeCache)
-    return target._places.at(0).cache.growing_layers
+    passes = target._places.at(0)
+    assert isinstance(passes, CachedPasses)
+    assert isinstance(passes.cache, TreeCache)
+    return passes.cache.growing_layers
 
 
 def largest_error(model: PreTrainedModel, prompt: list[int], tree: DraftTree) -> float:
