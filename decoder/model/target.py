@@ -3,22 +3,31 @@
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from logging import getLogger
+from typing import Final, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from decoder.errors import InvalidPromptError, OutOfMemoryError
-from decoder.model.adapted import LeastWeights, adapted, is_patched
+from decoder.errors import InvalidPromptError, OutOfMemoryError, UnsupportedModelError
+from decoder.model.adapted import LeastWeights, adapted, is_patched, own_passes
 from decoder.model.cache import TreeCache, num_seen
+from decoder.model.capability_check import (
+    FOUND_HERE,
+    CannotCheckError,
+    Verdict,
+    Verdicts,
+    find_verdict,
+)
 from decoder.model.compatibility import (
     Capability,
     Compatibility,
     chain_of,
     compatibility_of,
     position_limit,
+    reduced,
     tell_once,
 )
 from decoder.model.graphs import CaptureMaker, GraphPasses, capture_on
@@ -36,6 +45,7 @@ from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
 
+_log = getLogger(__name__)
 _SIGNS: Final = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "bad_alloc")
 
 
@@ -121,6 +131,8 @@ class Target:
             elsewhere passes as wide as their draft.
         states: numbers of the states to keep of every pass, see `decoder.model.states`; a target
             that is asked for none pays nothing.
+        verdicts: where the verdict on what the model verifies is kept, by default for as long as
+            the model is there; `None` to believe its configuration without a check.
 
     Attributes:
         states: of the last pass, by number: [rows, hidden size], a row for every token that the
@@ -134,7 +146,8 @@ class Target:
 
     Raises:
         UncroppableCacheError: the model is not decoder-only.
-        UnsupportedModelError: the model cannot be decoded here for another reason.
+        UnsupportedModelError: the model cannot be decoded here for another reason; or it was
+            decoded to see, and the logits are not those of `model.generate`.
     """
 
     def __init__(
@@ -144,19 +157,66 @@ class Target:
         pack: bool | LeastWeights = True,
         capture: CaptureMaker | None = None,
         states: Iterable[int] = (),
+        verdicts: Verdicts | None = FOUND_HERE,
     ) -> None:
-        compatibility = compatibility_of(model)
-        self.capability = compatibility.capability
-        tell_once(model, self.capability, compatibility.reason)
+        self._pack, self._capture, self._tapped = pack, capture, tuple(states)
+        promised = compatibility_of(model)
+        self._begin(model, promised)
+        if verdicts is not None:
+            self._check(model, promised, verdicts)
+        tell_once(model, self.capability, self._reason)
+        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
+        self.max_length = position_limit(model.config)
+
+    def _begin(self, model: PreTrainedModel, compatibility: Compatibility) -> None:
+        """Begin with passes for the drafts that a model can verify."""
+        self.capability, self._reason = compatibility.capability, compatibility.reason
         self._windows = dict(compatibility.layers or ())
-        self._model, self.packed_bytes = adapted(model, self.capability, pack=pack)
-        tap = StateTap(self._model, states) if (states := tuple(states)) else None
-        self._passes = _passes(self._model, compatibility, capture or capture_on(self.device), tap)
+        self._model, self.packed_bytes = adapted(model, self.capability, pack=self._pack)
+        tap = StateTap(self._model, self._tapped) if self._tapped else None
+        capture = self._capture or capture_on(self.device)
+        self._passes = _passes(self._model, compatibility, capture, tap)
         self.states: States = {}
         self._committed = 0
         self.max_nodes = 0 if self.capability is Capability.PLAIN else sys.maxsize
-        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
-        self.max_length = position_limit(model.config)
+
+    def _check(self, model: PreTrainedModel, promised: Compatibility, verdicts: Verdicts) -> None:
+        """Fall back to what the model was found to verify.
+
+        Raises:
+            UnsupportedModelError: not even plain passes are the model's own.
+        """
+        verdict = verdicts.verdict_on(model)
+        if verdict is None:
+            verdict = self._found(model, promised)
+            if verdict is None:
+                return
+            verdicts.keep_verdict(model, verdict)
+        if verdict.capability is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be decoded here: {verdict.reason}"
+            )
+        if verdict.capability is not self.capability:
+            self._begin(model, reduced(promised, verdict.capability, verdict.reason))
+
+    @torch.inference_mode()
+    def _found(self, model: PreTrainedModel, promised: Compatibility) -> Verdict | None:
+        """Return what passes show, `None` where there is nothing to compare them with."""
+
+        def made(capability: Capability) -> Self:
+            if capability is not self.capability:
+                self._begin(model, reduced(promised, capability, ""))
+            return self
+
+        try:
+            return find_verdict(own_passes(model), promised.capability, made)
+        except (CannotCheckError, OutOfMemoryError) as error:
+            _log.info("%s is taken by its configuration: %s", type(model).__name__, error)
+            self._begin(model, promised)
+            return None
+        finally:
+            self.reset()
+            self.states = {}
 
     @property
     def device(self) -> torch.device:
@@ -266,6 +326,20 @@ class Target:
             self._committed = num_tokens
         else:
             self.prefill(np.zeros(num_tokens, np.int32))
+
+    def pretend_marked(self, num_tokens: int, marked: NDArray[np.int64]) -> bool:
+        """Make up a sequence whose tokens `marked` stand out; return whether that is possible."""
+        self.prefill(np.zeros(1, np.int32))
+        if not self._passes.pretend(num_tokens, marked):
+            return False
+        self._committed = num_tokens
+        return True
+
+    @torch.inference_mode()
+    def drop(self, num_tokens: int) -> None:
+        """Take the last committed tokens back."""
+        self._committed -= num_tokens
+        self._passes.truncate(self._committed)
 
     @torch.inference_mode()
     def reset(self) -> None:
