@@ -1,4 +1,4 @@
-"""Checking on a model's first tokens what its configuration promises: trees, chains or plain passes.
+"""Checking on a few tokens what a model's configuration promises: trees, chains, plain passes.
 
 A target reads a few tokens, verifies a small bushy tree, commits a path that moves rows, and goes
 on. The logits of every row must be those that the model gives by itself, in one ordinary pass over
@@ -194,7 +194,9 @@ def _difference(rows: torch.Tensor, expected: torch.Tensor) -> float:
     expected = expected.double()
     scale = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
     errors = (rows.to(expected.device).double() - expected).norm(dim=-1) / scale
-    return float(torch.where(errors.isnan(), torch.inf, errors).sort().values[(len(errors) - 1) // 2])
+    return float(
+        torch.where(errors.isnan(), torch.inf, errors).sort().values[(len(errors) - 1) // 2]
+    )
 
 
 _PARENTS: Final = (ROOT, ROOT, 0, 1, 1)
@@ -298,7 +300,7 @@ def _asked(model: PreTrainedModel, script: _Script) -> _Own:
 def _generated(
     model: PreTrainedModel, prompt: TokenIds, num_tokens: int
 ) -> tuple[list[int], torch.Tensor]:
-    """Return tokens that `generate` chooses, and the logits, [n, vocabulary], it chose them from."""
+    """Return the tokens that `generate` chooses, and their rows of logits, [n, vocabulary]."""
     config = GenerationConfig(  # type: ignore[no-untyped-call]  # not typed there
         do_sample=False,
         max_new_tokens=num_tokens,
@@ -321,7 +323,9 @@ def _near_context(model: PreTrainedModel) -> int:
     return length if limit is None else max(1, min(length, limit - 6))
 
 
-def _trees(model: PreTrainedModel, target: Checked, rng: np.random.Generator) -> Iterator[_Compared]:
+def _trees(
+    model: PreTrainedModel, target: Checked, rng: np.random.Generator
+) -> Iterator[_Compared]:
     script = _Script.drawn(model, _near_context(model), rng)
     own = _asked(model, script)
     first = target.prefill(script.prompt)
@@ -350,7 +354,9 @@ def _far_trees(model: PreTrainedModel, target: Checked, script: _Script) -> Iter
             return
         rows = target.verify(script.last, _draft(script.nodes, _PARENTS))
         expected = _singly(target, script)
-        yield _Compared(f"a tree behind its window of {window} sees others", _difference(rows, expected))
+        yield _Compared(
+            f"a tree behind its window of {window} sees others", _difference(rows, expected)
+        )
 
 
 def _singly(target: Checked, script: _Script) -> torch.Tensor:
@@ -398,7 +404,10 @@ def _plain(
         for token in tokens[:2]:
             rows.append(target.verify(token, DraftTree.empty()))
             target.commit(np.zeros(0, np.int64))
-        yield _Compared("decoded token by token it differs from generate", _difference(torch.cat(rows), expected))
+        yield _Compared(
+            "decoded token by token it differs from generate",
+            _difference(torch.cat(rows), expected),
+        )
 
 
 _CHECKS: Final = {Capability.TREES: _trees, Capability.CHAINS: _chains, Capability.PLAIN: _plain}
