@@ -52,7 +52,7 @@ class Verdict:
 
     Attributes:
         capability: which drafts; `None` where not even plain passes are those of the model.
-        reason: what was wrong with more than that, for users; empty where nothing was.
+        reason: what was wrong with the next better passes, for users; empty where nothing was.
     """
 
     capability: Capability | None
@@ -144,7 +144,7 @@ def find_verdict(
         wrong = _wrong(model, capability, made(capability))
         if not wrong:
             return Verdict(capability, reason)
-        reason = reason or wrong
+        reason = wrong
     return Verdict(None, reason)
 
 

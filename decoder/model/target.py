@@ -198,8 +198,9 @@ class Target:
             )
         if verdict.capability is not self.capability:
             self._begin(model, reduced(promised, verdict.capability, verdict.reason))
+        self._reason = verdict.reason or promised.reason
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _found(self, model: PreTrainedModel, promised: Compatibility) -> Verdict | None:
         """Return what passes show, `None` where there is nothing to compare them with."""
 
