@@ -34,6 +34,9 @@ _FLOORS: Final = {
 }
 """Relative differences of logits that are taken for rounding, by precision; see the decision."""
 
+_BARRED: Final = 1e6
+"""Logits of this size mean that a model bars a token."""
+
 _CEILING: Final = 0.3
 """No spread of a model's own passes excuses more than this."""
 
@@ -190,13 +193,20 @@ class _Compared:
 
 
 def _difference(rows: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the lower median of ||row - expected|| / ||expected - its mean||, rows [n, V]."""
-    expected = expected.double()
+    """Return the lower median of ||row - expected|| / ||expected - its mean||, rows [n, V].
+
+    Logits that a model bars (minus infinity, or near it) are left out.
+    """
+    sound = _is_sound(expected)
+    expected = expected.double().where(sound, 0.0)
+    errors = (rows.to(expected.device).double().where(sound, 0.0) - expected).norm(dim=-1)
     scale = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-    errors = (rows.to(expected.device).double() - expected).norm(dim=-1) / scale
-    return float(
-        torch.where(errors.isnan(), torch.inf, errors).sort().values[(len(errors) - 1) // 2]
-    )
+    relative = (errors / scale.clamp_min(1e-30)).nan_to_num(nan=torch.inf)
+    return float(relative.sort().values[(len(relative) - 1) // 2])
+
+
+def _is_sound(logits: torch.Tensor) -> torch.Tensor:
+    return logits.isfinite() & (logits.abs() < _BARRED)
 
 
 _PARENTS: Final = (ROOT, ROOT, 0, 1, 1)
@@ -256,7 +266,10 @@ def _windows(config: PreTrainedConfig) -> list[int]:
         {
             value
             for name, value in stated.items()
-            if ("window" in name or "chunk" in name) and type(value) is int and value > 1
+            if any(word in name for word in ("window", "chunk"))
+            and not any(word in name for word in ("layer", "pattern"))  # these count layers
+            and type(value) is int
+            and value > 1
         }
     )
 
@@ -294,7 +307,14 @@ def _asked(model: PreTrainedModel, script: _Script) -> _Own:
         rows = model(input_ids=tokens).logits[:, -6:]
     except Exception as error:  # each model raises its own
         raise CannotCheckError(reason_of(error)) from error
+    _refuse_unsound(rows)
     return _Own(rows, first, _difference(first, rows[:1, 0]))
+
+
+def _refuse_unsound(logits: torch.Tensor) -> None:
+    """Raise CannotCheckError where a row of a model's own logits holds no numbers."""
+    if not _is_sound(logits).any(dim=-1).all():
+        raise CannotCheckError("its logits are not numbers")
 
 
 def _generated(
@@ -400,6 +420,7 @@ def _plain(
             tokens, expected = _generated(model, script.prompt, 3)
         except Exception as error:  # each model raises its own
             raise CannotCheckError(reason_of(error)) from error
+        _refuse_unsound(expected)
         rows = [target.prefill(script.prompt)]
         for token in tokens[:2]:
             rows.append(target.verify(token, DraftTree.empty()))
