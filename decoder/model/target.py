@@ -161,12 +161,12 @@ class Target:
     ) -> None:
         self._pack, self._capture, self._tapped = pack, capture, tuple(states)
         promised = compatibility_of(model)
+        self.max_length = position_limit(model.config)
         self._begin(model, promised)
         if verdicts is not None:
             self._check(model, promised, verdicts)
         tell_once(model, self.capability, self._reason)
         self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
-        self.max_length = position_limit(model.config)
 
     def _begin(self, model: PreTrainedModel, compatibility: Compatibility) -> None:
         """Begin with passes for the drafts that a model can verify."""
