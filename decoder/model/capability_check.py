@@ -183,15 +183,19 @@ class _Compared:
             counts: a wrong mask, position or cache shows in most rows, an expert that is chosen
             differently in few. In full precision, where that does not happen, the largest counts.
         spread: the difference that the model's own passes of different widths have.
+        is_repeated: whether both are passes of one shape, which round alike: four times less is
+            taken for rounding.
     """
 
     name: str
     errors: list[float]
     spread: float = 0.0
+    is_repeated: bool = False
 
     def is_wrong(self, dtype: torch.dtype) -> bool:
         floor = _FLOORS.get(dtype, _FLOORS[torch.float32])
-        limit = max(floor, min(_SPREAD_FACTOR * self.spread, _CEILING))
+        spread = max(floor, min(_SPREAD_FACTOR * self.spread, _CEILING))
+        limit = floor / 4 if self.is_repeated else spread
         counted = -1 if dtype in _FULL else (len(self.errors) - 1) // 2
         return not self.errors[counted] <= limit  # neither are values that are no numbers
 
@@ -359,11 +363,23 @@ def _trees(
     expected = torch.stack([one[1], one[2], two[2], one[3], two[3], three[3]])
     name = "tokens of a tree see others than their own path, or stand elsewhere"
     yield _Compared(name, _differences(rows, expected), own.spread)
+    if model.dtype not in _FULL:  # there, rounding is too small to hide anything
+        yield _siblings(target, script, rows)
     target.commit(_MOVED)
     rows = target.verify(int(script.after[0]), _draft(script.after[1:], (ROOT,)))
     name = "its cache does not keep a path of a tree"
     yield _Compared(name, _differences(rows, three[4:6]), own.spread)
     yield from _far_trees(model, target, script)
+
+
+def _siblings(target: Checked, script: _Script, rows: torch.Tensor) -> _Compared:
+    """Compare a pass with one whose other branch, which these rows do not see, differs."""
+    others = script.nodes.copy()
+    others[[0, 2]] = script.after
+    again = target.verify(script.last, _draft(others, _PARENTS))
+    unseen = [0, 2, 4, 5]
+    name = "tokens of a tree see their siblings"
+    return _Compared(name, _differences(again[unseen], rows[unseen]), is_repeated=True)
 
 
 def _far_trees(model: PreTrainedModel, target: Checked, script: _Script) -> Iterator[_Compared]:
