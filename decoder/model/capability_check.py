@@ -294,7 +294,7 @@ class _Own:
     Attributes:
         rows: [3, 6, vocabulary], of one ordinary pass over `_Script.sequences`: the logits after
             the prompt, the last token, the path's two nodes, and what follows.
-        first: [1, vocabulary], after the prompt, of a pass over the prompt alone.
+        first: [1, vocabulary], after the prompt; in half precision of a pass over it alone.
         spread: the difference of both, which is rounding: one pass is wider than the other.
     """
 
@@ -311,8 +311,10 @@ def _asked(model: PreTrainedModel, script: _Script) -> _Own:
     """
     try:
         tokens = torch.from_numpy(script.sequences()).to(model.device)
-        first = model(input_ids=tokens[:1, : len(script.prompt)]).logits[:, -1]
         rows = model(input_ids=tokens).logits[:, -6:]
+        first = rows[:1, 0]
+        if model.dtype not in _FULL:  # there, rounding is far below what is taken for it
+            first = model(input_ids=tokens[:1, : len(script.prompt)]).logits[:, -1]
     except Exception as error:  # each model raises its own
         raise CannotCheckError(reason_of(error)) from error
     _refuse_unsound(rows)

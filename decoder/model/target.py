@@ -173,12 +173,16 @@ class Target:
         self.capability, self._reason = compatibility.capability, compatibility.reason
         self._windows = dict(compatibility.layers or ())
         self._model, self.packed_bytes = adapted(model, self.capability, pack=self._pack)
-        tap = StateTap(self._model, self._tapped) if self._tapped else None
-        capture = self._capture or capture_on(self.device)
-        self._passes = _passes(self._model, compatibility, capture, tap)
+        self._tap = StateTap(self._model, self._tapped) if self._tapped else None
+        self._renew(compatibility)
         self.states: States = {}
         self._committed = 0
         self.max_nodes = 0 if self.capability is Capability.PLAIN else sys.maxsize
+
+    def _renew(self, compatibility: Compatibility) -> None:
+        """Begin with an empty cache that holds no memory yet."""
+        capture = self._capture or capture_on(self.device)
+        self._passes = _passes(self._model, compatibility, capture, self._tap)
 
     def _check(self, model: PreTrainedModel, promised: Compatibility, verdicts: Verdicts) -> None:
         """Fall back to what the model was found to verify.
@@ -216,8 +220,8 @@ class Target:
             self._begin(model, promised)
             return None
         finally:
-            self.reset()
-            self.states = {}
+            self._committed, self.states = 0, {}
+            self._renew(reduced(promised, self.capability, ""))
 
     @property
     def device(self) -> torch.device:
