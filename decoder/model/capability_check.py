@@ -217,9 +217,9 @@ def _is_sound(logits: torch.Tensor) -> torch.Tensor:
     return logits.isfinite() & (logits.abs() < _BARRED)
 
 
-_PARENTS: Final = (ROOT, ROOT, 0, 1, 1)
-"""A forked tree: two children of the root, one child of the first, two of the second."""
-_MOVED: Final = np.array([1, 4], np.int64)
+_PARENTS: Final = (ROOT, ROOT, 0, 1)
+"""A forked tree: two children of the root, and a child of each."""
+_MOVED: Final = np.array([1, 3], np.int64)
 """A path of it whose rows do not lie where they are kept."""
 
 
@@ -230,28 +230,32 @@ class _Script:
     Attributes:
         prompt: int32[n].
         last: the token before the tree.
-        nodes: int32[5], the tree's, see `_PARENTS`.
-        after: int32[2], what follows the path that is committed.
+        nodes: int32[4], the tree's, see `_PARENTS`.
+        after: the token behind the path that is committed.
+        others: int32[2], tokens that the model itself is not shown.
     """
 
     prompt: TokenIds
     last: int
     nodes: TokenIds
-    after: TokenIds
+    after: int
+    others: TokenIds
 
     @classmethod
     def drawn(cls, model: PreTrainedModel, length: int, rng: np.random.Generator) -> "_Script":
-        """Draw tokens that differ from one another where the vocabulary allows."""
+        """Draw tokens; those behind the prompt differ where the vocabulary allows."""
         size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
         allowed = np.setdiff1d(np.arange(size, dtype=np.int32), _special_ids(model.config))
-        drawn = rng.choice(allowed, length + 8, replace=len(allowed) < length + 8)
-        return cls(drawn[:length], int(drawn[length]), drawn[length + 1 : -2], drawn[-2:])
+        prompt = rng.choice(allowed, length)
+        count = len(_PARENTS) + 4
+        drawn = rng.choice(allowed, count, replace=len(allowed) < count)
+        return cls(prompt, int(drawn[0]), drawn[1:5], int(drawn[5]), drawn[6:])
 
     def sequences(self) -> NDArray[np.int64]:
-        """Return int64[3, n + 5]: prompt, last token, each path of the tree, what follows."""
-        one, two, below_one, below_two, other = self.nodes
-        paths = ((one, below_one), (two, below_two), (two, other))
-        rows = [[*self.prompt, self.last, *path, *self.after] for path in paths]
+        """Return int64[2, n + 4]: prompt, last token, each path of the tree, what follows."""
+        one, two, below_one, below_two = self.nodes
+        paths = ((one, below_one), (two, below_two))
+        rows = [[*self.prompt, self.last, *path, self.after] for path in paths]
         return np.array(rows, np.int64)
 
 
@@ -292,7 +296,7 @@ class _Own:
     """What the model gives by itself for a script.
 
     Attributes:
-        rows: [3, 6, vocabulary], of one ordinary pass over `_Script.sequences`: the logits after
+        rows: [2, 5, vocabulary], of one ordinary pass over `_Script.sequences`: the logits after
             the prompt, the last token, the path's two nodes, and what follows.
         first: [1, vocabulary], after the prompt; in half precision of a pass over it alone.
         spread: the difference of both, which is rounding: one pass is wider than the other.
@@ -311,7 +315,7 @@ def _asked(model: PreTrainedModel, script: _Script) -> _Own:
     """
     try:
         tokens = torch.from_numpy(script.sequences()).to(model.device)
-        rows = model(input_ids=tokens).logits[:, -6:]
+        rows = model(input_ids=tokens).logits[:, -5:]
         first = rows[:1, 0]
         if model.dtype not in _FULL:  # there, rounding is far below what is taken for it
             first = model(input_ids=tokens[:1, : len(script.prompt)]).logits[:, -1]
@@ -361,25 +365,25 @@ def _trees(
     first = target.prefill(script.prompt)
     yield _Compared("reads a prompt differently", _differences(first, own.first), own.spread)
     rows = target.verify(script.last, _draft(script.nodes, _PARENTS))
-    one, two, three = own.rows
-    expected = torch.stack([one[1], one[2], two[2], one[3], two[3], three[3]])
+    one, two = own.rows
+    expected = torch.stack([one[1], one[2], two[2], one[3], two[3]])
     name = "tokens of a tree see others than their own path, or stand elsewhere"
     yield _Compared(name, _differences(rows, expected), own.spread)
     if model.dtype not in _FULL:  # there, rounding is too small to hide anything
         yield _siblings(target, script, rows)
     target.commit(_MOVED)
-    rows = target.verify(int(script.after[0]), _draft(script.after[1:], (ROOT,)))
+    rows = target.verify(script.after, _draft(script.others, (ROOT, 0)))
     name = "its cache does not keep a path of a tree"
-    yield _Compared(name, _differences(rows, three[4:6]), own.spread)
+    yield _Compared(name, _differences(rows[:1], two[4:]), own.spread)
     yield from _far_trees(model, target, script)
 
 
 def _siblings(target: Checked, script: _Script, rows: torch.Tensor) -> _Compared:
     """Compare a pass with one whose other branch, which these rows do not see, differs."""
     others = script.nodes.copy()
-    others[[0, 2]] = script.after
+    others[[0, 2]] = script.others
     again = target.verify(script.last, _draft(others, _PARENTS))
-    unseen = [0, 2, 4, 5]
+    unseen = [0, 2, 4]
     name = "tokens of a tree see their siblings"
     return _Compared(name, _differences(again[unseen], rows[unseen]), is_repeated=True)
 
@@ -402,19 +406,19 @@ def _far_trees(model: PreTrainedModel, target: Checked, script: _Script) -> Iter
 
 
 def _singly(target: Checked, script: _Script) -> torch.Tensor:
-    """Return the rows of the forked tree, [6, vocabulary], from passes of one token each."""
+    """Return the rows of the forked tree, [5, vocabulary], from passes of one token each."""
     empty, stay = DraftTree.empty(), np.zeros(0, np.int64)
     found: list[torch.Tensor] = []
-    one, two, below_one, below_two, other = script.nodes.tolist()
+    one, two, below_one, below_two = script.nodes.tolist()
     root = target.verify(script.last, empty)
     target.commit(stay)
-    for node, below in ((one, (below_one,)), (two, (below_two, other))):
+    for node, below in ((one, below_one), (two, below_two)):
         found.append(target.verify(node, empty))
         target.commit(stay)
-        found.extend(target.verify(each, empty) for each in below)
+        found.append(target.verify(below, empty))
         target.drop(1)
-    first, below_first, second, below_second, last = found
-    return torch.cat([root, first, second, below_first, below_second, last])
+    first, below_first, second, below_second = found
+    return torch.cat([root, first, second, below_first, below_second])
 
 
 def _chains(
@@ -424,13 +428,14 @@ def _chains(
     own = _asked(model, script)
     first = target.prefill(script.prompt)
     yield _Compared("reads a prompt differently", _differences(first, own.first), own.spread)
-    rows = target.verify(script.last, _draft(script.nodes[[1, 3]], (ROOT, 0)))
+    chain = np.append(script.nodes[[1, 3]], script.others[:1])
+    rows = target.verify(script.last, _draft(chain, (ROOT, 0, 1)))
     name = "tokens of a chain see others than those before them"
-    yield _Compared(name, _differences(rows, own.rows[1, 1:4]), own.spread)
-    target.commit(np.zeros(1, np.int64))
-    rows = target.verify(int(script.nodes[4]), _draft(script.after[:1], (ROOT,)))
+    yield _Compared(name, _differences(rows[:3], own.rows[1, 1:4]), own.spread)
+    target.commit(np.arange(2))
+    rows = target.verify(script.after, _draft(script.others[1:], (ROOT,)))
     name = "its cache does not give up rejected tokens"
-    yield _Compared(name, _differences(rows, own.rows[2, 3:5]), own.spread)
+    yield _Compared(name, _differences(rows[:1], own.rows[1, 4:]), own.spread)
 
 
 def _plain(

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import getLogger
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 import torch
@@ -208,7 +208,7 @@ class Target:
     def _found(self, model: PreTrainedModel, promised: Compatibility) -> Verdict | None:
         """Return what passes show, `None` where there is nothing to compare them with."""
 
-        def made(capability: Capability) -> Self:
+        def made(capability: Capability) -> "Target":
             if capability is not self.capability:
                 self._begin(model, reduced(promised, capability, ""))
             return self
