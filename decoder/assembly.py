@@ -29,6 +29,7 @@ from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import ContradictoryOptionsError
 from decoder.loop import Decoder
+from decoder.model.capability_check import FOUND_HERE
 from decoder.model.pretrained import (
     LanguageModel,
     ModelOptions,
@@ -494,7 +495,7 @@ def assemble(
     Raises:
         UnsupportedModelError: the model cannot be decoded here.
     """
-    target = Target(language_model.model, states=states_of(drafter))
+    target = Target(language_model.model, states=states_of(drafter), verdicts=costs or FOUND_HERE)
     warn_of_unapplied(language_model, accept, stacklevel=3)
     return Decoder(
         target,

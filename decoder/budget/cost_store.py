@@ -1,4 +1,4 @@
-"""Storing measured costs of passes on the machine that they were measured on."""
+"""Storing what was measured of a model: the costs of its passes, and what it verifies exactly."""
 
 import json
 import os
@@ -13,13 +13,15 @@ from itertools import pairwise
 from logging import getLogger
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import platformdirs
 import torch
 from transformers import PreTrainedModel
 
 from decoder.budget.costs import CostSurface, measure_costs, still_holds
+from decoder.model.capability_check import Verdict
+from decoder.model.compatibility import Capability
 from decoder.model.target import Target
 from indexer.tokenizer import CACHE_VARIABLE, NOWHERE
 
@@ -60,10 +62,14 @@ def versions() -> dict[str, str]:
 
 _log = getLogger(__name__)
 _FORMAT: Final = 1
+_COST: Final = "cost"
+_CHECK: Final = "check"
 _UNSPECIFIC: Final = ("_name_or_path", "name_or_path", "transformers_version")
 
+_Kept = TypeVar("_Kept")
+
 Key = dict[str, Any]
-"""All that costs depend on, as values for JSON."""
+"""All that a figure or verdict depends on, as values for JSON."""
 
 
 def store_at(stated: str | None) -> "CostStore | None":
@@ -84,6 +90,11 @@ def key_of(model: PreTrainedModel) -> Key:
 
     The kinds of its modules are among it, since those may have been replaced by quicker ones.
     """
+    return {**_computed(model), "machine": describe_machine()}
+
+
+def _computed(model: PreTrainedModel) -> Key:
+    """Return what the results of a model's passes depend on, besides its weights."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSPECIFIC}
     stated = json.dumps(config, sort_keys=True, default=str).encode()
     return {
@@ -93,16 +104,15 @@ def key_of(model: PreTrainedModel) -> Key:
         "dtype": str(model.dtype),
         "device": device_name(model.device),
         "attention": str(model.config._attn_implementation),  # noqa: SLF001  no public name
-        "machine": describe_machine(),
         "versions": versions(),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class CostStore:
-    """A directory with a small JSON file for each key.
+    """A directory with a small JSON file for each key; it keeps verdicts, too (`Verdicts`).
 
-    What cannot be read or written is logged and costs a measurement, never more.
+    What cannot be read or written is logged and costs a measurement or a check, never more.
 
     Attributes:
         directory: where the files are; it is made when the first is written.
@@ -112,36 +122,48 @@ class CostStore:
 
     def load(self, key: Key) -> CostSurface | None:
         """Return the costs kept for a key, `None` where there are none or they are damaged."""
-        path = self._path(key)
-        try:
-            return _surface(json.loads(path.read_bytes()), key)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            _log.warning("costs in %s are of no use and will be measured: %r", path, error)
-            return None
+        return self._loaded(_COST, key, _surface)
 
     def save(self, key: Key, surface: CostSurface) -> None:
         """Keep the costs measured for a key; the file appears whole."""
-        text = json.dumps(
-            {
-                "format": _FORMAT,
-                "key": key,
-                "contexts": surface.contexts,
-                "widths": surface.widths,
-                "seconds": surface.seconds,
-            },
-            indent=1,
-        )
+        content = {
+            "contexts": surface.contexts,
+            "widths": surface.widths,
+            "seconds": surface.seconds,
+        }
+        self._save(_COST, key, content)
+
+    def verdict_on(self, model: PreTrainedModel) -> Verdict | None:
+        """Return what models of this architecture, precision and versions verify, if it is kept."""
+        return self._loaded(_CHECK, _computed(model), _verdict)
+
+    def keep_verdict(self, model: PreTrainedModel, verdict: Verdict) -> None:
+        """Keep what models like this one verify; the file appears whole."""
+        found = None if verdict.capability is None else verdict.capability.name
+        content = {"capability": found, "reason": verdict.reason}
+        self._save(_CHECK, _computed(model), content)
+
+    def _loaded(self, kind: str, key: Key, read: Callable[[dict[str, Any]], _Kept]) -> _Kept | None:
+        path = self._path(kind, key)
+        try:
+            return read(_checked_content(json.loads(path.read_bytes()), key))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            _log.warning("%ss in %s are of no use and will be measured: %r", kind, path, error)
+            return None
+
+    def _save(self, kind: str, key: Key, content: dict[str, Any]) -> None:
+        text = json.dumps({"format": _FORMAT, "key": key, **content}, indent=1)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            _replace(self._path(key), text)
+            _replace(self._path(kind, key), text)
         except OSError as error:
-            _log.warning("measured costs cannot be kept: %s", error)
+            _log.warning("measured %ss cannot be kept: %s", kind, error)
 
-    def _path(self, key: Key) -> Path:
+    def _path(self, kind: str, key: Key) -> Path:
         digest = sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-        return self.directory / f"cost-{digest[:24]}.json"
+        return self.directory / f"{kind}-{digest[:24]}.json"
 
 
 def known_costs(
@@ -193,15 +215,30 @@ def _replace(path: Path, text: str) -> None:
         raise
 
 
-def _surface(content: dict[str, Any], key: Key) -> CostSurface:
-    """Return a checked surface.
+def _checked_content(content: dict[str, Any], key: Key) -> dict[str, Any]:
+    """Return what was read from a file.
 
     Raises:
-        ValueError, KeyError or TypeError: it is not one, or another key's.
+        ValueError, KeyError or TypeError: it is another key's, or nothing of ours.
     """
     if content["format"] != _FORMAT or content["key"] != json.loads(json.dumps(key)):
         raise ValueError("written for something else")
+    return content
+
+
+def _surface(content: dict[str, Any]) -> CostSurface:
+    """Return a checked surface; see `checked_surface` for what is raised."""
     return checked_surface(content["contexts"], content["widths"], content["seconds"])
+
+
+def _verdict(content: dict[str, Any]) -> Verdict:
+    """Return a verdict.
+
+    Raises:
+        KeyError: it names no capability.
+    """
+    found = content["capability"]
+    return Verdict(None if found is None else Capability[found], str(content["reason"]))
 
 
 def checked_surface(

@@ -36,6 +36,7 @@ from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.loop import Decoder
+from decoder.model.capability_check import FOUND_HERE
 from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
 from decoder.sampling.rule import accept_rule
@@ -442,7 +443,9 @@ class Contest:
         """Return the target, which keeps the states that any of the drafters learns from."""
         if self._target is None:
             states = {number for drafter in drafters for number in states_of(drafter)}
-            self._target = Target(self._language_model.model, states=states)
+            self._target = Target(
+                self._language_model.model, states=states, verdicts=self._costs or FOUND_HERE
+            )
         return self._target
 
     def _decoder(

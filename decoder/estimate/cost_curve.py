@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from decoder.budget.cost_store import CostStore, checked_surface, known_costs
 from decoder.budget.costs import CostSurface
 from decoder.errors import CostFileError, UnsupportedModelError
+from decoder.model.capability_check import FOUND_HERE
 from decoder.model.compatibility import Capability
 from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
@@ -180,7 +181,7 @@ def measured(language_model: LanguageModel, store: CostStore | None) -> CostCurv
     Raises:
         UnsupportedModelError: the model cannot verify trees.
     """
-    target = Target(language_model.model)
+    target = Target(language_model.model, verdicts=store or FOUND_HERE)
     if target.capability is not Capability.TREES:
         raise UnsupportedModelError(
             f"{language_model.name} cannot verify trees of tokens, which the estimate counts: "

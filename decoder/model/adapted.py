@@ -214,6 +214,15 @@ def adapted(
     return copied, pack_linears(copied, LEAST_WEIGHTS if pack is True else pack)
 
 
+def own_passes(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model as it is, in evaluation mode; the one given stays in its own mode."""
+    if not model.training:
+        return model
+    copied = model if is_patched(model) else structural_copy(model)
+    copied.eval()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return copied
+
+
 def structural_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of the modules and configurations of a model that shares everything else.
 

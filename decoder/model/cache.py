@@ -16,6 +16,8 @@ _MIN_CAPACITY = 256
 """Slots of the first buffers: growing copies, and smaller buffers would grow within a few lines."""
 
 _ANY_STATE = 0.01  # pages that were never written to are all one page, and quicker to read
+_STANDING_OUT = 3000.0
+"""Values that show in a context of hundreds of others whether a token was seen."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +127,14 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         for states in self._of_place():
             states[..., :length, :] = _ANY_STATE
         self._lengths[self.place] = length
+
+    @torch.inference_mode()
+    def mark(self, slots: torch.Tensor) -> None:
+        """Give the tokens in `slots`, int64[n], values that stand out, each its own."""
+        _, values = self._of_place()
+        shape = (*values.shape[:-2], len(slots), values.shape[-1])
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        values[..., slots, :] = (drawn * _STANDING_OUT).to(values)
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay for the next sequence."""
@@ -282,6 +292,11 @@ class TreeCache(Cache):
         """Hold `length` tokens with states of no meaning, once the layers have appeared."""
         for layer in self.growing_layers:
             layer.pretend(length)
+
+    def mark(self, slots: torch.Tensor) -> None:
+        """Give the tokens in `slots`, int64[n], values that stand out, each its own."""
+        for layer in self.growing_layers:
+            layer.mark(slots)
 
     def _frame(self, frame: Frame | None) -> None:
         for layer in self.growing_layers:

@@ -80,6 +80,16 @@ def compatibility_of(model: PreTrainedModel) -> Compatibility:
     return Compatibility(Capability.TREES, "", layers)
 
 
+def reduced(compatibility: Compatibility, capability: Capability, reason: str) -> Compatibility:
+    """Return what a model can verify that was found to verify less than it promises."""
+    if capability is compatibility.capability:
+        return compatibility
+    layers = None
+    if capability is Capability.CHAINS and compatibility.layers is not None:
+        layers = tuple((kind, None) for kind, _ in compatibility.layers)
+    return Compatibility(capability, reason, layers)
+
+
 def position_limit(config: PreTrainedConfig) -> int | None:
     """Return the most tokens of a sequence, `None` where a configuration states no limit.
 

@@ -44,8 +44,13 @@ class Passes(Protocol):
         """Keep the first `start` tokens, followed by those in `slots`, int64[n]."""
         ...
 
-    def pretend(self, length: int) -> bool:
-        """Hold `length` made-up tokens, after a first pass; return whether that is possible."""
+    def pretend(self, length: int, marked: NDArray[np.int64] | None = None) -> bool:
+        """Hold `length` made-up tokens, after a first pass; return whether that is possible.
+
+        Args:
+            length: how many.
+            marked: int64[n], those of them that stand out, so that it shows who sees them.
+        """
         ...
 
 
@@ -140,11 +145,13 @@ class CachedPasses:
         if isinstance(self.cache, TreeCache):
             self.cache.keep(start, torch.from_numpy(slots).to(self._model.device))
 
-    def pretend(self, length: int) -> bool:
+    def pretend(self, length: int, marked: NDArray[np.int64] | None = None) -> bool:
         """See `Passes`."""
         if not isinstance(self.cache, TreeCache):
             return False
         self.cache.pretend(length)
+        if marked is not None:
+            self.cache.mark(torch.from_numpy(marked).to(self._model.device))
         return True
 
 
@@ -157,7 +164,9 @@ class PlainPasses:
     def __init__(self, model: PreTrainedModel, tap: StateTap | None = None) -> None:
         self._model = model
         self._tap = tap
-        self._takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
+        taken = inspect.signature(model.forward).parameters
+        self._takes_count = "logits_to_keep" in taken
+        self._takes_positions = "position_ids" in taken
         self._tokens: list[int] = []
         self._state: dict[str, Any] | None = None
 
@@ -190,7 +199,7 @@ class PlainPasses:
         """See `Passes`; nothing is ever drafted."""
         self.truncate(start)
 
-    def pretend(self, length: int) -> bool:  # noqa: ARG002  it never can
+    def pretend(self, length: int, marked: NDArray[np.int64] | None = None) -> bool:  # noqa: ARG002  it never can
         """See `Passes`."""
         return False
 
@@ -201,6 +210,9 @@ class PlainPasses:
         state: dict[str, Any] = {"use_cache": True, "attention_mask": mask}
         if self._takes_count:
             state["logits_to_keep"] = 1
+        if self._takes_positions:  # some models count from 0 in every pass that names none
+            tokens = torch.tensor([self._tokens], device=model.device)
+            state["position_ids"] = model._prepare_position_ids_for_generation(tokens, state)  # noqa: SLF001
         config = GenerationConfig()  # type: ignore[no-untyped-call]  # not typed there
         mode = GenerationMode.GREEDY_SEARCH
         model._prepare_cache_for_generation(config, state, mode, 1, 0)  # noqa: SLF001

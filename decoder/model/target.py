@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from logging import getLogger
 from typing import Final
 
 import numpy as np
@@ -12,15 +13,30 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from decoder.errors import InvalidPromptError, OutOfMemoryError
-from decoder.model.adapted import LeastWeights, adapted, attends_by_groups, is_patched
+from decoder.errors import InvalidPromptError, OutOfMemoryError, UnsupportedModelError
+from decoder.model.adapted import (
+    LeastWeights,
+    adapted,
+    attends_by_groups,
+    is_patched,
+    own_passes,
+)
 from decoder.model.cache import TreeCache, num_seen
+from decoder.model.capability_check import (
+    FOUND_HERE,
+    CannotCheckError,
+    Verdict,
+    Verdicts,
+    agree,
+    find_verdict,
+)
 from decoder.model.compatibility import (
     Capability,
     Compatibility,
     chain_of,
     compatibility_of,
     position_limit,
+    reduced,
     tell_once,
 )
 from decoder.model.graphs import CaptureMaker, GraphPasses, Windows, capture_on
@@ -37,8 +53,9 @@ from decoder.model.passes import (
 from decoder.model.states import States, StateTap
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
-from retriever.tree import DraftTree
+from retriever.tree import ROOT, DraftTree
 
+_log = getLogger(__name__)
 _SIGNS: Final = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "bad_alloc")
 
 
@@ -154,6 +171,8 @@ class Target:
             elsewhere passes as wide as their draft.
         states: numbers of the states to keep of every pass, see `decoder.model.states`; a target
             that is asked for none pays nothing.
+        verdicts: where the verdict on what the model verifies is kept, by default for as long as
+            the model is there; `None` to believe its configuration without a check.
 
     Attributes:
         states: of the last pass, by number: [rows, hidden size], a row for every token that the
@@ -167,7 +186,8 @@ class Target:
 
     Raises:
         UncroppableCacheError: the model is not decoder-only.
-        UnsupportedModelError: the model cannot be decoded here for another reason.
+        UnsupportedModelError: the model cannot be decoded here for another reason; or it was
+            decoded to see, and the logits are not those of `model.generate`.
     """
 
     def __init__(
@@ -177,23 +197,72 @@ class Target:
         pack: bool | LeastWeights = True,
         capture: CaptureMaker | None = None,
         states: Iterable[int] = (),
+        verdicts: Verdicts | None = FOUND_HERE,
     ) -> None:
-        compatibility = compatibility_of(model)
-        self.capability = compatibility.capability
-        tell_once(model, self.capability, compatibility.reason)
-        self._windows = dict(compatibility.layers or ())
-        self._model, self.packed_bytes = adapted(model, self.capability, pack=pack)
-        tap = StateTap(self._model, states) if (states := tuple(states)) else None
-        new_passes = partial(
-            _passes, self._model, compatibility, capture or capture_on(self.device), tap
-        )
-        self._places = _Places(new_passes)
-        self._packed = self._places.packed(self._model, self._windows, tap)
-        self.states: States = {}
-        self._committed = [0]
-        self.max_nodes = 0 if self.capability is Capability.PLAIN else sys.maxsize
-        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
+        self._pack, self._capture, self._tapped = pack, capture, tuple(states)
+        promised = compatibility_of(model)
         self.max_length = position_limit(model.config)
+        self._begin(model, promised)
+        if verdicts is not None:
+            self._check(model, promised, verdicts)
+        tell_once(model, self.capability, self._reason)
+        self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
+
+    def _begin(self, model: PreTrainedModel, compatibility: Compatibility) -> None:
+        """Begin with passes for the drafts that a model can verify."""
+        self.capability, self._reason = compatibility.capability, compatibility.reason
+        self._windows = dict(compatibility.layers or ())
+        self._model, self.packed_bytes = adapted(model, self.capability, pack=self._pack)
+        self._tap = StateTap(self._model, self._tapped) if self._tapped else None
+        self._renew(compatibility)
+        self.max_nodes = 0 if self.capability is Capability.PLAIN else sys.maxsize
+
+    def _renew(self, compatibility: Compatibility) -> None:
+        """Begin with an empty cache that holds no memory yet."""
+        capture = self._capture or capture_on(self.device)
+        self._places = _Places(partial(_passes, self._model, compatibility, capture, self._tap))
+        self._packed = self._places.packed(self._model, self._windows, self._tap)
+        self._committed = [0]
+        self.states: States = {}
+        self._is_packing_checked = False
+
+    def _check(self, model: PreTrainedModel, promised: Compatibility, verdicts: Verdicts) -> None:
+        """Fall back to what the model was found to verify.
+
+        Raises:
+            UnsupportedModelError: not even plain passes are the model's own.
+        """
+        verdict = verdicts.verdict_on(model)
+        if verdict is None:
+            verdict = self._found(model, promised)
+            if verdict is None:
+                return
+            verdicts.keep_verdict(model, verdict)
+        if verdict.capability is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be decoded here: {verdict.reason}"
+            )
+        if verdict.capability is not self.capability:
+            self._begin(model, reduced(promised, verdict.capability, verdict.reason))
+        self._reason = verdict.reason or promised.reason
+
+    @torch.no_grad()
+    def _found(self, model: PreTrainedModel, promised: Compatibility) -> Verdict | None:
+        """Return what passes show, `None` where there is nothing to compare them with."""
+
+        def made(capability: Capability) -> "Target":
+            if capability is not self.capability:
+                self._begin(model, reduced(promised, capability, ""))
+            return self
+
+        try:
+            return find_verdict(own_passes(model), promised.capability, made)
+        except (CannotCheckError, OutOfMemoryError) as error:
+            _log.info("%s is taken by its configuration: %s", type(model).__name__, error)
+            self._begin(model, promised)
+            return None
+        finally:
+            self._renew(reduced(promised, self.capability, ""))
 
     @property
     def device(self) -> torch.device:
@@ -242,6 +311,34 @@ class Target:
         """Have at least `count` places; one is there from the start."""
         self._places.make(count)
         self._committed.extend([0] * (count - len(self._committed)))
+        if count > 1 and self._packed is not None and not self._is_packing_checked:
+            self._is_packing_checked = True
+            self._check_packing(self._packed)
+
+    @torch.inference_mode()
+    def _check_packing(self, packed: PackedPasses) -> None:
+        """Read each for itself from now on if shared passes are found to give other logits."""
+        tree = DraftTree.checked([1, 2, 3], [ROOT, ROOT, 0], [0.9, 0.5, 0.4], [0, 0, 0])
+        readings = [Reading.of(0, 1, tree), Reading.of(1, 2, tree.prefix(1))]
+        try:
+            for reading in readings:
+                self.prefill(np.arange(1, 4 + reading.place, dtype=np.int32), reading.place)
+            alone = [self._read_alone(reading)[0] for reading in readings]
+            for reading in readings:
+                self.rewind(reading.place)
+            together = [logits for logits, _ in self._read_together(packed, readings)]
+            is_right = all(agree(shared, own) for shared, own in zip(together, alone, strict=True))
+        except Exception as error:  # noqa: BLE001  each model raises its own
+            is_right = False
+            _log.debug("a pass for two sequences fails: %s", error)
+        for reading in readings:
+            self.reset(reading.place)
+        if not is_right:
+            self._packed = None
+            _log.warning(
+                "%s reads for one sequence at a time: passes for several give other logits",
+                type(self._model).__name__,
+            )
 
     def prefill(self, prompt: TokenIds, place: int = 0) -> torch.Tensor:
         """Forget the sequence of a place and read a new one.
@@ -332,6 +429,20 @@ class Target:
             self._committed[place] = num_tokens
         else:
             self.prefill(np.zeros(num_tokens, np.int32), place)
+
+    def pretend_marked(self, num_tokens: int, marked: NDArray[np.int64]) -> bool:
+        """Make up a sequence whose tokens `marked` stand out; return whether that is possible."""
+        self.prefill(np.zeros(1, np.int32))
+        if not self._places.at(0).pretend(num_tokens, marked):
+            return False
+        self._committed[0] = num_tokens
+        return True
+
+    @torch.inference_mode()
+    def drop(self, num_tokens: int) -> None:
+        """Take the last committed tokens back."""
+        self._committed[0] -= num_tokens
+        self._places.at(0).truncate(self._committed[0])
 
     @torch.inference_mode()
     def reset(self, place: int = 0) -> None:

@@ -355,5 +355,6 @@ def test_a_planted_error_is_found(
     model = tiny_llama()
     truths = truths_of(model)
     decoder = decoder_with(model, ScriptedDrafter(right_and_wrong(truths)))
+    decoder.target._is_packing_checked = True
     found = outputs(decoder, [Request(prompt, NEW_TOKENS) for prompt in PROMPTS], 4)
     assert [tokens for tokens, _ in found.values()] != list(truths.values())

@@ -31,6 +31,7 @@ from decoder.engines.transformers.requests import (
 )
 from decoder.errors import ContradictoryOptionsError, UnsupportedGenerationError
 from decoder.loop import Decoder
+from decoder.model.capability_check import FOUND_HERE
 from decoder.model.target import Target
 from decoder.observation import Statistics
 from decoder.sampling.rule import accept_rule
@@ -96,7 +97,7 @@ class Foredraft:
         known = checked_vocabulary_size(drafter, _num_embeddings(model), own)
         if speculator is not None:
             drafter = _with_speculator(drafter, Path(speculator), model, own)
-        target = Target(model, states=states_of(drafter))
+        target = Target(model, states=states_of(drafter), verdicts=store_at(None) or FOUND_HERE)
         self._model = model
         self._couples = not draft_sampling
         self._decoder = Decoder(

@@ -88,7 +88,10 @@ def windows_of(model: PreTrainedModel) -> list[int | None]:
 def largest_error(model: PreTrainedModel, capture: CaptureMaker, steps: int, length: int) -> float:
     """Verify and commit in step with eager passes; return how far logits and caches part."""
     rng = np.random.default_rng(steps)
-    fixed, eager = targets = Target(model, capture=capture), Target(model)
+    fixed, eager = targets = (
+        Target(model, capture=capture, verdicts=None),
+        Target(model, verdicts=None),
+    )
     eager._places = _Places(lambda: CachedPasses(eager._model, TreeCache([*windows_of(model)])))
     assert isinstance(fixed._places.at(0), GraphPasses)
     for target in targets:
@@ -222,7 +225,7 @@ class Counted(Uncaptured):
 def test_a_shape_is_captured_once_until_buffers_grow_or_weights_move() -> None:
     Counted.functions.clear()
     model = unlimited("llama")
-    target = Target(model, capture=Counted)
+    target = Target(model, capture=Counted, verdicts=None)
     target.prefill(np.array(prompt_of(100), np.int32))
     rng = np.random.default_rng(0)
     for width in (20, 17, 31, 22):
@@ -279,7 +282,7 @@ def test_passes_wider_than_any_shape_run_eagerly(monkeypatch: pytest.MonkeyPatch
 def test_costs_are_measured_where_they_leap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     Counted.functions.clear()
-    target = Target(tiny_llama(), capture=Counted)
+    target = Target(tiny_llama(), capture=Counted, verdicts=None)
     surface = measure_costs(target, (1, 2, 4, 8), (20, 100), 0.5)
     assert surface.widths == (1, 2, 3, 4, 5, 8)
     assert len(Counted.functions) == 4  # one for each power of two: no buffer grows

@@ -141,7 +141,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(GrowingLayer, "update", broken)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        Target(tiny_llama()).prefill(np.array(prompt_of(9), np.int32))
+        Target(tiny_llama(), verdicts=None).prefill(np.array(prompt_of(9), np.int32))
 
 
 UNDER_A_LIMIT = """

@@ -33,6 +33,13 @@ def read_at_once(target: Target, readings: Sequence[Reading]) -> list[torch.Tens
     return [logits for logits, _ in target.read(readings)]
 
 
+def unchecked(model: PreTrainedModel) -> Target:
+    """Return a target that packs without having been compared with single passes."""
+    target = Target(model)
+    target._is_packing_checked = True
+    return target
+
+
 def begun(target: Target, lengths: Sequence[int] = LENGTHS) -> Target:
     target.make_places(len(lengths))
     for place, length in enumerate(lengths):
@@ -46,7 +53,7 @@ def largest_error(model: PreTrainedModel, seed: int = 0, num_steps: int = 6) -> 
     Sequences grow by accepted paths and by pieces of their prompts, which others read beside.
     """
     rng = np.random.default_rng(seed)
-    together, alone = begun(Target(model)), begun(Target(model))
+    together, alone = begun(unchecked(model)), begun(unchecked(model))
     assert together.packs
     worst = 0.0
     for _ in range(num_steps):
@@ -55,6 +62,8 @@ def largest_error(model: PreTrainedModel, seed: int = 0, num_steps: int = 6) -> 
         found = read_at_once(together, readings)
         for reading, logits in zip(readings, found, strict=True):
             [(expected, _)] = alone.read([reading])
+            if logits.shape != expected.shape:
+                return float("inf")
             worst = max(worst, float((logits - expected).abs().max()))
             if reading.tree is not None:
                 path = _some_path(rng, reading.tree)
@@ -184,3 +193,18 @@ def test_like_sequences_attend_together_and_others_alone() -> None:
     wide = [*alike[:2], _part(2, 300, 64), alike[3]]
     assert [len(group) for group in grouped(wide)] == [2, 1, 1]
     assert list(grouped([])) == []
+
+
+def test_a_model_that_packs_wrongly_reads_for_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packed_module, "_mask", _mask_of_a_neighbour)
+    monkeypatch.setattr(packed_module, "_CALL", 10**9)
+    model = tiny_llama()
+    together, alone = begun(Target(model)), begun(Target(model))
+    assert not together.packs
+    assert "LlamaForCausalLM reads for one sequence at a time" in caplog.text
+    readings = [Reading.of(place, 5 + place, DraftTree.empty()) for place in (0, 2, 3)]
+    for reading, logits in zip(readings, read_at_once(together, readings), strict=True):
+        [(expected, _)] = alone.read([reading])
+        torch.testing.assert_close(logits, expected)

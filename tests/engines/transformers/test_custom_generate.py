@@ -227,7 +227,7 @@ def test_what_passes_cost_is_kept_for_the_next_start(
     curves: WeakKeyDictionary[Any, CostSurface] = WeakKeyDictionary()
     monkeypatch.setattr(custom_generate, "_curves", curves)
     Foredraft(model, ScriptedDrafter(nothing))
-    (kept,) = tmp_path.iterdir()
+    (kept,) = tmp_path.glob("cost-*.json")
     surface = CostStore(tmp_path).load(json.loads(kept.read_bytes())["key"])
     assert surface is not None
     assert curves[model] == surface

@@ -1,0 +1,278 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    PreTrainedModel,
+)
+
+from decoder.budget.cost_store import CostStore
+from decoder.errors import OutOfMemoryError, UnsupportedModelError
+from decoder.model import target as target_module
+from decoder.model.cache import GrowingLayer, TreeCache
+from decoder.model.capability_check import Verdict
+from decoder.model.compatibility import Capability
+from decoder.model.passes import CachedPasses, PlainPasses, TreeLayout, additive_mask
+from decoder.model.target import Target
+from retriever.tree import DraftTree
+from tests.decoder.decoding import (
+    ScriptedDrafter,
+    at_random,
+    decoded,
+    decoder_with,
+    evaluated,
+    plainly,
+    prompt_of,
+    tiny_convolution,
+    tiny_gemma,
+    tiny_llama,
+    tiny_mamba,
+)
+
+SHAPES_LOG = "decoder.model.compatibility"
+
+
+def tiny_neo(window: int = 8, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        vocab_size=48,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        intermediate_size=64,
+        attention_types=[[["global", "local"], 1]],
+        window_size=window,
+        max_position_embeddings=512,
+        initializer_range=0.4,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    return evaluated(GPTNeoForCausalLM(config), dtype)
+
+
+def tiny_bamba() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = BambaConfig(
+        vocab_size=48,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        attn_layer_indices=[1],
+        mamba_n_heads=4,
+        mamba_d_head=16,
+        mamba_n_groups=1,
+        mamba_d_state=8,
+        mamba_chunk_size=8,
+        initializer_range=0.4,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    return evaluated(BambaForCausalLM(config))
+
+
+def tiny_gpt2(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=48,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        initializer_range=0.4,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    return evaluated(GPT2LMHeadModel(config), dtype)
+
+
+@pytest.mark.parametrize("window", [8, 100])
+def test_attention_that_counts_windows_by_slots_gets_chains(
+    window: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, prompt = tiny_neo(window), prompt_of(window + 10)
+    decoder = decoder_with(model, ScriptedDrafter(at_random()))
+    assert decoder.target.capability is Capability.CHAINS
+    assert decoded(decoder, prompt, 30) == plainly(model, prompt, 30)
+    Target(model)
+    told = [record.getMessage() for record in caplog.records if record.name == SHAPES_LOG]
+    assert len(told) == 1
+    assert "GPTNeoForCausalLM verifies one chain" in told[0]
+
+
+@pytest.mark.parametrize("length", [1, 3, 20])
+def test_plain_passes_tell_positions_to_models_that_count_from_zero(length: int) -> None:
+    model, prompt = tiny_bamba(), prompt_of(length)
+    decoder = decoder_with(model, ScriptedDrafter(at_random()))
+    assert decoder.target.capability is Capability.PLAIN
+    assert decoded(decoder, prompt, 20) == plainly(model, prompt, 20)
+
+
+ACROSS: dict[str, tuple[Callable[..., PreTrainedModel], Capability]] = {
+    "llama": (tiny_llama, Capability.TREES),
+    "gemma3": (tiny_gemma, Capability.TREES),
+    "gpt2": (tiny_gpt2, Capability.TREES),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ACROSS)
+def test_models_that_verify_trees_keep_them_in_all_precisions(
+    name: str, dtype: torch.dtype
+) -> None:
+    make, capability = ACROSS[name]
+    assert Target(make(dtype=dtype)).capability is capability
+
+
+@pytest.mark.parametrize(
+    ("make", "capability"),
+    [(tiny_mamba, Capability.PLAIN), (tiny_convolution, Capability.CHAINS)],
+)
+def test_states_that_cannot_hold_trees_keep_what_they_promise(
+    make: Callable[[], PreTrainedModel], capability: Capability
+) -> None:
+    assert Target(make()).capability is capability
+
+
+def siblings_visible(
+    visible: torch.Tensor, depths: torch.Tensor, past: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    return additive_mask(torch.ones_like(visible).tril(), depths, past, window, dtype)
+
+
+def without_window(
+    visible: torch.Tensor, depths: torch.Tensor, past: int, _: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    return additive_mask(visible, depths, past, None, dtype)
+
+
+class BySlot:
+    @staticmethod
+    def of(tree: DraftTree) -> TreeLayout:
+        return TreeLayout(TreeLayout.of(tree).visible, np.arange(len(tree) + 1))
+
+
+def path_in_place(self: TreeCache, start: int, slots: torch.Tensor) -> None:
+    self.truncate(start + len(slots))
+
+
+def nothing_dropped(_: GrowingLayer, __: int) -> None:
+    pass
+
+
+Plant = tuple[object, str, object]
+PLANTED: dict[str, Plant] = {
+    "siblings are seen": (target_module, "additive_mask", siblings_visible),
+    "positions by slot": (target_module, "TreeLayout", BySlot),
+    "a path stays where it lay": (TreeCache, "keep", path_in_place),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ACROSS)
+@pytest.mark.parametrize("error", PLANTED)
+def test_planted_errors_of_trees_leave_chains(
+    error: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*PLANTED[error])
+    assert Target(ACROSS[name][0](dtype=dtype)).capability is Capability.CHAINS
+
+
+def test_a_window_that_a_tree_does_not_keep_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_module, "additive_mask", without_window)
+    assert Target(tiny_gemma()).capability is Capability.CHAINS
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_rejected_tokens_that_stay_leave_no_drafts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GrowingLayer, "truncate", nothing_dropped)
+    monkeypatch.setattr(TreeCache, "keep", lambda *_: None)
+    assert Target(ACROSS[name][0]()).capability is Capability.PLAIN
+
+
+def test_positions_off_by_one_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = CachedPasses.read
+
+    def shifted(
+        self: CachedPasses, tokens: Any, masks: Any, positions: NDArray[np.int64], num_logits: int
+    ) -> Any:
+        return read(self, tokens, masks, positions + (positions > 10), num_logits)
+
+    monkeypatch.setattr(CachedPasses, "read", shifted)
+    assert Target(tiny_gemma()).capability is Capability.PLAIN
+
+
+def test_a_model_that_cannot_be_decoded_plainly_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = PlainPasses.read
+
+    def repeated(self: PlainPasses, tokens: Any, *others: Any) -> Any:
+        return read(self, np.full_like(tokens, 5), *others)
+
+    monkeypatch.setattr(PlainPasses, "read", repeated)
+    with pytest.raises(UnsupportedModelError, match=r"MambaForCausalLM .* differs from generate"):
+        Target(tiny_mamba())
+
+
+def test_a_target_without_a_check_believes_the_configuration() -> None:
+    assert Target(tiny_neo(), verdicts=None).capability is Capability.TREES
+
+
+def test_a_check_leaves_no_sequence_and_a_training_model_in_its_mode() -> None:
+    model = tiny_llama().train()
+    target = Target(model, states=(1,))
+    assert model.training
+    assert target.states == {}
+    assert target._committed == [0]
+
+
+def test_a_second_start_does_not_check_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CostStore(tmp_path)
+    assert Target(tiny_neo(), verdicts=store).capability is Capability.CHAINS
+    kept = json.loads(next(tmp_path.glob("check-*.json")).read_text())
+    assert kept["capability"] == "CHAINS"
+    assert "window" in kept["reason"] or "tree" in kept["reason"]
+    monkeypatch.setattr(target_module, "find_verdict", None)
+    assert Target(tiny_neo(), verdicts=store).capability is Capability.CHAINS
+
+
+def test_another_precision_or_configuration_is_checked_on_its_own(tmp_path: Path) -> None:
+    store = CostStore(tmp_path)
+    for model in (tiny_llama(), tiny_llama(dtype=torch.bfloat16), tiny_llama("eager")):
+        Target(model, verdicts=store)
+    assert len(list(tmp_path.glob("check-*.json"))) == 3
+
+
+def test_a_kept_refusal_refuses_again(tmp_path: Path) -> None:
+    store = CostStore(tmp_path)
+    store.keep_verdict(tiny_llama(), Verdict(None, "it differs"))
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM cannot be decoded here"):
+        Target(tiny_llama(), verdicts=store)
+
+
+def test_where_memory_runs_out_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Verdict:
+        raise OutOfMemoryError("out of memory at 4 tokens of context")
+
+    monkeypatch.setattr(target_module, "find_verdict", full)
+    assert Target(tiny_llama(), verdicts=CostStore(tmp_path)).capability is Capability.TREES
+    assert not list(tmp_path.iterdir())
