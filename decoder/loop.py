@@ -173,7 +173,7 @@ class Decoder:
             generation = self.prepare(request)
         except DecoderError as error:
             nothing = np.empty(0, np.int32)
-            generation = Generation(self, request, nothing, next(self._numbers))
+            generation = Generation(self, request, nothing, number)
             generation.fail(error)
         generation.number = number
         return generation
@@ -287,13 +287,14 @@ class Generation:
         self.statistics.record(tree, path[: len(tokens)], len(tokens))
         return tokens
 
-    def show(
-        self, drafted: DraftTree, tree: DraftTree, path: NDArray[np.int64], tokens: list[int]
-    ) -> None:
+    def show(self, row: "_Row") -> None:
         """Show a pass to the observer."""
         if self._watch.observer is not None:
-            times = self._clock.lap()
-            self._watch.observer(ObservedPass(drafted, tree, path[: len(tokens)], tokens, times))
+            path, times = row.path[: len(row.tokens)], self._clock.lap()
+            num_sequences = max(row.num_verified, 1)
+            self._watch.observer(
+                ObservedPass(row.drafted, row.tree, path, row.tokens, times, num_sequences)
+            )
 
     def fail(self, error: Exception) -> None:
         """Note what ends the sequence too early; the first error counts."""
@@ -329,6 +330,7 @@ class _Row:
         next_token: the target's choice after them; `None` where the pass brought none.
         tokens: that the pass brought.
         learn_s: seconds in which its drafter learned from the pass.
+        num_verified: sequences of which the pass verified trees.
     """
 
     generation: Generation
@@ -342,6 +344,7 @@ class _Row:
     next_token: int | None = None
     tokens: list[int] = field(default_factory=list)
     learn_s: float = 0.0
+    num_verified: int = 0
 
     @property
     def is_verified(self) -> bool:
@@ -587,7 +590,7 @@ class _Batch:
         """Show a pass to the sequence's observer; return whether that worked."""
         try:
             if row.tokens:
-                row.generation.show(row.drafted, row.tree, row.path, row.tokens)
+                row.generation.show(row)
         except Exception as error:  # noqa: BLE001  as above
             row.generation.fail(error)
             return False
@@ -605,6 +608,7 @@ def _charge(rows: Sequence[_Row], draft_s: float, target_s: float, whole_s: floa
     width = sum(row.width for row in rows)
     host_s = whole_s - draft_s - target_s - sum(row.learn_s for row in rows)
     for row in rows:
+        row.num_verified = num_drafted
         statistics = row.generation.statistics
         drafted_s = row.learn_s + (draft_s / num_drafted if row.is_verified else 0.0)
         passed_s = target_s * row.width / width

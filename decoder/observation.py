@@ -166,7 +166,8 @@ class ObservedPass:
         path: int64[k], the nodes that were accepted and kept, from the root downwards.
         tokens: the committed tokens: those of the path, then the target's own unless the sequence
             ended before.
-        times: where the pass spent its time.
+        times: where the pass spent its time; of a pass that served others, too, its share.
+        num_sequences: whose trees the pass verified.
     """
 
     drafted: DraftTree
@@ -174,6 +175,7 @@ class ObservedPass:
     path: NDArray[np.int64]
     tokens: list[int]
     times: Times
+    num_sequences: int = 1
 
 
 Observer = Callable[[ObservedPass], object]

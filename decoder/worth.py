@@ -65,7 +65,9 @@ class Worth:
                 self.plain_s += times.target_s
                 is_first = False
             else:
-                self.plain_s += len(step.tokens) * float(costs.table(context)[0])
+                others = step.num_sequences  # a plain pass serves as many
+                plain_s = float(costs.table_to(others, context)[others - 1]) / others
+                self.plain_s += len(step.tokens) * plain_s
                 self.num_passes += 1
             context += len(step.tokens)
 

@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,15 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
+from decoder.commands.generate import (
+    Answer,
+    AnswerOptions,
+    FinishReason,
+    Interruption,
+    Task,
+    answer,
+    answer_many,
+)
 from decoder.commands.plain_comparison import Comparison
 from decoder.commands.prompts import Prompt
 from decoder.commands.terminal import Painter, Palette
@@ -193,7 +201,7 @@ class Printer:
 
 
 class Answerer:
-    """Answers prompts in turn; one that fails is reported, and the others go on.
+    """Answers prompts; one that fails is reported, and the others go on.
 
     Args:
         decoder: made for the model.
@@ -203,7 +211,8 @@ class Answerer:
         writer: writes every pass, if wanted.
         interruption: ends the answers.
         pattern: what whole answers match, if anything.
-        comparison: decodes plainly, too, if wanted.
+        comparison: decodes plainly, too, if wanted; one answer at a time.
+        parallel: answers at a time; of several, each is shown when those before it are done.
 
     Attributes:
         num_failed: prompts without a whole answer.
@@ -221,8 +230,10 @@ class Answerer:
         interruption: Interruption,
         pattern: Grammar | None = None,
         comparison: Comparison | None = None,
+        parallel: int = 1,
     ) -> None:
         self._decoder = decoder
+        self._parallel = parallel
         self._language_model = language_model
         self._options = options
         self._printer = printer
@@ -243,35 +254,114 @@ class Answerer:
         total = Statistics()
         try:
             with _bar(len(prompts)) as bar:
-                for number, prompt in enumerate(bar.track(prompts, description="prompts"), 1):
-                    self._answer(number, prompt, total)
-                    if self.is_interrupted:
-                        break
+                if self._parallel > 1:
+                    self._answer_many(prompts, total, bar)
+                else:
+                    self._answer_each(prompts, total, bar)
         except KeyboardInterrupt:
             self.is_interrupted = True
         finally:
             if total.num_passes or self.is_interrupted:
                 self._printer.statistics(total, self._endings, self._worth)
 
-    def _answer(self, number: int, prompt: Prompt, total: Statistics) -> None:
-        painter = Painter(
-            self._language_model.tokenizer, self._printer.piece, self._printer.palette
+    def _answer_each(self, prompts: Sequence[Prompt], total: Statistics, bar: Progress) -> None:
+        for number, prompt in enumerate(bar.track(prompts, description="prompts"), 1):
+            self._answer(number, prompt, total)
+            if self.is_interrupted:
+                break
+
+    def _answer_many(self, prompts: Sequence[Prompt], total: Statistics, bar: Progress) -> None:
+        """Answer some at a time, and show them in order."""
+        begun: list[_Begun] = []
+        done: dict[int, Answer | Exception] = {}
+        shown = 0
+        answers = answer_many(
+            self._decoder,
+            self._language_model,
+            self._tasks(prompts, begun, done),
+            self._options,
+            self._parallel,
+            self._interruption,
         )
-        estimated = Worth()
+        ahead = bar.add_task("prompts", total=len(prompts))
+        for number, result in answers:
+            done[begun[number].number] = result
+            bar.advance(ahead)
+            while shown + 1 in done:
+                shown += 1
+                self._show(shown, prompts[shown - 1], done.pop(shown), begun, total)
+        for number in sorted(done):  # what waited for one that was interrupted, or failed
+            self._show(number, prompts[number - 1], done[number], begun, total)
+
+    def _tasks(
+        self,
+        prompts: Sequence[Prompt],
+        begun: list["_Begun"],
+        done: dict[int, Answer | Exception],
+    ) -> Iterator[Task]:
+        """Give prompts to be answered; one that cannot be read is done."""
+        for number, prompt in enumerate(prompts, 1):
+            painter, worth = self._painter(), Worth()
+            try:
+                tokens = prompt.encoded(self._language_model)
+            except FORESEEN as error:
+                done[number] = error
+                continue
+            counted_worth = worth.observer(self._decoder.budget, len(tokens))
+            begun.append(_Begun(number, painter, worth))
+            yield Task(tokens, painter.text, together([painter.observe, counted_worth]))
+
+    def _show(
+        self,
+        number: int,
+        prompt: Prompt,
+        result: Answer | Exception,
+        begun: Sequence["_Begun"],
+        total: Statistics,
+    ) -> None:
+        """Show one of many answers."""
+        if isinstance(result, Exception):
+            self._fail(number, prompt, result)
+            return
+        of_prompt = next(each for each in begun if each.number == number)
+        if result.error is not None and not result.token_ids:
+            self._fail(number, prompt, result.error)
+            return
+        of_prompt.painter.finish()
+        self._count(result, of_prompt.worth, total)
+        self._printer.answer(number, prompt, result, of_prompt.worth, of_prompt.painter.painted)
+        if result.error is not None:
+            self._report(number, prompt, result.error)
+
+    def _fail(self, number: int, prompt: Prompt, error: Exception) -> None:
+        if not isinstance(error, FORESEEN):
+            raise error
+        self._printer.failure(number, prompt, error)
+        self.num_failed += 1
+
+    def _count(self, result: Answer, worth: Worth, total: Statistics) -> None:
+        """Add an answer to the figures of all."""
+        total.add(result.statistics)
+        self._endings.count(result)
+        self._worth.add(worth)
+        self.is_interrupted |= result.finish_reason is FinishReason.INTERRUPTED
+
+    def _painter(self) -> Painter:
+        return Painter(self._language_model.tokenizer, self._printer.piece, self._printer.palette)
+
+    def _answer(self, number: int, prompt: Prompt, total: Statistics) -> None:
+        painter, estimated = self._painter(), Worth()
         try:
             result = self._answered(number, prompt, painter, estimated)
         except FORESEEN as error:
             if self._printer.is_single:
                 raise
-            self._printer.failure(number, prompt, error)
-            self.num_failed += 1
+            self._fail(number, prompt, error)
             return
-        total.add(result.statistics)
-        self._endings.count(result)
-        self.is_interrupted = result.finish_reason is FinishReason.INTERRUPTED
         self._printer.end_of_text()
+        self.is_interrupted = result.finish_reason is FinishReason.INTERRUPTED
         worth = self._compared(prompt, result) or estimated
-        self._worth.add(worth)
+        self._count(result, worth, total)
         self._printer.answer(number, prompt, result, worth, painter.painted)
         if result.error is not None:
             self._report(number, prompt, result.error)
@@ -307,6 +397,15 @@ class Answerer:
             raise error
         self._printer.error(number, prompt, error)
         self.num_failed += 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begun:
+    """One of many answers that has begun: its prompt's number from 1, and what watches it."""
+
+    number: int
+    painter: Painter
+    worth: Worth
 
 
 def painted_answer(

@@ -1,13 +1,13 @@
 """Answering one prompt: text as it comes, and figures at the end."""
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
 
-from decoder.loop import Decoder, Generation
+from decoder.loop import Decoder, Generation, Request
 from decoder.model.pretrained import LanguageModel
 from decoder.observation import Observer, Statistics
 from decoder.stopping import StoppableText, StopStrings
@@ -168,16 +168,67 @@ def answer(
         stop_rule=text,
         observer=observer,
     )
-    answering = _Answering(generation, text, on_text, interruption or Interruption())
-    error = answering.run()
-    return Answer(
-        "".join(answering.pieces),
-        answering.token_ids,
-        generation.statistics,
-        _reason(answering, decoder, error),
-        text.found,
-        error if isinstance(error, Exception) else None,
-    )
+    answering = _Answering(decoder, text, on_text, interruption or Interruption())
+    error = answering.run(generation)
+    return answering.result(generation, error)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """One of many prompts to answer.
+
+    Attributes:
+        tokens: the prompt's.
+        on_text: is called with each piece of text as soon as it is certain.
+        observer: is shown every pass.
+    """
+
+    tokens: Sequence[int]
+    on_text: Callable[[str], object] = lambda _: None
+    observer: Observer | None = None
+
+
+def answer_many(
+    decoder: Decoder,
+    language_model: LanguageModel,
+    tasks: Iterable[Task],
+    options: AnswerOptions,
+    parallel: int,
+    interruption: Interruption,
+) -> Iterator[tuple[int, Answer]]:
+    """Generate answers to many prompts, some at a time; yield each with its number, from 0.
+
+    They come as they are done. Once interrupted, those that had begun come with what they have.
+    """
+    begun: dict[int, tuple[_Answering, Generation | None]] = {}
+
+    def requests() -> Iterator[Request]:
+        for number, task in enumerate(tasks):
+            text = StoppableText(
+                language_model.tokenizer, options.stop_strings, include=options.include_stop
+            )
+            begun[number] = _Answering(decoder, text, task.on_text, interruption), None
+            yield Request(
+                task.tokens, options.max_new_tokens, options.remember, text, task.observer
+            )
+
+    many: Any = decoder.generate_many(requests(), parallel)
+    with closing(many), interruption.between_steps():
+        for generation, tokens in many:
+            interruption.is_deferred = True
+            answering, _ = begun[generation.number]
+            begun[generation.number] = answering, generation
+            answering.take(tokens)
+            if generation.is_over:
+                del begun[generation.number]
+                answering.finish()
+                yield generation.number, answering.result(generation, generation.error)
+            if interruption.is_requested:
+                break
+    for number, (answering, generation) in begun.items():
+        if generation is not None:
+            answering.finish()
+            yield number, answering.result(generation, None)
 
 
 class _Answering:
@@ -185,36 +236,56 @@ class _Answering:
 
     def __init__(
         self,
-        generation: Generation,
+        decoder: Decoder,
         text: StoppableText,
         on_text: Callable[[str], object],
         interruption: Interruption,
     ) -> None:
-        self._steps: Any = iter(generation)
+        self._decoder = decoder
         self._on_text = on_text
         self.text = text
         self.interruption = interruption
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
 
-    def run(self) -> Exception | KeyboardInterrupt | None:
+    def run(self, generation: Generation) -> Exception | KeyboardInterrupt | None:
         """Go on to the end, and return what brought it about if it came too early."""
         error: Exception | KeyboardInterrupt | None = None
         try:
-            self._decode()
+            self._decode(generation)
         except BrokenPipeError:
             raise  # the reader is gone
         except (Exception, KeyboardInterrupt) as failure:  # noqa: BLE001  is told with the text
             error = failure
-        self._emit(self.text.finish())
+        self.finish()
         return error
 
-    def _decode(self) -> None:
-        with closing(self._steps) as steps, self.interruption.between_steps():
+    def take(self, tokens: Sequence[int]) -> None:
+        """Take in the next tokens, and show the text that is certain."""
+        self.token_ids.extend(tokens)
+        self._emit(self.text.take())
+
+    def finish(self) -> None:
+        """Show the rest of the text."""
+        self._emit(self.text.finish())
+
+    def result(self, generation: Generation, error: BaseException | None) -> Answer:
+        """Return the answer, whole or as far as it came."""
+        return Answer(
+            "".join(self.pieces),
+            self.token_ids,
+            generation.statistics,
+            _reason(self, self._decoder, error, is_whole=not generation.is_wanted),
+            self.text.found,
+            error if isinstance(error, Exception) else None,
+        )
+
+    def _decode(self, generation: Generation) -> None:
+        steps: Any = iter(generation)
+        with closing(steps), self.interruption.between_steps():
             for tokens in steps:
                 self.interruption.is_deferred = True  # the prompt's pass may take long
-                self.token_ids.extend(tokens)
-                self._emit(self.text.take())
+                self.take(tokens)
                 if self.interruption.is_requested:
                     break
 
@@ -223,10 +294,12 @@ class _Answering:
         self._on_text(piece)
 
 
-def _reason(answering: _Answering, decoder: Decoder, error: BaseException | None) -> FinishReason:
+def _reason(
+    answering: _Answering, decoder: Decoder, error: BaseException | None, *, is_whole: bool
+) -> FinishReason:
     if isinstance(error, Exception):
         return FinishReason.ERROR
-    if error is not None or answering.interruption.is_requested:
+    if error is not None or (answering.interruption.is_requested and not is_whole):
         return FinishReason.INTERRUPTED
     if answering.text.found is not None or decoder.stop_ids.intersection(answering.token_ids[-1:]):
         return FinishReason.STOP

@@ -57,6 +57,7 @@ def run_generate(
         check_trace(output.trace)
     if output.html is not None:
         check_trace(output.html, "page")
+    _check_parallel(given, output)
     stops = StopStrings(output.stop)
     selected = _selected(given.prompt, given.prompts, given.limit)
     prepared = prepare_model(chosen.options(given, drafts.index))
@@ -100,6 +101,7 @@ def run_generate(
             interruption=interruption,
             pattern=pattern,
             comparison=Comparison(decoder, language_model, options) if output.compare else None,
+            parallel=given.parallel,
         )
         answerer.run(selected)
     if answerer.is_interrupted:
@@ -130,6 +132,20 @@ def _selected(prompt: str | None, path: Path | None, limit: int | None) -> list[
     for line in found.describe():
         typer.echo(line, err=True)
     return sorted(selected, key=lambda prompt: prompt.line)
+
+
+def _check_parallel(given: AnsweredPrompts, output: ShownSettings) -> None:
+    """Refuse what is for one answer at a time beside several."""
+    if given.parallel == 1:
+        return
+    if given.prompts is None:
+        raise ContradictoryOptionsError("--parallel is for a file of prompts: --prompts")
+    alone = {"--compare": output.compare, "--trace": output.trace, "--html": output.html}
+    for flag, is_given in alone.items():
+        if is_given:
+            raise ContradictoryOptionsError(
+                f"{flag} and --parallel exclude each other: {flag} is for one answer at a time"
+            )
 
 
 def _check_prompts(prompts: Sequence[Prompt], prepared: PreparedModel, *, is_single: bool) -> None:

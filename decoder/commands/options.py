@@ -52,6 +52,14 @@ class AnsweredPrompts(PromptSettings):
         Metavar("TEXT"),
         Field(description="The system message. Default: the chat template's own."),
     ] = _MODEL.system
+    parallel: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="With --prompts: prompts to answer at a time, in the same passes of the "
+            "model. Each has the answer that it has alone, up to rounding.",
+        ),
+    ] = 1
     forget: Annotated[
         bool,
         Field(

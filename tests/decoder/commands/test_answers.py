@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from decoder.commands.generate import Answer, AnswerOptions, FinishReason, Interruption, answer
+from decoder.commands.generate import (
+    Answer,
+    AnswerOptions,
+    FinishReason,
+    Interruption,
+    Task,
+    answer,
+    answer_many,
+)
 from decoder.commands.trace import TraceWriter
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
@@ -131,7 +139,7 @@ def test_ctrl_c_ends_the_prompts_pass_at_once(
 ) -> None:
     drafter = ScriptedDrafter(nothing)
     decoder = decoder_with(tiny.model, drafter)
-    monkeypatch.setattr(decoder.target, "prefill", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(decoder.target, "read", lambda _: os.kill(os.getpid(), signal.SIGINT))
     interruption = Interruption()
     with interruption.handled():
         result = answered(tiny, decoder, interruption=interruption)
@@ -157,6 +165,30 @@ def test_a_request_to_terminate_ends_an_answer_in_the_same_way(
     assert (result.finish_reason, len(result.token_ids)) == (FinishReason.INTERRUPTED, 2)
     assert interruption.status == TERMINATED
     check_part(result, tiny, truth, drafter)
+
+
+def test_ctrl_c_keeps_what_there_is_of_all_answers(tiny: LanguageModel, truth: list[int]) -> None:
+    interruption = Interruption()
+    num_passes = 0
+
+    def observe(_: object) -> None:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes == 9:
+            interruption.is_requested = True
+
+    drafter = ScriptedDrafter(nothing)
+    decoder = decoder_with(tiny.model, drafter)
+    tasks = [Task(tiny.encode(PROMPT), observer=observe) for _ in range(5)]
+    options = AnswerOptions(NEW_TOKENS)
+    results = dict(answer_many(decoder, tiny, tasks, options, 3, interruption))
+    assert results.keys() == {0, 1, 2}
+    for result in results.values():
+        assert result.finish_reason is FinishReason.INTERRUPTED
+        assert 0 < len(result.token_ids) < NEW_TOKENS
+        assert result.token_ids == truth[: len(result.token_ids)]
+        assert result.text
+    assert not drafter.open_sessions
 
 
 def test_what_cannot_wait_ends_with_the_status_of_its_signal() -> None:

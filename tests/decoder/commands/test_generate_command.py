@@ -76,6 +76,57 @@ def test_a_prompt_that_fails_is_reported_and_the_others_go_on(
     assert [row["line"] for row in reported(capsys)] == [1]
 
 
+@pytest.mark.parametrize("parallel", ["2", "8"])
+def test_answers_that_are_made_together_are_those_made_alone(
+    parallel: str,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "prompts"
+    lines = ["first", "x" * 128, "third", "abcabcabcabc", "zz", "once more", "x" * 120]
+    path.write_text("\n".join(lines) + "\n")
+    arguments = ("--prompts", str(path), "--max-new-tokens", "12")
+    figures = ("line", "prompt", "text", "token_ids", "finish_reason", "error")
+
+    def rows(*more: str) -> list[dict[str, Any]]:
+        assert generate(monkeypatch, model_directory, *arguments, *more, "--json") == 1
+        return [{key: row.get(key) for key in figures} for row in reported(capsys)]
+
+    assert rows("--parallel", parallel) == rows()
+    sampled = ("--temperature", "1", "--seed", "3")
+    assert rows("--parallel", parallel, *sampled) == rows(*sampled)
+    assert generate(monkeypatch, model_directory, *arguments, "--parallel", parallel) == 1
+    captured = capsys.readouterr()
+    headings = re.findall(r"^\[(\d)/7\]", captured.out, re.MULTILINE)
+    assert headings == list("1234567")
+    assert "error: prompt 2 (line 2): the prompt has 128 tokens" in captured.err
+    assert "68 tokens, " in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", "a"), "--parallel is for a file of prompts: --prompts"),
+        (("--prompts", "FILE", "--compare"), "--compare and --parallel exclude each other"),
+        (("--prompts", "FILE", "--trace", "t.jsonl"), "--trace and --parallel exclude each other"),
+    ],
+)
+def test_what_is_for_one_answer_at_a_time_is_refused_beside_several(  # noqa: PLR0913, PLR0917  fixtures
+    arguments: tuple[str, ...],
+    message: str,
+    prompts: Path,
+    model_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(PreparedModel, "load", never)
+    given = [str(prompts) if each == "FILE" else each for each in arguments]
+    assert generate(monkeypatch, model_directory, *given, "--parallel", "2") == 1
+    assert message in capsys.readouterr().err
+
+
 def test_each_answer_of_a_recorded_conversation_is_given_again(
     model_directory: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,5 +1,6 @@
 """What drafts were worth: an estimate from measured passes, or a comparison by the clock."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_plain_decoding_would_take_a_plain_pass_for_each_token() -> None:
     for _ in range(60):
         observe(seen(1, 9.0))
     assert worth.summary().endswith("measured passes: drafts do not pay here")
+
+
+def test_beside_others_a_token_would_take_its_share_of_a_plain_pass() -> None:
+    worth = Worth()
+    observe = worth.observer(MeasuredBudget(CostSurface.flat((1, 4), (1.0, 2.0))), 100)
+    observe(seen(1, 7.0))
+    observe(replace(seen(3, 1.0), num_sequences=4))
+    assert worth.plain_s == pytest.approx(7 + 3 * 2.0 / 4)
 
 
 def sampled() -> AcceptRule:
