@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from decoder.drafters.model_drafter import ModelDrafter
     from decoder.drafters.recycling import RecycledLogits
     from decoder.engines.transformers.custom_generate import Foredraft
-    from decoder.loop import Decoder
+    from decoder.loop import Decoder, Generation, Request
     from decoder.model.pretrained import LanguageModel, ModelOptions, load_model
     from decoder.model.target import Target
     from decoder.speculators.online import LearningSpeculator
@@ -96,6 +96,7 @@ __all__ = [
     "FixedBudget",
     "Foredraft",
     "FusedDrafter",
+    "Generation",
     "Index",
     "IndexInfo",
     "KeptLogits",
@@ -111,6 +112,7 @@ __all__ = [
     "RecycledLogits",
     "RemoteDrafter",
     "ReplicationOptions",
+    "Request",
     "ResilientDrafter",
     "ServerInfo",
     "ShardState",
@@ -152,7 +154,7 @@ _HOMES: Final = {
     "decoder.drafters.model_drafter": ("ModelDrafter",),
     "decoder.drafters.recycling": ("RecycledLogits",),
     "decoder.engines.transformers.custom_generate": ("Foredraft",),
-    "decoder.loop": ("Decoder",),
+    "decoder.loop": ("Decoder", "Generation", "Request"),
     "decoder.model.pretrained": ("LanguageModel", "ModelOptions", "load_model"),
     "decoder.model.target": ("Target",),
     "decoder.speculators.speculator": ("load_speculator",),
