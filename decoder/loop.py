@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import count
 from time import perf_counter
 from typing import Final
@@ -254,6 +253,11 @@ class Generation:
     def tokens(self) -> TokenIds:
         """int32[n], what is committed, the prompt first: a view."""
         return self._sequence.tokens
+
+    @property
+    def remembers(self) -> bool:
+        """Whether later sequences may use what this one leaves."""
+        return self._sequence.remember
 
     @property
     def max_depth(self) -> int:
@@ -559,7 +563,7 @@ class _Batch:
         """Fill free places; return the sequences that are over without another pass."""
         over = [row.generation for row in list(self._rows) if self._has_ended(row)]
         while self._free and (generation := self._next()) is not None:
-            row = _Row(generation, heappop(self._free), len(generation.tokens))
+            row = _Row(generation, self._place_for(generation), len(generation.tokens))
             insort(self._rows, row, key=lambda each: each.place)
             if generation.is_wanted:
                 self._begin(row)
@@ -567,11 +571,17 @@ class _Batch:
                 over.append(generation)
         return over
 
+    def _place_for(self, generation: Generation) -> int:
+        """Take the free place that holds most of what a sequence begins with."""
+        place = self._target.likest(generation.tokens, self._free)
+        self._free.remove(place)
+        return place
+
     def _next(self) -> Generation | None:
         return self._returned.popleft() if self._returned else next(self._waiting, None)
 
     def _begin(self, row: _Row) -> None:
-        self._target.reset(row.place)
+        row.num_read = self._target.resume(row.generation.tokens, row.place)
         try:
             row.generation.begin()
         except RetrieverError as error:
@@ -582,7 +592,9 @@ class _Batch:
         if row.generation.is_wanted:
             return False
         self._rows.remove(row)
-        heappush(self._free, row.place)
+        self._free.append(row.place)
+        if not row.generation.remembers:
+            self._target.reset(row.place)
         row.generation.end()
         return True
 

@@ -64,6 +64,7 @@ def in_one_loop(decoder: Decoder, parallel: int, max_new_tokens: int) -> Decode:
     """Return a contender of this package."""
 
     def decode(prompts: Sequence[list[int]]) -> list[list[int]]:
+        decoder.target.forget()
         outputs: list[list[int]] = [[] for _ in prompts]
         requests = [Request(prompt, max_new_tokens) for prompt in prompts]
         for generation, tokens in decoder.generate_many(requests, parallel):

@@ -34,6 +34,7 @@ class Comparison:
         self, prompt: str | Sequence[int], result: Answer, interruption: Interruption
     ) -> Worth | None:
         """Return what drafts were worth for an answer; `None` if Ctrl-C ends the comparison."""
+        self._plain.target.forget()  # or else its prompt would be read already
         plain = answer(
             self._plain,
             self._language_model,
@@ -41,6 +42,7 @@ class Comparison:
             self._options,
             interruption=interruption,
         )
+        self._plain.target.forget()
         if plain.error is not None:
             raise plain.error
         if interruption.is_requested or not plain.token_ids:

@@ -88,7 +88,8 @@ class OwnContender:
         return not isinstance(self.decoder.drafter, NoDrafter)
 
     def __call__(self, prompt: list[int], *, remember: bool) -> Run:
-        """Decode a prompt."""
+        """Decode a prompt, and read all of it."""
+        self.decoder.target.forget()
         start = time.perf_counter()
         generation = self.decoder.generate(prompt, self.max_new_tokens, remember=remember)
         tokens = [token for step in generation for token in step]

@@ -12,6 +12,8 @@ from typing import Any, Self
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from decoder.model.prefixes import LayerStates
+
 _MIN_CAPACITY = 256
 """Slots of the first buffers: growing copies, and smaller buffers would grow within a few lines."""
 
@@ -62,6 +64,12 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         self.num_growths = 0
 
     @property
+    def bytes_per_token(self) -> int:
+        """Memory of a token's keys and values."""
+        buffers = (self._key_buffer, self._value_buffer)
+        return sum(each[..., :1, :].numel() * each.element_size() for each in buffers)
+
+    @property
     def capacity(self) -> int:
         """Slots of each place."""
         return self._key_buffer.shape[-2] // len(self._lengths) if self.is_initialized else 0
@@ -95,6 +103,17 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         keys, values = self._of_place()
         length = self._lengths[self.place]
         return keys[..., :length, :], values[..., :length, :]
+
+    @torch.inference_mode()
+    def put_back(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Hold tokens whose states were held before, [1, heads, n, size] each, and no others."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        length = keys.shape[-2]
+        self.reserve(length)
+        for states, given in zip(self._of_place(), (keys, values), strict=True):
+            states[..., :length, :] = given
+        self._lengths[self.place] = length
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -242,6 +261,30 @@ class TreeCache(Cache):
     def written(self) -> Iterator[Self]:
         """Give the cache for a pass to write to; truncating undoes a pass that fails halfway."""
         yield self
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of a token's states in all layers."""
+        layers = (layer for layer in self.growing_layers if layer.is_initialized)
+        return sum(layer.bytes_per_token for layer in layers)
+
+    def held(self, length: int) -> LayerStates:
+        """Return copies of the states of the first `length` tokens; layers without any give none.
+
+        Raises:
+            OutOfMemoryError, RuntimeError: there is no room.
+        """
+        held = (layer.held() for layer in self.growing_layers if layer.is_initialized)
+        return [
+            (keys[..., :length, :].clone(), values[..., :length, :].clone())
+            for keys, values in held
+        ]
+
+    def put_back(self, states: LayerStates, length: int) -> None:
+        """Hold the first `length` of tokens whose states were held before."""
+        layers = [layer for layer in self.growing_layers if layer.is_initialized]
+        for layer, (keys, values) in zip(layers, states, strict=True):
+            layer.put_back(keys[..., :length, :], values[..., :length, :])
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""

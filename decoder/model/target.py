@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
@@ -50,12 +50,14 @@ from decoder.model.passes import (
     TreeLayout,
     additive_mask,
 )
+from decoder.model.prefixes import DEFAULT_PREFIX_BYTES, Prefix, PrefixStore, num_shared
 from decoder.model.states import States, StateTap
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree
 
 _log = getLogger(__name__)
+_NO_TOKENS: Final = np.empty(0, np.int32)
 _SIGNS: Final = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "bad_alloc")
 
 
@@ -171,6 +173,8 @@ class Target:
             elsewhere passes as wide as their draft.
         states: numbers of the states to keep of every pass, see `decoder.model.states`; a target
             that is asked for none pays nothing.
+        prefix_bytes: memory for states of sequences that are over, besides those that lie in their
+            places still; 0 for none.
         verdicts: where the verdict on what the model verifies is kept, by default for as long as
             the model is there; `None` to believe its configuration without a check.
 
@@ -190,15 +194,17 @@ class Target:
             decoded to see, and the logits are not those of `model.generate`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  all but the first are options
         self,
         model: PreTrainedModel,
         *,
         pack: bool | LeastWeights = True,
         capture: CaptureMaker | None = None,
         states: Iterable[int] = (),
+        prefix_bytes: int = DEFAULT_PREFIX_BYTES,
         verdicts: Verdicts | None = FOUND_HERE,
     ) -> None:
+        self._prefixes = PrefixStore(prefix_bytes)
         self._pack, self._capture, self._tapped = pack, capture, tuple(states)
         promised = compatibility_of(model)
         self.max_length = position_limit(model.config)
@@ -223,6 +229,8 @@ class Target:
         self._places = _Places(partial(_passes, self._model, compatibility, capture, self._tap))
         self._packed = self._places.packed(self._model, self._windows, self._tap)
         self._committed = [0]
+        self._held: list[list[int]] = [[]]
+        self._latest: list[TokenIds] = [_NO_TOKENS]
         self.states: States = {}
         self._is_packing_checked = False
 
@@ -310,7 +318,10 @@ class Target:
     def make_places(self, count: int) -> None:
         """Have at least `count` places; one is there from the start."""
         self._places.make(count)
-        self._committed.extend([0] * (count - len(self._committed)))
+        for _ in range(count - len(self._committed)):
+            self._committed.append(0)
+            self._held.append([])
+            self._latest.append(_NO_TOKENS)
         if count > 1 and self._packed is not None and not self._is_packing_checked:
             self._is_packing_checked = True
             self._check_packing(self._packed)
@@ -416,6 +427,8 @@ class Target:
         """
         start = self._committed[place] + 1
         end = self._committed[place] = start + len(path)
+        latest = self._latest[place]
+        self._held[place] += [int(latest[0]), *latest[path + 1].tolist()]
         in_place = _num_in_place(path)
         if in_place == len(path):
             self._places.at(place).truncate(end)
@@ -427,6 +440,7 @@ class Target:
         self.prefill(np.zeros(1, np.int32), place)
         if self._places.at(place).pretend(num_tokens):
             self._committed[place] = num_tokens
+            self._held[place].clear()  # no tokens have these states
         else:
             self.prefill(np.zeros(num_tokens, np.int32), place)
 
@@ -436,12 +450,14 @@ class Target:
         if not self._places.at(0).pretend(num_tokens, marked):
             return False
         self._committed[0] = num_tokens
+        self._held[0].clear()
         return True
 
     @torch.inference_mode()
     def drop(self, num_tokens: int) -> None:
         """Take the last committed tokens back."""
         self._committed[0] -= num_tokens
+        del self._held[0][self._committed[0] :]
         self._places.at(0).truncate(self._committed[0])
 
     @torch.inference_mode()
@@ -449,6 +465,60 @@ class Target:
         """Forget the sequence of a place."""
         self._places.at(place).truncate(0)
         self._committed[place] = 0
+        self._held[place].clear()
+
+    def forget(self) -> None:
+        """Forget all sequences, those that are over, too: the next ones are read from the start."""
+        self._prefixes.clear()
+        for place in range(len(self._committed)):
+            self.reset(place)
+
+    def likest(self, tokens: TokenIds, places: Sequence[int]) -> int:
+        """Return which of some places holds most of the beginning of a sequence."""
+        return max(places, key=lambda place: (self._num_shared(tokens, place), -place))
+
+    @torch.inference_mode()
+    def resume(self, tokens: TokenIds, place: int) -> int:
+        """Begin a sequence with what was read before of tokens that it begins with.
+
+        What the place held is kept elsewhere, within `prefix_bytes`.
+
+        Args:
+            tokens: int32[n] of the sequence, to its end.
+            place: where.
+
+        Returns:
+            How many of its first tokens need not be read: fewer than n.
+        """
+        cache = self._places.cache
+        if cache is None or cache.bytes_per_token == 0:
+            self.reset(place)
+            return 0
+        most = len(tokens) - 1
+        own = self._num_shared(tokens, place)
+        found = self._prefixes.best(tokens, own)
+        self._keep(cache, place, own)
+        if found is not None:
+            prefix, kept = found
+            with suppress(OutOfMemoryError), within_memory(kept):
+                cache.at(place).put_back(prefix.states, min(kept, most))
+                own = kept
+                self._held[place] = prefix.tokens[:kept].tolist()
+        shared = self._committed[place] = min(own, most)
+        del self._held[place][shared:]
+        self._places.at(place).truncate(shared)
+        return shared
+
+    def _num_shared(self, tokens: TokenIds, place: int) -> int:
+        return num_shared(np.array(self._held[place], np.int32), tokens)
+
+    def _keep(self, cache: TreeCache, place: int, shared: int) -> None:
+        """Keep what a place holds for later, unless most of it is shared with what comes."""
+        held = self._held[place]
+        if self._prefixes.wants(len(held), len(held) - shared, cache.bytes_per_token):
+            with suppress(OutOfMemoryError), within_memory(len(held)):
+                states = cache.at(place).held(len(held))
+                self._prefixes.put(Prefix(np.array(held, np.int32), states))
 
     def _masks(self, layout: TreeLayout, past: int) -> Masks:
         if len(layout.depths) == 1 or self.capability is not Capability.TREES:
@@ -497,8 +567,10 @@ class Target:
 
     def _note(self, reading: Reading) -> None:
         """Count a piece of a prompt as committed."""
+        self._latest[reading.place] = reading.tokens
         if reading.tree is None:
             self._committed[reading.place] += len(reading.tokens)
+            self._held[reading.place] += reading.tokens.tolist()
 
 
 class _Places:
@@ -506,6 +578,9 @@ class _Places:
 
     Args:
         new_passes: makes passes with an empty cache.
+
+    Attributes:
+        cache: that all share, if they do.
     """
 
     def __init__(self, new_passes: Callable[[], Passes]) -> None:
@@ -513,19 +588,19 @@ class _Places:
         self._passes = [new_passes()]
         first = self._passes[0]
         cache = first.cache if isinstance(first, CachedPasses) else None
-        self._cache = cache if isinstance(cache, TreeCache) else None
+        self.cache = cache if isinstance(cache, TreeCache) else None
 
     def at(self, place: int) -> Passes:
         """Return the passes of the sequence in a place."""
-        if self._cache is None:
+        if self.cache is None:
             return self._passes[place]
-        self._cache.at(place)
+        self.cache.at(place)
         return self._passes[0]
 
     def make(self, count: int) -> None:
         """Have at least `count` places."""
-        if self._cache is not None:
-            self._cache.make_places(count)
+        if self.cache is not None:
+            self.cache.make_places(count)
         else:
             self._passes.extend(self._new_passes() for _ in range(count - len(self._passes)))
 
@@ -533,9 +608,9 @@ class _Places:
         self, model: PreTrainedModel, windows: Windows, tap: StateTap | None
     ) -> PackedPasses | None:
         """Return passes over all places, `None` where the model takes none."""
-        if self._cache is None or not attends_by_groups(model):
+        if self.cache is None or not attends_by_groups(model):
             return None
-        return PackedPasses(model, self._cache, windows, tap)
+        return PackedPasses(model, self.cache, windows, tap)
 
 
 def _passes(

@@ -22,6 +22,7 @@ from decoder.errors import (
     OutOfMemoryError,
 )
 from decoder.loop import Decoder, Generation, Request
+from decoder.model import target as target_module
 from decoder.model.packed import PackedPasses
 from decoder.model.target import Reading, Target
 from decoder.observation import ObservedPass
@@ -230,6 +231,7 @@ def test_prompts_are_read_in_pieces_beside_those_that_go_on(
 ) -> None:
     monkeypatch.setattr(loop_module, "_PIECE", 8)
     monkeypatch.setattr(loop_module, "_PIECE_ALONE", 16)
+    monkeypatch.setattr(target_module, "num_shared", lambda _, __: 0)
     widths = []
     model = tiny_gemma()
     target = Target(model)
