@@ -102,6 +102,8 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     def move(self, slots: torch.Tensor, places: torch.Tensor) -> None:
         """Copy the tokens in `slots`, int64[n], to `places`, int64[n], whatever is held."""
+        if not self.is_initialized:
+            return
         for buffer in (self._key_buffer, self._value_buffer):
             buffer.index_copy_(-2, places, buffer.index_select(-2, slots))
 
@@ -112,6 +114,8 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
         """Hold `length` tokens with states of no meaning."""
+        if not self.is_initialized:
+            return
         self.reserve(length)
         for buffer in (self._key_buffer, self._value_buffer):
             buffer[..., :length, :] = _ANY_STATE
@@ -120,6 +124,8 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
     @torch.inference_mode()
     def mark(self, slots: torch.Tensor) -> None:
         """Give the tokens in `slots`, int64[n], values that stand out, each its own."""
+        if not self.is_initialized:
+            return
         shape = (*self._value_buffer.shape[:-2], len(slots), self._value_buffer.shape[-1])
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         self._value_buffer[..., slots, :] = (drawn * _STANDING_OUT).to(self._value_buffer)
@@ -143,7 +149,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens; where that fails, the layer is as it was."""
-        if length <= self.capacity:
+        if not self.is_initialized or length <= self.capacity:
             return
         try:
             self.grow(max(1 << length.bit_length(), _MIN_CAPACITY))
@@ -181,6 +187,8 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 class TreeCache(Cache):
     """Keys and values of all layers; every layer holds every token.
 
+    Layers that attend to the keys of earlier ones never appear, and stay empty.
+
     Args:
         windows: of each layer, `None` where attention is full.
     """
@@ -216,7 +224,8 @@ class TreeCache(Cache):
     @property
     def capacity(self) -> int:
         """Slots that all layers have room for."""
-        return min(layer.capacity for layer in self.growing_layers)
+        appeared = (layer.capacity for layer in self.growing_layers if layer.is_initialized)
+        return min(appeared, default=0)
 
     @property
     def num_growths(self) -> int:

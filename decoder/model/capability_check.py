@@ -6,6 +6,7 @@ all paths of the tree, each as a sequence of its own. What is decoded plainly mu
 of `generate`.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -315,14 +316,27 @@ def _asked(model: PreTrainedModel, script: _Script) -> _Own:
     """
     try:
         tokens = torch.from_numpy(script.sequences()).to(model.device)
-        rows = model(input_ids=tokens).logits[:, -5:]
+        rows = _read(model, tokens)[:, -5:]
         first = rows[:1, 0]
         if model.dtype not in _FULL:  # there, rounding is far below what is taken for it
-            first = model(input_ids=tokens[:1, : len(script.prompt)]).logits[:, -1]
+            first = _read(model, tokens[:1, : len(script.prompt)])[:, -1]
     except Exception as error:  # each model raises its own
         raise CannotCheckError(reason_of(error)) from error
     _refuse_unsound(rows)
     return _Own(rows, first, _differences(first, rows[:1, 0])[0])
+
+
+def _read(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits of whole sequences, int64[rows, n].
+
+    Positions are told as `generate` tells them: some models begin elsewhere by themselves.
+    """
+    options: dict[str, Any] = {}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        options["position_ids"] = positions.expand_as(tokens)
+    logits: torch.Tensor = model(input_ids=tokens, **options).logits
+    return logits
 
 
 def _refuse_unsound(logits: torch.Tensor) -> None:
