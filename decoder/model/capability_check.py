@@ -222,6 +222,11 @@ _PARENTS: Final = (ROOT, ROOT, 0, 1)
 """A forked tree: two children of the root, and a child of each."""
 _MOVED: Final = np.array([1, 3], np.int64)
 """A path of it whose rows do not lie where they are kept."""
+_ASIDE: Final = slice(2, None)
+"""Rows of it that do not lie where they stand: a window that is counted by slots shows in them."""
+_PAST_WINDOW: Final = 2
+_EDGE: Final = np.arange(_PAST_WINDOW + 1, _PAST_WINDOW + 4)
+"""Behind a context so much longer than a window, the first tokens that depths 0, 1 and 2 see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,16 +412,15 @@ def _far_trees(model: PreTrainedModel, target: Checked, script: _Script) -> Iter
     windows = [each for each in _windows(model.config) if each <= _FARTHEST]
     limit = position_limit(model.config)
     for window in windows:
-        length = window + 2
+        length = window + _PAST_WINDOW
         if limit is not None and length + 4 > limit:
             continue
-        if not target.pretend_marked(length, np.arange(min(length, 10))):
+        if not target.pretend_marked(length, _EDGE):
             return
         rows = target.verify(script.last, _draft(script.nodes, _PARENTS))
         expected = _singly(target, script)
-        yield _Compared(
-            f"a tree behind its window of {window} sees others", _differences(rows, expected)
-        )
+        name = f"a tree behind its window of {window} sees others"
+        yield _Compared(name, _differences(rows[_ASIDE], expected[_ASIDE]))
 
 
 def _singly(target: Checked, script: _Script) -> torch.Tensor:
