@@ -142,6 +142,8 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
         """Hold `length` tokens with states of no meaning."""
+        if not self.is_initialized:
+            return
         self.reserve(length)
         for states in self._of_place():
             states[..., :length, :] = _ANY_STATE
@@ -150,6 +152,8 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
     @torch.inference_mode()
     def mark(self, slots: torch.Tensor) -> None:
         """Give the tokens in `slots`, int64[n], values that stand out, each its own."""
+        if not self.is_initialized:
+            return
         _, values = self._of_place()
         shape = (*values.shape[:-2], len(slots), values.shape[-1])
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -174,7 +178,7 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens in each place; where that fails, the layer is as it was."""
-        if length <= self.capacity:
+        if not self.is_initialized or length <= self.capacity:
             return
         try:
             self.grow(max(1 << length.bit_length(), _MIN_CAPACITY))
@@ -231,6 +235,8 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
 class TreeCache(Cache):
     """Keys and values of all layers; every layer holds every token.
+
+    Layers that attend to the keys of earlier ones never appear, and stay empty.
 
     Args:
         windows: of each layer, `None` where attention is full.
@@ -308,7 +314,8 @@ class TreeCache(Cache):
     @property
     def capacity(self) -> int:
         """Slots that all layers have room for."""
-        return min(layer.capacity for layer in self.growing_layers)
+        appeared = (layer.capacity for layer in self.growing_layers if layer.is_initialized)
+        return min(appeared, default=0)
 
     @property
     def num_growths(self) -> int:
@@ -318,8 +325,7 @@ class TreeCache(Cache):
     def reserve(self, length: int) -> None:
         """Make room for `length` tokens in each place, once the layers have appeared."""
         for layer in self.growing_layers:
-            if layer.is_initialized:
-                layer.reserve(length)
+            layer.reserve(length)
 
     def hold(self, length: int, place: int | None = None) -> None:
         """Count the first `length` slots of a place as held: they were written to in place."""

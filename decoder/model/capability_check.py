@@ -6,6 +6,7 @@ all paths of the tree, each as a sequence of its own. What is decoded plainly mu
 of `generate`.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -232,6 +233,11 @@ _PARENTS: Final = (ROOT, ROOT, 0, 1)
 """A forked tree: two children of the root, and a child of each."""
 _MOVED: Final = np.array([1, 3], np.int64)
 """A path of it whose rows do not lie where they are kept."""
+_ASIDE: Final = slice(2, None)
+"""Rows of it that do not lie where they stand: a window that is counted by slots shows in them."""
+_PAST_WINDOW: Final = 2
+_EDGE: Final = np.arange(_PAST_WINDOW + 1, _PAST_WINDOW + 4)
+"""Behind a context so much longer than a window, the first tokens that depths 0, 1 and 2 see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,14 +332,27 @@ def _asked(model: PreTrainedModel, script: _Script) -> _Own:
     """
     try:
         tokens = torch.from_numpy(script.sequences()).to(model.device)
-        rows = model(input_ids=tokens).logits[:, -5:]
+        rows = _read(model, tokens)[:, -5:]
         first = rows[:1, 0]
         if model.dtype not in _FULL:  # there, rounding is far below what is taken for it
-            first = model(input_ids=tokens[:1, : len(script.prompt)]).logits[:, -1]
+            first = _read(model, tokens[:1, : len(script.prompt)])[:, -1]
     except Exception as error:  # each model raises its own
         raise CannotCheckError(reason_of(error)) from error
     _refuse_unsound(rows)
     return _Own(rows, first, _differences(first, rows[:1, 0])[0])
+
+
+def _read(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits of whole sequences, int64[rows, n].
+
+    Positions are told as `generate` tells them: some models begin elsewhere by themselves.
+    """
+    options: dict[str, Any] = {}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        options["position_ids"] = positions.expand_as(tokens)
+    logits: torch.Tensor = model(input_ids=tokens, **options).logits
+    return logits
 
 
 def _refuse_unsound(logits: torch.Tensor) -> None:
@@ -404,16 +423,15 @@ def _far_trees(model: PreTrainedModel, target: Checked, script: _Script) -> Iter
     windows = [each for each in _windows(model.config) if each <= _FARTHEST]
     limit = position_limit(model.config)
     for window in windows:
-        length = window + 2
+        length = window + _PAST_WINDOW
         if limit is not None and length + 4 > limit:
             continue
-        if not target.pretend_marked(length, np.arange(min(length, 10))):
+        if not target.pretend_marked(length, _EDGE):
             return
         rows = target.verify(script.last, _draft(script.nodes, _PARENTS))
         expected = _singly(target, script)
-        yield _Compared(
-            f"a tree behind its window of {window} sees others", _differences(rows, expected)
-        )
+        name = f"a tree behind its window of {window} sees others"
+        yield _Compared(name, _differences(rows[_ASIDE], expected[_ASIDE]))
 
 
 def _singly(target: Checked, script: _Script) -> torch.Tensor:

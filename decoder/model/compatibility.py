@@ -22,6 +22,8 @@ from retriever.tree import ROOT, DraftTree
 
 _TREE_ATTENTION = ("sdpa", "eager")
 _TREE_LAYER_TYPES = ("full_attention", "sliding_attention")
+_CAUSAL_FOR_TEXT: Final = (False, None, "vision")
+"""What a configuration says of attention in both directions where that spares tokens of text."""
 _CHUNKED: Final = "chunked_attention"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
@@ -64,14 +66,13 @@ def compatibility_of(model: PreTrainedModel) -> Compatibility:
             Capability.PLAIN, "it keeps recurrent state, which cannot give up rejected tokens"
         )
     try:
-        cached = DynamicCache(config=model.config).layers
+        layers = layers_of(model)
     except KeyError as error:
         return Compatibility(
             Capability.PLAIN, f"its layers of type {error} keep a cache of a kind of their own"
         )
-    layers = _layers(model, cached)
     if layers is None:
-        return _with_own_cache(cached)
+        return _with_own_cache(DynamicCache(config=model.config).layers)
     reason = _reason_against_trees(model, layers)
     if reason:
         unbounded = tuple((kind, None) for kind, _ in layers)
@@ -102,9 +103,9 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     """
     config = config.get_text_config(decoder=True)
     stated: int | None = getattr(config, "max_position_embeddings", None)
-    limits = [] if stated is None else [stated]
+    limits = [] if stated is None or stated <= 0 else [stated]  # XLNet says -1 for none
     for rope in _ropes(config):
-        if not any(kind in rope["rope_type"] for kind in _LENGTH_DEPENDENT_ROPE):
+        if not _depends_on_length(rope):
             continue
         original = rope.get("original_max_position_embeddings") or stated
         if original is None:
@@ -114,6 +115,21 @@ def position_limit(config: PreTrainedConfig) -> int | None:
             )
         limits.append(int(original))
     return min(limits, default=None)
+
+
+def computed_limit(config: PreTrainedConfig) -> int | None:
+    """Return the most tokens whose passes can be computed as `generate` computes them.
+
+    Fixed rotations are computed for any position: beyond the stated length a model gets worse, but
+    `generate` goes on. Tables of positions end there. See `position_limit` for rotations that
+    depend on the length, and for what is raised.
+    """
+    ropes = _ropes(config.get_text_config(decoder=True))
+    return None if ropes and not any(map(_depends_on_length, ropes)) else position_limit(config)
+
+
+def _depends_on_length(rope: dict[str, Any]) -> bool:
+    return any(kind in rope["rope_type"] for kind in _LENGTH_DEPENDENT_ROPE)
 
 
 def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
@@ -129,7 +145,7 @@ def _check_direction(model: PreTrainedModel) -> None:
             f"{_name(model)} is an encoder-decoder model: only decoder-only models can be targets"
         )
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) not in _CAUSAL_FOR_TEXT:
         raise UnsupportedModelError(f"{_name(model)} attends in both directions")
 
 
@@ -157,16 +173,38 @@ def _reason_against_trees(
     return f"its {', '.join(others)} layers take no mask for trees" if others else ""
 
 
-def _layers(model: PreTrainedModel, cached: list[Any]) -> tuple[tuple[str, int | None], ...] | None:
+def layers_of(model: PreTrainedModel) -> tuple[tuple[str, int | None], ...] | None:
     """Return type and window of every layer by the cache that transformers would choose.
 
     `None` where a layer's cache holds more than keys and values.
+
+    Raises:
+        KeyError: a layer's type has a cache of a kind that transformers chooses elsewhere.
     """
+    cached = DynamicCache(config=model.config).layers
     config = model.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or [None] * len(cached)
     layers = [_layer(config, layer, kind) for layer, kind in zip(cached, kinds, strict=True)]
     found = tuple(layer for layer in layers if layer is not None)
-    return found if len(found) == len(layers) else None
+    return _with_shared(found, cached) if len(found) == len(layers) else None
+
+
+def _with_shared(
+    layers: tuple[tuple[str, int | None], ...], cached: list[Any]
+) -> tuple[tuple[str, int | None], ...]:
+    """Return layers with the windows of those that attend to keys of an earlier layer.
+
+    Such a layer has no cache; the layer that it shares with is one of its type.
+    """
+    windows = {
+        kind: window
+        for (kind, window), layer in zip(layers, cached, strict=True)
+        if type(layer) is not DummyLayer
+    }
+    return tuple(
+        (kind, windows.get(kind) if type(layer) is DummyLayer else window)
+        for (kind, window), layer in zip(layers, cached, strict=True)
+    )
 
 
 def _layer(

@@ -182,6 +182,7 @@ class Target:
         states: of the last pass, by number: [rows, hidden size], a row for every token that the
             pass read.
         capability: which drafts the model can verify; logged once where it is not trees.
+        reason: why it is not trees; empty where it is.
         max_nodes: most nodes of a draft that it verifies; halved where memory runs out.
         packed_bytes: memory that packed weights take besides the model's own.
         vocabulary_size: token ids below it can be fed to the model.
@@ -211,12 +212,12 @@ class Target:
         self._begin(model, promised)
         if verdicts is not None:
             self._check(model, promised, verdicts)
-        tell_once(model, self.capability, self._reason)
+        tell_once(model, self.capability, self.reason)
         self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
 
     def _begin(self, model: PreTrainedModel, compatibility: Compatibility) -> None:
         """Begin with passes for the drafts that a model can verify."""
-        self.capability, self._reason = compatibility.capability, compatibility.reason
+        self.capability, self.reason = compatibility.capability, compatibility.reason
         self._windows = dict(compatibility.layers or ())
         self._model, self.packed_bytes = adapted(model, self.capability, pack=self._pack)
         self._tap = StateTap(self._model, self._tapped) if self._tapped else None
@@ -252,7 +253,7 @@ class Target:
             )
         if verdict.capability is not self.capability:
             self._begin(model, reduced(promised, verdict.capability, verdict.reason))
-        self._reason = verdict.reason or promised.reason
+        self.reason = verdict.reason or promised.reason
 
     @torch.no_grad()
     def _found(self, model: PreTrainedModel, promised: Compatibility) -> Verdict | None:

@@ -1,6 +1,7 @@
 """Decoding with drafts inside `model.generate(..., custom_generate=...)`."""
 
 from collections.abc import Callable
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +33,7 @@ from decoder.engines.transformers.requests import (
 from decoder.errors import ContradictoryOptionsError, UnsupportedGenerationError
 from decoder.loop import Decoder
 from decoder.model.capability_check import FOUND_HERE
+from decoder.model.compatibility import computed_limit
 from decoder.model.target import Target
 from decoder.observation import Statistics
 from decoder.sampling.rule import accept_rule
@@ -43,6 +45,7 @@ from indexer.tokenizer import Vocabulary, vocabulary_of
 from retriever.drafter import Drafter
 from retriever.follower import DraftLimits
 
+_log = getLogger(__name__)
 OnTokens = Callable[[list[int]], object]
 _curves: WeakKeyDictionary[PreTrainedModel, CostSurface] = WeakKeyDictionary()
 
@@ -98,6 +101,7 @@ class Foredraft:
         if speculator is not None:
             drafter = _with_speculator(drafter, Path(speculator), model, own)
         target = Target(model, states=states_of(drafter), verdicts=store_at(None) or FOUND_HERE)
+        target.max_length = computed_limit(model.config)  # `generate` goes on as far as it can
         self._model = model
         self._couples = not draft_sampling
         self._decoder = Decoder(
@@ -139,6 +143,9 @@ class Foredraft:
         Raises:
             UnsupportedGenerationError: the call asks for what drafts do not serve.
             InvalidPromptError: the prompt is longer than the model can take.
+
+        An output ends at `Target.max_length` tokens where passes beyond are not those of the model
+        (`decoder.model.compatibility.computed_limit`); a warning in the log tells so.
         """
         if model is not self._model:
             raise UnsupportedGenerationError("this Foredraft was made for another model")
@@ -161,10 +168,23 @@ class Foredraft:
             finally:
                 self.statistics.add(generation.statistics)
         stream.end()
+        self._tell_of_limit(len(prompt), new, ending)
         sequences = torch.cat([input_ids, input_ids.new_tensor([new])], dim=-1)
         if not generation_config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # a LongTensor
+
+    def _tell_of_limit(self, num_prompt_tokens: int, new: list[int], ending: Ending) -> None:
+        """Log where an output ended that the call would have gone on with."""
+        is_cut = num_prompt_tokens + len(new) == self._decoder.target.max_length
+        is_stopped = bool(new) and new[-1] in ending.stop_ids
+        if is_cut and len(new) < ending.max_new_tokens and not is_stopped:
+            _log.warning(
+                "%s: the output ends at %d tokens, prompt included: beyond them positions have no "
+                "place in its table, or change those of earlier tokens; go on without drafts",
+                type(self._model).__name__,
+                num_prompt_tokens + len(new),
+            )
 
     def _decoding(
         self, processors: LogitsProcessorList, config: GenerationConfig, ending: Ending

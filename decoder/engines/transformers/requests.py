@@ -116,6 +116,7 @@ _UNSERVED_OUTPUTS: Final = (
     "output_logits",
     "output_scores",
 )
+_QUANTIZED: Final = "quantized"
 _HARMLESS: Final = ("use_cache", "logits_to_keep")
 _WITH_MEMORY: Final = (
     SynthIDTextWatermarkLogitsProcessor,
@@ -142,7 +143,13 @@ def check_request(
     Raises:
         UnsupportedGenerationError: the call asks for what drafts do not serve.
     """
+    _check_tokens(model_kwargs)
     check_mode(input_ids, config)
+    if config.cache_implementation == _QUANTIZED:
+        raise UnsupportedGenerationError(
+            "a quantized cache rounds what the model has read, and drafts are verified without: "
+            "leave cache_implementation out"
+        )
     for name in _UNSERVED_OUTPUTS:
         if getattr(config, name, None):
             raise UnsupportedGenerationError(
@@ -190,6 +197,7 @@ def check_chains(
     Raises:
         UnsupportedGenerationError: the call asks for what chains do not serve.
     """
+    _check_tokens(model_kwargs)
     check_mode(input_ids, config)
     if model_kwargs.get("past_key_values") is None:
         raise UnsupportedGenerationError(
@@ -202,6 +210,13 @@ def check_chains(
                 f"{type(processor).__name__} must see each token once, and assisted generation "
                 "shows it rejected ones: use custom_generate=Foredraft(model, drafter)"
             )
+
+
+def _check_tokens(model_kwargs: dict[str, Any]) -> None:
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise UnsupportedGenerationError(
+            "drafts continue token ids: pass input_ids alone, without inputs_embeds"
+        )
 
 
 def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
 )
 
@@ -27,6 +29,7 @@ from decoder.model.passes import CachedPasses, PlainPasses, TreeLayout, additive
 from decoder.model.target import Target
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
+    SIZES,
     ScriptedDrafter,
     at_random,
     decoded,
@@ -112,6 +115,12 @@ def test_attention_that_counts_windows_by_slots_gets_chains(
     assert "GPTNeoForCausalLM verifies one chain" in told[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [8, 100, 256])
+def test_windows_by_slots_are_found_in_half_precision(window: int, dtype: torch.dtype) -> None:
+    assert Target(tiny_neo(window, dtype)).capability is Capability.CHAINS
+
+
 @pytest.mark.parametrize("length", [1, 3, 20])
 def test_plain_passes_tell_positions_to_models_that_count_from_zero(length: int) -> None:
     model, prompt = tiny_bamba(), prompt_of(length)
@@ -120,10 +129,32 @@ def test_plain_passes_tell_positions_to_models_that_count_from_zero(length: int)
     assert decoded(decoder, prompt, 20) == plainly(model, prompt, 20)
 
 
+def tiny_mixtral(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = MixtralConfig(
+        **SIZES,
+        vocab_size=48,
+        num_hidden_layers=3,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        max_position_embeddings=256,
+        eos_token_id=None,
+    )
+    return evaluated(MixtralForCausalLM(config), dtype)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_rounding_chooses_are_no_error(dtype: torch.dtype, seed: int) -> None:
+    assert Target(tiny_mixtral(dtype, seed)).capability is Capability.TREES
+
+
 ACROSS: dict[str, tuple[Callable[..., PreTrainedModel], Capability]] = {
     "llama": (tiny_llama, Capability.TREES),
     "gemma3": (tiny_gemma, Capability.TREES),
     "gpt2": (tiny_gpt2, Capability.TREES),
+    "mixtral": (tiny_mixtral, Capability.TREES),
 }
 
 
@@ -190,9 +221,13 @@ def test_planted_errors_of_trees_leave_chains(
     assert Target(ACROSS[name][0](dtype=dtype)).capability is Capability.CHAINS
 
 
-def test_a_window_that_a_tree_does_not_keep_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [tiny_gemma, tiny_mixtral])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_that_a_tree_does_not_keep_is_found(
+    make: Callable[..., PreTrainedModel], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(target_module, "additive_mask", without_window)
-    assert Target(tiny_gemma()).capability is Capability.CHAINS
+    assert Target(make(dtype=dtype)).capability is Capability.CHAINS
 
 
 @pytest.mark.parametrize("name", ACROSS)

@@ -8,15 +8,23 @@ from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from decoder.budget.budget import MeasuredBudget
 from decoder.budget.cost_store import CostStore
 from decoder.budget.costs import CostSurface
 from decoder.engines.transformers import custom_generate
+from decoder.engines.transformers.assisted import assisted_generate
 from decoder.engines.transformers.custom_generate import Foredraft, foredraft_generate
-from decoder.errors import DecoderBusyError, UnsupportedGenerationError
+from decoder.engines.transformers.requests import check_request
+from decoder.errors import DecoderBusyError, InvalidPromptError, UnsupportedGenerationError
 from decoder.model.target import Target
 from indexer.tokenizer import CACHE_VARIABLE
 from tests.decoder.decoding import (
@@ -24,6 +32,7 @@ from tests.decoder.decoding import (
     VOCABULARY,
     ScriptedDrafter,
     at_random,
+    evaluated,
     nothing,
     oracle,
     plainly,
@@ -165,7 +174,7 @@ def test_tokens_are_told_as_they_come_and_outputs_are_wrapped_if_wanted() -> Non
         ({"attention_mask": torch.tensor([[0, 1, 1]])}, "hides tokens"),
         ({"position_ids": torch.tensor([[0, 2, 3]])}, "positions other"),
         ({"return_dict_in_generate": True, "output_scores": True}, "assisted_generate returns it"),
-        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds"),
+        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "without inputs_embeds"),
         ({"drafter": None}, "needs a drafter"),
     ],
 )
@@ -176,6 +185,84 @@ def test_what_drafts_do_not_serve_is_refused(options: dict[str, Any], message: s
     with pytest.raises(UnsupportedGenerationError, match=message):
         generated(model, [4, 5, 6], custom_generate=way, **options)
     assert not drafter.closed
+
+
+def test_embeddings_instead_of_tokens_are_refused() -> None:
+    model = tiny_llama()
+    generate: Any = model.generate
+    plugin = foredraft(model, ScriptedDrafter(nothing))
+    chains = {"custom_generate": assisted_generate, "drafter": ScriptedDrafter(nothing)}
+    for way in ({"custom_generate": plugin}, chains):
+        with pytest.raises(UnsupportedGenerationError, match="without inputs_embeds"):
+            generate(inputs_embeds=torch.zeros(1, 3, 32), max_new_tokens=3, **way)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_another_cache_gives_the_same_output(name: str, kind: str) -> None:
+    model, prompt = MODELS[name](), prompt_of(12)
+    expected = generated(model, prompt, do_sample=False, cache_implementation=kind)
+    plugin = foredraft(model, ScriptedDrafter(at_random()))
+    options = {"do_sample": False, "cache_implementation": kind, "custom_generate": plugin}
+    assert generated(model, prompt, **options).tolist() == expected.tolist()
+
+
+def test_a_cache_that_rounds_is_refused() -> None:
+    config = GenerationConfig(cache_implementation="quantized")  # type: ignore[no-untyped-call]
+    with pytest.raises(UnsupportedGenerationError, match="quantized cache rounds"):
+        check_request(torch.ones(1, 3, dtype=torch.int64), config, {})
+
+
+def rotating(rope: dict[str, Any]) -> PreTrainedModel:
+    model = tiny_llama()
+    config = LlamaConfig.from_dict(
+        {
+            **model.config.to_dict(),
+            "max_position_embeddings": 20,
+            "rope_parameters": {"rope_theta": 10000.0, **rope},
+        }
+    )
+    torch.manual_seed(1)
+    return evaluated(LlamaForCausalLM(config))
+
+
+@pytest.mark.parametrize("length", [12, 30])
+def test_fixed_rotations_go_on_beyond_the_stated_length(
+    length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, prompt = rotating({"rope_type": "default"}), prompt_of(length)
+    expected = generated(model, prompt, do_sample=False)
+    plugin = foredraft(model, ScriptedDrafter(oracle(expected[0].tolist())))
+    output = generated(model, prompt, do_sample=False, custom_generate=plugin)
+    assert output.tolist() == expected.tolist()
+    assert output.shape == (1, length + NEW_TOKENS)
+    assert not [record for record in caplog.records if record.name == custom_generate.__name__]
+
+
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "factor": 4.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+    "original_max_position_embeddings": 20,
+}
+
+
+@pytest.mark.parametrize("rope", [LONG, {"rope_type": "dynamic", "factor": 2.0}])
+def test_rotations_that_change_end_an_output_with_a_word(
+    rope: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, prompt = rotating(rope), prompt_of(12)
+    expected = generated(model, prompt, do_sample=False, max_new_tokens=8)
+    plugin = foredraft(model, ScriptedDrafter(oracle(expected[0].tolist())))
+    generated(model, prompt, do_sample=False, max_new_tokens=8, custom_generate=plugin)
+    assert not [record for record in caplog.records if record.name == custom_generate.__name__]
+    output = generated(model, prompt, do_sample=False, custom_generate=plugin)
+    assert output.tolist() == expected.tolist()
+    (told,) = [record for record in caplog.records if record.name == custom_generate.__name__]
+    assert "LlamaForCausalLM: the output ends at 20 tokens" in told.getMessage()
+    with pytest.raises(InvalidPromptError, match="limit is 20"):
+        generated(model, prompt_of(30), custom_generate=plugin)
 
 
 def test_batches_other_models_and_nested_calls_are_refused() -> None:
