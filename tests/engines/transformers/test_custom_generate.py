@@ -161,8 +161,7 @@ def test_tokens_are_told_as_they_come_and_outputs_are_wrapped_if_wanted() -> Non
     ("options", "message"),
     [
         ({"num_beams": 2}, "beam_search"),
-        ({"do_sample": True, "num_return_sequences": 2}, "one sequence at a time, not 2"),
-        ({"attention_mask": torch.tensor([[0, 1, 1]])}, "hides tokens"),
+        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "hides tokens"),
         ({"position_ids": torch.tensor([[0, 2, 3]])}, "positions other"),
         ({"return_dict_in_generate": True, "output_scores": True}, "assisted_generate returns it"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds"),
@@ -178,12 +177,9 @@ def test_what_drafts_do_not_serve_is_refused(options: dict[str, Any], message: s
     assert not drafter.closed
 
 
-def test_batches_other_models_and_nested_calls_are_refused() -> None:
+def test_other_models_and_nested_calls_are_refused() -> None:
     model = tiny_llama()
     plugin = foredraft(model, ScriptedDrafter(nothing))
-    generate: Any = model.generate
-    with pytest.raises(UnsupportedGenerationError, match="not 2"):
-        generate(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=3, custom_generate=plugin)
     with pytest.raises(UnsupportedGenerationError, match="another model"):
         generated(tiny_llama(), [4, 5], custom_generate=plugin)
 
