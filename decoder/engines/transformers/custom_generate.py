@@ -1,6 +1,7 @@
 """Decoding with drafts inside `model.generate(..., custom_generate=...)`."""
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,24 @@ from decoder.drafters.following import states_of
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
 from decoder.engines.engine_options import checked_vocabulary_size
+from decoder.engines.transformers.prompt_rows import PromptRow, joined, own_processors
 from decoder.engines.transformers.requests import (
     Ending,
+    OnTokens,
     Stream,
-    check_request,
+    check_listeners,
     check_transformers,
+    checked_rows,
+    pad_token_of,
     streamer_of_call,
 )
-from decoder.errors import ContradictoryOptionsError, UnsupportedGenerationError
-from decoder.loop import Decoder
+from decoder.errors import (
+    ContradictoryOptionsError,
+    InvalidPromptError,
+    InvalidSettingsError,
+    UnsupportedGenerationError,
+)
+from decoder.loop import DEFAULT_PARALLEL, Decoder, Request
 from decoder.model.capability_check import FOUND_HERE
 from decoder.model.compatibility import computed_limit
 from decoder.model.target import Target
@@ -46,7 +56,6 @@ from retriever.drafter import Drafter
 from retriever.follower import DraftLimits
 
 _log = getLogger(__name__)
-OnTokens = Callable[[list[int]], object]
 _curves: WeakKeyDictionary[PreTrainedModel, CostSurface] = WeakKeyDictionary()
 
 
@@ -57,6 +66,10 @@ class Foredraft:
     generation_config. The model's passes are measured once, which takes seconds; what they cost is
     kept for the next start (`FOREDRAFT_CACHE`), and the budget keeps learning from call to call.
     Sampling draws its seed from torch.
+
+    Rows of a batch, and the sequences of `num_return_sequences`, share passes, each with drafts of
+    its own. Greedily, each has the output that it has alone. Drawn ones have random numbers of
+    their own, by the seed and the number of the row.
 
     Args:
         model: the model of all calls.
@@ -70,11 +83,13 @@ class Foredraft:
         draft_sampling: whether drafts that the drafter drew at random (`DrawnFusion`, or
             `DraftingOptions.draws`) are accepted by their distributions, where a call samples. The
             output of a seed then depends on the drafts; its distribution does not.
+        parallel: most rows that a pass serves; others wait for a place.
 
     Attributes:
-        statistics: figures of all calls.
-        worth: what drafts were worth in all calls, estimated from what passes cost here; nothing is
-            known with a budget that does not measure.
+        statistics: figures of all calls, of all rows.
+        worth: what drafts were worth in all calls, against decoding row by row without them,
+            estimated from what passes cost here; nothing is known with a budget that does not
+            measure.
 
     Raises:
         UnsupportedModelError: the model cannot be decoded here.
@@ -82,6 +97,7 @@ class Foredraft:
         HeadFileError: the speculator cannot be read.
         HeadMismatchError: it was made for another model.
         ContradictoryOptionsError: the drafter is a fused one, which takes speculators itself.
+        InvalidSettingsError: `parallel` is less than one.
     """
 
     def __init__(  # noqa: PLR0913  all but the first two are options
@@ -94,8 +110,11 @@ class Foredraft:
         tokenizer: PreTrainedTokenizerBase | None = None,
         speculator: Path | str | None = None,
         draft_sampling: bool = False,
+        parallel: int = DEFAULT_PARALLEL,
     ) -> None:
         check_transformers()
+        if parallel < 1:
+            raise InvalidSettingsError(f"parallel must be 1 or more, not {parallel}")
         own = None if tokenizer is None else vocabulary_of(tokenizer)
         known = checked_vocabulary_size(drafter, _num_embeddings(model), own)
         if speculator is not None:
@@ -104,6 +123,7 @@ class Foredraft:
         target.max_length = computed_limit(model.config)  # `generate` goes on as far as it can
         self._model = model
         self._couples = not draft_sampling
+        self._parallel = parallel
         self._decoder = Decoder(
             target,
             drafter,
@@ -121,55 +141,55 @@ class Foredraft:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         *,
-        on_tokens: OnTokens = lambda _: None,
+        on_tokens: OnTokens | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Decode one sequence, as `model.generate` asks for it.
+        """Decode one sequence or a batch, as `model.generate` asks for it.
 
         Args:
             model: the same as at the start.
-            input_ids: int64[1, n], the prompt.
-            logits_processor: applied along each path.
-            stopping_criteria: tokens behind the first stop are cut.
+            input_ids: int64[rows, n], the prompts, padded on the left; each as often as
+                `num_return_sequences` says.
+            logits_processor: applied along each path, with the tokens of its row before it; of
+                several rows each has copies of its own, see `own_processors`.
+            stopping_criteria: of each row, as processors are; tokens behind the first stop are
+                cut.
             generation_config: of the call.
             on_tokens: is called with the tokens of each pass; a `streamer` of the call is told
-                each token, as well.
+                each token, as well. Both are for one sequence.
             model_kwargs: further arguments of the model.
 
         Returns:
-            int64[1, n + new], or a GenerateDecoderOnlyOutput of it if
+            int64[rows, n + new], padded on the right, or a GenerateDecoderOnlyOutput of it if
             `return_dict_in_generate` is set.
 
         Raises:
             UnsupportedGenerationError: the call asks for what drafts do not serve.
-            InvalidPromptError: the prompt is longer than the model can take.
+            InvalidPromptError: a prompt is longer than the model can take, or holds padding
+                alone.
 
         An output ends at `Target.max_length` tokens where passes beyond are not those of the model
         (`decoder.model.compatibility.computed_limit`); a warning in the log tells so.
         """
         if model is not self._model:
             raise UnsupportedGenerationError("this Foredraft was made for another model")
-        check_request(input_ids, generation_config, model_kwargs)
-        ending, stream = Ending(stopping_criteria, input_ids), Stream(streamer_of_call())
-        prompt, budget = input_ids[0].tolist(), self._decoder.budget
+        rows = checked_rows(input_ids, generation_config, model_kwargs)
+        ending = Ending(stopping_criteria, input_ids.shape[1])
+        streamer, pad = streamer_of_call(), pad_token_of(generation_config)
+        check_listeners(len(rows), streamer, on_tokens)
+        self._check_lengths(rows, ending, pad)
+        settings = self._sampling(generation_config)
+        requests = (
+            self._request(row, ending, accept_rule(settings, own_processors(logits_processor, row)))
+            for row in rows
+        )
+        stream = Stream(streamer, on_tokens)
         with self._decoder.reserved():
-            generation = self._decoding(logits_processor, generation_config, ending).generate(
-                prompt,
-                ending.max_new_tokens,
-                stop_rule=ending.rule,
-                observer=self.worth.observer(budget, len(prompt)),
-            )
-            new: list[int] = []
-            try:
-                for tokens in generation:
-                    new.extend(tokens)
-                    stream.put(tokens)
-                    on_tokens(tokens)
-            finally:
-                self.statistics.add(generation.statistics)
+            new = self._decoded(requests, len(rows), ending.stop_ids, stream)
         stream.end()
-        self._tell_of_limit(len(prompt), new, ending)
-        sequences = torch.cat([input_ids, input_ids.new_tensor([new])], dim=-1)
+        for row, output in zip(rows, new, strict=True):
+            self._tell_of_limit(row.input_ids.shape[1], output, ending)
+        sequences = joined(input_ids, new, pad)
         if not generation_config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # a LongTensor
@@ -186,21 +206,67 @@ class Foredraft:
                 num_prompt_tokens + len(new),
             )
 
-    def _decoding(
-        self, processors: LogitsProcessorList, config: GenerationConfig, ending: Ending
-    ) -> Decoder:
-        """Return a decoder for one call."""
-        base = self._decoder
-        rule = rule_of(processors, do_sample=bool(config.do_sample), coupled=self._couples)
-        decoder = Decoder(
-            base.target,
-            base.drafter,
-            base.budget,
-            rule,
-            ending.stop_ids,
+    def _check_lengths(self, rows: Sequence[PromptRow], ending: Ending, pad: int | None) -> None:
+        """Refuse prompts that the model cannot go on with, and outputs that cannot be padded."""
+        target = self._decoder.target
+        for row in rows:
+            try:
+                target.checked_prompt(row.input_ids[0].tolist())
+            except InvalidPromptError as error:
+                raise InvalidPromptError(f"{row.name}: {error}") from error
+        rooms = {target.room(row.input_ids.shape[1], ending.max_new_tokens) for row in rows}
+        may_differ = len(rooms) > 1 or ending.is_at_any_length
+        if pad is None and len(rows) > 1 and may_differ:
+            raise UnsupportedGenerationError(
+                "outputs may differ in length, and no token is there to pad them with: "
+                "pass pad_token_id"
+            )
+
+    def _sampling(self, config: GenerationConfig) -> SamplingSettings | None:
+        """Return the settings of a call that draws, `None` for greedy decoding.
+
+        Its processors are the warpers. The seed is drawn from torch's own generator, one for all
+        rows: a row's random numbers are those of its number.
+        """
+        if not config.do_sample:
+            return None
+        seed = int(torch.randint(2**63 - 1, ()))
+        return SamplingSettings(temperature=1.0, seed=seed, coupled=self._couples)
+
+    def _request(self, row: PromptRow, ending: Ending, rule: AcceptRule) -> Request:
+        """Return what decodes a row as if it were alone."""
+        prompt = row.input_ids[0].tolist()
+        return Request(
+            prompt,
+            ending.max_new_tokens,
+            stop_rule=ending.rule(row),
+            observer=self.worth.observer(self._decoder.budget, len(prompt)),
+            accept=rule,
         )
+
+    def _decoded(
+        self, requests: Iterable[Request], num_rows: int, stop_ids: set[int], stream: Stream
+    ) -> list[list[int]]:
+        """Return the output of each request; the first that fails ends all."""
+        base = self._decoder
+        decoder = Decoder(base.target, base.drafter, base.budget, stop_ids=stop_ids)
         decoder.followers = base.followers
-        return decoder
+        new: list[list[int]] = [[] for _ in range(num_rows)]
+        figures: dict[int, Statistics] = {}
+        passes: Any = decoder.generate_many(requests, min(num_rows, self._parallel))
+        try:
+            with closing(passes):
+                for generation, tokens in passes:
+                    number = generation.number
+                    figures[number] = generation.statistics
+                    new[number].extend(tokens)
+                    stream.put(tokens)
+                    if generation.error is not None:
+                        raise _told(generation.error, number, num_rows)
+        finally:
+            for each in figures.values():
+                self.statistics.add(each)
+        return new
 
 
 def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
@@ -211,7 +277,8 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     generation_config: GenerationConfig,
     *,
     drafter: Drafter | None = None,
-    on_tokens: OnTokens = lambda _: None,
+    parallel: int = DEFAULT_PARALLEL,
+    on_tokens: OnTokens | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Decode with drafts: `model.generate(..., custom_generate=foredraft_generate, drafter=...)`.
@@ -224,7 +291,7 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
         raise UnsupportedGenerationError(
             "foredraft_generate needs a drafter: model.generate(..., drafter=...)"
         )
-    return Foredraft(model, drafter)(
+    return Foredraft(model, drafter, parallel=parallel)(
         model,
         input_ids,
         logits_processor,
@@ -235,20 +302,11 @@ def foredraft_generate(  # noqa: PLR0913  as `model.generate` calls it
     )
 
 
-def rule_of(
-    processors: LogitsProcessorList, *, do_sample: bool, coupled: bool = True
-) -> AcceptRule:
-    """Return the rule by which `model.generate` itself would choose tokens.
-
-    Args:
-        processors: of the call, its warpers included.
-        do_sample: whether to draw; the seed is drawn from torch's own generator.
-        coupled: see `SamplingSettings.coupled`.
-    """
-    if not do_sample:
-        return accept_rule(None, processors)
-    seed = int(torch.randint(2**63 - 1, ()))
-    return accept_rule(SamplingSettings(temperature=1.0, seed=seed, coupled=coupled), processors)
+def _told(error: Exception, number: int, num_rows: int) -> Exception:
+    """Return an error with a note of the row that it ended, where there are several."""
+    if num_rows > 1:
+        error.add_note(f"in row {number} of {num_rows}")
+    return error
 
 
 def _with_speculator(

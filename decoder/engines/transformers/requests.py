@@ -1,7 +1,7 @@
 """Checking a call of `model.generate`: options, stopping criteria and streamers under drafts."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,8 +18,12 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 
 from decoder.engines.engine_options import check_version
+from decoder.engines.transformers.prompt_rows import PromptRow, own_criteria, prompt_rows
 from decoder.errors import UnsupportedGenerationError
 from decoder.stopping import StopRule
+
+OnTokens = Callable[[list[int]], object]
+"""Called with the tokens of each pass."""
 
 _GENERATE: Final = inspect.unwrap(GenerationMixin.generate).__code__
 
@@ -37,22 +41,32 @@ def streamer_of_call() -> Any:
     return None if frame is None else frame.f_locals.get("streamer")
 
 
+def pad_token_of(config: GenerationConfig) -> int | None:
+    """Return the token that `generate` pads with; a stop token where none is named."""
+    token = getattr(config, "_pad_token_tensor", None)
+    return config.pad_token_id if token is None else int(token)
+
+
 class Stream:
     """Tells a streamer each token by itself, as plain generation does.
 
     Args:
         streamer: transformers' `BaseStreamer`, or what has its methods; it has the prompt already.
             `None` for no streamer.
+        on_tokens: told the tokens of a pass at once.
     """
 
-    def __init__(self, streamer: Any) -> None:
+    def __init__(self, streamer: Any, on_tokens: OnTokens | None = None) -> None:
         self._streamer = streamer
+        self._on_tokens = on_tokens
 
     def put(self, tokens: list[int]) -> None:
         """Pass new tokens on."""
         if self._streamer is not None:
             for token in tokens:
                 self._streamer.put(torch.tensor([token]))
+        if tokens and self._on_tokens is not None:
+            self._on_tokens(tokens)
 
     def end(self) -> None:
         """Tell that the output is complete."""
@@ -68,23 +82,32 @@ class Ending:
 
     Args:
         criteria: of one call; one of them states a length, as `model.generate` sees to.
-        input_ids: int64[1, n], the prompt.
+        width: tokens of each prompt, its padding included.
 
     Attributes:
-        max_new_tokens: most tokens to generate.
-        stop_ids: tokens that end the sequence.
-        rule: the other criteria, if there are any.
+        max_new_tokens: most tokens to generate for each prompt.
+        stop_ids: tokens that end a sequence.
+        others: the other criteria.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, input_ids: torch.Tensor) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, width: int) -> None:
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         stops = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
-        others = [c for c in criteria if type(c) not in {MaxLengthCriteria, EosTokenCriteria}]
-        self.max_new_tokens = min(lengths) - input_ids.shape[1]
+        known = {MaxLengthCriteria, EosTokenCriteria}
+        self.others = StoppingCriteriaList(c for c in criteria if type(c) not in known)
+        self.max_new_tokens = min(lengths) - width
         self.stop_ids: set[int] = {token for ids in stops for token in ids.tolist()}
-        self.rule: StopRule | None = None
-        if others:
-            self.rule = CriteriaRule(StoppingCriteriaList(others), input_ids)
+
+    @property
+    def is_at_any_length(self) -> bool:
+        """Whether something may end a sequence before its limit."""
+        return bool(self.stop_ids or self.others)
+
+    def rule(self, row: PromptRow) -> StopRule | None:
+        """Return the other criteria for a row, if there are any."""
+        if not self.others:
+            return None
+        return CriteriaRule(own_criteria(self.others, row), row.input_ids)
 
 
 class CriteriaRule:
@@ -130,10 +153,10 @@ def check_transformers() -> None:
     check_version(_TESTED, "transformers")
 
 
-def check_request(
+def checked_rows(
     input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> None:
-    """Refuse options that would be ignored in silence.
+) -> list[PromptRow]:
+    """Return the rows of a call; refuse options that would be ignored in silence.
 
     Args:
         input_ids: int64[batch, n], the prompts.
@@ -142,9 +165,10 @@ def check_request(
 
     Raises:
         UnsupportedGenerationError: the call asks for what drafts do not serve.
+        InvalidPromptError: a row holds padding alone.
     """
     _check_tokens(model_kwargs)
-    check_mode(input_ids, config)
+    _check_mode(config)
     if config.cache_implementation == _QUANTIZED:
         raise UnsupportedGenerationError(
             "a quantized cache rounds what the model has read, and drafts are verified without: "
@@ -155,28 +179,28 @@ def check_request(
             raise UnsupportedGenerationError(
                 f"{name} is not kept where trees are verified: assisted_generate returns it"
             )
-    _check_inputs(input_ids, model_kwargs)
+    return _rows_of_inputs(input_ids, model_kwargs)
 
 
-def check_mode(input_ids: torch.Tensor, config: GenerationConfig) -> None:
-    """Refuse other ways of decoding, and more than one sequence.
-
-    Args:
-        input_ids: int64[batch, n], the prompts.
-        config: of the call.
+def check_listeners(num_rows: int, streamer: Any, on_tokens: OnTokens | None) -> None:
+    """Refuse listeners where several sequences would talk at once.
 
     Raises:
-        UnsupportedGenerationError: the call asks for what drafts do not serve.
+        UnsupportedGenerationError: there are several, and somebody listens.
     """
+    if num_rows > 1 and (streamer is not None or on_tokens is not None):
+        raise UnsupportedGenerationError(
+            f"a streamer and on_tokens are told of one sequence, and there are {num_rows}: "
+            "leave them out"
+        )
+
+
+def _check_mode(config: GenerationConfig) -> None:
+    """Refuse other ways of decoding."""
     mode = config.get_generation_mode()
     if mode not in _SERVED_MODES:
         raise UnsupportedGenerationError(
             f"drafts serve greedy decoding and sampling, not {mode.value}: leave its settings out"
-        )
-    if len(input_ids) != 1:
-        raise UnsupportedGenerationError(
-            f"drafts serve one sequence at a time, not {len(input_ids)}: call generate for each "
-            "(num_return_sequences counts, too)"
         )
 
 
@@ -198,7 +222,13 @@ def check_chains(
         UnsupportedGenerationError: the call asks for what chains do not serve.
     """
     _check_tokens(model_kwargs)
-    check_mode(input_ids, config)
+    _check_mode(config)
+    if len(input_ids) != 1:
+        raise UnsupportedGenerationError(
+            f"assisted generation serves one sequence at a time, not {len(input_ids)} "
+            "(num_return_sequences counts, too): custom_generate=Foredraft(model, drafter) "
+            "takes batches"
+        )
     if model_kwargs.get("past_key_values") is None:
         raise UnsupportedGenerationError(
             "assisted generation needs a cache that can give up tokens: "
@@ -219,16 +249,11 @@ def _check_tokens(model_kwargs: dict[str, Any]) -> None:
         )
 
 
-def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+def _rows_of_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[PromptRow]:
     inputs = {name: value for name, value in model_kwargs.items() if value is not None}
-    mask = inputs.pop("attention_mask", None)
-    if mask is not None and not bool((mask == 1).all()):
-        raise UnsupportedGenerationError(
-            "the attention mask hides tokens: pass one prompt without padding"
-        )
+    rows = prompt_rows(input_ids, inputs.pop("attention_mask", None))
     positions = inputs.pop("position_ids", None)
-    expected = torch.arange(input_ids.shape[1], device=input_ids.device)
-    if positions is not None and not bool((positions == expected).all()):
+    if positions is not None and not all(_are_counted(positions, row) for row in rows):
         raise UnsupportedGenerationError("positions other than 0, 1, 2, … are not served")
     types = inputs.pop("token_type_ids", None)
     if types is not None and bool(types.any()):
@@ -239,6 +264,20 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None
         raise UnsupportedGenerationError(
             f"only input_ids are served, not {', '.join(unknown)}: leave it out"
         )
+    return rows
+
+
+def _are_counted(positions: torch.Tensor, row: PromptRow) -> bool:
+    """Return whether the positions of a row's tokens count from 0; those of padding are any.
+
+    Args:
+        positions: [rows, width], or [1, width] for all.
+        row: of the batch.
+    """
+    if positions.dim() != 2 or len(positions) not in {1, row.num_rows}:  # noqa: PLR2004  rows, width
+        return False
+    own = positions[row.among(len(positions)), row.num_padding :]
+    return torch.equal(own, torch.arange(row.input_ids.shape[1]).to(own))
 
 
 def _check_cache(inputs: dict[str, Any]) -> None:

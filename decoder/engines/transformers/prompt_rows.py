@@ -1,0 +1,291 @@
+"""Rows of a padded batch, each as if it were alone: its prompt, its processors, its criteria."""
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SuppressTokensAtBeginLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from decoder.errors import InvalidPromptError, UnsupportedGenerationError
+
+_Shown = TypeVar("_Shown", LogitsProcessor, StoppingCriteria)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptRow:
+    """A row of the prompts of one call, without its padding.
+
+    Attributes:
+        number: of the row, from 0.
+        num_rows: of the call; each prompt counts `num_return_sequences` times.
+        padded: int64[1, width], as it came.
+        num_padding: tokens of padding before its own.
+    """
+
+    number: int
+    num_rows: int
+    padded: torch.Tensor
+    num_padding: int
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """int64[1, n], its own tokens."""
+        return self.padded[:, self.num_padding :]
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "the prompt" if self.num_rows == 1 else f"row {self.number}"
+
+    @property
+    def is_all(self) -> bool:
+        """Whether the call is this row, and nothing is left out of it."""
+        return self.num_rows == 1 and self.num_padding == 0
+
+    def among(self, count: int) -> int:
+        """Return its index where `count` rows stand for all, each of them equally often."""
+        if count == 0 or self.num_rows % count:
+            raise UnsupportedGenerationError(
+                f"a logits processor holds {count} rows, and there are {self.num_rows}"
+            )
+        return self.number * count // self.num_rows
+
+
+def prompt_rows(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[PromptRow]:
+    """Return the rows of a batch that is padded on the left.
+
+    Args:
+        input_ids: int64[rows, width], the prompts.
+        mask: [rows, width], 1 for their tokens and 0 for padding; `None` for no padding.
+
+    Raises:
+        UnsupportedGenerationError: there is no row, or padding stands elsewhere.
+        InvalidPromptError: a row holds padding alone.
+    """
+    if len(input_ids) == 0:
+        raise UnsupportedGenerationError("the batch holds no prompt")
+    padding = [0] * len(input_ids) if mask is None else _padding(input_ids, mask)
+    rows = [
+        PromptRow(number, len(input_ids), input_ids[number : number + 1], num_padding)
+        for number, num_padding in enumerate(padding)
+    ]
+    for row in rows:
+        if row.input_ids.shape[1] == 0:
+            raise InvalidPromptError(f"{row.name} holds no token but padding: leave it out")
+    return rows
+
+
+def _padding(input_ids: torch.Tensor, mask: torch.Tensor) -> list[int]:
+    """Return how many tokens each row begins with that are padding."""
+    if mask.shape != input_ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
+        raise UnsupportedGenerationError(
+            f"the attention mask must hold 0 or 1 for each of {tuple(input_ids.shape)} tokens"
+        )
+    shown = mask.bool()
+    if bool((shown[:, :-1] & ~shown[:, 1:]).any()):
+        number = int((shown[:, :-1] & ~shown[:, 1:]).any(dim=1).int().argmax())
+        if not bool(shown[number, -1]):
+            raise UnsupportedGenerationError(
+                f"row {number} is padded on the right: pad on the left "
+                "(padding_side='left' of the tokenizer)"
+            )
+        raise UnsupportedGenerationError(
+            f"the attention mask hides tokens within row {number}: only padding on the left is "
+            "served; where no mask is passed, transformers hides tokens that equal pad_token_id"
+        )
+    counts: list[int] = (~shown).sum(dim=1).tolist()
+    return counts
+
+
+def joined(input_ids: torch.Tensor, new: Sequence[list[int]], pad: int | None) -> torch.Tensor:
+    """Return int64[rows, width + n], prompts and outputs; shorter outputs are padded.
+
+    Args:
+        input_ids: int64[rows, width].
+        new: the output of each row.
+        pad: what to pad with; not needed where all are equally long.
+    """
+    longest = max(map(len, new))
+    rows = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in new]
+    return torch.cat([input_ids, input_ids.new_tensor(rows)], dim=-1)
+
+
+def own_processors(processors: Iterable[LogitsProcessor], row: PromptRow) -> LogitsProcessorList:
+    """Return the processors of a row, which are shown its own tokens alone.
+
+    Transformers' own are adjusted to it. Others are copied, so that one with a memory remembers
+    one row: see `own_copy`.
+
+    Args:
+        processors: of the call.
+        row: whose.
+    """
+    if row.is_all:
+        return LogitsProcessorList(processors)
+    own = (_own_processor(each, row) for each in processors)
+    return LogitsProcessorList(each for each in own if each is not None)
+
+
+def own_criteria(criteria: StoppingCriteriaList, row: PromptRow) -> StoppingCriteriaList:
+    """Return the stopping criteria of a row; copies, but for transformers' own."""
+    if row.num_rows == 1:
+        return criteria
+    return StoppingCriteriaList(
+        each if type(each) in _WITHOUT_MEMORY else own_copy(each) for each in criteria
+    )
+
+
+_WITHOUT_MEMORY: Final = frozenset({MaxTimeCriteria, StopStringCriteria})
+_SHARED: Final = (
+    torch.nn.Module,
+    PreTrainedTokenizerBase,
+    torch.Generator,
+    np.random.Generator,
+    np.random.RandomState,
+    random.Random,
+)
+
+
+def own_copy(shown: _Shown) -> _Shown:
+    """Return a deep copy of a processor or criterion.
+
+    A model, a tokenizer and sources of random numbers that it holds are shared: copies of the
+    latter would draw the same for each row.
+
+    Raises:
+        UnsupportedGenerationError: it cannot be copied.
+    """
+    held = vars(shown).values() if hasattr(shown, "__dict__") else ()
+    kept: dict[int, Any] = {id(value): value for value in held if isinstance(value, _SHARED)}
+    try:
+        return copy.deepcopy(shown, kept)
+    except Exception as error:
+        raise UnsupportedGenerationError(
+            f"{type(shown).__name__} cannot be copied for each row of a batch ({error}): "
+            "call generate for each row"
+        ) from error
+
+
+def _own_processor(processor: LogitsProcessor, row: PromptRow) -> LogitsProcessor | None:
+    """Return a processor of a row, `None` if it has no part in it."""
+    adjusted = _ADJUSTED.get(type(processor))
+    if adjusted is not None:
+        return adjusted(copy.copy(processor), row)
+    return processor if row.num_rows == 1 else own_copy(processor)
+
+
+def _counting_from(name: str) -> Callable[[Any, PromptRow], LogitsProcessor]:
+    """Return what makes a length count the row's padding, as it does in transformers.
+
+    Args:
+        name: of the attribute that holds the length.
+    """
+
+    def adjusted(processor: Any, row: PromptRow) -> LogitsProcessor:
+        setattr(processor, name, getattr(processor, name) - row.num_padding)
+        own: LogitsProcessor = processor
+        return own
+
+    return adjusted
+
+
+def _forcing_first(processor: Any, row: PromptRow) -> LogitsProcessor | None:
+    """A prompt of one token is longer with its padding: nothing is forced behind it."""
+    return None if row.num_padding else processor
+
+
+def _penalising(processor: Any, row: PromptRow) -> LogitsProcessor:
+    """Ignore as many tokens of the row as before."""
+    ignored = processor.prompt_ignore_length
+    if isinstance(ignored, torch.Tensor):
+        ignored = int(ignored[row.among(len(ignored))])
+    if ignored is not None:
+        processor.prompt_ignore_length = max(ignored - row.num_padding, 0)
+    own: LogitsProcessor = processor
+    return own
+
+
+def _penalising_prompt(processor: Any, row: PromptRow) -> LogitsProcessor:
+    """Take the prompt of the row."""
+    given = processor.encoder_input_ids
+    processor.encoder_input_ids = _without_padding(given[row.among(len(given))][None], row)
+    own: LogitsProcessor = processor
+    return own
+
+
+def _blocking_prompt(processor: Any, row: PromptRow) -> LogitsProcessor:
+    """Take the n-grams of the row's prompt."""
+    size, given = processor.ngram_size, processor.generated_ngrams
+    processor.generated_ngrams = [given[row.among(len(given))]]
+    processor.batch_size = 1
+    if processor.generated_ngrams == _ngrams(size, row.padded):
+        processor.generated_ngrams = _ngrams(size, row.input_ids)
+    own: LogitsProcessor = processor
+    return own
+
+
+def _ngrams(size: int, ids: torch.Tensor) -> Any:
+    made: Any = EncoderNoRepeatNGramLogitsProcessor(size, ids)
+    return made.generated_ngrams
+
+
+def _allowing(processor: Any, row: PromptRow) -> LogitsProcessor:
+    """Tell the number of the row, which is no longer its place among what is shown."""
+    function = processor._prefix_allowed_tokens_fn  # noqa: SLF001  no public name
+    return PrefixConstrainedLogitsProcessor(lambda _, tokens: function(row.number, tokens), 1)
+
+
+def _guiding(processor: Any, row: PromptRow) -> LogitsProcessor:
+    """Take the row's own negative prompt, and remember the row alone."""
+    context = dict(processor.unconditional_context)
+    for name in ("input_ids", "attention_mask"):
+        if context[name] is not None:
+            at = row.among(len(context[name]))
+            context[name] = context[name][at : at + 1]
+    processor.unconditional_context = context
+    own: LogitsProcessor = processor
+    return own
+
+
+def _without_padding(ids: torch.Tensor, row: PromptRow) -> torch.Tensor:
+    """Return int64[1, n], the tokens of a row if these are the ones, or else all that are given."""
+    return row.input_ids if torch.equal(ids, row.padded) else ids
+
+
+_ADJUSTED: Final[dict[type, Callable[[Any, PromptRow], LogitsProcessor | None]]] = {
+    EncoderNoRepeatNGramLogitsProcessor: _blocking_prompt,
+    EncoderRepetitionPenaltyLogitsProcessor: _penalising_prompt,
+    ExponentialDecayLengthPenalty: _counting_from("regulation_start"),
+    ForcedBOSTokenLogitsProcessor: _forcing_first,
+    ForcedEOSTokenLogitsProcessor: _counting_from("max_length"),
+    MinLengthLogitsProcessor: _counting_from("min_length"),
+    MinNewTokensLengthLogitsProcessor: _counting_from("prompt_length_to_skip"),
+    PrefixConstrainedLogitsProcessor: _allowing,
+    RepetitionPenaltyLogitsProcessor: _penalising,
+    SuppressTokensAtBeginLogitsProcessor: _counting_from("begin_index"),
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: _guiding,
+}
+"""What makes of a copy of transformers' own processors one for a row."""
