@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Final
@@ -93,6 +94,14 @@ def conversation_of(path: Path, num_turns: int) -> list[str]:
     return min(long_enough, key=lambda prompts: len(prompts[-1]))
 
 
+def shortened(prompts: Sequence[str], most: int) -> list[str]:
+    """Return prompts in which no turn adds more than `most` characters."""
+    kept = [prompts[0][:most]]
+    for before, prompt in pairwise(prompts):
+        kept.append(kept[-1] + prompt[len(before) :][:most])
+    return kept
+
+
 def decode(decoder: Decoder, prompt: list[int], max_new_tokens: int) -> tuple[float, list[int]]:
     """Return seconds until the first token, and all tokens."""
     began_s = time.perf_counter()
@@ -128,12 +137,14 @@ def main(  # noqa: PLR0913  options
     model: str = DEFAULT_MODEL,
     dtype: Precision = Precision.FLOAT32,
     turns: Annotated[int, typer.Option(help="Turns of the conversation.")] = 20,
+    longest_turn: Annotated[int, typer.Option(help="Most characters that a turn adds.")] = 1000,
     max_new_tokens: int = 8,
     output: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
 ) -> None:
     """Compare times to the first token."""
     language_model = load_model(ModelOptions(model, precision=dtype))
-    found = compare(language_model, conversation_of(recordings, turns), max_new_tokens)
+    prompts = shortened(conversation_of(recordings, turns), longest_turn)
+    found = compare(language_model, prompts, max_new_tokens)
     later = found[1:]
     long = [turn for turn in later if turn.tokens >= _LONG]
     report = {

@@ -48,7 +48,7 @@ def chi_square(counts: Mapping[Any, int], shares: Mapping[Any, float]) -> float:
 
 
 def drawn(
-    model: PreTrainedModel, plugin: Foredraft, prompt: list[int], seed: int = 0
+    model: PreTrainedModel, plugin: Foredraft, prompt: list[int], seed: int = 1
 ) -> list[list[list[int]]]:
     """Return the new tokens of each row, of many calls."""
     torch.manual_seed(seed)
