@@ -245,7 +245,7 @@ def _take_own_ngrams(processor: Any, row: PromptRow) -> None:
 
 
 def _ngrams(size: int, ids: torch.Tensor) -> Any:
-    made: Any = EncoderNoRepeatNGramLogitsProcessor(size, ids)
+    made: Any = EncoderNoRepeatNGramLogitsProcessor(size, ids)  # type: ignore[arg-type]  # a LongTensor
     return made.generated_ngrams
 
 

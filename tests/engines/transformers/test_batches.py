@@ -314,6 +314,7 @@ def test_padding_elsewhere_is_refused(mask: Any, error: type[Exception], message
         generate(
             torch.tensor([[4, 5, 6], [7, 8, 9]]),
             attention_mask=torch.tensor(mask),
+            max_new_tokens=3,
             pad_token_id=PAD,
             custom_generate=foredraft(model, drafter),
         )
