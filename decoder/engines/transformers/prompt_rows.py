@@ -145,8 +145,9 @@ def own_processors(processors: Iterable[LogitsProcessor], row: PromptRow) -> Log
     """
     if row.is_all:
         return LogitsProcessorList(processors)
-    own = (_own_processor(each, row) for each in processors)
-    return LogitsProcessorList(each for each in own if each is not None)
+    return LogitsProcessorList(
+        _own_processor(each, row) for each in processors if _has_part(each, row)
+    )
 
 
 def own_criteria(criteria: StoppingCriteriaList, row: PromptRow) -> StoppingCriteriaList:
@@ -189,76 +190,72 @@ def own_copy(shown: _Shown) -> _Shown:
         ) from error
 
 
-def _own_processor(processor: LogitsProcessor, row: PromptRow) -> LogitsProcessor | None:
-    """Return a processor of a row, `None` if it has no part in it."""
-    adjusted = _ADJUSTED.get(type(processor))
-    if adjusted is not None:
-        return adjusted(copy.copy(processor), row)
-    return processor if row.num_rows == 1 else own_copy(processor)
+def _has_part(processor: LogitsProcessor, row: PromptRow) -> bool:
+    """Return whether a processor can do anything in a row.
+
+    A first token is forced behind a prompt of one token, which no padded one is in transformers.
+    """
+    return not (row.num_padding and type(processor) is ForcedBOSTokenLogitsProcessor)
 
 
-def _counting_from(name: str) -> Callable[[Any, PromptRow], LogitsProcessor]:
+def _own_processor(processor: LogitsProcessor, row: PromptRow) -> LogitsProcessor:
+    adjust = _ADJUSTED.get(type(processor))
+    if adjust is None:
+        return processor if row.num_rows == 1 else own_copy(processor)
+    own = copy.copy(processor)
+    adjust(own, row)
+    return own
+
+
+def _count_padding(name: str) -> Callable[[Any, PromptRow], None]:
     """Return what makes a length count the row's padding, as it does in transformers.
 
     Args:
         name: of the attribute that holds the length.
     """
 
-    def adjusted(processor: Any, row: PromptRow) -> LogitsProcessor:
+    def adjust(processor: Any, row: PromptRow) -> None:
         setattr(processor, name, getattr(processor, name) - row.num_padding)
-        own: LogitsProcessor = processor
-        return own
 
-    return adjusted
+    return adjust
 
 
-def _forcing_first(processor: Any, row: PromptRow) -> LogitsProcessor | None:
-    """A prompt of one token is longer with its padding: nothing is forced behind it."""
-    return None if row.num_padding else processor
-
-
-def _penalising(processor: Any, row: PromptRow) -> LogitsProcessor:
+def _ignore_own_length(processor: Any, row: PromptRow) -> None:
     """Ignore as many tokens of the row as before."""
     ignored = processor.prompt_ignore_length
     if isinstance(ignored, torch.Tensor):
         ignored = int(ignored[row.among(len(ignored))])
     if ignored is not None:
         processor.prompt_ignore_length = max(ignored - row.num_padding, 0)
-    own: LogitsProcessor = processor
-    return own
 
 
-def _penalising_prompt(processor: Any, row: PromptRow) -> LogitsProcessor:
-    """Take the prompt of the row."""
+def _take_own_prompt(processor: Any, row: PromptRow) -> None:
     given = processor.encoder_input_ids
-    processor.encoder_input_ids = _without_padding(given[row.among(len(given))][None], row)
-    own: LogitsProcessor = processor
-    return own
+    own = given[row.among(len(given))][None]
+    processor.encoder_input_ids = row.input_ids if torch.equal(own, row.padded) else own
 
 
-def _blocking_prompt(processor: Any, row: PromptRow) -> LogitsProcessor:
-    """Take the n-grams of the row's prompt."""
+def _take_own_ngrams(processor: Any, row: PromptRow) -> None:
+    """Take the n-grams of the row's prompt, those of its padding left out."""
     size, given = processor.ngram_size, processor.generated_ngrams
-    processor.generated_ngrams = [given[row.among(len(given))]]
+    own = [given[row.among(len(given))]]
+    is_of_prompt = own == _ngrams(size, row.padded)
+    processor.generated_ngrams = _ngrams(size, row.input_ids) if is_of_prompt else own
     processor.batch_size = 1
-    if processor.generated_ngrams == _ngrams(size, row.padded):
-        processor.generated_ngrams = _ngrams(size, row.input_ids)
-    own: LogitsProcessor = processor
-    return own
 
 
 def _ngrams(size: int, ids: torch.Tensor) -> Any:
-    made: Any = EncoderNoRepeatNGramLogitsProcessor(size, ids)
+    made: Any = EncoderNoRepeatNGramLogitsProcessor(size, ids)  # type: ignore[arg-type]  # a LongTensor
     return made.generated_ngrams
 
 
-def _allowing(processor: Any, row: PromptRow) -> LogitsProcessor:
+def _tell_number(processor: Any, row: PromptRow) -> None:
     """Tell the number of the row, which is no longer its place among what is shown."""
     function = processor._prefix_allowed_tokens_fn  # noqa: SLF001  no public name
-    return PrefixConstrainedLogitsProcessor(lambda _, tokens: function(row.number, tokens), 1)
+    processor._prefix_allowed_tokens_fn = lambda _, tokens: function(row.number, tokens)  # noqa: SLF001
 
 
-def _guiding(processor: Any, row: PromptRow) -> LogitsProcessor:
+def _take_own_context(processor: Any, row: PromptRow) -> None:
     """Take the row's own negative prompt, and remember the row alone."""
     context = dict(processor.unconditional_context)
     for name in ("input_ids", "attention_mask"):
@@ -266,26 +263,18 @@ def _guiding(processor: Any, row: PromptRow) -> LogitsProcessor:
             at = row.among(len(context[name]))
             context[name] = context[name][at : at + 1]
     processor.unconditional_context = context
-    own: LogitsProcessor = processor
-    return own
 
 
-def _without_padding(ids: torch.Tensor, row: PromptRow) -> torch.Tensor:
-    """Return int64[1, n], the tokens of a row if these are the ones, or else all that are given."""
-    return row.input_ids if torch.equal(ids, row.padded) else ids
-
-
-_ADJUSTED: Final[dict[type, Callable[[Any, PromptRow], LogitsProcessor | None]]] = {
-    EncoderNoRepeatNGramLogitsProcessor: _blocking_prompt,
-    EncoderRepetitionPenaltyLogitsProcessor: _penalising_prompt,
-    ExponentialDecayLengthPenalty: _counting_from("regulation_start"),
-    ForcedBOSTokenLogitsProcessor: _forcing_first,
-    ForcedEOSTokenLogitsProcessor: _counting_from("max_length"),
-    MinLengthLogitsProcessor: _counting_from("min_length"),
-    MinNewTokensLengthLogitsProcessor: _counting_from("prompt_length_to_skip"),
-    PrefixConstrainedLogitsProcessor: _allowing,
-    RepetitionPenaltyLogitsProcessor: _penalising,
-    SuppressTokensAtBeginLogitsProcessor: _counting_from("begin_index"),
-    UnbatchedClassifierFreeGuidanceLogitsProcessor: _guiding,
+_ADJUSTED: Final[dict[type, Callable[[Any, PromptRow], None]]] = {
+    EncoderNoRepeatNGramLogitsProcessor: _take_own_ngrams,
+    EncoderRepetitionPenaltyLogitsProcessor: _take_own_prompt,
+    ExponentialDecayLengthPenalty: _count_padding("regulation_start"),
+    ForcedEOSTokenLogitsProcessor: _count_padding("max_length"),
+    MinLengthLogitsProcessor: _count_padding("min_length"),
+    MinNewTokensLengthLogitsProcessor: _count_padding("prompt_length_to_skip"),
+    PrefixConstrainedLogitsProcessor: _tell_number,
+    RepetitionPenaltyLogitsProcessor: _ignore_own_length,
+    SuppressTokensAtBeginLogitsProcessor: _count_padding("begin_index"),
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: _take_own_context,
 }
 """What makes of a copy of transformers' own processors one for a row."""

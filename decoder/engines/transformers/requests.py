@@ -43,8 +43,9 @@ def streamer_of_call() -> Any:
 
 def pad_token_of(config: GenerationConfig) -> int | None:
     """Return the token that `generate` pads with; a stop token where none is named."""
-    token = getattr(config, "_pad_token_tensor", None)
-    return config.pad_token_id if token is None else int(token)
+    named: Any = config.pad_token_id
+    token = getattr(config, "_pad_token_tensor", named)
+    return None if token is None else int(token)
 
 
 class Stream:

@@ -73,9 +73,9 @@ def statistics(
 ) -> tuple[float, float]:
     """Return chi-square of the outputs, and of the first tokens of neighbouring rows."""
     counts = Counter(tuple(row[:3]) for rows in outputs for row in rows)
-    first = Counter[int]()
+    first: dict[int, float] = {}
     for path, share in shares.items():
-        first[path[0]] += share  # type: ignore[assignment]  # shares, not counts
+        first[path[0]] = first.get(path[0], 0.0) + share
     both = {(one, other): first[one] * first[other] for one in first for other in first}
     pairs = Counter((rows[at][0], rows[at + 1][0]) for rows in outputs for at in range(0, ROWS, 2))
     return chi_square(counts, shares), chi_square(pairs, both)

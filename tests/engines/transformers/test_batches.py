@@ -314,6 +314,7 @@ def test_padding_elsewhere_is_refused(mask: Any, error: type[Exception], message
         generate(
             torch.tensor([[4, 5, 6], [7, 8, 9]]),
             attention_mask=torch.tensor(mask),
+            max_new_tokens=3,
             pad_token_id=PAD,
             custom_generate=foredraft(model, drafter),
         )
@@ -354,19 +355,22 @@ class Locked(LogitsProcessor):
             UnsupportedGenerationError,
             "pass pad_token_id",
         ),
-        ({"parallel": 0}, InvalidSettingsError, "parallel must be 1 or more"),
     ],
 )
 def test_what_batches_are_not_served_with_is_refused(
     options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    drafter = ScriptedDrafter(nothing)
+    model, drafter = tiny_llama(), ScriptedDrafter(nothing)
     with pytest.raises(error, match=message):
-        generated(
-            tiny_llama(), PROMPTS, custom_generate=foredraft_generate, drafter=drafter, **options
-        )
+        generated(model, PROMPTS, custom_generate=foredraft(model, drafter), **options)
     assert not drafter.open_sessions
     assert not drafter.closed
+
+
+def test_at_least_one_row_at_a_time() -> None:
+    options = {"custom_generate": foredraft_generate, "drafter": ScriptedDrafter(nothing)}
+    with pytest.raises(InvalidSettingsError, match="parallel must be 1 or more, not 0"):
+        generated(tiny_llama(), PROMPTS, parallel=0, **options)
 
 
 def test_text_streamers_refuse_batches_themselves(byte_tokenizer: Any) -> None:

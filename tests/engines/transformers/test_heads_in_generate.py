@@ -1,8 +1,10 @@
 """A head drafts inside `model.generate`, and the output stays the same."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.following import NoDrafter
@@ -23,6 +25,14 @@ def test_a_head_drafts_in_generate(tmp_path: Path) -> None:
         for _ in range(2):
             tokens = generated(model, prompt, custom_generate=drafting)[0].tolist()
             assert tokens[len(prompt) :] == plainly(model, prompt, NEW_TOKENS)
+        others = [prompt_of(9, seed=seed) for seed in (1, 2)]
+        generate: Any = model.generate
+        together = generate(
+            torch.tensor(others), max_new_tokens=NEW_TOKENS, custom_generate=drafting
+        )
+        assert together.tolist() == [
+            [*other, *plainly(model, other, NEW_TOKENS)] for other in others
+        ]
         assert drafting.statistics.num_drafted > 0
         assert drafting.statistics.num_failures == 0
 
