@@ -31,7 +31,7 @@ from transformers import (
 
 from decoder.errors import InvalidPromptError, UnsupportedGenerationError
 
-_Shown = TypeVar("_Shown", LogitsProcessor, StoppingCriteria)
+_Shown = TypeVar("_Shown", bound=LogitsProcessor | StoppingCriteria)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
