@@ -265,7 +265,7 @@ class _Script:
         allowed = np.setdiff1d(np.arange(size, dtype=np.int32), _special_ids(model.config))
         prompt = rng.choice(allowed, length)
         count = len(_PARENTS) + 4
-        drawn = rng.choice(allowed, count, replace=len(allowed) < count)
+        drawn = np.resize(rng.permutation(allowed), count)  # siblings differ if two tokens do
         return cls(prompt, int(drawn[0]), drawn[1:5], int(drawn[5]), drawn[6:])
 
     def sequences(self) -> NDArray[np.int64]:

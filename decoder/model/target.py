@@ -410,7 +410,8 @@ class Target:
             return self._read_together(self._packed, readings)
         except OutOfMemoryError:
             most = max(0 if each.tree is None else len(each.tree) for each in readings)
-            self.max_nodes = min(most // 2, self.max_nodes)
+            if most:  # else it was for a prompt, or for a plain pass
+                self.max_nodes = min(most // 2, self.max_nodes)
             raise
 
     @torch.inference_mode()
