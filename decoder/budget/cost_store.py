@@ -126,12 +126,7 @@ class CostStore:
 
     def save(self, key: Key, surface: CostSurface) -> None:
         """Keep the costs measured for a key; the file appears whole."""
-        content = {
-            "contexts": surface.contexts,
-            "widths": surface.widths,
-            "seconds": surface.seconds,
-        }
-        self._save(_COST, key, content)
+        self._save(_COST, key, _content(surface))
 
     def verdict_on(self, model: PreTrainedModel) -> Verdict | None:
         """Return what models of this architecture, precision and versions verify, if it is kept."""
@@ -185,6 +180,23 @@ def known_costs(
         measure: how.
         holds: whether kept costs are still to be believed.
     """
+
+    def found() -> CostSurface:
+        return _found_costs(target, model, store, measure, holds)
+
+    if target.ranks is None:
+        return found()
+    return _surface(target.ranks.decided(lambda: _content(found()), target))
+
+
+def _found_costs(
+    target: Target,
+    model: PreTrainedModel,
+    store: CostStore | None,
+    measure: Callable[[Target], CostSurface],
+    holds: Callable[[Target, CostSurface], bool],
+) -> CostSurface:
+    """Return what passes of a target cost; see `known_costs`."""
     if store is None:
         _log.warning("measuring what passes cost: some seconds")
         return measure(target)
@@ -229,6 +241,11 @@ def _checked_content(content: dict[str, Any], key: Key) -> dict[str, Any]:
 def _surface(content: dict[str, Any]) -> CostSurface:
     """Return a checked surface; see `checked_surface` for what is raised."""
     return checked_surface(content["contexts"], content["widths"], content["seconds"])
+
+
+def _content(surface: CostSurface) -> dict[str, Any]:
+    """Return what `_surface` reads."""
+    return {"contexts": surface.contexts, "widths": surface.widths, "seconds": surface.seconds}
 
 
 def _verdict(content: dict[str, Any]) -> Verdict:

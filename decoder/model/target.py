@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from typing import Final
@@ -47,9 +46,12 @@ from decoder.model.passes import (
     Masks,
     Passes,
     PlainPasses,
+    Read,
+    Reading,
     TreeLayout,
     additive_mask,
 )
+from decoder.model.ranks import led, ranks_of, refuse_shared
 from decoder.model.states import States, StateTap
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
@@ -123,36 +125,6 @@ def check_prompt_length(num_tokens: int, max_length: int | None) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """What a sequence reads in a pass: a piece of its prompt, or its last token and a tree.
-
-    Attributes:
-        place: of the sequence.
-        tokens: int32[n], at least one; the last token and the tree's, where there is a tree.
-        tree: continuations of the first token, N = n - 1 nodes; `None` for a piece of a prompt,
-            which is committed as it is read.
-    """
-
-    place: int
-    tokens: TokenIds
-    tree: DraftTree | None = None
-
-    @classmethod
-    def of(cls, place: int, last_token: int, tree: DraftTree) -> "Reading":
-        """Return the reading of a sequence's last token, and of a tree behind it."""
-        return cls(place, np.concatenate([np.array([last_token], np.int32), tree.token_ids]), tree)
-
-    @property
-    def num_logits(self) -> int:
-        """After how many of the last tokens logits are wanted."""
-        return 1 if self.tree is None else len(self.tokens)
-
-
-Read = tuple[torch.Tensor, States]
-"""Logits after the last tokens of a reading, [num_logits, vocabulary], and states, [n, hidden]."""
-
-
 class Target:
     """A causal language model with a cache of places, each for one sequence.
 
@@ -183,6 +155,7 @@ class Target:
         vocabulary_size: token ids below it can be fed to the model.
         max_length: most tokens of a sequence, `None` where the model states no limit; see
             `decoder.model.compatibility.position_limit`.
+        ranks: processes that share the model's passes, `None` where it is in one alone.
 
     Raises:
         UncroppableCacheError: the model is not decoder-only.
@@ -199,7 +172,10 @@ class Target:
         states: Iterable[int] = (),
         verdicts: Verdicts | None = FOUND_HERE,
     ) -> None:
+        self.ranks = ranks_of(model)
         self._pack, self._capture, self._tapped = pack, capture, tuple(states)
+        if self._tapped:
+            refuse_shared(model, "No head can draft from the states of a")
         promised = compatibility_of(model)
         self.max_length = position_limit(model.config)
         self._begin(model, promised)
@@ -232,9 +208,9 @@ class Target:
         Raises:
             UnsupportedModelError: not even plain passes are the model's own.
         """
-        verdict = verdicts.verdict_on(model)
+        verdict = self._agreed(verdicts.verdict_on(model))
         if verdict is None:
-            verdict = self._found(model, promised)
+            verdict = self._agreed(self._found(model, promised))
             if verdict is None:
                 return
             verdicts.keep_verdict(model, verdict)
@@ -245,6 +221,16 @@ class Target:
         if verdict.capability is not self.capability:
             self._begin(model, reduced(promised, verdict.capability, verdict.reason))
         self._reason = verdict.reason or promised.reason
+
+    def _agreed(self, verdict: Verdict | None) -> Verdict | None:
+        """Return the verdict of the first of the processes that share the model."""
+        if self.ranks is None:
+            return verdict
+        plain = self.ranks.agreed(None if verdict is None else [verdict.capability, verdict.reason])
+        if plain is None:
+            return None
+        capability, reason = plain
+        return Verdict(None if capability is None else Capability(capability), reason)
 
     @torch.no_grad()
     def _found(self, model: PreTrainedModel, promised: Compatibility) -> Verdict | None:
@@ -307,6 +293,7 @@ class Target:
             tree = chain_of(tree)
         return tree.prefix(self.max_nodes)
 
+    @led
     def make_places(self, count: int) -> None:
         """Have at least `count` places; one is there from the start."""
         self._places.make(count)
@@ -340,6 +327,7 @@ class Target:
                 type(self._model).__name__,
             )
 
+    @led
     def prefill(self, prompt: TokenIds, place: int = 0) -> torch.Tensor:
         """Forget the sequence of a place and read a new one.
 
@@ -357,6 +345,7 @@ class Target:
         logits, self.states = self._read_alone(Reading(place, prompt))
         return logits
 
+    @led
     def verify(self, last_token: int, tree: DraftTree, place: int = 0) -> torch.Tensor:
         """Run the last committed token and a tree behind it through the model, in one pass.
 
@@ -378,6 +367,7 @@ class Target:
         [(logits, self.states)] = self.read([Reading.of(place, last_token, tree)])
         return logits
 
+    @led
     def read(self, readings: Sequence[Reading]) -> list[Read]:
         """Read for several sequences, in one pass where the model packs.
 
@@ -401,11 +391,13 @@ class Target:
             self.max_nodes = min(most // 2, self.max_nodes)
             raise
 
+    @led
     @torch.inference_mode()
     def rewind(self, place: int = 0) -> None:
         """Drop tokens of a place that were verified and not committed."""
         self._places.at(place).truncate(self._committed[place])
 
+    @led
     @torch.inference_mode()
     def commit(self, path: NDArray[np.int64], place: int = 0) -> None:
         """Keep the last token and a path of the verified tree, and nothing else of it.
@@ -422,6 +414,7 @@ class Target:
         else:
             self._places.at(place).keep(start + in_place, path[in_place:] + start)
 
+    @led
     def pretend(self, num_tokens: int, place: int = 0) -> None:
         """Make up a sequence of so many tokens without reading them, to time passes behind it."""
         self.prefill(np.zeros(1, np.int32), place)
@@ -430,6 +423,7 @@ class Target:
         else:
             self.prefill(np.zeros(num_tokens, np.int32), place)
 
+    @led
     def pretend_marked(self, num_tokens: int, marked: NDArray[np.int64]) -> bool:
         """Make up a sequence whose tokens `marked` stand out; return whether that is possible."""
         self.prefill(np.zeros(1, np.int32))
@@ -438,12 +432,14 @@ class Target:
         self._committed[0] = num_tokens
         return True
 
+    @led
     @torch.inference_mode()
     def drop(self, num_tokens: int) -> None:
         """Take the last committed tokens back."""
         self._committed[0] -= num_tokens
         self._places.at(0).truncate(self._committed[0])
 
+    @led
     @torch.inference_mode()
     def reset(self, place: int = 0) -> None:
         """Forget the sequence of a place."""
