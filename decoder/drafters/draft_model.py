@@ -24,6 +24,7 @@ from decoder.model.adapted import adapted
 from decoder.model.cache import TreeCache
 from decoder.model.compatibility import Capability, compatibility_of, position_limit
 from decoder.model.passes import TreeLayout, additive_mask
+from decoder.model.ranks import refuse_shared
 from indexer.reader import COUNT_VALUES, Index
 from retriever.drafter import TokenIds
 from retriever.errors import VocabularyMismatchError
@@ -127,6 +128,7 @@ class DraftModel:
         vocabulary_size: int | None = None,
         kept: TokenIds | None = None,
     ) -> None:
+        refuse_shared(model, "No drafts come from a")
         layers = _layers(model)
         self._num_layers = len(layers)
         self._windows = dict(layers)
