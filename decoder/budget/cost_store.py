@@ -102,10 +102,18 @@ def _computed(model: PreTrainedModel) -> Key:
         "config": sha256(stated).hexdigest(),
         "modules": sorted({type(module).__name__ for module in model.modules()}),
         "dtype": str(model.dtype),
+        **_division(model),
         "device": device_name(model.device),
         "attention": str(model.config._attn_implementation),  # noqa: SLF001  no public name
         "versions": versions(),
     }
+
+
+def _division(model: PreTrainedModel) -> Key:
+    """Return over how many processes or which devices a model is divided, where it is."""
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    stated = {"processes": model.tp_size, "devices": devices if len(devices) > 1 else None}
+    return {name: value for name, value in stated.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from decoder.model.adapted import (
     adapted,
     attends_by_groups,
     is_patched,
+    is_spread,
     own_passes,
 )
 from decoder.model.cache import TreeCache, num_seen
@@ -176,6 +177,7 @@ class Target:
         self._pack, self._capture, self._tapped = pack, capture, tuple(states)
         if self._tapped:
             refuse_shared(model, "No head can draft from the states of a")
+        _check_placing(model)
         promised = compatibility_of(model)
         self.max_length = position_limit(model.config)
         self._begin(model, promised)
@@ -497,6 +499,19 @@ class Target:
             self._committed[reading.place] += len(reading.tokens)
 
 
+def _check_placing(model: PreTrainedModel) -> None:
+    """Refuse a model whose first weights, by which inputs are placed, are on no device.
+
+    Raises:
+        UnsupportedModelError: they are not loaded, or only for as long as they are used.
+    """
+    if next(model.parameters()).is_meta:
+        raise UnsupportedModelError(
+            f"the first weights of {type(model).__name__} are on no device: load it with a "
+            "device_map that does not offload the embeddings to the disk or the CPU"
+        )
+
+
 class _Places:
     """The states of all sequences: places of one cache, or a cache for each.
 
@@ -543,7 +558,7 @@ def _passes(
     if compatibility.layers is not None:
         cache = TreeCache([window for _, window in compatibility.layers])
         takes_trees = compatibility.capability is Capability.TREES
-        if capture is None or not takes_trees or is_patched(model):
+        if capture is None or not takes_trees or is_patched(model) or is_spread(model):
             return CachedPasses(model, cache, tap)
         return GraphPasses(model, cache, dict(compatibility.layers), capture, tap)
     if compatibility.capability is Capability.CHAINS:
