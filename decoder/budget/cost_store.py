@@ -19,7 +19,7 @@ import platformdirs
 import torch
 from transformers import PreTrainedModel
 
-from decoder.budget.costs import CostSurface, measure_costs, still_holds
+from decoder.budget.costs import CostSurface, decided, measure_costs, still_holds
 from decoder.model.capability_check import Verdict
 from decoder.model.compatibility import Capability
 from decoder.model.target import Target
@@ -134,7 +134,12 @@ class CostStore:
 
     def save(self, key: Key, surface: CostSurface) -> None:
         """Keep the costs measured for a key; the file appears whole."""
-        self._save(_COST, key, _content(surface))
+        content = {
+            "contexts": surface.contexts,
+            "widths": surface.widths,
+            "seconds": surface.seconds,
+        }
+        self._save(_COST, key, content)
 
     def verdict_on(self, model: PreTrainedModel) -> Verdict | None:
         """Return what models of this architecture, precision and versions verify, if it is kept."""
@@ -188,13 +193,7 @@ def known_costs(
         measure: how.
         holds: whether kept costs are still to be believed.
     """
-
-    def found() -> CostSurface:
-        return _found_costs(target, model, store, measure, holds)
-
-    if target.ranks is None:
-        return found()
-    return _surface(target.ranks.decided(lambda: _content(found()), target))
+    return decided(target, lambda: _found_costs(target, model, store, measure, holds))
 
 
 def _found_costs(
@@ -249,11 +248,6 @@ def _checked_content(content: dict[str, Any], key: Key) -> dict[str, Any]:
 def _surface(content: dict[str, Any]) -> CostSurface:
     """Return a checked surface; see `checked_surface` for what is raised."""
     return checked_surface(content["contexts"], content["widths"], content["seconds"])
-
-
-def _content(surface: CostSurface) -> dict[str, Any]:
-    """Return what `_surface` reads."""
-    return {"contexts": surface.contexts, "widths": surface.widths, "seconds": surface.seconds}
 
 
 def _verdict(content: dict[str, Any]) -> Verdict:

@@ -60,18 +60,19 @@ class PackedMask(torch.Tensor):
     Attributes:
         neighbours: who attends to what; every row is in one of them.
         capacity: slots of each place.
+        copies: of the neighbours, on other devices.
     """
 
     neighbours: Sequence[Neighbours]
     capacity: int
-    _copies: dict[torch.device, Sequence[Neighbours]]
+    copies: dict[torch.device, Sequence[Neighbours]]
 
     @classmethod
     def of(cls, neighbours: Sequence[Neighbours], capacity: int) -> Self:
         """Return a mask; its own values mean nothing."""
         made = torch.zeros(1, 1, 1, 1).as_subclass(cls)
         made.neighbours, made.capacity = neighbours, capacity
-        made._copies = {}
+        made.copies = {}
         return made
 
     def to(self, *_: Any, **__: Any) -> Self:
@@ -82,9 +83,9 @@ class PackedMask(torch.Tensor):
         """Return who attends to what on a device, copied there once."""
         if self.neighbours[0].rows.device == device:
             return self.neighbours
-        if device not in self._copies:
-            self._copies[device] = [each.to(device) for each in self.neighbours]
-        return self._copies[device]
+        if device not in self.copies:
+            self.copies[device] = [each.to(device) for each in self.neighbours]
+        return self.copies[device]
 
 
 def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'

@@ -1,7 +1,8 @@
 """A key-value cache for trees: it grows in place, and keeps any path of the last pass.
 
-Layers may lie on several devices: each gets the indices on its own. It has a place for each of the sequences that are decoded together. Places are equally long and lie
+It has a place for each of the sequences that are decoded together. Places are equally long and lie
 one after another in one buffer, so one pass can write to all of them and read neighbours at once.
+Layers may lie on several devices: each takes indices on its own.
 """
 
 from collections.abc import Iterator, Sequence

@@ -172,6 +172,8 @@ class Ranks:
             decide: called by the first process alone.
             target: what it asks; the others' targets do the same.
         """
+        if self._is_deciding:
+            return decide()
         if self.is_first:
             with self.deciding():
                 found = decide()

@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
 from torch import nn
 from transformers import PreTrainedModel
 
 from decoder.budget.budget import FixedBudget
+from decoder.budget.cost_store import key_of
+from decoder.drafters.draft_model import DraftModel
 from decoder.errors import UnsupportedModelError
 from decoder.loop import Decoder, Request
 from decoder.model.capability_check import CannotCheckError, find_verdict
 from decoder.model.compatibility import Capability
 from decoder.model.graphs import GraphPasses
+from decoder.model.states import FINAL
 from decoder.model.target import Target
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
@@ -34,8 +37,8 @@ from tests.decoder.sampling.elsewhere import NAME, Device, elsewhere, sent
 
 FAR = torch.device(NAME)
 NEAR = torch.device("cpu")
-PROMPTS = [prompt_of(length, seed=length) for length in (5, 12, 3, 20)]
-NUM_TOKENS = 20
+PROMPTS = [prompt_of(length, seed=length) for length in (5, 12, 3)]
+NUM_TOKENS = 8
 
 
 @pytest.fixture(autouse=True)
@@ -96,10 +99,10 @@ def divided(name: str, place: Placed) -> PreTrainedModel:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_check_finds_trees(name: str, way: str) -> None:
-    target = Target(divided(name, WAYS[way]))
-    assert target.capability is Capability.TREES
+    model = divided(name, WAYS[way])
+    target = Target(model, verdicts=None)
     try:
-        verdict = find_verdict(divided(name, WAYS[way]), Capability.TREES, lambda _: target)
+        verdict = find_verdict(model, Capability.TREES, lambda _: target)
     except CannotCheckError as error:
         pytest.fail(f"the stand-in cannot run the model: {error}")
     assert verdict.capability is Capability.TREES
@@ -118,7 +121,7 @@ def test_paths_that_move_in_the_cache_are_kept(name: str, way: str) -> None:
         tuple(prompt[:3]): prompt + plainly(MODELS[name](), prompt, NUM_TOKENS)
         for prompt in PROMPTS
     }
-    target = Target(divided(name, WAYS[way]))
+    target = Target(divided(name, WAYS[way]), verdicts=None)
     decoder = Decoder(target, ScriptedDrafter(guess), FixedBudget(12))
     for prompt in PROMPTS:
         assert prompt + decoded(decoder, prompt, NUM_TOKENS) == truths[tuple(prompt[:3])]
@@ -128,11 +131,11 @@ def test_paths_that_move_in_the_cache_are_kept(name: str, way: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_many_sequences_are_read_together(name: str, way: str) -> None:
     rng = np.random.default_rng(1)
-    target = Target(divided(name, WAYS[way]))
+    target = Target(divided(name, WAYS[way]), verdicts=None)
     decoder = Decoder(target, ScriptedDrafter(lambda _, n: random_tree(rng, n)), FixedBudget(20))
     found: dict[int, list[int]] = {}
     requests = [Request(prompt, NUM_TOKENS) for prompt in PROMPTS]
-    for generation, tokens in decoder.generate_many(requests, 3):
+    for generation, tokens in decoder.generate_many(requests, 2):
         found.setdefault(generation.number, []).extend(tokens)
     assert target.packs == (way == "hooks")
     assert found == {
@@ -142,10 +145,35 @@ def test_many_sequences_are_read_together(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_costs_are_measured_behind_a_pretended_context(way: str) -> None:
-    target = Target(divided("llama", WAYS[way]))
+    target = Target(divided("llama", WAYS[way]), verdicts=None)
     target.pretend(30)
     assert target.verify(1, random_tree(np.random.default_rng(2), 5)).shape[0] == 6
     assert target.pretend_marked(30, np.arange(3))
+
+
+def test_states_of_all_layers_come_to_one_device() -> None:
+    tree = random_tree(np.random.default_rng(3), 4)
+    alone, spread = (
+        Target(model, states=(0, 1, 3, FINAL), verdicts=None)
+        for model in (MODELS["llama"](), divided("llama", by_hooks))
+    )
+    for target in (alone, spread):
+        target.prefill(np.array(PROMPTS[0], np.int32))
+        target.verify(4, tree)
+    for number, rows in alone.states.items():
+        assert spread.states[number].device == NEAR
+        torch.testing.assert_close(spread.states[number], rows, rtol=1e-3, atol=1e-3)
+
+
+def test_a_draft_model_on_several_devices_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="on one"):
+        DraftModel(divided("llama", by_hooks))
+
+
+def test_costs_of_a_model_on_several_devices_are_kept_apart() -> None:
+    one, spread = (key_of(model) for model in (MODELS["llama"](), divided("llama", by_hooks)))
+    assert "devices" not in one
+    assert spread["devices"] == ["cpu", NAME]
 
 
 def test_the_stand_in_notices_a_mixture() -> None:

@@ -469,6 +469,16 @@ def test_costs_are_those_of_the_first_process() -> None:
     assert both(act, pair()) == [surfaces[0]] * 2
 
 
+def test_passes_are_timed_by_the_first_process_alone() -> None:
+    def act(target: Target, rank: int) -> Any:
+        times = iter(np.linspace(1, 2 + rank, 1000).tolist())
+        return measure_costs(target, (1, 2, 4), (4,), timed=lambda *_: next(times))
+
+    first, second = both(act, pair())
+    assert first == second
+    assert first.widths == (1, 2, 4)
+
+
 def test_a_model_of_one_process_has_no_ranks() -> None:
     assert ranks_of(tiny_llama()) is None
     assert Target(tiny_llama()).ranks is None
