@@ -37,6 +37,10 @@ class OutOfMemoryError(DecoderError):
     """The device has no memory left for a pass; the message says at which length of context."""
 
 
+class SharedPassError(DecoderError):
+    """Processes that share a model cannot go on together; the message says why and what to do."""
+
+
 class DecoderBusyError(DecoderError):
     """A sequence is being decoded already: finish or close it first."""
 

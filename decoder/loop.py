@@ -26,9 +26,9 @@ from decoder.errors import (
     InvalidSettingsError,
     OutOfMemoryError,
 )
-from decoder.model.passes import within_depth
+from decoder.model.passes import Read, Reading, within_depth
 from decoder.model.states import States
-from decoder.model.target import Read, Reading, Target
+from decoder.model.target import Target
 from decoder.observation import Clock, ObservedPass, Observer, Statistics, Watch
 from decoder.sampling.verification import Acceptance, AcceptRule, PassContext, accept_greedy
 from decoder.stopping import StopRule, first_stop
@@ -155,7 +155,7 @@ class Decoder:
             raise InvalidSettingsError(f"parallel must be 1 or more, not {parallel}")
         waiting = (self._admissible(number, each) for number, each in enumerate(requests))
         with self.reserved():
-            yield from _Batch(self, waiting, parallel).steps()
+            yield from _decoded(self, waiting, parallel)
 
     def prepare(self, request: Request) -> "Generation":
         """Prepare a sequence; see `generate`."""
@@ -236,11 +236,21 @@ class Generation:
 
     def _steps(self) -> Iterator[list[int]]:
         with self._decoder.reserved():
-            for _, tokens in _Batch(self._decoder, iter([self]), 1).steps():
+            for _, tokens in _decoded(self._decoder, iter([self]), 1):
                 if tokens:
                     yield tokens
         if self.error is not None:
             raise self.error
+
+    def hear(self, tokens: list[int], *, is_over: bool, error: str | None) -> None:
+        """Take in what the process that decides made of a pass; see `decoder.model.ranks`."""
+        if tokens:
+            self._sequence.extend(tokens)
+            self.statistics.record(DraftTree.empty(), np.empty(0, np.int64), len(tokens))
+            first_stop(tokens, (), self._watch.stop_rule)  # it keeps the text; its answer was given
+        if error is not None:
+            self.fail(DecoderError(error))
+        self.is_over = is_over
 
     # The loop calls what follows.
 
@@ -316,6 +326,18 @@ class Generation:
             except RetrieverError as error:
                 self.fail(error)
         self.statistics.num_failures = self.drafter.num_failures
+
+
+def _decoded(
+    decoder: Decoder, waiting: Iterator[Generation], num_places: int
+) -> Iterator[tuple[Generation, list[int]]]:
+    """Decode; of processes that share a model, the first does and the others hear of it."""
+
+    def steps(waiting: Iterator[Generation]) -> Iterator[tuple[Generation, list[int]]]:
+        return _Batch(decoder, waiting, num_places).steps()
+
+    ranks = decoder.target.ranks
+    return steps(waiting) if ranks is None else ranks.steps(steps, waiting, decoder.target)
 
 
 @dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from decoder.assembly import assemble
     from decoder.budget.budget import FixedBudget, MeasuredBudget
     from decoder.budget.costs import measure_costs
+    from decoder.drafters.following import NoDrafter
     from decoder.drafters.fusion import FusedDrafter
     from decoder.drafters.keeping import KeptLogits, kept_logits
     from decoder.drafters.model_drafter import ModelDrafter
@@ -108,6 +109,7 @@ __all__ = [
     "MeasuredBudget",
     "ModelDrafter",
     "ModelOptions",
+    "NoDrafter",
     "NodeProvenance",
     "RecycledLogits",
     "RemoteDrafter",
@@ -149,6 +151,7 @@ _HOMES: Final = {
     "decoder.assembly": ("assemble",),
     "decoder.budget.budget": ("FixedBudget", "MeasuredBudget"),
     "decoder.budget.costs": ("measure_costs",),
+    "decoder.drafters.following": ("NoDrafter",),
     "decoder.drafters.fusion": ("FusedDrafter",),
     "decoder.drafters.keeping": ("KeptLogits", "kept_logits"),
     "decoder.drafters.model_drafter": ("ModelDrafter",),

@@ -19,7 +19,7 @@ import platformdirs
 import torch
 from transformers import PreTrainedModel
 
-from decoder.budget.costs import CostSurface, measure_costs, still_holds
+from decoder.budget.costs import CostSurface, decided, measure_costs, still_holds
 from decoder.model.capability_check import Verdict
 from decoder.model.compatibility import Capability
 from decoder.model.target import Target
@@ -102,10 +102,18 @@ def _computed(model: PreTrainedModel) -> Key:
         "config": sha256(stated).hexdigest(),
         "modules": sorted({type(module).__name__ for module in model.modules()}),
         "dtype": str(model.dtype),
+        **_division(model),
         "device": device_name(model.device),
         "attention": str(model.config._attn_implementation),  # noqa: SLF001  no public name
         "versions": versions(),
     }
+
+
+def _division(model: PreTrainedModel) -> Key:
+    """Return over how many processes or which devices a model is divided, where it is."""
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    stated = {"processes": model.tp_size, "devices": devices if len(devices) > 1 else None}
+    return {name: value for name, value in stated.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +193,17 @@ def known_costs(
         measure: how.
         holds: whether kept costs are still to be believed.
     """
+    return decided(target, lambda: _found_costs(target, model, store, measure, holds))
+
+
+def _found_costs(
+    target: Target,
+    model: PreTrainedModel,
+    store: CostStore | None,
+    measure: Callable[[Target], CostSurface],
+    holds: Callable[[Target, CostSurface], bool],
+) -> CostSurface:
+    """Return what passes of a target cost; see `known_costs`."""
     if store is None:
         _log.warning("measuring what passes cost: some seconds")
         return measure(target)

@@ -264,6 +264,30 @@ def measure_costs(
             first context. What was not reached by then is left out of the surface.
         timed: how a pass is timed, in seconds.
     """
+    return decided(target, lambda: _measured(target, widths, contexts, max_seconds, timed))
+
+
+def decided(target: Target, find: Callable[[], CostSurface]) -> CostSurface:
+    """Return what is found, by the first of the processes that share the target's model."""
+    if target.ranks is None:
+        return find()
+
+    def plain() -> list[object]:
+        found = find()
+        return [found.contexts, found.widths, found.seconds]
+
+    contexts, widths, seconds = target.ranks.decided(plain, target)
+    return CostSurface(tuple(contexts), tuple(widths), tuple(map(tuple, seconds)))
+
+
+def _measured(
+    target: Target,
+    widths: Sequence[int],
+    contexts: Sequence[int],
+    max_seconds: float,
+    timed: Callable[[Target, DraftTree], float],
+) -> CostSurface:
+    """Return what was timed; see `measure_costs`."""
     if target.pads_passes:
         widths = sorted({*widths, *(width + 1 for width in widths[:-1])})
     widths = [width for width in widths if width - 1 <= target.max_nodes]

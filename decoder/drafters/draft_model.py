@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from decoder.errors import UncroppableCacheError
-from decoder.model.adapted import adapted
+from decoder.errors import UncroppableCacheError, UnsupportedModelError
+from decoder.model.adapted import adapted, is_spread
 from decoder.model.cache import TreeCache
 from decoder.model.compatibility import Capability, compatibility_of, position_limit
 from decoder.model.passes import TreeLayout, additive_mask
+from decoder.model.ranks import refuse_shared
 from indexer.reader import COUNT_VALUES, Index
 from retriever.drafter import TokenIds
 from retriever.errors import VocabularyMismatchError
@@ -98,6 +99,20 @@ def _head(model: PreTrainedModel) -> Any:
     return model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not typed there
 
 
+def _check_placing(model: PreTrainedModel) -> None:
+    """Refuse a draft model that does not lie in one process, on one device.
+
+    Raises:
+        UnsupportedModelError: the message says how to load it.
+    """
+    refuse_shared(model, "No drafts come from a")
+    if is_spread(model):
+        raise UnsupportedModelError(
+            f"the draft model, {type(model).__name__}, lies on several devices: load it on one, "
+            "such as with device_map={'': 0}"
+        )
+
+
 class DraftModel:
     """A causal language model that reads sequences and expands drafts; holds no sequence itself.
 
@@ -127,6 +142,7 @@ class DraftModel:
         vocabulary_size: int | None = None,
         kept: TokenIds | None = None,
     ) -> None:
+        _check_placing(model)
         layers = _layers(model)
         self._num_layers = len(layers)
         self._windows = dict(layers)

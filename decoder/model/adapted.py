@@ -243,6 +243,11 @@ def is_patched(model: PreTrainedModel) -> bool:
     return any("forward" in vars(module) for module in model.modules())
 
 
+def is_spread(model: PreTrainedModel) -> bool:
+    """Return whether a model's weights lie on several devices."""
+    return len({parameter.device for parameter in model.parameters()}) > 1
+
+
 def attend_by_groups(copied: PreTrainedModel) -> None:
     """Let a structural copy use `tree_attention` in place of transformers' sdpa attention.
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 import torch
@@ -43,27 +43,49 @@ class Neighbours:
     rows: torch.Tensor
     mask: torch.Tensor | None
 
+    def to(self, device: torch.device) -> Self:
+        """Return the same on another device."""
+        mask = None if self.mask is None else self.mask.to(device)
+        return replace(self, rows=self.rows.to(device), mask=mask)
+
 
 class PackedMask(torch.Tensor):
     """Stands for the mask of a pass whose rows belong to many sequences.
 
     Models hand a mask of four dimensions on as it is. The rows of the pass are those of its
-    sequences, one after another, and its keys those of all places of a cache.
+    sequences, one after another, and its keys those of all places of a cache. It belongs to no
+    device: what moves tensors between layers leaves it, and each layer takes its parts `on` its
+    own.
 
     Attributes:
         neighbours: who attends to what; every row is in one of them.
         capacity: slots of each place.
+        copies: of the neighbours, on other devices.
     """
 
     neighbours: Sequence[Neighbours]
     capacity: int
+    copies: dict[torch.device, Sequence[Neighbours]]
 
     @classmethod
     def of(cls, neighbours: Sequence[Neighbours], capacity: int) -> Self:
         """Return a mask; its own values mean nothing."""
         made = torch.zeros(1, 1, 1, 1).as_subclass(cls)
         made.neighbours, made.capacity = neighbours, capacity
+        made.copies = {}
         return made
+
+    def to(self, *_: Any, **__: Any) -> Self:
+        """Return the mask itself."""
+        return self
+
+    def on(self, device: torch.device) -> Sequence[Neighbours]:
+        """Return who attends to what on a device, copied there once."""
+        if self.neighbours[0].rows.device == device:
+            return self.neighbours
+        if device not in self.copies:
+            self.copies[device] = [each.to(device) for each in self.neighbours]
+        return self.copies[device]
 
 
 def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
@@ -141,7 +163,7 @@ def _packed_attention(
     given = torch.nn.functional.pad(query[0].transpose(0, 1), (0, 0, 0, 0, 0, 1))
     attended = query.new_empty(num_rows + 1, query.shape[1], value.shape[-1])
     keys, values = _by_place(key, packed.capacity), _by_place(value, packed.capacity)
-    for group in packed.neighbours:
+    for group in packed.on(query.device):
         output, _ = tree_attention(
             module,
             given[group.rows].transpose(1, 2),

@@ -2,11 +2,12 @@
 
 It has a place for each of the sequences that are decoded together. Places are equally long and lie
 one after another in one buffer, so one pass can write to all of them and read neighbours at once.
+Layers may lie on several devices: each takes indices on its own.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -299,17 +300,19 @@ class TreeCache(Cache):
 
     def keep(self, start: int, slots: torch.Tensor) -> None:
         """Move the tokens in `slots`, int64[n], to `start` and drop what lies behind them."""
-        for layer in self.growing_layers:
-            layer.keep(start, slots)
+        for layer, own in self._on_devices(slots):
+            layer.keep(start, own)
 
     @contextmanager
     def framed(self, frame: Frame) -> Iterator[Self]:
         """Give the cache for a pass of a fixed shape to write to; `hold` counts its tokens."""
-        self._frame(frame)
         try:
+            for layer, slots in self._on_devices(frame.slots):
+                layer.frame = frame if slots is frame.slots else replace(frame, slots=slots)
             yield self
         finally:
-            self._frame(None)
+            for layer in self.growing_layers:
+                layer.frame = None
 
     @property
     def capacity(self) -> int:
@@ -344,12 +347,15 @@ class TreeCache(Cache):
 
     def mark(self, slots: torch.Tensor) -> None:
         """Give the tokens in `slots`, int64[n], values that stand out, each its own."""
-        for layer in self.growing_layers:
-            layer.mark(slots)
+        for layer, own in self._on_devices(slots):
+            layer.mark(own)
 
-    def _frame(self, frame: Frame | None) -> None:
+    def _on_devices(self, slots: torch.Tensor) -> Iterator[tuple[GrowingLayer, torch.Tensor]]:
+        """Return the layers, each with the slots on its device: copied where devices change."""
         for layer in self.growing_layers:
-            layer.frame = frame
+            if layer.is_initialized and slots.device != layer.device:
+                slots = slots.to(layer.device)
+            yield layer, slots
 
 
 def num_seen(past: int, window: int | None) -> int:

@@ -22,6 +22,36 @@ Masks = torch.Tensor | dict[str, torch.Tensor] | None
 """One additive mask for all layers, one for each layer type, or none where none is needed."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """What a sequence reads in a pass: a piece of its prompt, or its last token and a tree.
+
+    Attributes:
+        place: of the sequence.
+        tokens: int32[n], at least one; the last token and the tree's, where there is a tree.
+        tree: continuations of the first token, N = n - 1 nodes; `None` for a piece of a prompt,
+            which is committed as it is read.
+    """
+
+    place: int
+    tokens: TokenIds
+    tree: DraftTree | None = None
+
+    @classmethod
+    def of(cls, place: int, last_token: int, tree: DraftTree) -> "Reading":
+        """Return the reading of a sequence's last token, and of a tree behind it."""
+        return cls(place, np.concatenate([np.array([last_token], np.int32), tree.token_ids]), tree)
+
+    @property
+    def num_logits(self) -> int:
+        """After how many of the last tokens logits are wanted."""
+        return 1 if self.tree is None else len(self.tokens)
+
+
+Read = tuple[torch.Tensor, States]
+"""Logits after the last tokens of a reading, [num_logits, vocabulary], and states, [n, hidden]."""
+
+
 class Passes(Protocol):
     """A model with its state of one sequence."""
 

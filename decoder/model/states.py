@@ -34,11 +34,12 @@ class StateTap:
 
     def __init__(self, model: PreTrainedModel, numbers: Iterable[int]) -> None:
         self._latest: dict[int, torch.Tensor] = {}
+        self._device = model.device
         for number in sorted(set(numbers)):
             self._place(model, number)
 
     def taken(self) -> States:
-        """Return the states of the last pass: [rows, hidden size] each."""
+        """Return the states of the last pass: [rows, hidden size] each, on the model's device."""
         return {number: state[0] for number, state in self._latest.items()}
 
     def batch(self) -> States:
@@ -63,7 +64,7 @@ class StateTap:
         )
 
     def _keep(self, number: int, state: torch.Tensor) -> None:
-        self._latest[number] = state
+        self._latest[number] = state.to(self._device)  # layers may lie on several devices
 
 
 def num_states(model: PreTrainedModel) -> int:

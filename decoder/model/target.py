@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
 from typing import Final
@@ -19,6 +18,7 @@ from decoder.model.adapted import (
     adapted,
     attends_by_groups,
     is_patched,
+    is_spread,
     own_passes,
 )
 from decoder.model.cache import TreeCache, num_seen
@@ -47,10 +47,13 @@ from decoder.model.passes import (
     Masks,
     Passes,
     PlainPasses,
+    Read,
+    Reading,
     TreeLayout,
     additive_mask,
 )
 from decoder.model.prefixes import DEFAULT_PREFIX_BYTES, Prefix, PrefixStore, num_shared
+from decoder.model.ranks import led, ranks_of, refuse_shared
 from decoder.model.states import States, StateTap
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
@@ -125,36 +128,6 @@ def check_prompt_length(num_tokens: int, max_length: int | None) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """What a sequence reads in a pass: a piece of its prompt, or its last token and a tree.
-
-    Attributes:
-        place: of the sequence.
-        tokens: int32[n], at least one; the last token and the tree's, where there is a tree.
-        tree: continuations of the first token, N = n - 1 nodes; `None` for a piece of a prompt,
-            which is committed as it is read.
-    """
-
-    place: int
-    tokens: TokenIds
-    tree: DraftTree | None = None
-
-    @classmethod
-    def of(cls, place: int, last_token: int, tree: DraftTree) -> "Reading":
-        """Return the reading of a sequence's last token, and of a tree behind it."""
-        return cls(place, np.concatenate([np.array([last_token], np.int32), tree.token_ids]), tree)
-
-    @property
-    def num_logits(self) -> int:
-        """After how many of the last tokens logits are wanted."""
-        return 1 if self.tree is None else len(self.tokens)
-
-
-Read = tuple[torch.Tensor, States]
-"""Logits after the last tokens of a reading, [num_logits, vocabulary], and states, [n, hidden]."""
-
-
 class Target:
     """A causal language model with a cache of places, each for one sequence.
 
@@ -188,6 +161,7 @@ class Target:
         vocabulary_size: token ids below it can be fed to the model.
         max_length: most tokens of a sequence, `None` where the model states no limit; see
             `decoder.model.compatibility.position_limit`.
+        ranks: processes that share the model's passes, `None` where it is in one alone.
 
     Raises:
         UncroppableCacheError: the model is not decoder-only.
@@ -206,7 +180,11 @@ class Target:
         verdicts: Verdicts | None = FOUND_HERE,
     ) -> None:
         self._prefixes = PrefixStore(prefix_bytes)
+        self.ranks = ranks_of(model)
         self._pack, self._capture, self._tapped = pack, capture, tuple(states)
+        if self._tapped:
+            refuse_shared(model, "No head can draft from the states of a")
+        _check_placing(model)
         promised = compatibility_of(model)
         self.max_length = position_limit(model.config)
         self._begin(model, promised)
@@ -241,9 +219,9 @@ class Target:
         Raises:
             UnsupportedModelError: not even plain passes are the model's own.
         """
-        verdict = verdicts.verdict_on(model)
+        verdict = self._agreed(verdicts.verdict_on(model))
         if verdict is None:
-            verdict = self._found(model, promised)
+            verdict = self._agreed(self._found(model, promised))
             if verdict is None:
                 return
             verdicts.keep_verdict(model, verdict)
@@ -254,6 +232,16 @@ class Target:
         if verdict.capability is not self.capability:
             self._begin(model, reduced(promised, verdict.capability, verdict.reason))
         self.reason = verdict.reason or promised.reason
+
+    def _agreed(self, verdict: Verdict | None) -> Verdict | None:
+        """Return the verdict of the first of the processes that share the model."""
+        if self.ranks is None:
+            return verdict
+        plain = self.ranks.agreed(None if verdict is None else [verdict.capability, verdict.reason])
+        if plain is None:
+            return None
+        capability, reason = plain
+        return Verdict(None if capability is None else Capability(capability), reason)
 
     @torch.no_grad()
     def _found(self, model: PreTrainedModel, promised: Compatibility) -> Verdict | None:
@@ -316,6 +304,7 @@ class Target:
             tree = chain_of(tree)
         return tree.prefix(self.max_nodes)
 
+    @led
     def make_places(self, count: int) -> None:
         """Have at least `count` places; one is there from the start."""
         self._places.make(count)
@@ -352,6 +341,7 @@ class Target:
                 type(self._model).__name__,
             )
 
+    @led
     def prefill(self, prompt: TokenIds, place: int = 0) -> torch.Tensor:
         """Forget the sequence of a place and read a new one.
 
@@ -369,6 +359,7 @@ class Target:
         logits, self.states = self._read_alone(Reading(place, prompt))
         return logits
 
+    @led
     def verify(self, last_token: int, tree: DraftTree, place: int = 0) -> torch.Tensor:
         """Run the last committed token and a tree behind it through the model, in one pass.
 
@@ -390,6 +381,7 @@ class Target:
         [(logits, self.states)] = self.read([Reading.of(place, last_token, tree)])
         return logits
 
+    @led
     def read(self, readings: Sequence[Reading]) -> list[Read]:
         """Read for several sequences, in one pass where the model packs.
 
@@ -414,11 +406,13 @@ class Target:
                 self.max_nodes = min(most // 2, self.max_nodes)
             raise
 
+    @led
     @torch.inference_mode()
     def rewind(self, place: int = 0) -> None:
         """Drop tokens of a place that were verified and not committed."""
         self._places.at(place).truncate(self._committed[place])
 
+    @led
     @torch.inference_mode()
     def commit(self, path: NDArray[np.int64], place: int = 0) -> None:
         """Keep the last token and a path of the verified tree, and nothing else of it.
@@ -437,6 +431,7 @@ class Target:
         else:
             self._places.at(place).keep(start + in_place, path[in_place:] + start)
 
+    @led
     def pretend(self, num_tokens: int, place: int = 0) -> None:
         """Make up a sequence of so many tokens without reading them, to time passes behind it."""
         self.prefill(np.zeros(1, np.int32), place)
@@ -446,6 +441,7 @@ class Target:
         else:
             self.prefill(np.zeros(num_tokens, np.int32), place)
 
+    @led
     def pretend_marked(self, num_tokens: int, marked: NDArray[np.int64]) -> bool:
         """Make up a sequence whose tokens `marked` stand out; return whether that is possible."""
         self.prefill(np.zeros(1, np.int32))
@@ -455,6 +451,7 @@ class Target:
         self._held[0].clear()
         return True
 
+    @led
     @torch.inference_mode()
     def drop(self, num_tokens: int) -> None:
         """Take the last committed tokens back."""
@@ -462,6 +459,7 @@ class Target:
         del self._held[0][self._committed[0] :]
         self._places.at(0).truncate(self._committed[0])
 
+    @led
     @torch.inference_mode()
     def reset(self, place: int = 0) -> None:
         """Forget the sequence of a place."""
@@ -469,6 +467,7 @@ class Target:
         self._committed[place] = 0
         self._held[place].clear()
 
+    @led
     def forget(self) -> None:
         """Forget all sequences, those that are over, too: the next ones are read from the start."""
         self._prefixes.clear()
@@ -479,6 +478,7 @@ class Target:
         """Return which of some places holds most of the beginning of a sequence."""
         return max(places, key=lambda place: (self._num_shared(tokens, place), -place))
 
+    @led
     @torch.inference_mode()
     def resume(self, tokens: TokenIds, place: int) -> int:
         """Begin a sequence with what was read before of tokens that it begins with.
@@ -575,6 +575,19 @@ class Target:
             self._held[reading.place] += reading.tokens.tolist()
 
 
+def _check_placing(model: PreTrainedModel) -> None:
+    """Refuse a model whose first weights, by which inputs are placed, are on no device.
+
+    Raises:
+        UnsupportedModelError: they are not loaded, or only for as long as they are used.
+    """
+    if next(model.parameters()).is_meta:
+        raise UnsupportedModelError(
+            f"the first weights of {type(model).__name__} are on no device: load it with a "
+            "device_map that does not offload the embeddings to the disk or the CPU"
+        )
+
+
 class _Places:
     """The states of all sequences: places of one cache, or a cache for each.
 
@@ -624,7 +637,7 @@ def _passes(
     if compatibility.layers is not None:
         cache = TreeCache([window for _, window in compatibility.layers])
         takes_trees = compatibility.capability is Capability.TREES
-        if capture is None or not takes_trees or is_patched(model):
+        if capture is None or not takes_trees or is_patched(model) or is_spread(model):
             return CachedPasses(model, cache, tap)
         return GraphPasses(model, cache, dict(compatibility.layers), capture, tap)
     if compatibility.capability is Capability.CHAINS:

@@ -24,7 +24,8 @@ from decoder.errors import (
 from decoder.loop import Decoder, Generation, Request
 from decoder.model import target as target_module
 from decoder.model.packed import PackedPasses
-from decoder.model.target import Reading, Target
+from decoder.model.passes import Reading
+from decoder.model.target import Target
 from decoder.observation import ObservedPass
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings

@@ -26,6 +26,7 @@ from decoder.engines.transformers.requests import (
     streamer_of_call,
 )
 from decoder.errors import UnsupportedGenerationError
+from decoder.model.ranks import refuse_shared
 from retriever.drafter import Drafter, TokenIds
 from retriever.follower import DraftLimits, Followers
 from retriever.sequences import TokenSequence
@@ -158,6 +159,7 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
     Raises:
         UnsupportedGenerationError: no drafter is given, or the call asks for what
             chains do not serve.
+        UnsupportedModelError: the model's weights are divided over processes.
         VocabularyMismatchError: the drafter is for another tokenizer.
     """
     if drafter is None:
@@ -165,6 +167,7 @@ def assisted_generate(  # noqa: PLR0913  as `model.generate` calls it
             "assisted_generate needs a drafter: model.generate(..., drafter=...)"
         )
     check_transformers()
+    refuse_shared(model, "assisted_generate takes no")
     check_chains(input_ids, logits_processor, generation_config, model_kwargs)
     candidates = DrafterCandidates(
         drafter,

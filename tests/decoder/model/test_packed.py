@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from decoder.model import packed as packed_module
 from decoder.model.cache import TreeCache
 from decoder.model.packed import PackedPasses, Part, grouped
-from decoder.model.target import Reading, Target
+from decoder.model.passes import Reading
+from decoder.model.target import Target
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
     MODELS,

@@ -97,11 +97,11 @@ def sent(tensor: torch.Tensor) -> torch.Tensor:
 def _computed(called: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     values = tree_flatten((args, kwargs))[0]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    is_there = any(isinstance(tensor, _Elsewhere) for tensor in tensors)
+    is_there = any(_is_there(tensor) for tensor in tensors)
     takes_both = called._schema.name in _INDEXING
     for tensor in tensors:
         # As on CUDA: a single number of the CPU may take part.
-        if is_there and not (isinstance(tensor, _Elsewhere) or takes_both or tensor.dim() == 0):
+        if is_there and not (_is_there(tensor) or takes_both or tensor.dim() == 0):
             raise RuntimeError(f"{called}: expected all tensors to be on the same device")
     goes_to = kwargs.get("device")
     stays = is_there if goes_to is None else torch.device(goes_to).type == NAME
@@ -128,7 +128,14 @@ def _on_the_device(held: torch.Tensor) -> _Elsewhere:
     return wrapped
 
 
+def _is_there(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the device's; torch makes empty ones without a dispatch."""
+    return isinstance(tensor, _Elsewhere) or (tensor.device.type == NAME and tensor.numel() == 0)
+
+
 def _held(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, _Elsewhere) and _is_there(value):
+        return torch.empty(value.shape, dtype=value.dtype)
     return value.held if isinstance(value, _Elsewhere) else value
 
 
