@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import getLogger
-from typing import Final
 
 import numpy as np
 import torch
@@ -39,6 +38,7 @@ from decoder.model.passes import (
     PlainPasses,
     TreeLayout,
     additive_mask,
+    is_out_of_memory,
 )
 from decoder.model.states import States, StateTap
 from indexer.errors import reason_of
@@ -46,7 +46,6 @@ from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
 
 _log = getLogger(__name__)
-_SIGNS: Final = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "bad_alloc")
 
 
 @contextmanager
@@ -59,18 +58,11 @@ def within_memory(num_tokens: int) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
             f"out of memory at {num_tokens} tokens of context: {reason_of(error)}"
         ) from error
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error is a lack of memory; on a CPU torch raises a plain RuntimeError."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return any(sign in str(error) for sign in _SIGNS)
 
 
 def prompt_tokens(prompt: Sequence[int] | TokenIds) -> NDArray[np.int64]:
