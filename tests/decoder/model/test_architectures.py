@@ -125,6 +125,7 @@ def test_the_command_goes_on_with_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert "| `opt` | it says |" in page.read_text()
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # threads of other tests
 def test_an_examination_that_takes_too_long_is_ended() -> None:
     found = command.found_of("llama", 0.0)
     assert (found.verifies, found.reason) == (command.TOO_LONG, "not done after 0 s")
