@@ -15,10 +15,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from decoder.errors import OutOfMemoryError
 from decoder.model.compatibility import Capability, position_limit
+from decoder.model.passes import is_out_of_memory
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree, Source
@@ -129,6 +131,11 @@ class Checked(Protocol):
 class CannotCheckError(Exception):
     """The model does not run by itself on plain tokens, or memory is out: nothing is known."""
 
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether a lack of memory is the cause."""
+        return self.__cause__ is not None and is_out_of_memory(self.__cause__)
+
 
 def find_verdict(
     model: PreTrainedModel, promised: Capability, made: Callable[[Capability], Checked]
@@ -147,7 +154,13 @@ def find_verdict(
     for capability in sorted(Capability, reverse=True):
         if capability > promised:
             continue
-        wrong = _wrong(model, capability, made(capability))
+        target = made(capability)
+        try:
+            wrong = _wrong(model, capability, target)
+        except CannotCheckError as error:
+            if capability is Capability.PLAIN or error.is_out_of_memory:
+                raise
+            wrong = f"it does not read whole sequences by itself: {error}"
         if not wrong:
             return Verdict(capability, reason)
         reason = wrong
@@ -332,7 +345,8 @@ def _asked(model: PreTrainedModel, script: _Script) -> _Own:
     """
     try:
         tokens = torch.from_numpy(script.sequences()).to(model.device)
-        rows = _read(model, tokens)[:, -5:]
+        read = _read_in_steps if _drops_tokens(model, tokens.shape[1]) else _read
+        rows = read(model, tokens)[:, -5:]
         first = rows[:1, 0]
         if model.dtype not in _FULL:  # there, rounding is far below what is taken for it
             first = _read(model, tokens[:1, : len(script.prompt)])[:, -1]
@@ -342,17 +356,38 @@ def _asked(model: PreTrainedModel, script: _Script) -> _Own:
     return _Own(rows, first, _differences(first, rows[:1, 0])[0])
 
 
-def _read(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of whole sequences, int64[rows, n].
+def _read(
+    model: PreTrainedModel, tokens: torch.Tensor, start: int = 0, cache: DynamicCache | None = None
+) -> torch.Tensor:
+    """Return the logits of sequences, int64[rows, n], behind `start` tokens that a cache holds.
 
     Positions are told as `generate` tells them: some models begin elsewhere by themselves.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
     if "position_ids" in inspect.signature(model.forward).parameters:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         options["position_ids"] = positions.expand_as(tokens)
     logits: torch.Tensor = model(input_ids=tokens, **options).logits
     return logits
+
+
+def _drops_tokens(model: PreTrainedModel, length: int) -> bool:
+    """Return whether a model's own cache does not hold a sequence of this length."""
+    layers = DynamicCache(config=model.config).layers
+    sliding = [each for each in layers if isinstance(each, DynamicSlidingWindowLayer)]
+    return any(each.sliding_window < length for each in sliding)
+
+
+def _read_in_steps(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the last logits of sequences, int64[rows, n], read as `generate` reads them.
+
+    Moshi has a window in its cache alone: in one pass, a token sees all before it.
+    """
+    cache, length = DynamicCache(config=model.config), tokens.shape[1]
+    start = length - 4
+    logits = [_read(model, tokens[:, :start], 0, cache)[:, -1:]]
+    logits += [_read(model, tokens[:, at : at + 1], at, cache) for at in range(start, length)]
+    return torch.cat(logits, dim=1)
 
 
 def _refuse_unsound(logits: torch.Tensor) -> None:

@@ -58,7 +58,8 @@ def compatibility_of(model: PreTrainedModel) -> Compatibility:
 
     Raises:
         UncroppableCacheError: it is not a decoder-only model.
-        UnsupportedModelError: its attention looks ahead, or layers of one type differ in window.
+        UnsupportedModelError: its attention looks ahead, layers of one type differ in window, or
+            there is no cache for it.
     """
     _check_direction(model)
     if model._is_stateful:  # noqa: SLF001  transformers has no public name for it
@@ -71,6 +72,10 @@ def compatibility_of(model: PreTrainedModel) -> Compatibility:
         return Compatibility(
             Capability.PLAIN, f"its layers of type {error} keep a cache of a kind of their own"
         )
+    except AttributeError as error:
+        raise UnsupportedModelError(
+            f"{_name(model)}: transformers makes no cache for its configuration: {error}"
+        ) from error
     if layers is None:
         return _with_own_cache(DynamicCache(config=model.config).layers)
     reason = _reason_against_trees(model, layers)

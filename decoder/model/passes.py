@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 import torch
@@ -50,6 +50,15 @@ class Reading:
 
 Read = tuple[torch.Tensor, States]
 """Logits after the last tokens of a reading, [num_logits, vocabulary], and states, [n, hidden]."""
+
+_SIGNS: Final = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is a lack of memory; on a CPU torch raises a plain RuntimeError."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(sign in str(error) for sign in _SIGNS)
 
 
 class Passes(Protocol):

@@ -51,6 +51,7 @@ from decoder.model.passes import (
     Reading,
     TreeLayout,
     additive_mask,
+    is_out_of_memory,
 )
 from decoder.model.prefixes import DEFAULT_PREFIX_BYTES, Prefix, PrefixStore, num_shared
 from decoder.model.ranks import led, ranks_of, refuse_shared
@@ -61,7 +62,6 @@ from retriever.tree import ROOT, DraftTree
 
 _log = getLogger(__name__)
 _NO_TOKENS: Final = np.empty(0, np.int32)
-_SIGNS: Final = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "bad_alloc")
 
 
 @contextmanager
@@ -74,18 +74,11 @@ def within_memory(num_tokens: int) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
             f"out of memory at {num_tokens} tokens of context: {reason_of(error)}"
         ) from error
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error is a lack of memory; on a CPU torch raises a plain RuntimeError."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return any(sign in str(error) for sign in _SIGNS)
 
 
 def prompt_tokens(prompt: Sequence[int] | TokenIds) -> NDArray[np.int64]:

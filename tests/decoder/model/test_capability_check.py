@@ -21,6 +21,7 @@ from transformers import (
 
 from decoder.budget.cost_store import CostStore
 from decoder.errors import OutOfMemoryError, UnsupportedModelError
+from decoder.model import capability_check
 from decoder.model import target as target_module
 from decoder.model.cache import GrowingLayer, TreeCache
 from decoder.model.capability_check import Verdict
@@ -311,3 +312,27 @@ def test_where_memory_runs_out_nothing_is_kept(
     monkeypatch.setattr(target_module, "find_verdict", full)
     assert Target(tiny_llama(), verdicts=CostStore(tmp_path)).capability is Capability.TREES
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "capability", "num_kept"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), Capability.TREES, 0),
+        (ValueError("one sequence at a time"), Capability.PLAIN, 1),
+    ],
+)
+def test_a_model_that_reads_no_whole_sequences_is_decoded_plainly(
+    error: Exception,
+    capability: Capability,
+    num_kept: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: object) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(capability_check, "_read", failing)
+    target = Target(tiny_llama(), verdicts=CostStore(tmp_path))
+    assert target.capability is capability
+    assert len(list(tmp_path.iterdir())) == num_kept
+    assert ("one sequence at a time" in target.reason) == bool(num_kept)
