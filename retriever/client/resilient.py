@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from retriever.client.conversation import FailOpens
 from retriever.client.credentials import Credentials
-from retriever.client.planner import Planner
+from retriever.client.planner import Plan, Planner
 from retriever.client.streams import (
     LOST_AFTER_S,
     Link,
@@ -22,7 +22,7 @@ from retriever.client.streams import (
     StreamTable,
     remote_channel,
 )
-from retriever.drafter import Drafter, DraftRequest
+from retriever.drafter import Drafter, DraftRequest, without_outcomes
 from retriever.tree import DraftTree
 from retriever.wire.messages import client_message
 
@@ -32,6 +32,10 @@ server."""
 
 SHORTEST_S: Final = 0.005  # below it, one scheduling delay costs the draft
 LONGEST_S: Final = 0.02  # a late server delays no step by more
+
+LONGEST_AHEAD_S: Final = 0.2
+"""Longest wait for drafts ahead, in seconds: passes of large models take less, and one that takes
+longer does not miss what comes later."""
 
 _INERTIA: Final = 0.9  # averages over about ten steps
 _IDLE_S: Final = 2.0  # longer gaps are the engine's pauses, not steps
@@ -213,14 +217,26 @@ class ResilientDrafter(FailOpenClient):
         self._start()
         deadline_s = self._pace.begin(time.monotonic())
         with self._lock:
-            self._take_all()
-            plan = self._planner.plan(requests, time.monotonic(), deadline_s)
-            self._streams.ask(plan)
-            while not plan.is_done and self._take_next(deadline_s):
-                pass
+            plan = self._asked(without_outcomes(requests), deadline_s)
             trees = self._planner.finish(plan)
             self._streams.tell_rest()
         self._pace.end(time.monotonic())
+        return trees
+
+    def draft_ahead(
+        self, requests: Sequence[DraftRequest], timeout_s: float = LONGEST_S
+    ) -> list[list[DraftTree]]:
+        """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`.
+
+        Waits for `timeout_s`, or for a step's deadline if that is longer. Where a server is late,
+        down or of an older version, no outcome is answered.
+        """
+        self._start()
+        deadline_s = time.monotonic() + max(min(timeout_s, LONGEST_AHEAD_S), self._pace.deadline_s)
+        with self._lock:
+            plan = self._asked(requests, deadline_s)
+            trees = self._planner.finish_ahead(plan)
+            self._streams.tell_rest()
         return trees
 
     def close(
@@ -279,6 +295,15 @@ class ResilientDrafter(FailOpenClient):
                     Link(address, self._open_channel, self._events, self._catch_up)
                     for address in self._planner.conversations
                 ]
+
+    def _asked(self, requests: Sequence[DraftRequest], deadline_s: float) -> Plan:
+        """Send a step; return it once it is answered, or the deadline has passed."""
+        self._take_all()
+        plan = self._planner.plan(requests, time.monotonic(), deadline_s)
+        self._streams.ask(plan)
+        while not plan.is_done and self._take_next(deadline_s):
+            pass
+        return plan
 
     def _catch_up(self) -> None:
         """Send pending closes and outputs to a server that is back."""
