@@ -1,5 +1,6 @@
 """A client that never fails a decode: where servers are down or late, it continues without them."""
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -69,6 +70,10 @@ class Pace:
             before_s = between_s if self._between_s is None else self._between_s
             self._between_s = _INERTIA * before_s + (1 - _INERTIA) * between_s
         return now_s + self.deadline_s
+
+    def ahead(self, now_s: float, timeout_s: float) -> float:
+        """Return the time until which drafts ahead are awaited, while the engine goes on."""
+        return now_s + max(min(timeout_s, LONGEST_AHEAD_S), self.deadline_s)
 
     def end(self, now_s: float) -> None:
         """Note that the engine continues."""
@@ -224,15 +229,15 @@ class ResilientDrafter(FailOpenClient):
         return trees
 
     def draft_ahead(
-        self, requests: Sequence[DraftRequest], timeout_s: float = LONGEST_S
+        self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
     ) -> list[list[DraftTree]]:
         """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`.
 
-        Waits for `timeout_s`, or for a step's deadline if that is longer. Where a server is late,
-        down or of an older version, no outcome is answered.
+        Waits for `timeout_s` within a step's deadline and `LONGEST_AHEAD_S`. Where a server is
+        late, down or of an older version, no outcome is answered.
         """
         self._start()
-        deadline_s = time.monotonic() + max(min(timeout_s, LONGEST_AHEAD_S), self._pace.deadline_s)
+        deadline_s = self._pace.ahead(time.monotonic(), timeout_s)
         with self._lock:
             plan = self._asked(requests, deadline_s)
             trees = self._planner.finish_ahead(plan)
