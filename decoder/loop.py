@@ -55,6 +55,11 @@ _PIECE: Final = 64
 rows takes three to four plain ones on two cores, and each token of it little less than in a longer
 pass."""
 
+_SPARE: Final = 4
+"""Nodes that are asked for beyond those that may be verified, to an outcome that is asked ahead:
+a node of such is an outcome where the one above it is verified. On recorded edits of code, one node
+each guessed 77% of what came from 1.5 outcomes."""
+
 _PIECE_ALONE: Final = 512
 """Tokens of prompts that are read in a pass where nobody waits but those who come later."""
 
@@ -650,7 +655,8 @@ class _AheadBatch(_Batch):
 
     def __init__(self, decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> None:
         super().__init__(decoder, waiting, num_places)
-        self._num_ahead = self._num_spare = decoder.num_ahead
+        self._num_ahead = decoder.num_ahead
+        self._num_spare = _SPARE * decoder.num_ahead
         self._read_at_s: float | None = None
         self._busy_s = 0.0
 

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from decoder.budget.budget import FixedBudget
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import InvalidSettingsError
 from decoder.loop import Decoder, Request
+from decoder.model.target import Target
 from decoder.observation import ObservedPass
-from retriever.drafter import DraftRequest
+from retriever.drafter import Drafter, DraftRequest
 from retriever.errors import DrafterUnavailableError
 from retriever.follower import DraftLimits, Followers
 from retriever.sessions.embedded import EmbeddedDrafter
@@ -80,10 +82,12 @@ def by_tokens(truths: Sequence[tuple[list[int], list[int]]], rightness: float) -
     return guess
 
 
-def patient(decoder: Decoder) -> Decoder:
-    """Have a decoder wait for answers ahead however busy the machine is."""
-    decoder.followers._asking_s = 30.0
-    decoder.followers._thread  # noqa: B018  it starts with the first use
+def decoder_ahead(model: Any, drafter: Drafter, nodes: int = 8, **options: Any) -> Decoder:
+    """Return a decoder that waits for answers ahead however busy the machine is."""
+    decoder = Decoder(Target(model), drafter, FixedBudget(nodes), num_ahead=16, **options)
+    parts = drafter._followers if isinstance(drafter, FusedDrafter) else [decoder.followers]
+    for followers in parts:
+        followers._asking_s = 1e9
     return decoder
 
 
@@ -104,7 +108,7 @@ def test_each_output_is_that_of_generate(
     model = make()
     truths = [(prompt, plainly(model, prompt, NEW_TOKENS)) for prompt in PROMPTS]
     drafter = AheadDrafter(by_tokens(truths, rightness))
-    decoder = patient(decoder_with(model, drafter, num_ahead=8))
+    decoder = decoder_ahead(model, drafter)
     requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
     assert outputs(decoder, requests, parallel) == [truth for _, truth in truths]
     assert drafter.num_outcomes > 0
@@ -118,7 +122,7 @@ def test_every_tree_is_the_one_after_the_tokens_that_came() -> None:
     prompt = PROMPTS[2]
     truth = plainly(model, prompt, 60)
     guess = by_tokens([(prompt, truth)], 0.8)
-    decoder = patient(decoder_with(model, AheadDrafter(guess), num_ahead=16))
+    decoder = decoder_ahead(model, AheadDrafter(guess))
     known = list(prompt)
     seen: list[tuple[list[int], DraftTree]] = []
 
@@ -129,7 +133,7 @@ def test_every_tree_is_the_one_after_the_tokens_that_came() -> None:
     output = [token for step in decoder.generate(prompt, 60, observer=observer) for token in step]
     assert output == truth
     for tokens, tree in seen[1:]:
-        expected = guess(tokens, 64 + 16)
+        expected = guess(tokens, 8 + 16)
         assert tree.token_ids.tolist() == expected.token_ids.tolist()[: len(tree)]
     followers = decoder.followers
     assert followers.num_ahead > 5
@@ -144,9 +148,7 @@ def test_members_of_a_fused_drafter_answer_ahead(parallel: int) -> None:
     truths = [plainly(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     members = [EmbeddedDrafter(), AheadDrafter(by_tokens(list(zip(PROMPTS, truths)), 0.9))]  # noqa: B905
     drafter = FusedDrafter(members, limits, recycled=RecycledLogits.of(VOCABULARY))
-    decoder = decoder_with(model, drafter, num_ahead=8)
-    for followers in drafter._followers:
-        followers._asking_s = 30.0
+    decoder = decoder_ahead(model, drafter)
     for _ in range(3):  # from the second on, generations are drafted from
         assert outputs(decoder, requests, parallel) == truths
     assert all(followers.num_ahead > 10 for followers in drafter._followers)
@@ -176,7 +178,7 @@ def test_a_drafter_that_fails_ahead_costs_drafts_and_no_token(parallel: int) -> 
     model = tiny_llama()
     truths = [(prompt, plainly(model, prompt, NEW_TOKENS)) for prompt in PROMPTS]
     drafter = Faulty(by_tokens(truths, 0.7))
-    decoder = decoder_with(model, drafter, num_ahead=8)
+    decoder = Decoder(Target(model), drafter, FixedBudget(8), num_ahead=16)
     decoder.followers._ahead_backoff = Followers(drafter).backoff  # no pauses
     for _ in range(4):
         requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
@@ -189,7 +191,7 @@ def test_sequences_that_stop_or_are_left_are_closed_with_what_came() -> None:
     model = tiny_llama()
     truths = [(prompt, plainly(model, prompt, NEW_TOKENS)) for prompt in PROMPTS]
     drafter = AheadDrafter(by_tokens(truths, 0.8))
-    decoder = decoder_with(model, drafter, num_ahead=8, stop_ids=[truths[0][1][9]])
+    decoder = decoder_ahead(model, drafter, stop_ids=[truths[0][1][9]])
     stopped = decoded(decoder, PROMPTS[0], NEW_TOKENS)
     assert stopped == truths[0][1][: len(stopped)]
     assert drafter.closed == [PROMPTS[0] + stopped]
@@ -224,7 +226,7 @@ def test_a_drafter_answers_while_the_pass_runs() -> None:
     model = tiny_llama()
     prompt = PROMPTS[2]
     truth = plainly(model, prompt, 60)
-    decoder = decoder_with(model, AheadDrafter(by_tokens([(prompt, truth)], 1.0)), num_ahead=8)
+    decoder = decoder_ahead(model, AheadDrafter(by_tokens([(prompt, truth)], 1.0)), nodes=2)
     decoder.target.read = SlowTarget(decoder, 0.03).read  # type: ignore[method-assign]
     assert decoded(decoder, prompt, 60) == truth
     assert decoder.followers.num_ahead > decoder.followers.num_asked
