@@ -18,9 +18,10 @@ from decoder.errors import InvalidSettingsError
 from decoder.loop import Decoder, Request
 from decoder.model.target import Target
 from decoder.observation import ObservedPass
+from retriever.backoff import Backoff
 from retriever.drafter import Drafter, DraftRequest
 from retriever.errors import DrafterUnavailableError
-from retriever.follower import DraftLimits, Followers
+from retriever.follower import DraftLimits
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
@@ -36,7 +37,6 @@ from tests.decoder.decoding import (
     random_tree,
     tiny_convolution,
     tiny_llama,
-    tiny_mamba,
 )
 
 NEW_TOKENS = 24
@@ -101,7 +101,7 @@ def outputs(decoder: Decoder, requests: Sequence[Request], parallel: int) -> lis
 
 @pytest.mark.parametrize("parallel", [1, 3, 6])
 @pytest.mark.parametrize("rightness", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("make", [*MODELS.values(), tiny_convolution, tiny_mamba])
+@pytest.mark.parametrize("make", [*MODELS.values(), tiny_convolution])
 def test_each_output_is_that_of_generate(
     make: Callable[[], Any], rightness: float, parallel: int
 ) -> None:
@@ -147,7 +147,7 @@ def test_members_of_a_fused_drafter_answer_ahead(parallel: int) -> None:
     requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
     truths = [plainly(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     members = [EmbeddedDrafter(), AheadDrafter(by_tokens(list(zip(PROMPTS, truths)), 0.9))]  # noqa: B905
-    drafter = FusedDrafter(members, limits, recycled=RecycledLogits.of(VOCABULARY))
+    drafter = FusedDrafter(members, limits, recycled=RecycledLogits())
     decoder = decoder_ahead(model, drafter)
     for _ in range(3):  # from the second on, generations are drafted from
         assert outputs(decoder, requests, parallel) == truths
@@ -179,7 +179,8 @@ def test_a_drafter_that_fails_ahead_costs_drafts_and_no_token(parallel: int) -> 
     truths = [(prompt, plainly(model, prompt, NEW_TOKENS)) for prompt in PROMPTS]
     drafter = Faulty(by_tokens(truths, 0.7))
     decoder = Decoder(Target(model), drafter, FixedBudget(8), num_ahead=16)
-    decoder.followers._ahead_backoff = Followers(drafter).backoff  # no pauses
+    decoder.followers.backoff = Backoff(0.0, 0.0)
+    decoder.followers._ahead_backoff = Backoff(0.0, 0.0)
     for _ in range(4):
         requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
         assert outputs(decoder, requests, parallel) == [truth for _, truth in truths]
