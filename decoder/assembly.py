@@ -242,8 +242,8 @@ class DrafterSettings(DraftSettings):
             le=MAX_OUTCOMES,
             description="While a pass of the model runs, have the --server or the databases here "
             "draft for its N likeliest outcomes: decoding waits for no draft where one of them "
-            "comes. 5 to 16 for a server that is a millisecond or more away; 0: draft only for what "
-            "has come.",
+            "comes. 5 to 16 for a server that is a millisecond or more away; 0: only drafts for "
+            "what has come.",
         ),
     ] = 0
     state: Annotated[
