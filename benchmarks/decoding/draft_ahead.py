@@ -118,6 +118,14 @@ class WaitingTarget:
     def make_places(self, count: int) -> None:
         """Need none."""
 
+    def likest(self, tokens: TokenIds, places: Sequence[int]) -> int:  # noqa: ARG002
+        """Return the first place."""
+        return min(places)
+
+    def resume(self, tokens: TokenIds, place: int) -> int:  # noqa: ARG002
+        """Begin a sequence of which nothing was read."""
+        return 0
+
     def reset(self, place: int = 0) -> None:
         """Keep nothing."""
 
