@@ -329,7 +329,9 @@ class Databases:
         self.in_corpus = CorpusCursor(corpus)
         opened = (kind.open(self) for kind in DATABASES)
         self._opened: list[Database] = [each for each in opened if each is not None]
-        self._supposing = [each for each in self._opened if isinstance(each, SupposingDatabase)]
+        self._supposing: list[SupposingDatabase] = [
+            each for each in self._opened if isinstance(each, SupposingDatabase)
+        ]
 
     @property
     def corpus(self) -> Corpus:

@@ -146,7 +146,10 @@ def test_members_of_a_fused_drafter_answer_ahead(parallel: int) -> None:
     limits = DraftLimits(VOCABULARY, VOCABULARY)
     requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
     truths = [plainly(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
-    members = [EmbeddedDrafter(), AheadDrafter(by_tokens(list(zip(PROMPTS, truths)), 0.9))]  # noqa: B905
+    members: list[Drafter] = [
+        EmbeddedDrafter(),
+        AheadDrafter(by_tokens(list(zip(PROMPTS, truths)), 0.9)),
+    ]  # noqa: B905
     drafter = FusedDrafter(members, limits, recycled=RecycledLogits())
     decoder = decoder_ahead(model, drafter)
     for _ in range(3):  # from the second on, generations are drafted from
@@ -197,10 +200,10 @@ def test_sequences_that_stop_or_are_left_are_closed_with_what_came() -> None:
     assert stopped == truths[0][1][: len(stopped)]
     assert drafter.closed == [PROMPTS[0] + stopped]
     came: list[int] = []
-    left = iter(decoder.generate(PROMPTS[1], NEW_TOKENS))
+    left: Any = iter(decoder.generate(PROMPTS[1], NEW_TOKENS))
     for _ in range(3):
         came += next(left)
-    left.close()  # type: ignore[attr-defined]  it is a generator
+    left.close()
     assert drafter.closed[1] == PROMPTS[1] + came
     assert drafter.open_sessions == {}
 
@@ -222,13 +225,13 @@ class SlowTarget:
         return self._read(*arguments)
 
 
-def test_a_drafter_answers_while_the_pass_runs() -> None:
+def test_a_drafter_answers_while_the_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafts that are waited for are fewer than those that were answered meanwhile."""
     model = tiny_llama()
     prompt = PROMPTS[2]
     truth = plainly(model, prompt, 60)
     decoder = decoder_ahead(model, AheadDrafter(by_tokens([(prompt, truth)], 1.0)), nodes=2)
-    decoder.target.read = SlowTarget(decoder, 0.03).read  # type: ignore[method-assign]
+    monkeypatch.setattr(decoder.target, "read", SlowTarget(decoder, 0.03).read)
     assert decoded(decoder, prompt, 60) == truth
     assert decoder.followers.num_ahead > decoder.followers.num_asked
 

@@ -106,7 +106,7 @@ def ask(
 
 def is_of(tree: DraftTree, follower: Follower) -> bool:
     expected = drafted_after(follower.sequence.tokens.tolist())
-    return tree.token_ids.tolist() == expected.token_ids.tolist()
+    return bool(tree.token_ids.tolist() == expected.token_ids.tolist())
 
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=3)

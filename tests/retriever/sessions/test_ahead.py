@@ -23,16 +23,13 @@ def ids(*tokens: int) -> TokenIds:
 
 
 def same(one: DraftTree, other: DraftTree) -> bool:
-    return (
-        one.token_ids.tolist() == other.token_ids.tolist()
-        and one.parents.tolist() == other.parents.tolist()
-        and one.probabilities.tolist() == other.probabilities.tolist()
-    )
+    names = ("token_ids", "parents", "probabilities", "sources")
+    return all(getattr(one, name).tolist() == getattr(other, name).tolist() for name in names)
 
 
 def text(rng: np.random.Generator, length: int) -> list[int]:
     """Return tokens that repeat earlier ones, with errors, as edits do."""
-    tokens = rng.integers(0, NUM_TOKENS, 24).tolist()
+    tokens: list[int] = rng.integers(0, NUM_TOKENS, 24).tolist()
     while len(tokens) < length:
         begin = int(rng.integers(0, len(tokens) - 12))
         piece = tokens[begin : begin + int(rng.integers(3, 12))]

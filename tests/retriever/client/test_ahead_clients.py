@@ -42,7 +42,7 @@ def tokens_of(trees: Sequence[DraftTree]) -> list[list[int]]:
 
 
 def awaited(address: str) -> Any:
-    drafter = Awaited(address, deadline_s=_LONG_S, local=False)
+    drafter: Any = Awaited(address, deadline_s=_LONG_S, local=False)
     drafter.draft_ahead = lambda *arguments: on_loop(drafter.drafter.draft_ahead(*arguments))
     return drafter
 
@@ -69,7 +69,8 @@ def test_a_service_answers_as_the_embedded_drafter_does(
 ) -> None:
     service, local = EmbeddedDrafter(), EmbeddedDrafter()
     with serving(service, pad_replies=pads) as address, ready(connect(address)) as drafter:
-        assert isinstance(drafter, AheadDrafter)
+        answers_ahead: object = drafter
+        assert isinstance(answers_ahead, AheadDrafter)
         for each in (drafter, local):
             each.open("s", ids(*PROMPT))
             each.open("t", ids(9, 9, 9))
@@ -173,8 +174,12 @@ def test_what_a_resilient_client_asked_ahead_and_missed_is_not_counted() -> None
 
 def test_answers_that_do_not_fit_the_request_are_no_trees() -> None:
     request = DraftRequest("s", ids(), 3, 4, outcomes=(ids(1),))
-    tree = pb.DraftTree(token_ids=[1], parents=[-1], probabilities=[0.5], sources=[1])
-    wrong = pb.DraftTree(token_ids=[1], parents=[3], probabilities=[0.5], sources=[1])
+    tree = pb.DraftTree(
+        token_ids=[1], parents=[-1], probabilities=[0.5], sources=[pb.SOURCE_CONTEXT]
+    )
+    wrong = pb.DraftTree(
+        token_ids=[1], parents=[3], probabilities=[0.5], sources=[pb.SOURCE_CONTEXT]
+    )
     for answers in ([[tree, tree]], [[tree], [tree]], [[wrong]]):
         response = pb.DraftStreamResponse(
             trees=[tree], outcome_trees=[pb.OutcomeTrees(trees=each) for each in answers]
@@ -195,7 +200,9 @@ def test_a_conversation_gives_trees_to_the_session_that_asked() -> None:
     message, _ = conversation.ask(steps, 0.0, 1.0)
     assert [len(step.outcomes) for step in message.steps] == [0, 1, 2]
     trees = [
-        pb.DraftTree(token_ids=[token], parents=[-1], probabilities=[0.5], sources=[1])
+        pb.DraftTree(
+            token_ids=[token], parents=[-1], probabilities=[0.5], sources=[pb.SOURCE_CONTEXT]
+        )
         for token in range(3)
     ]
     answers = [pb.OutcomeTrees(trees=trees[:1]), pb.OutcomeTrees(trees=trees[1:])]
