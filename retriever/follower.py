@@ -268,6 +268,10 @@ _FIRST_PATIENCE_S: Final = 0.02
 """How long asking takes as long as it was not measured, in seconds: as long as clients wait at
 most."""
 
+_FIRST_PAUSE_S: Final = 0.02
+"""Longest pause in asking ahead after a first late answer, in seconds: a few steps. Pauses grow to
+seconds, so that a service of an older version is seldom asked in vain."""
+
 _LEAST_PATIENCE_S: Final = 0.001
 """Least wait for drafts ahead, in seconds: a thread that is due may be resumed that late."""
 
@@ -379,7 +383,7 @@ class Followers:
         self._prefix = uuid.uuid4().hex
         self._numbers = count()
         self._ahead = drafter if isinstance(drafter, AheadDrafter) else None
-        self._ahead_backoff = Backoff(clock=clock)
+        self._ahead_backoff = Backoff(_FIRST_PAUSE_S, clock=clock)
         self._under_way: _AskedAhead | None = None
         self._asking_s = _FIRST_PATIENCE_S
 

@@ -146,10 +146,8 @@ def test_members_of_a_fused_drafter_answer_ahead(parallel: int) -> None:
     limits = DraftLimits(VOCABULARY, VOCABULARY)
     requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
     truths = [plainly(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
-    members: list[Drafter] = [
-        EmbeddedDrafter(),
-        AheadDrafter(by_tokens(list(zip(PROMPTS, truths)), 0.9)),
-    ]  # noqa: B905
+    known = list(zip(PROMPTS, truths, strict=True))
+    members: list[Drafter] = [EmbeddedDrafter(), AheadDrafter(by_tokens(known, 0.9))]
     drafter = FusedDrafter(members, limits, recycled=RecycledLogits())
     decoder = decoder_ahead(model, drafter)
     for _ in range(3):  # from the second on, generations are drafted from

@@ -91,7 +91,8 @@ def ids(*tokens: int) -> TokenIds:
 
 
 def followed(drafter: Foreseeing, *tokens: int) -> tuple[Followers, Follower]:
-    followers = Followers(drafter)
+    """Return followers of a drafter whose clock stands still: no pause is ever over."""
+    followers = Followers(drafter, clock=lambda: 0.0)
     return followers, followers.follow(TokenSequence(ids(*tokens)))
 
 
