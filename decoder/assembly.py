@@ -55,7 +55,7 @@ from retriever.client.strict import RemoteDrafter
 from retriever.drafter import Drafter, FindingsStore, TokenIds
 from retriever.errors import VocabularyMismatchError
 from retriever.follower import DraftLimits
-from retriever.limits import DEFAULT_RECYCLED_BYTES, Limits
+from retriever.limits import DEFAULT_RECYCLED_BYTES, MAX_OUTCOMES, Limits
 from retriever.operations.settings import DraftSettings
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.sessions.options import check_files, load_phrases
@@ -234,6 +234,18 @@ class DrafterSettings(DraftSettings):
     recycle: Annotated[
         bool, Field(description="Draft from the logits of the model's earlier passes, too.")
     ] = True
+    draft_ahead: Annotated[
+        int,
+        Metavar("N"),
+        Field(
+            ge=0,
+            le=MAX_OUTCOMES,
+            description="While a pass of the model runs, have the --server or the databases here "
+            "draft for its N likeliest outcomes: decoding waits for no draft where one of them "
+            "comes. 5 to 16 for a server that is a millisecond or more away; 0: only drafts for "
+            "what has come.",
+        ),
+    ] = 0
     state: Annotated[
         Path | None,
         Metavar("DIR"),
@@ -354,6 +366,8 @@ class DrafterSettings(DraftSettings):
             parts.append(f"draft model {self.draft_model}{drawn}")
         if self.speculator is not None:
             parts.append(f"speculator {self.speculator}")
+        if self.draft_ahead:
+            parts.append(f"{self.draft_ahead} outcomes ahead")
         return ", ".join(parts)
 
     @contextmanager
@@ -481,6 +495,7 @@ def assemble(
     accept: AcceptRule = accept_greedy,
     *,
     costs: CostStore | None = None,
+    num_ahead: int = 0,
 ) -> Decoder:
     """Build a decoder that knows what its model's passes cost.
 
@@ -489,6 +504,7 @@ def assemble(
         drafter: proposes the drafts.
         accept: the rule that accepts or rejects drafted tokens.
         costs: keeps measured costs for the next start; `None` to measure always.
+        num_ahead: outcomes of a pass that the drafter answers for while it runs; see `Decoder`.
 
     Warns where the model's generation_config sets options that the rule does not apply.
 
@@ -504,6 +520,7 @@ def assemble(
         accept,
         language_model.stop_ids,
         drafter_vocabulary=language_model.vocabulary.size,
+        num_ahead=num_ahead,
     )
 
 

@@ -18,7 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from decoder.budget.budget import Budget, Load, PassOutcome
-from decoder.drafters.following import SequenceDrafter, Verified, draft_together, follow
+from decoder.drafters.following import (
+    SequenceDrafter,
+    Verified,
+    ask_ahead,
+    draft_together,
+    follow,
+)
 from decoder.errors import (
     DecoderBusyError,
     DecoderError,
@@ -48,6 +54,11 @@ _PIECE: Final = 64
 """Tokens of prompts that are read beside sequences that go on: these wait for them. A pass of 64
 rows takes three to four plain ones on two cores, and each token of it little less than in a longer
 pass."""
+
+_SPARE: Final = 4
+"""Nodes that are asked for beyond those that may be verified, to an outcome that is asked ahead:
+a node of such is an outcome where the one above it is verified. On recorded edits of code, one node
+each guessed 77% of what came from 1.5 outcomes."""
 
 _PIECE_ALONE: Final = 512
 """Tokens of prompts that are read in a pass where nobody waits but those who come later."""
@@ -85,12 +96,14 @@ class Decoder:
         stop_ids: tokens that end a sequence; the one that did is part of the output.
         drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's is
             larger; a token beyond it ends the drafts for its sequence.
+        num_ahead: outcomes of a pass, for each sequence, that the drafter answers for while the
+            pass runs; 0 to ask only for what has come.
 
     Attributes:
         followers: of the drafter; decoders that share them share its back-off.
     """
 
-    def __init__(  # noqa: PLR0913  the last three are options
+    def __init__(  # noqa: PLR0913  the last four are options
         self,
         target: Target,
         drafter: Drafter,
@@ -99,7 +112,10 @@ class Decoder:
         stop_ids: Iterable[int] = (),
         *,
         drafter_vocabulary: int | None = None,
+        num_ahead: int = 0,
     ) -> None:
+        if num_ahead < 0:
+            raise InvalidSettingsError(f"num_ahead must be 0 or more, not {num_ahead}")
         self.target = target
         self.drafter = drafter
         self.budget = budget
@@ -107,6 +123,7 @@ class Decoder:
         self.stop_ids = frozenset(stop_ids)
         limits = DraftLimits(target.vocabulary_size, drafter_vocabulary)
         self.followers = Followers(drafter, limits)
+        self.num_ahead = num_ahead
         self._is_busy = False
         self._numbers = count()
 
@@ -334,7 +351,7 @@ def _decoded(
     """Decode; of processes that share a model, the first does and the others hear of it."""
 
     def steps(waiting: Iterator[Generation]) -> Iterator[tuple[Generation, list[int]]]:
-        return _Batch(decoder, waiting, num_places).steps()
+        return _batch(decoder, waiting, num_places).steps()
 
     ranks = decoder.target.ranks
     return steps(waiting) if ranks is None else ranks.steps(steps, waiting, decoder.target)
@@ -350,7 +367,8 @@ class _Row:
         num_prompt: tokens to read first; what it has generated before among them.
         num_read: tokens of its prompt that were read.
         pieces: states of the pieces that were read.
-        drafted: the drafter's tree, as far as the target can verify it.
+        proposed: the drafter's tree.
+        drafted: of it, as much as the target can verify.
         reading: what it reads in the pass.
         path: int64[k], the nodes that were accepted.
         next_token: the target's choice after them; `None` where the pass brought none.
@@ -364,6 +382,7 @@ class _Row:
     num_prompt: int
     num_read: int = 0
     pieces: list[States] = field(default_factory=list)
+    proposed: DraftTree = field(default_factory=DraftTree.empty)
     drafted: DraftTree = field(default_factory=DraftTree.empty)
     reading: Reading | None = None
     path: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -407,6 +426,10 @@ class _Row:
         """Have it read its last token, and a tree behind it."""
         self._take(Reading.of(self.place, int(self.generation.tokens[-1]), tree))
 
+    def outcomes(self, most: int) -> list[TokenIds]:
+        """Return int32[k] each: tokens that the pass may bring and that others follow."""
+        return self.proposed.beyond(self.tree, most, self.generation.max_depth - 1)
+
     def note_piece(self, states: States) -> None:
         """Take in that a piece of its prompt was read."""
         self.num_read += self.width
@@ -436,6 +459,12 @@ class _Batch:
         waiting: sequences to decode, in order.
         num_places: most sequences at a time.
     """
+
+    _num_spare = 0
+    """Nodes that are asked for beyond those that may be verified."""
+
+    _num_asked = 0
+    """Nodes of each tree that were asked for last."""
 
     def __init__(self, decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> None:
         self._followers = decoder.followers
@@ -498,18 +527,21 @@ class _Batch:
         going = [row for row in rows if row.is_going]
         for row in going:
             row.verify(DraftTree.empty())
-            row.drafted = row.tree
+            row.proposed = row.drafted = row.tree
         asked = [row for row in going if row.generation.max_depth > 0]
         max_nodes = min(self._budget.ask(load), self._target.max_nodes) if asked else 0
         if max_nodes == 0:
             return 0.0
         began_s = perf_counter()
+        self._num_asked = max_nodes + self._num_spare
         trees = draft_together(
-            self._followers, [(row.generation.drafter, max_nodes) for row in asked]
+            self._followers, [(row.generation.drafter, self._num_asked) for row in asked]
         )
         draft_s = perf_counter() - began_s
         for row, tree in zip(asked, trees, strict=True):
-            row.drafted = self._target.fitting(within_depth(tree, row.generation.max_depth))
+            row.proposed = tree
+            fitting = within_depth(tree.prefix(max_nodes), row.generation.max_depth)
+            row.drafted = self._target.fitting(fitting)
         shares = self._budget.share([row.drafted for row in going], load, draft_s)
         for row, tree in zip(going, shares, strict=True):
             row.verify(tree)
@@ -634,6 +666,42 @@ class _Batch:
         """End what is left, at the end or when the caller leaves in the middle."""
         for generation in (*(row.generation for row in self._rows), *self._returned):
             generation.end()
+
+
+class _AheadBatch(_Batch):
+    """The same passes; while one runs, the drafter answers for what may come of it.
+
+    Drafts for what came are then there when it ends: none of them waits for the drafter. What was
+    not among the likeliest outcomes is asked for, as in any batch.
+    """
+
+    def __init__(self, decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> None:
+        super().__init__(decoder, waiting, num_places)
+        self._num_ahead = decoder.num_ahead
+        self._num_spare = _SPARE * decoder.num_ahead
+        self._read_at_s: float | None = None
+        self._busy_s = 0.0
+
+    def _draft(self, rows: Sequence[_Row], load: Load) -> float:
+        if self._read_at_s is not None:
+            self._busy_s = perf_counter() - self._read_at_s
+        return super()._draft(rows, load)
+
+    def _read(self, rows: list[_Row]) -> list[tuple[_Row, Read]]:
+        asked = [
+            (row.generation.drafter, self._num_asked, row.outcomes(self._num_ahead))
+            for row in rows
+            if len(row.proposed)
+        ]
+        if asked:
+            ask_ahead(self._followers, asked, self._busy_s)
+        self._read_at_s = perf_counter()
+        return super()._read(rows)
+
+
+def _batch(decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> _Batch:
+    kind = _AheadBatch if decoder.num_ahead else _Batch
+    return kind(decoder, waiting, num_places)
 
 
 def _charge(rows: Sequence[_Row], draft_s: float, target_s: float, whole_s: float) -> None:

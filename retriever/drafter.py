@@ -1,9 +1,10 @@
 """The Drafter protocol: what a decoding loop asks of a source of draft tokens."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ class DraftRequest:
             repeated requests.
         budget_nodes: most nodes that the tree may have.
         min_probability: nodes less probable than this are not worth sending.
+        outcomes: int32[k] each, tokens that may come next, the likeliest first. Drafts after them
+            are asked for with `AheadDrafter.draft_ahead`; `draft` ignores them.
     """
 
     session: str
@@ -33,6 +36,17 @@ class DraftRequest:
     length: int
     budget_nodes: int
     min_probability: float = 0.0
+    outcomes: tuple[TokenIds, ...] = ()
+
+    @property
+    def num_nodes(self) -> int:
+        """Most nodes of all its trees together."""
+        return self.budget_nodes * max(1, len(self.outcomes))
+
+
+def without_outcomes(requests: Sequence[DraftRequest]) -> list[DraftRequest]:
+    """Return requests as `Drafter.draft` takes them."""
+    return [replace(each, outcomes=()) if each.outcomes else each for each in requests]
 
 
 class Keeping(IntEnum):
@@ -94,6 +108,35 @@ class Drafter(Protocol):
 
         Raises:
             UnknownSessionError: the session is not open.
+        """
+        ...
+
+
+@runtime_checkable
+class AheadDrafter(Protocol):
+    """A `Drafter` that also drafts ahead, for what may come of a pass that is under way.
+
+    Decoding then waits for no draft where one of the outcomes comes, as in "Speculative
+    Speculative Decoding" (arXiv:2603.03251), where a draft model answers for them.
+    """
+
+    def draft_ahead(
+        self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
+    ) -> list[list[DraftTree]]:
+        """Commit new tokens as `draft` does; return a tree for each outcome of each request.
+
+        Outcomes are not committed and leave nothing behind; what came of them is sent as new tokens
+        of a later request.
+
+        Args:
+            requests: of one decoding step; `budget_nodes` are of each tree.
+            timeout_s: trees that take longer than this are not made, in seconds.
+
+        Returns:
+            For each request the trees of its first outcomes, in order: of all of them, or of as
+            many as could be answered, which may be none.
+
+        Raises: as `Drafter.draft`.
         """
         ...
 

@@ -4,8 +4,10 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from logging import getLogger
 from typing import Any, Final, Protocol, runtime_checkable
@@ -13,7 +15,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 import numpy as np
 
 from retriever.backoff import Backoff, drafter_backoff
-from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.drafter import AheadDrafter, Drafter, DraftRequest, TokenIds
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -73,6 +75,21 @@ class Learner(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answers:
+    """What a drafter answered ahead for one sequence.
+
+    Attributes:
+        length: of the sequence, before the outcomes.
+        min_probability: that was asked with.
+        trees: by the tokens of their outcome, as bytes.
+    """
+
+    length: int
+    min_probability: float
+    trees: dict[bytes, DraftTree]
+
+
 class Follower:
     """Keeps a drafter up to date with one sequence, whose tokens it shares and never copies.
 
@@ -101,6 +118,7 @@ class Follower:
     """
 
     __slots__ = (
+        "_answers",
         "_followers",
         "_given_name",
         "_num_known",
@@ -130,6 +148,7 @@ class Follower:
         self._followers = followers
         self._given_name = name
         self._num_known = 0  # tokens inside the drafter's vocabulary
+        self._answers: _Answers | None = None
 
     @property
     def is_open(self) -> bool:
@@ -191,6 +210,26 @@ class Follower:
     def told(self, length: int) -> None:
         """Note that the session has been told the sequence up to a length."""
         self.num_sent = length
+        self._answers = None
+
+    def take_answers(self, request: DraftRequest, trees: Sequence[DraftTree]) -> None:
+        """Note that the session has been told a request, and the trees for its first outcomes."""
+        self.num_sent = request.length
+        keys = (outcome.tobytes() for outcome in request.outcomes)
+        self._answers = _Answers(
+            request.length, request.min_probability, dict(zip(keys, trees, strict=False))
+        )
+
+    def answered(self, budget_nodes: int, min_probability: float) -> DraftTree | None:
+        """Return the tree that was answered ahead for what came, `None` if there is none.
+
+        The session is told what came with the next request.
+        """
+        answers = self._answers
+        if answers is None or answers.min_probability != min_probability:
+            return None
+        tree = answers.trees.get(self.sequence.tokens[answers.length :].tobytes())
+        return None if tree is None else tree.prefix(budget_nodes)
 
     def unsent(self) -> TokenIds:
         """Return int32[m], a copy of the known tokens that the drafter has not been told."""
@@ -201,6 +240,7 @@ class Follower:
         """Drop the session without closing it; return its name. The next request opens another."""
         name, self.name = self.name, None
         self.num_sent = 0
+        self._answers = None
         return name
 
     def is_over(self) -> bool:
@@ -222,6 +262,69 @@ class Follower:
         self.num_failures += 1
         self.close()
         return True
+
+
+_FIRST_PATIENCE_S: Final = 0.02
+"""How long asking takes as long as it was not measured, in seconds: as long as clients wait at
+most."""
+
+_FIRST_PAUSE_S: Final = 0.02
+"""Longest pause in asking ahead after a first late answer, in seconds: a few steps. Pauses grow to
+seconds, so that a service of an older version is seldom asked in vain."""
+
+_LEAST_PATIENCE_S: Final = 0.001
+"""Least wait for drafts ahead, in seconds: a thread that is due may be resumed that late."""
+
+_RECENT: Final = 0.2
+"""Weight of the last draft in how long asking lately took: some five drafts count."""
+
+
+class _AskedAhead:
+    """Drafts ahead that are under way in another thread, and what becomes of them.
+
+    Args:
+        asked: followers, and what was asked for each.
+        answers: of the drafter.
+        began_s: time of the followers' clock.
+
+    Attributes: as the arguments, and
+        is_late: whether a step went without a draft because of it.
+    """
+
+    def __init__(
+        self,
+        asked: Sequence[tuple[Follower, DraftRequest]],
+        answers: "Future[list[list[DraftTree]]]",
+        began_s: float,
+    ) -> None:
+        self.asked = asked
+        self.answers = answers
+        self.began_s = began_s
+        self.is_late = False
+
+    @property
+    def followers(self) -> list[Follower]:
+        """Of the sequences that were asked for."""
+        return [follower for follower, _ in self.asked]
+
+    def is_done(self, wait_s: float | None) -> bool:
+        """Wait for at most so many seconds, without end for `None`; return whether it is done."""
+        return self.answers.done() or bool(wait((self.answers,), wait_s).done)
+
+    def taken(self) -> int:
+        """Give each follower its answers; return for how many outcomes there are any.
+
+        Raises:
+            RetrieverError: the drafter's.
+        """
+        answers = self.answers.result()
+        if len(answers) != len(self.asked):
+            raise DrafterUnavailableError(
+                f"the drafter answered ahead for {len(answers)} of {len(self.asked)} sequences"
+            )
+        for (follower, request), trees in zip(self.asked, answers, strict=True):
+            follower.take_answers(request, trees)
+        return sum(map(len, answers))
 
 
 _FEW: Final = 64
@@ -256,6 +359,8 @@ class Followers:
         learner: the drafter, if it learns from passes.
         backoff: pauses after failures of the drafter.
         num_failures: calls that failed or were refused.
+        num_asked: drafts that a caller waited for, by sequence.
+        num_ahead: drafts that were answered ahead, by sequence.
     """
 
     def __init__(
@@ -271,12 +376,21 @@ class Followers:
         self.limits = limits or DraftLimits()
         self.learner = drafter if isinstance(drafter, Learner) else None
         self.backoff = backoff or drafter_backoff(clock)
-        self.num_failures = 0
+        self.num_failures = self.num_asked = self.num_ahead = 0
         self._raises_refusals = raises_refusals
         self._caught = NO_DRAFT if raises_refusals else (RetrieverError,)
         self._clock = clock
         self._prefix = uuid.uuid4().hex
         self._numbers = count()
+        self._ahead = drafter if isinstance(drafter, AheadDrafter) else None
+        self._ahead_backoff = Backoff(_FIRST_PAUSE_S, clock=clock)
+        self._under_way: _AskedAhead | None = None
+        self._asking_s = _FIRST_PATIENCE_S
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        """Asks ahead."""
+        return ThreadPoolExecutor(1, "foredraft-ahead")
 
     def follow(
         self, sequence: TokenSequence, name: str | None = None, limits: DraftLimits | None = None
@@ -306,6 +420,7 @@ class Followers:
         Raises:
             InvalidRequestError: the drafter refuses a prompt, if `raises_refusals`.
         """
+        self._settle()
         num_opened = 0
         for follower in followers:
             if follower.is_open or follower.is_over():
@@ -330,12 +445,57 @@ class Followers:
         Raises:
             InvalidRequestError: the drafter refuses the step, if `raises_refusals`.
         """
-        ready = [self._is_ready(follower) for follower, _ in asked]
-        if all(ready):
-            return self._ask(asked, min_probability) if asked else []
-        awaited = [each for each, is_ready in zip(asked, ready, strict=True) if is_ready]
-        drafted = iter(self._ask(awaited, min_probability) if awaited else ())
-        return [next(drafted) if is_ready else DraftTree.empty() for is_ready in ready]
+        if not self._settle(max(self._asking_s, _LEAST_PATIENCE_S)):
+            return [DraftTree.empty() for _ in asked]
+        drafted: dict[Follower, DraftTree] = {}
+        awaited: list[tuple[Follower, int]] = []
+        for follower, most in asked:
+            tree = self._answered(follower, most, min_probability)
+            if tree is not None:
+                drafted[follower] = tree
+            elif self._is_ready(follower):
+                awaited.append((follower, most))
+        if awaited:
+            trees = self._ask(awaited, min_probability)
+            drafted |= {follower: tree for (follower, _), tree in zip(awaited, trees, strict=True)}
+        return [
+            drafted[follower] if follower in drafted else DraftTree.empty() for follower, _ in asked
+        ]
+
+    def ask_ahead(
+        self,
+        asked: Sequence[tuple[Follower, int, Sequence[TokenIds]]],
+        busy_s: float,
+        min_probability: float = 0.0,
+    ) -> None:
+        """Have the drafter answer for what may come, in another thread.
+
+        The next `draft` takes the answer for what came, without asking. It waits for an answer that
+        is still under way for as long as asking lately took, and goes without a draft after that:
+        requests are answered in order, so that asking would take longer. What was not among the
+        outcomes is asked for. While a drafter is late, fails or answers nothing, it is not asked
+        ahead. Drafters that do not answer ahead are never asked.
+
+        Args:
+            asked: distinct followers, the most nodes of each tree, and outcomes: int32[k] each,
+                tokens that may come next, the likeliest first.
+            busy_s: about how long the caller will do other work, in seconds.
+            min_probability: nodes less probable than this are not worth sending.
+        """
+        self._settle()
+        if self._ahead is None or not (self.backoff.is_over() and self._ahead_backoff.is_over()):
+            return
+        requests = [
+            (follower, replace(follower.request(most, min_probability), outcomes=tuple(outcomes)))
+            for follower, most, outcomes in asked
+            if outcomes and most and not follower.is_over() and follower.is_open
+        ]
+        if requests:
+            timeout_s = busy_s + max(self._asking_s, _LEAST_PATIENCE_S)
+            answers = self._thread.submit(
+                self._ahead.draft_ahead, [request for _, request in requests], timeout_s
+            )
+            self._under_way = _AskedAhead(requests, answers, self._clock())
 
     def close(self, follower: Follower) -> None:
         """Close a session, if there is one; see `Follower.close`.
@@ -343,6 +503,7 @@ class Followers:
         Raises:
             InvalidRequestError: the drafter refuses the tokens, if `raises_refusals`.
         """
+        self._settle()
         follower.is_over()
         if follower.name is None:
             return
@@ -357,6 +518,7 @@ class Followers:
 
     def give_up(self, follower: Follower) -> None:
         """Close a session that may be gone; the next request opens another."""
+        self._settle()
         name = follower.forget()
         if name is not None:
             with suppress(RetrieverError):
@@ -367,6 +529,50 @@ class Followers:
         for follower in followers:
             with suppress(Exception):
                 self.give_up(follower)
+
+    def _settle(self, wait_s: float | None = None) -> bool:
+        """Take in drafts ahead that are under way; return false if they are not done in time.
+
+        Args:
+            wait_s: longest wait, in seconds; without end for `None`.
+        """
+        asked = self._under_way
+        if asked is None:
+            return True
+        if not asked.is_done(wait_s):
+            self._note_late(asked)
+            return False
+        self._under_way = None
+        try:
+            is_answered = asked.taken() > 0
+        except self._caught as error:
+            self._ahead_backoff.fail()
+            self._fail(error, asked.began_s, asked.followers)
+            return True
+        if not is_answered:  # as a service of an older version
+            self._ahead_backoff.fail()
+        elif not asked.is_late:
+            self._ahead_backoff.succeed()
+        return True
+
+    def _note_late(self, asked: _AskedAhead) -> None:
+        for follower in asked.followers:
+            follower.num_failures += 1
+        if not asked.is_late:
+            asked.is_late = True
+            self._ahead_backoff.fail()
+
+    def _answered(
+        self, follower: Follower, budget_nodes: int, min_probability: float
+    ) -> DraftTree | None:
+        """Return a tree that was answered ahead; `None` where a draft is to be asked for."""
+        if self._ahead is None or follower.is_over():
+            return None
+        tree = follower.answered(budget_nodes, min_probability)
+        if tree is None:
+            return None
+        self.num_ahead += 1
+        return self._checked(follower, tree, self._clock())
 
     def _is_ready(self, follower: Follower) -> bool:
         """Return whether a draft can be requested; opens a session where there is none."""
@@ -415,6 +621,9 @@ class Followers:
         except self._caught as error:
             self._fail(error, start_s, [follower for follower, _ in asked])
             return [DraftTree.empty() for _ in asked]
+        self.num_asked += len(asked)
+        if self._ahead is not None:
+            self._asking_s += _RECENT * (self._clock() - start_s - self._asking_s)
         return [
             self._taken(follower, request, tree, start_s)
             for (follower, _), request, tree in zip(asked, requests, trees, strict=True)
@@ -423,8 +632,12 @@ class Followers:
     def _taken(
         self, follower: Follower, request: DraftRequest, tree: DraftTree, start_s: float
     ) -> DraftTree:
+        """Note that a session has been told a request, and return its checked tree."""
+        follower.told(request.length)
+        return self._checked(follower, tree, start_s)
+
+    def _checked(self, follower: Follower, tree: DraftTree, start_s: float) -> DraftTree:
         """Return a tree, or an empty one where the model's embedding has no row for a token."""
-        follower.num_sent = request.length
         end, tokens = follower.limits.model_vocabulary, tree.token_ids
         if end is None or len(tokens) == 0 or _are_below(tokens, end):
             return tree

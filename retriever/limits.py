@@ -282,6 +282,40 @@ def check_draft(budget_nodes: int, min_probability: float, limits: Limits) -> No
         raise InvalidRequestError(f"min_probability must lie between 0 and 1: {min_probability}")
 
 
+MAX_OUTCOMES: Final = 64
+"""Most outcomes of a sequence that one step may ask ahead for: about as many drafts as fit into a
+pass of some milliseconds."""
+
+
+def check_outcomes(lengths: Sequence[int], limits: Limits) -> None:
+    """Refuse outcomes that are too many, too long or empty.
+
+    Args:
+        lengths: of the outcomes, in tokens.
+        limits: in force.
+
+    Raises:
+        InvalidRequestError: an outcome without tokens: it is what has come already.
+        LimitExceededError: more than `MAX_OUTCOMES`, or one that is longer than a path of a tree of
+            `max_budget_nodes` nodes and a token after it.
+    """
+    if len(lengths) > MAX_OUTCOMES:
+        raise LimitExceededError(
+            f"{len(lengths)} outcomes of a sequence are beyond the limit of {MAX_OUTCOMES} "
+            "(MAX_OUTCOMES)",
+            limit="max_outcomes",
+        )
+    if min(lengths, default=1) == 0:
+        raise InvalidRequestError("an outcome has at least one token")
+    longest = limits.max_budget_nodes + 1
+    if max(lengths, default=0) > longest:
+        raise LimitExceededError(
+            f"an outcome of {max(lengths)} tokens is beyond the limit of {longest}, a token more "
+            "than a tree has nodes (max_budget_nodes)",
+            limit="max_budget_nodes",
+        )
+
+
 def check_documents(max_documents: int) -> None:
     """Refuse an invalid number of documents for a node.
 

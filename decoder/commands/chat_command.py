@@ -88,7 +88,13 @@ def run_chat(
         language_model = prepared.load()
         drafter = stack.enter_context(drafts.connect(language_model, settings))
         rule = own_rule(language_model, settings)
-        decoder = assemble(language_model, drafter, rule, costs=store_at(chosen.cost_cache))
+        decoder = assemble(
+            language_model,
+            drafter,
+            rule,
+            costs=store_at(chosen.cost_cache),
+            num_ahead=drafts.draft_ahead,
+        )
         messages = Messages(language_model, decoder, output.system)
         chat = Chat(messages, AnswerOptions(output.max_new_tokens), palette)
         chat.run()

@@ -91,6 +91,7 @@ def run_generate(
             drafter,
             own_rule(language_model, settings, pattern),
             costs=store_at(chosen.cost_cache),
+            num_ahead=drafts.draft_ahead,
         )
         answerer = Answerer(
             decoder,

@@ -458,6 +458,7 @@ class Contest:
             rule if setting.temperature == 0 else DrawnByPrompt(rule),
             self._language_model.stop_ids,
             drafter_vocabulary=self._language_model.vocabulary.size,
+            num_ahead=self._drafts.draft_ahead,
         )
 
     def _budget(self, drafter: Drafter, setting: Setting) -> Budget:

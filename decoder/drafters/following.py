@@ -92,6 +92,10 @@ class FollowingDrafter(Protocol):
         ...
 
 
+Likely = tuple[Any, int, Sequence[TokenIds]]
+"""A drafter of one sequence, the most nodes of each tree, and what may come: int32[k] each."""
+
+
 def states_of(drafter: Drafter) -> frozenset[int]:
     """Return the numbers of the target's states that a drafter learns from."""
     return drafter.states if isinstance(drafter, FollowingDrafter) else frozenset()
@@ -120,6 +124,33 @@ def draft_together(
     if isinstance(followers.drafter, FollowingDrafter):
         return followers.drafter.draft_together(asked)
     return followers.draft([(each, nodes) for each, nodes in asked if isinstance(each, Follower)])
+
+
+@runtime_checkable
+class AskedAhead(Protocol):
+    """A `FollowingDrafter` whose parts may answer ahead."""
+
+    def ask_ahead(self, asked: Sequence[Likely], busy_s: float) -> None:
+        """Have the parts answer for what may come; see `Followers.ask_ahead`."""
+        ...
+
+
+def ask_ahead(followers: Followers, asked: Sequence[Likely], busy_s: float) -> None:
+    """Have a drafter answer for what may come, while the caller runs a pass of the target.
+
+    The next `draft_together` takes the answers for what came; see `Followers.ask_ahead`.
+
+    Args:
+        followers: of the drafter.
+        asked: what `follow` made for each sequence, the most nodes of each tree, and int32[k] each:
+            tokens that may come next.
+        busy_s: about how long the caller will not draft, in seconds.
+    """
+    if isinstance(followers.drafter, AskedAhead):
+        followers.drafter.ask_ahead(asked, busy_s)
+        return
+    of_sequences = [each for each in asked if isinstance(each[0], Follower)]
+    followers.ask_ahead(of_sequences, busy_s)
 
 
 class NoDrafter:

@@ -20,7 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from decoder.drafters.asking import AskedDraft
-from decoder.drafters.following import SequenceDrafter, Verified, draft_together, follow
+from decoder.drafters.following import (
+    Likely,
+    SequenceDrafter,
+    Verified,
+    ask_ahead,
+    draft_together,
+    follow,
+)
 from decoder.drafters.kernels.forest import NOWHERE, Forest, plant
 from decoder.drafters.kernels.fused_growth import Growth, grow
 from decoder.drafters.kernels.fused_learning import learn
@@ -245,6 +252,19 @@ class FusedDrafter:
             self.fuse(sequence, most, min_probability)
             for (sequence, _), most in zip(asked, limits, strict=True)
         ]
+
+    def ask_ahead(self, asked: Sequence[Likely], busy_s: float) -> None:
+        """Have each drafter answer for what may come; see `Followers.ask_ahead`.
+
+        What is answered ahead are their trees. They are fused once it has come: recycled logits and
+        readers need the target's pass.
+        """
+        for at, followers in enumerate(self._followers):
+            of_members = [
+                (sequence.members[at], min(nodes, MAX_NODES), outcomes)
+                for sequence, nodes, outcomes in asked
+            ]
+            ask_ahead(followers, of_members, busy_s)
 
     def learn(self, session: str, verified: Verified) -> None:
         """Learn from a pass over the session's last draft how to weigh each source."""

@@ -172,8 +172,9 @@ class Target:
         prefix_bytes: int = DEFAULT_PREFIX_BYTES,
         verdicts: Verdicts | None = FOUND_HERE,
     ) -> None:
-        self._prefixes = PrefixStore(prefix_bytes)
         self.ranks = ranks_of(model)
+        # Processes might differ in what they find memory for.
+        self._prefixes = PrefixStore(prefix_bytes if self.ranks is None else 0)
         self._pack, self._capture, self._tapped = pack, capture, tuple(states)
         if self._tapped:
             refuse_shared(model, "No head can draft from the states of a")

@@ -1,6 +1,7 @@
 """The asynchronous client that never fails a decode; runs on the event loop that calls it first."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from retriever.client.streams import (
     check_is_older,
     check_opens,
 )
-from retriever.drafter import Drafter, DraftRequest
+from retriever.drafter import Drafter, DraftRequest, without_outcomes
 from retriever.errors import CredentialsError, DrafterUnavailableError
 from retriever.tree import DraftTree
 from retriever.v1 import retriever_pb2 as pb
@@ -224,7 +225,7 @@ class AsyncResilientDrafter(FailOpenClient):
         self._start()
         deadline_s = self._pace.begin(time.monotonic())
         self._streams.give_up_lost()
-        plan = self._planner.plan(requests, time.monotonic(), deadline_s)
+        plan = self._planner.plan(without_outcomes(requests), time.monotonic(), deadline_s)
         try:
             self._streams.ask(plan)
             await self._wait(lambda: plan.is_done, deadline_s)
@@ -232,6 +233,22 @@ class AsyncResilientDrafter(FailOpenClient):
             trees = self._planner.finish(plan)
         self._streams.tell_rest()
         self._pace.end(time.monotonic())
+        return trees
+
+    async def draft_ahead(
+        self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
+    ) -> list[list[DraftTree]]:
+        """Commit new tokens and draft for what may come; see `ResilientDrafter.draft_ahead`."""
+        self._start()
+        deadline_s = self._pace.ahead(time.monotonic(), timeout_s)
+        self._streams.give_up_lost()
+        plan = self._planner.plan(requests, time.monotonic(), deadline_s)
+        try:
+            self._streams.ask(plan)
+            await self._wait(lambda: plan.is_done, deadline_s)
+        finally:
+            trees = self._planner.finish_ahead(plan)
+        self._streams.tell_rest()
         return trees
 
     async def close(

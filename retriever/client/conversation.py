@@ -5,11 +5,12 @@ Does no input or output, so that the synchronous and the asynchronous client sha
 
 import secrets
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count, islice
 from logging import getLogger
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import grpc
@@ -32,6 +33,7 @@ from retriever.wire.messages import (
     add_step,
     closing_message,
     opening_message,
+    outcome_trees_from,
     pad_request,
     trees_from_messages,
 )
@@ -204,11 +206,13 @@ class Reply(NamedTuple):
         trees: by session.
         reasons: why other sessions got no tree.
         is_broken: whether the stream must be given up.
+        ahead: trees for outcomes, by session, of those that asked ahead.
     """
 
     trees: dict[str, DraftTree]
     reasons: dict[str, FailOpen]
     is_broken: bool = False
+    ahead: Mapping[str, list[DraftTree]] = MappingProxyType({})
 
 
 def answer_with_trees(
@@ -227,6 +231,7 @@ def answer_with_trees(
     """
     try:
         trees = trees_from_messages(response.trees, len(requests))
+        outcome_trees = outcome_trees_from(response, requests)
     except InvalidTreeError as error:
         _log.warning("draft service %s sent no trees: %s", address, error)
         invalid = {request.session: FailOpen.INVALID for request in requests}
@@ -236,7 +241,12 @@ def answer_with_trees(
         for request, tree in zip(requests, trees, strict=True)
         if request.session not in reasons
     }
-    return Reply(got, reasons)
+    ahead = {
+        request.session: trees
+        for request, trees in zip(requests, outcome_trees, strict=True)
+        if request.outcomes
+    }
+    return Reply(got, reasons, ahead=ahead)
 
 
 _MAX_UNANSWERED: Final = 256

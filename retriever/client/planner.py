@@ -131,6 +131,7 @@ class Plan:
         messages: what to send, by address.
         trees: received so far, by session.
         reasons: why a server sent none, by session.
+        ahead: trees for outcomes received so far, by session.
     """
 
     steps: list[SequenceStep]
@@ -138,6 +139,7 @@ class Plan:
     messages: dict[str, pb.DraftStreamRequest] = field(default_factory=dict)
     trees: dict[str, DraftTree] = field(default_factory=dict)
     reasons: dict[str, FailOpen] = field(default_factory=dict)
+    ahead: dict[str, list[DraftTree]] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
@@ -304,6 +306,7 @@ class Planner:
             if awaited is not None and awaited.sequence_number == response.sequence_number:
                 plan.trees |= answer.trees
                 plan.reasons |= answer.reasons
+                plan.ahead |= answer.ahead
         return answer.is_broken
 
     def lose(self, address: str) -> None:
@@ -326,6 +329,14 @@ class Planner:
             self._miss(name, plan.reasons.get(name, FailOpen.TIMEOUT))
             plan.trees[name] = local[name] if name in local else DraftTree.empty()
         return [plan.trees[step.request.session] for step in plan.steps]
+
+    def finish_ahead(self, plan: Plan) -> list[list[DraftTree]]:
+        """Return the trees for the outcomes of a step, in order; none where no answer has come.
+
+        What is missing is not drafted locally and not counted: the step that follows asks for it.
+        """
+        self._under_way.discard(plan)
+        return [plan.ahead.get(step.request.session, []) for step in plan.steps]
 
     def server_of(self, session: str) -> str:
         """Return the address of the server that a session is assigned to.

@@ -1,5 +1,6 @@
 """A client that never fails a decode: where servers are down or late, it continues without them."""
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from retriever.client.conversation import FailOpens
 from retriever.client.credentials import Credentials
-from retriever.client.planner import Planner
+from retriever.client.planner import Plan, Planner
 from retriever.client.streams import (
     LOST_AFTER_S,
     Link,
@@ -22,7 +23,7 @@ from retriever.client.streams import (
     StreamTable,
     remote_channel,
 )
-from retriever.drafter import Drafter, DraftRequest
+from retriever.drafter import Drafter, DraftRequest, without_outcomes
 from retriever.tree import DraftTree
 from retriever.wire.messages import client_message
 
@@ -32,6 +33,10 @@ server."""
 
 SHORTEST_S: Final = 0.005  # below it, one scheduling delay costs the draft
 LONGEST_S: Final = 0.02  # a late server delays no step by more
+
+LONGEST_AHEAD_S: Final = 0.2
+"""Longest wait for drafts ahead, in seconds: passes of large models take less, and one that takes
+longer does not miss what comes later."""
 
 _INERTIA: Final = 0.9  # averages over about ten steps
 _IDLE_S: Final = 2.0  # longer gaps are the engine's pauses, not steps
@@ -65,6 +70,10 @@ class Pace:
             before_s = between_s if self._between_s is None else self._between_s
             self._between_s = _INERTIA * before_s + (1 - _INERTIA) * between_s
         return now_s + self.deadline_s
+
+    def ahead(self, now_s: float, timeout_s: float) -> float:
+        """Return the time until which drafts ahead are awaited, while the engine goes on."""
+        return now_s + max(min(timeout_s, LONGEST_AHEAD_S), self.deadline_s)
 
     def end(self, now_s: float) -> None:
         """Note that the engine continues."""
@@ -213,14 +222,26 @@ class ResilientDrafter(FailOpenClient):
         self._start()
         deadline_s = self._pace.begin(time.monotonic())
         with self._lock:
-            self._take_all()
-            plan = self._planner.plan(requests, time.monotonic(), deadline_s)
-            self._streams.ask(plan)
-            while not plan.is_done and self._take_next(deadline_s):
-                pass
+            plan = self._asked(without_outcomes(requests), deadline_s)
             trees = self._planner.finish(plan)
             self._streams.tell_rest()
         self._pace.end(time.monotonic())
+        return trees
+
+    def draft_ahead(
+        self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
+    ) -> list[list[DraftTree]]:
+        """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`.
+
+        Waits for `timeout_s` within a step's deadline and `LONGEST_AHEAD_S`. Where a server is
+        late, down or of an older version, no outcome is answered.
+        """
+        self._start()
+        deadline_s = self._pace.ahead(time.monotonic(), timeout_s)
+        with self._lock:
+            plan = self._asked(requests, deadline_s)
+            trees = self._planner.finish_ahead(plan)
+            self._streams.tell_rest()
         return trees
 
     def close(
@@ -279,6 +300,15 @@ class ResilientDrafter(FailOpenClient):
                     Link(address, self._open_channel, self._events, self._catch_up)
                     for address in self._planner.conversations
                 ]
+
+    def _asked(self, requests: Sequence[DraftRequest], deadline_s: float) -> Plan:
+        """Send a step; return it once it is answered, or the deadline has passed."""
+        self._take_all()
+        plan = self._planner.plan(requests, time.monotonic(), deadline_s)
+        self._streams.ask(plan)
+        while not plan.is_done and self._take_next(deadline_s):
+            pass
+        return plan
 
     def _catch_up(self) -> None:
         """Send pending closes and outputs to a server that is back."""

@@ -1,5 +1,6 @@
 """The strict client: a `Drafter` over gRPC that raises every refusal of the service."""
 
+import math
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from retriever.client.credentials import Credentials, open_channel
 from retriever.client.streams import LinkStream
-from retriever.drafter import DraftRequest, Findings, FoundPage
+from retriever.drafter import DraftRequest, Findings, FoundPage, without_outcomes
 from retriever.errors import (
     DrafterUnavailableError,
     InvalidRequestError,
@@ -44,11 +45,13 @@ from retriever.wire.messages import (
     findings_from_message,
     findings_to_message,
     opening_message,
+    outcome_trees_from,
+    timeout_to_wire,
     tokens_to_wire,
     trees_from_messages,
 )
 from retriever.wire.server_info import ServerInfo
-from retriever.wire.statuses import error_of, error_of_status
+from retriever.wire.statuses import error_of, error_of_status, is_late
 
 _ABORTED: Final[int] = grpc.StatusCode.ABORTED.value[0]
 
@@ -265,6 +268,15 @@ class Calls:
         except InvalidTreeError as error:
             raise DrafterUnavailableError(f"{self._address} sent no trees: {error}") from error
 
+    def _outcome_trees(
+        self, response: pb.DraftStreamResponse, requests: Sequence[DraftRequest]
+    ) -> list[list[DraftTree]]:
+        """Return the trees for outcomes of an answer, or raise `DrafterUnavailableError`."""
+        try:
+            return outcome_trees_from(response, requests)
+        except InvalidTreeError as error:
+            raise DrafterUnavailableError(f"{self._address} sent no trees: {error}") from error
+
     def _call_of_findings(self, method: Any, message: Any) -> Any:
         try:
             return method(message, timeout=self._timeout_s)
@@ -373,21 +385,17 @@ class RemoteDrafter(Calls):
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[DraftTree]:
         """Commit new tokens and draft for each sequence; see `Drafter.draft`."""
-        told = [self._usable(request.session) for request in requests]
-        new_ids = [tokens_to_wire(request.new_tokens) for request in requests]
-        with self._lock:
-            message = pb.DraftStreamRequest()
-            for request, known, ids in zip(requests, told, new_ids, strict=True):
-                session = request.session
-                add_step(message, request, self._prefix + session, known.untold(session, ids))
-            try:
-                response = self._ask(message)
-                self._note(response, message, told, new_ids)
-                return self._trees(response.trees, len(requests))
-            except DrafterUnavailableError:
-                for known in told:
-                    known.is_lost = True
-                raise
+        return self._drafted(pb.DraftStreamRequest(), without_outcomes(requests))[0]
+
+    def draft_ahead(
+        self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
+    ) -> list[list[DraftTree]]:
+        """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`.
+
+        A service of an older version commits them, and answers for no outcome.
+        """
+        timeout_us = timeout_to_wire(min(timeout_s, self._timeout_s))
+        return self._drafted(pb.DraftStreamRequest(timeout_us=timeout_us), requests)[1]
 
     def close(
         self, session: str, new_tokens: ArrayLike | None = None, *, remember: bool = True
@@ -434,6 +442,26 @@ class RemoteDrafter(Calls):
     def __exit__(self, *_: object) -> None:
         self.shut_down()
 
+    def _drafted(
+        self, message: pb.DraftStreamRequest, requests: Sequence[DraftRequest]
+    ) -> tuple[list[DraftTree], list[list[DraftTree]]]:
+        """Send a step; return its trees, and those for the outcomes of each sequence."""
+        told = [self._usable(request.session) for request in requests]
+        new_ids = [tokens_to_wire(request.new_tokens) for request in requests]
+        with self._lock:
+            for request, known, ids in zip(requests, told, new_ids, strict=True):
+                session = request.session
+                add_step(message, request, self._prefix + session, known.untold(session, ids))
+            try:
+                response = self._ask(message)
+                self._note(response, message, told, new_ids)
+                trees = self._trees(response.trees, len(requests))
+                return trees, self._outcome_trees(response, requests)
+            except DrafterUnavailableError:
+                for known in told:
+                    known.is_lost = True
+                raise
+
     def _forget(self, session: str) -> None:
         if session in self._sessions:
             self._sessions.remove(session)
@@ -458,14 +486,15 @@ class RemoteDrafter(Calls):
         Raises:
             RetrieverError: the first refusal.
         """
-        refused = {status.session_id for status in response.statuses}
+        refused = {each.session_id for each in response.statuses if not is_late(each)}
         for step, known, ids in zip(message.steps, told, new_ids, strict=True):
             if not refused:
                 known.noted = _NOTHING
             elif step.session_id not in refused and "" not in refused:
                 known.noted = ids
         for status in response.statuses:
-            raise error_of_status(status)
+            if not is_late(status):  # a draft ahead has a timeout: its tokens were noted
+                raise error_of_status(status)
 
     def _ask(self, message: pb.DraftStreamRequest) -> pb.DraftStreamResponse:
         """Send one step and await its answer; after a failure the next step opens a new stream."""

@@ -115,6 +115,31 @@ def _link(chains: Chains, order: int, row: int, first: int, document: int) -> No
 
 
 @kernel()
+def withdraw_tokens(chains: Chains, orders: NDArray[np.int64], count: int) -> None:
+    """Take back the last tokens of a sequence's store: no n-gram that ends at one is found again.
+
+    Each head goes back to the position that its token was linked to. `last` stays as it is: which
+    position a token had before is not known here.
+
+    Args:
+        chains: the store, a ring that has not wrapped; updated.
+        orders: int64[orders], the indexed n-gram orders, longest first.
+        count: how many tokens; all of the current document.
+    """
+    tokens, heads, links, state = chains.tokens, chains.heads, chains.links, chains.state
+    mask = tokens.shape[0] - 1
+    for position in range(state[0] - 1, state[0] - 1 - count, -1):
+        for row in range(orders.shape[0]):
+            begin = position - orders[row] + 1
+            if begin < state[1]:
+                continue
+            bucket = bucket_of(tokens, begin, mask, orders[row], heads.shape[1])
+            distance = links[row, position]
+            heads[row, bucket] = (position - distance) & _HEAD_BITS if distance else -1
+    state[0] -= count
+
+
+@kernel()
 def collect_chains(
     chains: Chains,
     indexed: Orders,

@@ -71,6 +71,36 @@ def extend_sequence(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
 
 
 @kernel()
+def suppose_tokens(
+    store: NDArray[Any], tokens: NDArray[np.int32], before: NDArray[np.int64]
+) -> None:
+    """Append tokens to a sequence's store as `extend_sequence` does, to be taken back.
+
+    Args:
+        store: of a sequence, with room for them.
+        tokens: int32[n].
+        before: int64[2 + n], written: the cursor, and where each token stood last.
+    """
+    last, cursor = unpack(store[0], Chains).last, unpack(store[0], Cursor).cursor
+    before[0], before[1] = cursor[0], cursor[1]
+    for index in range(tokens.shape[0]):
+        before[2 + index] = last[tokens[index] & (last.shape[0] - 1)]
+    extend_sequence(store, tokens)
+
+
+@kernel()
+def withdraw_tokens(
+    store: NDArray[Any], tokens: NDArray[np.int32], before: NDArray[np.int64]
+) -> None:
+    """Take back what `suppose_tokens` appended; arguments as there."""
+    sequence, cursor = unpack(store[0], Chains), unpack(store[0], Cursor).cursor
+    chains.withdraw_tokens(sequence, unpack(store[0], Orders).orders, tokens.shape[0])
+    for index in range(tokens.shape[0]):
+        sequence.last[tokens[index] & (sequence.last.shape[0] - 1)] = before[2 + index]
+    cursor[0], cursor[1] = before[0], before[1]
+
+
+@kernel()
 def collect_sequence(
     store: NDArray[Any],
     query: NDArray[np.int32],

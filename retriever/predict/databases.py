@@ -6,6 +6,7 @@ add one, write it in a file of its own with its number (`Source.register`), and 
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -25,9 +26,9 @@ from retriever.kernels.layout import (
     pack,
 )
 from retriever.predict.ledger import Charge
-from retriever.predict.phrases import PhraseCursor
+from retriever.predict.phrases import MAX_PHRASE_TOKENS, PhraseCursor
 from retriever.predict.pool import Pool
-from retriever.predict.question import Database, Question
+from retriever.predict.question import Database, Question, SupposingDatabase
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, store_bytes
 from retriever.tree import Source
 
@@ -173,6 +174,14 @@ class Context:
         """Return the last tokens, at most `num_tokens`."""
         return self._store.last(num_tokens)
 
+    def has_room(self, num_tokens: int) -> bool:
+        """Return whether so many more tokens can be supposed."""
+        return len(self._store) + num_tokens <= self._store.capacity
+
+    def supposing(self, tokens: TokenIds, last: TokenIds) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Have the sequence end with int32[n] during the block; there is room for them."""
+        return self._store.supposing(tokens)
+
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence; see `ChainStore.collect_own`."""
         return self._store.collect_own(question, row)
@@ -274,6 +283,16 @@ class CorpusCursor:
         """Append int32[n]: the match can grow by n."""
         self._longest = min(MAX_MATCH, self._longest + len(tokens))
 
+    @contextmanager
+    def supposing(self, tokens: TokenIds, last: TokenIds) -> Iterator[None]:  # noqa: ARG002
+        """See `SupposingDatabase`: the match can grow by n, and its bound is put back."""
+        longest = self._longest
+        self.commit(tokens)
+        try:
+            yield
+        finally:
+            self._longest = longest
+
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence; see `Corpus.search`."""
         row, self._longest = self.corpus.search(question, self._longest, row)
@@ -310,6 +329,9 @@ class Databases:
         self.in_corpus = CorpusCursor(corpus)
         opened = (kind.open(self) for kind in DATABASES)
         self._opened: list[Database] = [each for each in opened if each is not None]
+        self._supposing: list[SupposingDatabase] = [
+            each for each in self._opened if isinstance(each, SupposingDatabase)
+        ]
 
     @property
     def corpus(self) -> Corpus:
@@ -333,6 +355,24 @@ class Databases:
                 yield from self.context.committing(tokens)
             else:
                 database.commit(tokens)
+
+    def can_suppose(self, num_tokens: int) -> bool:
+        """Return whether all databases answer after so many tokens that may come."""
+        return len(self._supposing) == len(self._opened) and self.context.has_room(num_tokens)
+
+    @contextmanager
+    def supposing(self, tokens: TokenIds) -> Iterator[None]:
+        """Have all answer as if int32[n] were committed, during the block: `can_suppose` says so.
+
+        Nothing of it is left behind.
+        """
+        with ExitStack() as supposed:
+            supposed.enter_context(self.context.supposing(tokens, tokens))
+            last = self.context.last(MAX_PHRASE_TOKENS)
+            for database in self._supposing:
+                if database is not self.context:
+                    supposed.enter_context(database.supposing(tokens, last))
+            yield
 
     def find(self, depth: int, scratch: Scratch) -> int:
         """Write rows of evidence from all databases; return how many.

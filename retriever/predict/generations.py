@@ -4,6 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final, NamedTuple, Self
@@ -332,6 +333,10 @@ class Generations:
 
     def commit(self, tokens: TokenIds) -> None:
         """Do nothing: a sequence becomes a generation when it ends; see `add`."""
+
+    def supposing(self, tokens: TokenIds, last: TokenIds) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Do nothing, as `commit`."""
+        return nullcontext()
 
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row."""

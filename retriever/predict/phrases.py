@@ -9,6 +9,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -292,6 +293,16 @@ class ListedPhrases:
         """Return a new search of the automaton; None without phrases."""
         return self._automaton.iter(()) if len(self._arrays.lengths) else None
 
+    def longest_at_end(self, tokens: TokenIds) -> int:
+        """Return the longest beginning that int32[n] end with, or `NO_BEGINNING`."""
+        search = self.search()
+        if search is None:
+            return NO_BEGINNING
+        symbols = _symbols(tuple(tokens[-self.longest_beginning :].tolist()))
+        search.set(symbols)
+        end = len(symbols) - 1
+        return next((number for at, number in search if at == end), NO_BEGINNING)
+
     def search_from(self, longest: int, depth: int, scratch: Scratch, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row.
 
@@ -369,6 +380,15 @@ class PhraseCursor:
             self._search.set((_HIGH + (token >> _SYMBOL_BITS), token & _LOW))
             found = list(self._search)  # exhaust it before the next tokens
             self._longest = found[0][1] if found else NO_BEGINNING
+
+    @contextmanager
+    def supposing(self, tokens: TokenIds, last: TokenIds) -> Iterator[None]:  # noqa: ARG002
+        """See `SupposingDatabase`: the end is searched from where a beginning may begin."""
+        longest, self._longest = self._longest, self._phrases.longest_at_end(last)
+        try:
+            yield
+        finally:
+            self._longest = longest
 
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row."""

@@ -62,6 +62,8 @@ class Predictor:
 
     def __init__(self, max_budget: int, prior: Prior = DEFAULT_PRIOR) -> None:
         self.scratch = Scratch(max_depth=max_budget)
+        self._max_budget = max_budget
+        self._supposed: Scratch | None = None  # of drafts ahead: the last draft is learned from
         self.num_rows = 0
         self._rate = prior.rate
         self._prior = prior.to_kernel()
@@ -74,7 +76,20 @@ class Predictor:
             return DraftTree.empty()
         self.num_rows = databases.find(budget, self.scratch)
         self._last = ref(databases)
-        return self._vote_and_grow(databases, budget, float(min_probability))
+        return self._vote_and_grow(self.scratch, self.num_rows, databases, budget, min_probability)
+
+    def suppose(
+        self, databases: Databases, tokens: TokenIds, budget: int, min_probability: float
+    ) -> DraftTree:
+        """Return the tree after int32[n] that may come; nothing is learned from it."""
+        if budget == 0:
+            return DraftTree.empty()
+        if self._supposed is None:
+            self._supposed = Scratch(max_depth=self._max_budget)
+        scratch = self._supposed
+        with databases.supposing(tokens):
+            num_rows = databases.find(budget, scratch)
+            return self._vote_and_grow(scratch, num_rows, databases, budget, min_probability)
 
     def commit(self, databases: Databases, tokens: TokenIds) -> None:
         """Append int32[n] to a sequence, and learn if the last draft was for it."""
@@ -93,7 +108,12 @@ class Predictor:
         pool.learned += learn(pool.weights, self.scratch.packed, tokens, self._rate)
 
     def _vote_and_grow(
-        self, databases: Databases, budget: int, min_probability: float
+        self,
+        scratch: Scratch,
+        num_rows: int,
+        databases: Databases,
+        budget: int,
+        min_probability: float,
     ) -> DraftTree:
         """Weigh the rows and grow the tree; candidates of every node are mixed from all evidence.
 
@@ -101,17 +121,17 @@ class Predictor:
         """
         pool = databases.pool
         size = grow_tree(
-            self.scratch.packed,
+            scratch.packed,
             databases.context.packed,
             pool.generations.live,
             databases.corpus.packed_tables,
             pool.weights,
             self._prior,
-            self.num_rows,
+            num_rows,
             budget,
-            min_probability,
+            float(min_probability),
         )
-        grown = self.scratch.grown
+        grown = scratch.grown
         return DraftTree(
             grown.token_ids[:size].copy(),
             grown.parents[:size].copy(),

@@ -1,7 +1,8 @@
 """The interface of a database: the question it is asked and the rows it writes."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,22 @@ class Database(Protocol):
 
     def commit(self, tokens: TokenIds) -> None:
         """Note int32[n], tokens appended to the sequence."""
+
+
+@runtime_checkable
+class SupposingDatabase(Protocol):
+    """A database that also answers after tokens that may come, for drafts ahead.
+
+    A sequence with one that does not is drafted for once its tokens have come.
+    """
+
+    def supposing(self, tokens: TokenIds, last: TokenIds) -> AbstractContextManager[None]:
+        """Have `collect` answer as if the sequence went on with some tokens, during the block.
+
+        Args:
+            tokens: int32[n], what may come.
+            last: int32[m], the last tokens of the sequence then, `tokens` at its end.
+        """
 
 
 class Occurrence(NamedTuple):

@@ -3,7 +3,8 @@
 import math
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,8 @@ from retriever.kernels.entries import (
     collect_outputs,
     collect_sequence,
     extend_sequence,
+    suppose_tokens,
+    withdraw_tokens,
 )
 from retriever.kernels.layout import Chains, Cursor, Orders, pack
 from retriever.limits import MAPPED_BYTES
@@ -194,6 +197,18 @@ class ChainStore:
         """Append int32[n] to a sequence, and move its cursor."""
         extend_sequence(self.packed, tokens)
         self._end += len(tokens)
+
+    @contextmanager
+    def supposing(self, tokens: TokenIds) -> Iterator[None]:
+        """Have a sequence end with int32[n] during the block; there is room for them."""
+        before = np.empty(2 + len(tokens), np.int64)
+        suppose_tokens(self.packed, tokens, before)
+        self._end += len(tokens)
+        try:
+            yield
+        finally:
+            withdraw_tokens(self.packed, tokens, before)
+            self._end -= len(tokens)
 
     def forget_before(self, position: int) -> None:
         """Make tokens before `position` unreadable."""

@@ -34,8 +34,12 @@ def work_of_draft(budget_nodes: int, num_tokens: int) -> float:
 
 
 def work_of_steps(requests: Iterable[DraftRequest]) -> float:
-    """Return the units of a step's requests."""
-    return sum(work_of_draft(each.budget_nodes, len(each.new_tokens)) for each in requests)
+    """Return the units of a step's requests: those of a draft for each outcome, too."""
+    return sum(
+        work_of_draft(each.budget_nodes, len(each.new_tokens))
+        + sum(work_of_draft(each.budget_nodes, len(outcome)) for outcome in each.outcomes)
+        for each in requests
+    )
 
 
 class Allowances:

@@ -1,6 +1,7 @@
 """One stream of drafts: messages in order, sessions, and refusals."""
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -106,7 +107,8 @@ class DraftStream:
             self._client = client_of(message)
         if self._client is not None:
             self._drafter.admit_client(self._tenant, self._client)
-        await self._line.take((1 + len(message.steps)) * _SEQUENCE_S, _MESSAGE_S)
+        num_drafts = sum(1 + len(step.outcomes) for step in message.steps)
+        await self._line.take((1 + num_drafts) * _SEQUENCE_S, _MESSAGE_S)
         try:
             self._lists = lists or {}
             return await self._answer(message, read_at_s)
@@ -160,6 +162,7 @@ class DraftStream:
         steps = await self._commit(requests, response)
         deadline_s = read_at_s + message.timeout_us / 1e6 if message.timeout_us else None
         await self._draft(steps, response, deadline_s)
+        await self._draft_ahead(requests, steps, response, deadline_s)
         if steps:
             self._drafter.count_step(len(steps), time.perf_counter() - began_s)
         for place, closing in enumerate(message.closings):
@@ -272,6 +275,27 @@ class DraftStream:
             use.nodes += len(tree.token_ids)
             if self._line.is_over:
                 await self._line.give_way()
+
+    async def _draft_ahead(
+        self,
+        requests: Sequence[DraftRequest],
+        steps: Sequence[CheckedRequest | None],
+        response: pb.DraftStreamResponse,
+        deadline_s: float | None,
+    ) -> None:
+        """Add trees for what may come, as many as fit into the client's time."""
+        use = self._scheduler.uses.of(self._tenant)
+        until_s = math.inf if deadline_s is None else deadline_s
+        for request, step in zip(requests, steps, strict=True):
+            if not request.outcomes:
+                continue
+            answer = response.outcome_trees.add()
+            for tree in self._drafter.drafting_ahead(step, until_s) if step is not None else ():
+                answer.trees.append(tree_to_message(tree))
+                use.drafts += 1
+                use.nodes += len(tree.token_ids)
+                if self._line.is_over:
+                    await self._line.give_way()
 
     async def _close(
         self,

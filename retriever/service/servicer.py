@@ -39,6 +39,7 @@ from retriever.wire.messages import (
     findings_from_message,
     findings_to_message,
     pad,
+    padded_budgets,
 )
 from retriever.wire.server_info import ServerInfo
 from retriever.wire.statuses import abort, status_of
@@ -229,8 +230,7 @@ class RetrieverServicer(pb_grpc.RetrieverServiceServicer):
                     message, lists = opened(message)  # noqa: PLW2901  (its parsed part)
                     response = await stream.answer(message, lists)
                     if self._pad_replies and not response.padding:
-                        nodes = self._default_nodes
-                        pad(response, [budget_in(step, nodes) for step in message.steps])
+                        pad(response, padded_budgets(message, self._default_nodes))
                     del message, lists  # megabytes, and the next one may come late
                     yield response
 

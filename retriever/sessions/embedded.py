@@ -4,6 +4,7 @@ The lock is held for a step, for a commit, or for a slice of longer work. It is 
 for a disk, a server or a long prompt, except for the one write when the tokenizer becomes known.
 """
 
+import math
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from retriever.limits import (
     check_draft,
     check_fingerprint,
     check_length,
+    check_outcomes,
     check_session_name,
     check_tenant_name,
     checked_tokens,
@@ -221,13 +223,27 @@ class EmbeddedDrafter:
         check_batch(requests, self.limits)
         began = perf_counter()
         with self._lock:
-            steps = [self._checked(request, "") for request in requests]
-            for step in steps:  # what is taken for a refused step is given back with its session
-                self._sessions.charge(step.session, len(step.new_tokens))
-            for step in steps:  # all before any draft: learning reads the last draft
-                self._commit(step.session, step.new_tokens)
+            steps = self._committed(requests)
             trees = [self._draft(step) for step in steps]
             self.draft_counts.stepped(len(steps), perf_counter() - began)
+        return trees
+
+    def draft_ahead(
+        self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
+    ) -> list[list[DraftTree]]:
+        """Commit new tokens and draft for what may come; see `AheadDrafter.draft_ahead`.
+
+        The sequences as they are are drafted for, too, for what came of the last draft is learned
+        from. A step is checked as a whole first, as by `draft`.
+        """
+        check_batch(requests, self.limits)
+        began, until_s = perf_counter(), time.monotonic() + timeout_s
+        with self._lock:
+            steps = self._committed(requests)
+            for step in steps:
+                self._draft(step)
+        trees = [list(self.drafting_ahead(step, until_s)) for step in steps]
+        self.count_step(len(steps), perf_counter() - began)
         return trees
 
     def close(
@@ -332,7 +348,7 @@ class EmbeddedDrafter:
         Raises:
             UnknownSessionError: the session has ended meanwhile.
         """
-        session, new_tokens, request = commit.step
+        session, new_tokens, request, _ = commit.step
         try:
             with self._lock:
                 self._note_outcome(session, new_tokens)
@@ -365,6 +381,31 @@ class EmbeddedDrafter:
         """Draft for committed requests; also for sessions that have ended since."""
         with self._lock:
             return [self._draft(step) for step in steps]
+
+    def drafting_ahead(
+        self, step: CheckedRequest, until_s: float = math.inf
+    ) -> Iterator[DraftTree]:
+        """Draft for the outcomes of a committed request; yield without the lock after each.
+
+        Ends at an outcome that cannot be answered: the time of `time.monotonic` is over, the
+        sequence has gone on or has ended, or a database has no room or knows only what has come.
+        """
+        session, request = step.session, step.request
+        for outcome in step.outcomes:
+            if time.monotonic() >= until_s:
+                return
+            with self._lock:
+                if not session.is_open or session.is_committing:
+                    return
+                databases = session.databases
+                has_gone_on = len(databases.context) != request.length
+                if has_gone_on or not databases.can_suppose(len(outcome)):
+                    return
+                databases.turn_to(self._bindings.corpus(session.tenant))
+                tree = self._predictor.suppose(
+                    databases, outcome, request.budget_nodes, request.min_probability
+                )
+            yield tree
 
     def count_step(self, num_drafts: int, seconds: float) -> None:
         """Count a step made by `commit_each` and `draft_each`."""
@@ -739,11 +780,22 @@ class EmbeddedDrafter:
         session = self._sessions.get(SessionKey(namespace, request.session))
         _check_not_committing(session, request.session)
         check_draft(request.budget_nodes, request.min_probability, self.limits)
+        check_outcomes([len(outcome) for outcome in request.outcomes], self.limits)
+        outcomes = [self._tokens(outcome) for outcome in request.outcomes]
         tokens = self._tokens(request.new_tokens)
         num_known = len(session.databases.context)
         check_length(num_known + len(tokens), self.limits)
         check_step(request, num_known, len(tokens))
-        return CheckedRequest(session, tokens, request)
+        return CheckedRequest(session, tokens, request, outcomes)
+
+    def _committed(self, requests: Sequence[DraftRequest]) -> list[CheckedRequest]:
+        """Check a step as a whole, and commit its tokens."""
+        steps = [self._checked(request, "") for request in requests]
+        for step in steps:  # what is taken for a refused step is given back with its session
+            self._sessions.charge(step.session, len(step.new_tokens))
+        for step in steps:  # all before any draft: learning reads the last draft
+            self._commit(step.session, step.new_tokens)
+        return steps
 
     def _commit(self, session: Session, new_tokens: TokenIds) -> None:
         """Commit checked tokens, and count the outcome of the session's last draft."""

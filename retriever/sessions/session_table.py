@@ -54,11 +54,13 @@ class CheckedRequest(NamedTuple):
         session: of the sequence.
         new_tokens: int32[n], inside the vocabulary.
         request: as received.
+        outcomes: int32[k] each, inside the vocabulary.
     """
 
     session: Session
     new_tokens: TokenIds
     request: DraftRequest
+    outcomes: Sequence[TokenIds] = ()
 
 
 class Sessions:

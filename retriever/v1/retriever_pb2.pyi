@@ -203,34 +203,50 @@ class FailOpenCount(_message.Message):
     def __init__(self, reason: _Optional[_Union[FailOpenReason, str]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class SessionStep(_message.Message):
-    __slots__ = ("session_id", "new_token_ids", "length", "budget_nodes", "min_probability")
+    __slots__ = ("session_id", "new_token_ids", "length", "budget_nodes", "min_probability", "outcomes")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     BUDGET_NODES_FIELD_NUMBER: _ClassVar[int]
     MIN_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
     length: int
     budget_nodes: int
     min_probability: float
-    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ...) -> None: ...
+    outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
+    def __init__(self, session_id: _Optional[str] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., budget_nodes: _Optional[int] = ..., min_probability: _Optional[float] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ...) -> None: ...
+
+class Outcome(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftStreamResponse(_message.Message):
-    __slots__ = ("trees", "sequence_number", "statuses", "padding", "is_draining", "num_not_kept")
+    __slots__ = ("trees", "sequence_number", "statuses", "padding", "is_draining", "num_not_kept", "outcome_trees")
     TREES_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     STATUSES_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_NOT_KEPT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_TREES_FIELD_NUMBER: _ClassVar[int]
     trees: _containers.RepeatedCompositeFieldContainer[DraftTree]
     sequence_number: int
     statuses: _containers.RepeatedCompositeFieldContainer[SessionStatus]
     padding: _containers.RepeatedScalarFieldContainer[bytes]
     is_draining: bool
     num_not_kept: int
-    def __init__(self, trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ..., is_draining: bool = ..., num_not_kept: _Optional[int] = ...) -> None: ...
+    outcome_trees: _containers.RepeatedCompositeFieldContainer[OutcomeTrees]
+    def __init__(self, trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ..., sequence_number: _Optional[int] = ..., statuses: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., padding: _Optional[_Iterable[bytes]] = ..., is_draining: bool = ..., num_not_kept: _Optional[int] = ..., outcome_trees: _Optional[_Iterable[_Union[OutcomeTrees, _Mapping]]] = ...) -> None: ...
+
+class OutcomeTrees(_message.Message):
+    __slots__ = ("trees",)
+    TREES_FIELD_NUMBER: _ClassVar[int]
+    trees: _containers.RepeatedCompositeFieldContainer[DraftTree]
+    def __init__(self, trees: _Optional[_Iterable[_Union[DraftTree, _Mapping]]] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
     __slots__ = ("session_id", "code", "message", "details")

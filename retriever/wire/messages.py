@@ -15,7 +15,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from retriever.drafter import DraftRequest, Findings, TokenIds
 from retriever.errors import InvalidRequestError, InvalidTreeError
-from retriever.limits import MAX_NAME_BYTES, check_num_findings, checked_tokens
+from retriever.limits import (
+    MAX_NAME_BYTES,
+    MAX_OUTCOMES,
+    check_num_findings,
+    checked_tokens,
+)
 from retriever.tree import DocumentOccurrence, DraftTree, Explanation, NodeProvenance, Source
 from retriever.v1 import retriever_pb2 as pb
 
@@ -25,6 +30,7 @@ a small model on a CPU verifies at a gain."""
 
 _MAX_TOKEN_ID: Final = (1 << 31) - 1
 _MOST_NODES: Final = (1 << 32) - 1
+_MOST_TIMEOUT_US: Final = (1 << 32) - 1
 _CONTEXT_BYTES: Final = 8
 _UNSPECIFIED: Final = int(Source.UNSPECIFIED)
 
@@ -161,9 +167,15 @@ def add_step(
             length=request.length,
             budget_nodes=request.budget_nodes,
             min_probability=request.min_probability,
+            outcomes=[pb.Outcome(token_ids=tokens_to_wire(each)) for each in request.outcomes],
         )
     except ValueError as error:
         raise InvalidRequestError(f"a step does not fit the wire: {error}") from error
+
+
+def timeout_to_wire(timeout_s: float) -> int:
+    """Return a timeout in microseconds, as a message states it: at least one, for 0 is none."""
+    return max(1, int(min(timeout_s * 1e6, _MOST_TIMEOUT_US)))
 
 
 def budget_in(
@@ -225,11 +237,45 @@ def converting_requests(
                 step.length,
                 budget_in(step, default_nodes),
                 step.min_probability,
+                _outcomes_of(step),
             )
         )
         if len(requests) % _REQUESTS_AT_ONCE == 0:
             yield
     return requests
+
+
+def _outcomes_of(step: pb.SessionStep) -> tuple[TokenIds, ...]:
+    """Return int32[k] each; those beyond the limit are counted and not converted."""
+    if not step.outcomes:
+        return ()
+    converted = [np.array(each.token_ids, np.uint32) for each in step.outcomes[: MAX_OUTCOMES + 1]]
+    return tuple(each.view(np.int32) for each in converted)
+
+
+def outcome_trees_from(
+    response: pb.DraftStreamResponse, requests: Sequence[DraftRequest]
+) -> list[list[DraftTree]]:
+    """Return the trees for the outcomes of each request, none for a request without any.
+
+    A response of a service that does not answer ahead has none for all of them.
+
+    Raises:
+        InvalidTreeError: they are more than were asked for, or one is invalid.
+    """
+    asked = [request for request in requests if request.outcomes]
+    answers = response.outcome_trees
+    if answers and len(answers) != len(asked):
+        raise InvalidTreeError(f"{len(answers)} answers for {len(asked)} sequences asked ahead")
+    drafted = iter(answers or [pb.OutcomeTrees()] * len(asked))
+    return [_outcome_trees(next(drafted), each) if each.outcomes else [] for each in requests]
+
+
+def _outcome_trees(answer: pb.OutcomeTrees, request: DraftRequest) -> list[DraftTree]:
+    if len(answer.trees) > len(request.outcomes):
+        raise InvalidTreeError(f"{len(answer.trees)} trees for {len(request.outcomes)} outcomes")
+    trees = trees_from_messages(answer.trees, len(answer.trees))
+    return [tree.prefix(request.budget_nodes) for tree in trees]
 
 
 def tree_to_message(tree: DraftTree) -> pb.DraftTree:
@@ -428,6 +474,15 @@ _TREE_BYTES: Final = 32
 _LEAST_REQUEST_BYTES: Final = 256
 _LEAST_NODES: Final = 16
 _OTHERS_BYTES: Final = 32
+
+
+def padded_budgets(message: pb.DraftStreamRequest, default_nodes: int) -> list[int]:
+    """Return the budgets of all trees that a message asks for, for `pad`."""
+    return [
+        budget_in(step, default_nodes)
+        for step in message.steps
+        for _ in range(1 + len(step.outcomes))
+    ]
 
 
 def pad(response: pb.DraftStreamResponse | pb.DraftResponse, budgets: Iterable[int]) -> None:

@@ -168,6 +168,11 @@ def late_status(text: str) -> pb.SessionStatus:
     return pb.SessionStatus(code=code, message=text, details=[_packed(_info(LATE))])
 
 
+def is_late(status: pb.SessionStatus) -> bool:
+    """Return whether a status only tells that drafts came too late: see `late_status`."""
+    return not status.session_id and refusal_in(status.details).reason == LATE
+
+
 def refusal_in(details: Iterable[AnyMessage]) -> Refusal:
     """Return what details of a status say; details of others are skipped."""
     reason = limit = ""

@@ -1,0 +1,240 @@
+"""Drafts that are answered while a pass runs change no output, whatever they hold."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoder.budget.budget import FixedBudget
+from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.recycling import RecycledLogits
+from decoder.errors import InvalidSettingsError
+from decoder.loop import Decoder, Request
+from decoder.model.target import Target
+from decoder.observation import ObservedPass
+from retriever.backoff import Backoff
+from retriever.drafter import Drafter, DraftRequest
+from retriever.errors import DrafterUnavailableError
+from retriever.follower import DraftLimits
+from retriever.sessions.embedded import EmbeddedDrafter
+from retriever.tree import DraftTree
+from tests.decoder.decoding import (
+    MODELS,
+    VOCABULARY,
+    Guess,
+    ScriptedDrafter,
+    decoded,
+    decoder_with,
+    oracle_tree,
+    plainly,
+    prompt_of,
+    random_tree,
+    tiny_convolution,
+    tiny_llama,
+)
+
+NEW_TOKENS = 24
+PROMPTS = [prompt_of(length, seed=length) for length in (3, 90, 11, 1, 40, 17)]
+
+
+class AheadDrafter(ScriptedDrafter):
+    """A scripted drafter that answers ahead: by its function of the tokens that may come."""
+
+    def __init__(self, guess: Guess) -> None:
+        super().__init__(guess)
+        self.num_ahead = self.num_outcomes = 0
+
+    def draft_ahead(
+        self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
+    ) -> list[list[DraftTree]]:
+        assert timeout_s > 0
+        self.num_ahead += 1
+        answers = []
+        for request in requests:
+            self._answer(replace(request, budget_nodes=0))
+            self.num_outcomes += len(request.outcomes)
+            tokens = self.open_sessions[request.session]
+            answers.append(
+                [
+                    self._guess([*tokens, *outcome.tolist()], request.budget_nodes)
+                    for outcome in request.outcomes
+                ]
+            )
+        return answers
+
+
+def by_tokens(truths: Sequence[tuple[list[int], list[int]]], rightness: float) -> Guess:
+    """Draft what comes among wrong branches, or anything; the same after the same tokens."""
+
+    def guess(tokens: list[int], budget: int) -> DraftTree:
+        rng = np.random.default_rng(abs(hash(tuple(tokens))))
+        for prompt, truth in truths:
+            if tokens[: len(prompt)] == prompt and rng.random() < rightness:
+                return oracle_tree(rng, truth[len(tokens) - len(prompt) :], min(budget, 20))
+        return random_tree(rng, min(budget, int(rng.integers(0, 16))))
+
+    return guess
+
+
+def decoder_ahead(model: Any, drafter: Drafter, nodes: int = 8, **options: Any) -> Decoder:
+    """Return a decoder that waits for answers ahead however busy the machine is."""
+    decoder = Decoder(Target(model), drafter, FixedBudget(nodes), num_ahead=16, **options)
+    parts = drafter._followers if isinstance(drafter, FusedDrafter) else [decoder.followers]
+    for followers in parts:
+        followers._asking_s = 1e9
+    return decoder
+
+
+def outputs(decoder: Decoder, requests: Sequence[Request], parallel: int) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in requests]
+    for generation, new in decoder.generate_many(requests, parallel):
+        assert generation.error is None
+        tokens[generation.number] += new
+    return tokens
+
+
+@pytest.mark.parametrize("parallel", [1, 3, 6])
+@pytest.mark.parametrize("rightness", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("make", [*MODELS.values(), tiny_convolution])
+def test_each_output_is_that_of_generate(
+    make: Callable[[], Any], rightness: float, parallel: int
+) -> None:
+    model = make()
+    truths = [(prompt, plainly(model, prompt, NEW_TOKENS)) for prompt in PROMPTS]
+    drafter = AheadDrafter(by_tokens(truths, rightness))
+    decoder = decoder_ahead(model, drafter)
+    requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert outputs(decoder, requests, parallel) == [truth for _, truth in truths]
+    assert drafter.num_outcomes > 0
+    assert sorted(drafter.closed) == sorted(prompt + truth for prompt, truth in truths)
+    assert decoder.followers.num_ahead > 0 or rightness < 1
+
+
+def test_every_tree_is_the_one_after_the_tokens_that_came() -> None:
+    """A tree of another outcome is seen: it is not what the drafter says after these tokens."""
+    model = tiny_llama()
+    prompt = PROMPTS[2]
+    truth = plainly(model, prompt, 60)
+    guess = by_tokens([(prompt, truth)], 0.8)
+    decoder = decoder_ahead(model, AheadDrafter(guess))
+    known = list(prompt)
+    seen: list[tuple[list[int], DraftTree]] = []
+
+    def observer(observed: ObservedPass) -> None:
+        seen.append((list(known), observed.drafted))
+        known.extend(observed.tokens)
+
+    output = [token for step in decoder.generate(prompt, 60, observer=observer) for token in step]
+    assert output == truth
+    for tokens, tree in seen[1:]:
+        expected = guess(tokens, 8 + 16)
+        assert tree.token_ids.tolist() == expected.token_ids.tolist()[: len(tree)]
+    followers = decoder.followers
+    assert followers.num_ahead > 5
+    assert followers.num_ahead + followers.num_asked >= len(seen) - 2
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_members_of_a_fused_drafter_answer_ahead(parallel: int) -> None:
+    model = tiny_llama()
+    limits = DraftLimits(VOCABULARY, VOCABULARY)
+    requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
+    truths = [plainly(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    known = list(zip(PROMPTS, truths, strict=True))
+    members: list[Drafter] = [EmbeddedDrafter(), AheadDrafter(by_tokens(known, 0.9))]
+    drafter = FusedDrafter(members, limits, recycled=RecycledLogits())
+    decoder = decoder_ahead(model, drafter)
+    for _ in range(3):  # from the second on, generations are drafted from
+        assert outputs(decoder, requests, parallel) == truths
+    assert all(followers.num_ahead > 10 for followers in drafter._followers)
+
+
+class Faulty(AheadDrafter):
+    """Fails, hangs for a moment or answers wrongly ahead, in turn."""
+
+    def __init__(self, guess: Guess) -> None:
+        super().__init__(guess)
+        self._turns = count()
+
+    def draft_ahead(
+        self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
+    ) -> list[list[DraftTree]]:
+        turn = next(self._turns) % 4
+        if turn == 0:
+            raise DrafterUnavailableError("away")
+        answers = super().draft_ahead(requests, timeout_s)
+        if turn == 1:
+            time.sleep(0.05)
+        return [answers, [], answers, answers[:-1]][turn]
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_a_drafter_that_fails_ahead_costs_drafts_and_no_token(parallel: int) -> None:
+    model = tiny_llama()
+    truths = [(prompt, plainly(model, prompt, NEW_TOKENS)) for prompt in PROMPTS]
+    drafter = Faulty(by_tokens(truths, 0.7))
+    decoder = Decoder(Target(model), drafter, FixedBudget(8), num_ahead=16)
+    decoder.followers.backoff = Backoff(0.0, 0.0)
+    decoder.followers._ahead_backoff = Backoff(0.0, 0.0)
+    for _ in range(4):
+        requests = [Request(prompt, NEW_TOKENS) for prompt in PROMPTS]
+        assert outputs(decoder, requests, parallel) == [truth for _, truth in truths]
+    assert decoder.followers.num_failures > 2
+    assert drafter.open_sessions == {}
+
+
+def test_sequences_that_stop_or_are_left_are_closed_with_what_came() -> None:
+    model = tiny_llama()
+    truths = [(prompt, plainly(model, prompt, NEW_TOKENS)) for prompt in PROMPTS]
+    drafter = AheadDrafter(by_tokens(truths, 0.8))
+    decoder = decoder_ahead(model, drafter, stop_ids=[truths[0][1][9]])
+    stopped = decoded(decoder, PROMPTS[0], NEW_TOKENS)
+    assert stopped == truths[0][1][: len(stopped)]
+    assert drafter.closed == [PROMPTS[0] + stopped]
+    came: list[int] = []
+    left: Any = iter(decoder.generate(PROMPTS[1], NEW_TOKENS))
+    for _ in range(3):
+        came += next(left)
+    left.close()
+    assert drafter.closed[1] == PROMPTS[1] + came
+    assert drafter.open_sessions == {}
+
+
+def test_a_negative_number_of_outcomes_is_refused() -> None:
+    with pytest.raises(InvalidSettingsError, match="num_ahead"):
+        decoder_with(tiny_llama(), EmbeddedDrafter(), num_ahead=-1)
+
+
+class SlowTarget:
+    """Waits outside of the interpreter in every pass, as a pass on a device does."""
+
+    def __init__(self, decoder: Decoder, pass_s: float) -> None:
+        self._read = decoder.target.read
+        self._pass_s = pass_s
+
+    def read(self, *arguments: Any) -> Any:
+        time.sleep(self._pass_s)
+        return self._read(*arguments)
+
+
+def test_a_drafter_answers_while_the_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafts that are waited for are fewer than those that were answered meanwhile."""
+    model = tiny_llama()
+    prompt = PROMPTS[2]
+    truth = plainly(model, prompt, 60)
+    decoder = decoder_ahead(model, AheadDrafter(by_tokens([(prompt, truth)], 1.0)), nodes=2)
+    monkeypatch.setattr(decoder.target, "read", SlowTarget(decoder, 0.03).read)
+    assert decoded(decoder, prompt, 60) == truth
+    assert decoder.followers.num_ahead > decoder.followers.num_asked
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Any:
+    with torch.inference_mode():
+        yield

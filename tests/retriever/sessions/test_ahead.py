@@ -1,0 +1,216 @@
+"""Drafts ahead are those that would be made, and leave nothing behind."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from indexer.build import build_from_tokens
+from indexer.reader import Vocabulary
+from retriever import DraftRequest, DraftTree, InvalidRequestError, LimitExceededError, TokenIds
+from retriever.limits import MAX_OUTCOMES, Limits
+from retriever.predict.phrases import ListedPhrases
+from retriever.sequences import SessionKey
+from retriever.sessions.embedded import EmbeddedDrafter
+
+NUM_TOKENS = 40
+
+
+def ids(*tokens: int) -> TokenIds:
+    return np.array(tokens, np.int32)
+
+
+def same(one: DraftTree, other: DraftTree) -> bool:
+    names = ("token_ids", "parents", "probabilities", "sources")
+    return all(getattr(one, name).tolist() == getattr(other, name).tolist() for name in names)
+
+
+def text(rng: np.random.Generator, length: int) -> list[int]:
+    """Return tokens that repeat earlier ones, with errors, as edits do."""
+    tokens: list[int] = rng.integers(0, NUM_TOKENS, 24).tolist()
+    while len(tokens) < length:
+        begin = int(rng.integers(0, len(tokens) - 12))
+        piece = tokens[begin : begin + int(rng.integers(3, 12))]
+        tokens += piece if rng.random() < 0.7 else [*piece[:-1], int(rng.integers(NUM_TOKENS))]
+    return tokens[:length]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(1)
+    path = tmp_path_factory.mktemp("ahead") / "index"
+    documents = [(str(number), text(rng, 300)) for number in range(4)]
+    build_from_tokens(documents, path, Vocabulary(NUM_TOKENS, "ab" * 32))
+    return path
+
+
+def of_all_databases(index: Path) -> EmbeddedDrafter:
+    rng = np.random.default_rng(2)
+    phrases = ListedPhrases([tuple(text(rng, 30)[:length]) for length in (3, 6, 9, 30)])
+    drafter = EmbeddedDrafter.open_indexes([index], phrases=phrases)
+    for seed in (3, 4):
+        drafter.open("before", text(np.random.default_rng(seed), 50))
+        drafter.close("before", text(np.random.default_rng(seed + 9), 200))
+    return drafter
+
+
+def arrays(drafter: EmbeddedDrafter, session: str) -> Iterator[tuple[str, Any]]:
+    """Yield all that a sequence's databases hold and may read."""
+    databases = drafter._sessions.get(SessionKey("", session)).databases
+    store = databases.context._store
+    end = len(store)
+    yield "end", end
+    yield "tokens", store.chains.tokens[:end].tolist()
+    yield "heads", store.chains.heads.tolist()
+    yield "links", store.chains.links[:, :end].tolist()
+    yield "state", store.chains.state.tolist()
+    yield "last", store.chains.last.tolist()
+    yield "cursor", store.cursor.tolist()
+    yield "longest", databases.in_corpus._longest
+    yield "weights", databases.pool.weights.tobytes()
+    yield "generations", databases.pool.generations.num_tokens
+    if databases.phrases is not None:
+        yield "phrases", databases.phrases._longest
+
+
+def outcomes_of(rng: np.random.Generator, true: Sequence[int]) -> tuple[TokenIds, ...]:
+    """Return what may come, the truth among it."""
+    others = [
+        ids(*true[: int(rng.integers(0, len(true)))], int(rng.integers(NUM_TOKENS)))
+        for _ in range(4)
+    ]
+    return (*others[:2], ids(*true), *others[2:])
+
+
+@pytest.mark.parametrize("remember", [False, True])
+def test_a_sequence_drafted_ahead_for_stays_what_it_was(index: Path, remember: bool) -> None:  # noqa: FBT001
+    """One drafter answers ahead, the other is asked for what came."""
+    ahead, plain = of_all_databases(index), of_all_databases(index)
+    rng = np.random.default_rng(5)
+    tokens = text(np.random.default_rng(3), 400)
+    length, new, awaited = 60, list[int](), DraftTree.empty()
+    for drafter in (ahead, plain):
+        drafter.open("s", ids(*tokens[:length]), remember=remember)
+    num_nodes = 0
+    while length < 300:
+        true = tokens[length : length + int(rng.integers(1, 9))]
+        guessed = outcomes_of(rng, true)
+        (trees,) = ahead.draft_ahead([DraftRequest("s", ids(*new), length, 24, outcomes=guessed)])
+        (tree,) = plain.draft([DraftRequest("s", ids(*new), length, 24)])
+        assert dict(arrays(ahead, "s")) == dict(arrays(plain, "s"))
+        assert len(trees) == len(guessed)
+        # Where weights are learned, they move between a draft ahead and one that is asked for.
+        assert remember or num_nodes == 0 or same(tree, awaited)
+        new, length, awaited = true, length + len(true), trees[2]
+        num_nodes += len(awaited)
+    assert num_nodes > 500
+    assert ahead._pools.get("").learned == plain._pools.get("").learned
+    assert (ahead._pools.get("").learned > 0) == remember
+    counted = [each.draft_counts.by_source.tolist() for each in (ahead, plain)]
+    assert counted[0] == counted[1]
+    for drafter in (ahead, plain):
+        drafter.close("s", ids(*new))
+    assert (
+        ahead._pools.get("").generations.num_tokens == plain._pools.get("").generations.num_tokens
+    )
+
+
+def test_every_outcome_is_answered_as_if_it_had_come(index: Path) -> None:
+    rng = np.random.default_rng(6)
+    drafter = of_all_databases(index)
+    for trial in range(40):
+        tokens = text(np.random.default_rng(trial), 120)
+        length = int(rng.integers(10, 100))
+        guessed = outcomes_of(rng, tokens[length : length + int(rng.integers(1, 9))])
+        drafter.open("ahead", ids(*tokens[:length]), remember=False)
+        (trees,) = drafter.draft_ahead(
+            [DraftRequest("ahead", ids(), length, 24, 0.01, outcomes=guessed)]
+        )
+        drafter.close("ahead")
+        for outcome, tree in zip(guessed, trees, strict=True):
+            drafter.open("after", ids(*tokens[:length]), remember=False)
+            drafter.draft([DraftRequest("after", ids(), length, 24)])
+            request = DraftRequest("after", outcome, length + len(outcome), 24, 0.01)
+            assert same(tree, drafter.draft([request])[0])
+            drafter.close("after")
+
+
+def test_a_repetition_is_only_drafted_for_the_outcome_that_has_it() -> None:
+    drafter = EmbeddedDrafter()
+    drafter.open("s", ids(1, 2, 3, 4, 5, 6, 7, 8))
+    outcomes = (ids(1, 2), ids(5, 6), ids(30))
+    (trees,) = drafter.draft_ahead([DraftRequest("s", ids(), 8, 4, outcomes=outcomes)])
+    assert [tree.token_ids[:1].tolist() for tree in trees] == [[3], [7], []]
+    assert drafter.draft([DraftRequest("s", ids(30, 1), 10, 4)])[0].token_ids[0] == 2
+    drafter.close("s", ids(2, 9))
+    drafter.open("later", ids(30, 1, 2))
+    assert drafter.draft([DraftRequest("later", ids(), 3, 4)])[0].token_ids[0] == 9
+
+
+def test_outcomes_without_room_are_not_answered() -> None:
+    """Growing a store costs as much as reading the sequence again: a real step does that."""
+    drafter = EmbeddedDrafter()
+    drafter.open("s", ids(*[1, 2] * 11))
+    outcomes = (ids(1), ids(1, 2), ids(1, 2, 1), ids(1))
+    request = DraftRequest("s", ids(*[1, 2] * 500), 1022, 4, outcomes=outcomes)
+    (trees,) = drafter.draft_ahead([request])
+    assert len(trees) == 2
+    assert len(drafter.draft([DraftRequest("s", ids(1, 2, 1), 1025, 4)])[0]) == 4
+
+
+def test_no_outcome_is_answered_after_the_time_is_over() -> None:
+    drafter = EmbeddedDrafter()
+    drafter.open("s", ids(*[1, 2, 3] * 9))
+    request = DraftRequest("s", ids(1), 28, 4, outcomes=(ids(2), ids(3)))
+    assert drafter.draft_ahead([request], timeout_s=0.0) == [[]]
+    assert len(drafter.draft([DraftRequest("s", ids(2), 29, 4)])[0]) == 4  # the token was noted
+
+
+def test_a_database_that_knows_only_what_has_come_ends_drafts_ahead() -> None:
+    drafter = EmbeddedDrafter()
+    drafter.open("s", ids(*[1, 2, 3] * 9))
+    databases = drafter._sessions.get(SessionKey("", "s")).databases
+    databases._opened.append(OnlyCollects())
+    request = DraftRequest("s", ids(), 27, 4, outcomes=(ids(1),))
+    assert drafter.draft_ahead([request]) == [[]]
+
+
+class OnlyCollects:
+    def commit(self, tokens: TokenIds) -> None:
+        pass
+
+    def collect(self, question: object, row: int) -> int:  # noqa: ARG002
+        return row
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "limit"),
+    [
+        ([ids(1)] * (MAX_OUTCOMES + 1), "max_outcomes"),
+        ([ids(*[1] * 18)], "max_budget_nodes"),
+        ([ids(1)] * 61, "max_step_nodes"),
+    ],
+)
+def test_too_many_and_too_long_outcomes_are_refused_by_name(
+    outcomes: list[TokenIds], limit: str
+) -> None:
+    limits = Limits(max_budget_nodes=16, max_step_nodes=60 * 16)
+    drafter = EmbeddedDrafter(limits=limits)
+    drafter.open("s", ids(1, 2))
+    nodes = 4 if limit == "max_outcomes" else 16
+    request = DraftRequest("s", ids(3), 3, nodes, outcomes=tuple(outcomes))
+    with pytest.raises(LimitExceededError, match=f"(?i){limit}") as refused:
+        drafter.draft_ahead([request])
+    assert refused.value.limit == limit
+    drafter.draft([DraftRequest("s", ids(3), 3, 16)])  # nothing of it was kept
+
+
+@pytest.mark.parametrize("outcome", [ids(), ids(-1), np.array([0.5])])
+def test_what_cannot_come_is_refused(outcome: TokenIds) -> None:
+    drafter = EmbeddedDrafter()
+    drafter.open("s", ids(1, 2))
+    with pytest.raises(InvalidRequestError):
+        drafter.draft_ahead([DraftRequest("s", ids(3), 3, 4, outcomes=(ids(1), outcome))])
+    drafter.draft([DraftRequest("s", ids(3), 3, 4)])
