@@ -273,7 +273,7 @@ class Answerer:
     def _answer_many(self, prompts: Sequence[Prompt], total: Statistics, bar: Progress) -> None:
         """Answer some at a time, and show them in order."""
         begun: list[_Begun] = []
-        done: dict[int, Answer | Exception] = {}
+        done: dict[int, _Done] = {}
         shown = 0
         answers = answer_many(
             self._decoder,
@@ -285,19 +285,16 @@ class Answerer:
         )
         ahead = bar.add_task("prompts", total=len(prompts))
         for number, result in answers:
-            done[begun[number].number] = result
+            done[begun[number].number] = begun[number], result
             bar.advance(ahead)
             while shown + 1 in done:
                 shown += 1
-                self._show(shown, prompts[shown - 1], done.pop(shown), begun, total)
+                self._show(shown, prompts[shown - 1], done.pop(shown), total)
         for number in sorted(done):  # what waited for one that was interrupted, or failed
-            self._show(number, prompts[number - 1], done[number], begun, total)
+            self._show(number, prompts[number - 1], done[number], total)
 
     def _tasks(
-        self,
-        prompts: Sequence[Prompt],
-        begun: list["_Begun"],
-        done: dict[int, Answer | Exception],
+        self, prompts: Sequence[Prompt], begun: list["_Begun"], done: dict[int, "_Done"]
     ) -> Iterator[Task]:
         """Give prompts to be answered; one that cannot be read is done."""
         for number, prompt in enumerate(prompts, 1):
@@ -311,19 +308,12 @@ class Answerer:
             begun.append(_Begun(number, painter, worth))
             yield Task(tokens, painter.text, together([painter.observe, counted_worth]))
 
-    def _show(
-        self,
-        number: int,
-        prompt: Prompt,
-        result: Answer | Exception,
-        begun: Sequence["_Begun"],
-        total: Statistics,
-    ) -> None:
+    def _show(self, number: int, prompt: Prompt, done: "_Done", total: Statistics) -> None:
         """Show one of many answers."""
-        if isinstance(result, Exception):
-            self._fail(number, prompt, result)
+        if isinstance(done, Exception):
+            self._fail(number, prompt, done)
             return
-        of_prompt = next(each for each in begun if each.number == number)
+        of_prompt, result = done
         if result.error is not None and not result.token_ids:
             self._fail(number, prompt, result.error)
             return
@@ -406,6 +396,10 @@ class _Begun:
     number: int
     painter: Painter
     worth: Worth
+
+
+_Done = tuple[_Begun, Answer] | Exception
+"""One of many answers that is done, with what watched it; or why its prompt could not be read."""
 
 
 def painted_answer(

@@ -305,7 +305,7 @@ class TreeCache(Cache):
 
     @contextmanager
     def framed(self, frame: Frame) -> Iterator[Self]:
-        """Give the cache for a pass of a fixed shape to write to; `hold` counts its tokens."""
+        """Give the cache for a pass that names its slots to write to; `hold` counts its tokens."""
         try:
             for layer, slots in self._on_devices(frame.slots):
                 layer.frame = frame if slots is frame.slots else replace(frame, slots=slots)
