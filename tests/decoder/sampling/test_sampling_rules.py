@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor
 
+from benchmarks.decoding.elsewhere import elsewhere, sent
 from benchmarks.exactness.drafts import SHAPES, Drafts
 from benchmarks.exactness.planted_errors import PLANTED, planted
 from benchmarks.exactness.scripted_target import PROMPT, SETTINGS, SIZE, distribution
@@ -35,7 +36,6 @@ from tests.decoder.decoding import (
     tiny_llama,
     tree_of,
 )
-from tests.decoder.sampling.elsewhere import elsewhere, sent
 
 DRAWS = 100_000
 FEWER_DRAWS = 20_000

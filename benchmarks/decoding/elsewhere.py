@@ -4,6 +4,7 @@ Tensors of the device say "meta" and hold their numbers on the CPU. As on CUDA, 
 mixes devices is an error, a tensor cannot become an array, and reading a number waits for the
 device.
 """
+# ruff: noqa: SLF001  what torch offers to subclasses of tensors has no public names
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,10 @@ NAME: Final = "meta"
 _MADE_OF_OTHERS: Final = "CompositeImplicitAutograd"
 """What torch calls operations that run others; those are counted."""
 
-_INDEXING: Final = ("aten::index", "aten::index_put_")
-"""Operations that send indices of the host along."""
+_MIXING: Final = ("aten::index", "aten::index_put_", "aten::copy_")
+"""Operations that send indices of the host along, or copy between devices."""
+
+_COPIES: Final = ("_to_copy", "copy_")
 
 _VIEWS: Final = frozenset(
     (
@@ -52,6 +55,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
     Attributes:
         launches: operations by their names; views are none.
         uploads: copies from the host.
+        blocking: of them, those for which the host waits, as CUDA's does unless it is told not to.
         waits: copies to the host, and numbers read by it.
     """
 
@@ -59,7 +63,18 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.launches: Counter[str] = Counter()
         self.uploads = 0
+        self.blocking = 0
         self.waits = 0
+        self._is_counting = True
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count nothing during the block, which stands for one launch of a captured graph."""
+        before, self._is_counting = self._is_counting, False
+        try:
+            yield
+        finally:
+            self._is_counting = before
 
     def __torch_dispatch__(
         self, called: Any, _types: Any, args: Any = (), kwargs: Any = None
@@ -68,17 +83,29 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         if torch._C._dispatch_has_kernel_for_dispatch_key(called.name(), _MADE_OF_OTHERS):
             with self:
                 return called.decompose(*args, **kwargs)
-        name = called._schema.name.removeprefix("aten::")
+        if self._is_counting:
+            self._count(called._schema.name.removeprefix("aten::"), args, kwargs)
+        return _computed(called, args, kwargs)
+
+    def _count(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         is_there = any(isinstance(value, _Elsewhere) for value in tree_flatten((args, kwargs))[0])
         goes_to = kwargs.get("device")
         arrives = goes_to is not None and torch.device(goes_to).type == NAME
+        if name == "copy_" and isinstance(args[0], _Elsewhere) != isinstance(args[1], _Elsewhere):
+            arrives = isinstance(args[0], _Elsewhere)
+            is_there, goes_to = not arrives, args[0].device
         if is_there and (name == "_local_scalar_dense" or (goes_to is not None and not arrives)):
             self.waits += 1
-        elif arrives and not is_there and name == "_to_copy":
+        elif arrives and not is_there and name in _COPIES:
             self.uploads += 1
+            self.blocking += not (_is_non_blocking(name, args) or kwargs.get("non_blocking"))
         elif (is_there or arrives) and name not in _VIEWS:
             self.launches[name] += 1
-        return _computed(called, args, kwargs)
+
+
+def _is_non_blocking(name: str, args: Sequence[Any]) -> bool:
+    """Return what a copy was told by the place of the argument."""
+    return name == "copy_" and any(each is True for each in args[2:])
 
 
 @contextmanager
@@ -98,7 +125,7 @@ def _computed(called: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     values = tree_flatten((args, kwargs))[0]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     is_there = any(_is_there(tensor) for tensor in tensors)
-    takes_both = called._schema.name in _INDEXING
+    takes_both = called._schema.name in _MIXING
     for tensor in tensors:
         # As on CUDA: a single number of the CPU may take part.
         if is_there and not (_is_there(tensor) or takes_both or tensor.dim() == 0):
