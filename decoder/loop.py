@@ -302,11 +302,12 @@ class Generation:
                 self.drafter = follow(self._decoder.followers, self._sequence)
             self._has_begun = True
 
-    def accepted(self, tree: DraftTree, logits: torch.Tensor) -> Acceptance:
+    def accepted(self, tree: DraftTree, read: Read) -> Acceptance:
         """Return the path of a tree that the target's choices follow, and its next token."""
         sequence = self._sequence
-        context = PassContext(self._random_number, sequence.tokens, sequence.num_prompt)
-        return self._accept(tree, logits, context)
+        number, num_prompt = self._random_number, sequence.num_prompt
+        context = PassContext(number, sequence.tokens, num_prompt, read.choices)
+        return self._accept(tree, read.logits, context)
 
     def commit(self, tree: DraftTree, path: NDArray[np.int64], next_token: int) -> list[int]:
         """Commit the accepted tokens up to the limit or the first stop, and return them."""
@@ -397,6 +398,11 @@ class _Row:
         return self.reading is not None and self.reading.tree is not None
 
     @property
+    def is_accepted(self) -> bool:
+        """Whether a path of its tree was accepted, which the target is to keep."""
+        return self.is_verified and self.next_token is not None
+
+    @property
     def is_going(self) -> bool:
         """Whether its prompt was read, so that a draft can be verified."""
         return self.num_unread == 0
@@ -437,14 +443,16 @@ class _Row:
 
     def verified(self, read: Read, next_token: int) -> Verified:
         """Return its part of the pass and what came of it."""
-        logits, states = read
+        states = read.states
         last_token = int(self.generation.tokens[-1])
         pieces, self.pieces = self.pieces, []
         if pieces and self.generation.statistics.num_passes:  # it was read again
             states = {number: rows[-1:] for number, rows in states.items()}
         elif len(pieces) > 1:
             states = {number: torch.cat([each[number] for each in pieces]) for number in states}
-        return Verified(last_token, self.tree, logits, self.path, next_token, states)
+        return Verified(
+            last_token, self.tree, read.logits, self.path, next_token, states, read.choices
+        )
 
     def _take(self, reading: Reading) -> None:
         self.reading, self.path = reading, np.empty(0, np.int64)
@@ -499,6 +507,7 @@ class _Batch:
         passed = self._read(rows)
         for row, read in passed:
             self._accept(row, read)
+        self._target.commit_all({row.place: row.path for row, _ in passed if row.is_accepted})
         target_s = perf_counter() - read_s
         self._learn([row for row, _ in passed], load, target_s)
         for row, read in passed:
@@ -576,27 +585,22 @@ class _Batch:
         return [row for row in rows if row is not latest]
 
     def _accept(self, row: _Row, read: Read) -> None:
-        """Accept a path and have the target keep it."""
-        logits, states = read
-        is_going = row.is_going
-        if not is_going:
-            row.note_piece(states)
+        """Accept a path, unless only a piece of a prompt was read."""
+        if not row.is_going:
+            row.note_piece(read.states)
             if row.num_unread:
                 return
         try:
-            row.path, row.next_token = row.generation.accepted(row.tree, logits)
+            row.path, row.next_token = row.generation.accepted(row.tree, read)
         except Exception as error:  # noqa: BLE001  whatever a rule raises ends its own sequence
             row.generation.fail(error)
-            return
-        if is_going:
-            self._target.commit(row.path, row.place)
 
     def _learn(self, rows: Sequence[_Row], load: Load, seconds: float) -> None:
         """Have the budget learn from the pass, where it served all that it was shared among."""
         outcomes = [
             PassOutcome(row.tree, row.path, row.next_token)
             for row in rows
-            if row.is_verified and row.next_token is not None
+            if row.is_accepted and row.next_token is not None
         ]
         if outcomes and len(outcomes) == len(load.contexts):
             self._budget.learn(outcomes, load, seconds)

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -32,7 +32,7 @@ from benchmarks.comparison import circumstances
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.fusion import FusedDrafter
 from decoder.loop import Decoder, Generation, Request
-from decoder.model.passes import Reading
+from decoder.model.passes import Read, Reading
 from decoder.model.target import Target
 from decoder.sampling.verification import Acceptance, PassContext
 from retriever.client.strict import RemoteDrafter
@@ -96,11 +96,11 @@ class WaitingTarget:
         self._logits = torch.zeros(1 + self.max_nodes, NUM_LOGITS)
         self.passes_s: list[float] = []
 
-    def read(self, readings: Sequence[Reading]) -> list[tuple[torch.Tensor, dict[int, Any]]]:
+    def read(self, readings: Sequence[Reading]) -> list[Read]:
         """Wait as long as a pass takes."""
         began_s = time.perf_counter()
         time.sleep(self._pass_s)
-        read = [(self._logits[: len(each.tokens)], dict[int, Any]()) for each in readings]
+        read = [Read(self._logits[: len(each.tokens)], {}) for each in readings]
         self.passes_s.append(time.perf_counter() - began_s)
         return read
 
@@ -130,7 +130,7 @@ class WaitingTarget:
     def reset(self, place: int = 0) -> None:
         """Keep nothing."""
 
-    def commit(self, path: NDArray[np.int64], place: int = 0) -> None:
+    def commit_all(self, paths: Mapping[int, NDArray[np.int64]]) -> None:
         """Keep nothing."""
 
 

@@ -195,6 +195,7 @@ def counted_steps(num_sequences: int, num_tokens: int = 24) -> list[Step]:
         send(model)
         replays = Replays(device)
         target = _on_the_stand_in(model, lambda: replays)
+        target.prepare(64, num_sequences, 64)
         target.begin(device, replays)
         drafter = FusedDrafter(
             [Foreknowing(texts)], DraftLimits(VOCABULARY, None), recycled=RecycledLogits(1 << 10)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from decoder.model.states import States
+from decoder.sampling.verification import Choices
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import TokenSequence
@@ -28,6 +29,7 @@ class Verified:
         next_token: the target's choice after them.
         states: that the drafter asked for: [1 + N, hidden size] each, a row for the last token and
             for each node; in a sequence's first pass a row for every token of the prompt.
+        choices: what the pass found with its logits, if it did.
     """
 
     last_token: int
@@ -36,6 +38,7 @@ class Verified:
     path: NDArray[np.int64]
     next_token: int
     states: States = field(default_factory=dict)
+    choices: Choices | None = None
 
 
 class SequenceDrafter(Protocol):

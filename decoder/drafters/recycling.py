@@ -77,7 +77,10 @@ class RecycledLogits:
         Returns:
             The other likely tokens where the target chose its own.
         """
-        tokens, logits = likeliest(verified.logits, min(NUM_LIKELY, verified.logits.shape[-1]))
+        if verified.choices is not None and verified.choices.are_of(verified.logits):
+            tokens, logits = verified.choices.likeliest()
+        else:
+            tokens, logits = likeliest(verified.logits, min(NUM_LIKELY, verified.logits.shape[-1]))
         log_odds = _log_odds(logits)
         contexts = contexts_of(verified.tree, context)
         with self._lock:

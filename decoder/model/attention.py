@@ -88,6 +88,94 @@ class PackedMask(torch.Tensor):
         return self.copies[device]
 
 
+_MOST_SCORES: Final = 1 << 25
+"""Scores of all heads that are held at a time: 128 MiB in single precision. Contexts that need more
+are attended to piece by piece."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """The rows of a captured pass by their places, and what they see: tensors of one device.
+
+    Each of n places has w columns for rows. Those that a place does not need repeat rows of others;
+    they see themselves at least, and nothing of what they give is used.
+
+    Attributes:
+        rows: int64[n, w], the row of the pass in each cell.
+        cells: int64[rows], the cell of each row, counted over all places.
+        slots: int64[n, w], where the cells' own keys and values lie, counted over all places.
+        pasts: int64[n], keys of each place that lie before its rows.
+        positions: int64[n, w], of each cell in its sequence; the key in slot i stands at i.
+        visible: bool[n, w, w], whether a cell sees another one of its place.
+    """
+
+    rows: torch.Tensor
+    cells: torch.Tensor
+    slots: torch.Tensor
+    pasts: torch.Tensor
+    positions: torch.Tensor
+    visible: torch.Tensor
+
+    def context(self, first: int, end: int, window: int | None) -> torch.Tensor:
+        """Return bool[n, 1 or w, end - first], who sees the keys in some slots before the rows."""
+        slots = torch.arange(first, end, device=self.pasts.device)
+        seen = slots < self.pasts[:, None, None]
+        if window is None:
+            return seen
+        return seen & (self.positions[:, :, None] - slots < window)
+
+    def among(self, window: int | None) -> torch.Tensor:
+        """Return bool[n, w, w], who sees the keys of the rows themselves."""
+        if window is None:
+            return self.visible
+        distances = self.positions[:, :, None] - self.positions[:, None, :]
+        return self.visible & (distances < window)
+
+    def seen(self, num_keys: int, window: int | None) -> torch.Tensor:
+        """Return bool[n, w, num_keys + w], who sees the first slots, and then the rows' own."""
+        context = self.context(0, num_keys, window).expand(-1, self.visible.shape[-1], -1)
+        return torch.cat([context, self.among(window)], dim=2)
+
+    def dense(self, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return dtype[n, 1, w, num_keys], zero where a cell sees one of the first slots."""
+        width = self.visible.shape[-1]
+        columns = torch.arange(num_keys, device=self.pasts.device) - self.pasts[:, None, None]
+        own = columns.clamp(0, width - 1).expand(-1, width, -1)
+        is_own = (columns >= 0) & (columns < width) & self.among(window).gather(2, own)
+        seen = is_own | self.context(0, num_keys, window)
+        return _additive(seen, dtype)[:, None]
+
+
+class SplitMask(torch.Tensor):
+    """Stands for the mask of a captured pass: of the context only its length is known.
+
+    Its form is that of a mask, as for `PackedMask`; its keys are those of all places of a cache.
+
+    Attributes:
+        grid: who sees whom.
+        window: positions that a layer looks back over, itself included; `None` for all.
+        num_keys: first slots of each place that are attended to.
+        capacity: slots of each place.
+    """
+
+    grid: Grid
+    window: int | None
+    num_keys: int
+    capacity: int
+
+    @classmethod
+    def of(cls, grid: Grid, window: int | None, num_keys: int, capacity: int) -> Self:
+        """Return a mask; its own values mean nothing."""
+        made = torch.zeros(1, 1, 1, 1).as_subclass(cls)
+        made.grid, made.window = grid, window
+        made.num_keys, made.capacity = num_keys, capacity
+        return made
+
+    def to(self, *_: Any, **__: Any) -> Self:
+        """Return the mask itself."""
+        return self
+
+
 def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -110,7 +198,8 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
         key: [batch, key heads, keys, head size]; query head h belongs to key head
             h // (heads / key heads).
         value: [batch, key heads, keys, value size].
-        attention_mask: additive, [batch or 1, 1, rows, keys], or none; or of a packed pass.
+        attention_mask: additive, [batch or 1, 1, rows, keys], or none; or of a packed or captured
+            pass.
         dropout: probability; zero outside training.
         scaling: of the scores; by default one over the root of the head size.
         options: further arguments of the model.
@@ -120,6 +209,10 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
     """
     if isinstance(attention_mask, PackedMask):
         return _packed_attention(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+    if isinstance(attention_mask, SplitMask):
+        return _split_attention(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
     if dropout or not _is_folded(query, attention_mask, options):
@@ -174,6 +267,117 @@ def _packed_attention(
         )
         attended[group.rows.flatten()] = output.flatten(0, 1)
     return attended[None, :num_rows], None
+
+
+def _split_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SplitMask,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend to the context of each place and to its rows; [1, rows, heads, value size].
+
+    Args: as of `_packed_attention`; the values of keys that were never written are finite.
+    """
+    grid = mask.grid
+    in_cells = query[0].transpose(0, 1)[grid.rows].transpose(1, 2)
+    contexts = [_by_place(each, mask.capacity)[: len(grid.rows)] for each in (key, value)]
+    own = [each[0].transpose(0, 1)[grid.slots].transpose(1, 2) for each in (key, value)]
+    shown = [each[:, :, : mask.num_keys] for each in contexts]
+    if any(options.get(name) is not None for name in _REFUSED):
+        keys, values = (torch.cat(pair, 2) for pair in zip(shown, own, strict=True))
+        additive = _additive(grid.seen(mask.num_keys, mask.window), query.dtype)[:, None]
+        attended, _ = tree_attention(module, in_cells, keys, values, additive, **options)
+    else:
+        scaling = options.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        attended = split_over_keys(in_cells, shown, own, mask, scale).transpose(1, 2)
+    return attended.flatten(0, 1)[grid.cells][None], None
+
+
+def split_over_keys(
+    query: torch.Tensor,
+    context: Sequence[torch.Tensor],
+    own: Sequence[torch.Tensor],
+    mask: SplitMask,
+    scale: float,
+) -> torch.Tensor:
+    """Attend to pieces of the keys and weigh the results by the sums of their exponentials.
+
+    A softmax over all keys is that of each piece, weighted by the piece's share of the sum: as
+    flash-decoding divides long contexts (Dao et al., 2023). No mask over the context is built, and
+    the scores of one piece are held at a time.
+
+    Args:
+        query: [n, heads, w, head size].
+        context: keys and values, [n, key heads, keys, size] each, of which each place's first ones
+            lie before its rows.
+        own: keys and values of the rows, [n, key heads, w, size] each.
+        mask: who sees what.
+        scale: of the scores.
+
+    Returns:
+        [n, heads, w, value size].
+    """
+    places, heads, width, _ = query.shape
+    key_heads, num_keys = own[0].shape[1], context[0].shape[2]
+    piece = max(_MOST_SCORES // (places * heads * width), 1)
+    # Heads first: places of one head lie one after another, so that no key is copied.
+    queries = folded(query, key_heads).transpose(0, 1).flatten(0, 1)
+    parts = []
+    for first in range(0, num_keys, piece):
+        end = min(first + piece, num_keys)
+        keys, values = (_heads_first(each[:, :, first:end]) for each in context)
+        hidden = ~mask.grid.context(first, end, mask.window)
+        parts.append(_partial(queries, keys, values, hidden.expand(-1, width, -1), scale))
+    keys, values = map(_heads_first, own)
+    parts.append(_partial(queries, keys, values, ~mask.grid.among(mask.window), scale))
+    shares = torch.stack([log_sums for _, log_sums in parts]).softmax(dim=0)[..., None]
+    attended = (torch.stack([part for part, _ in parts]) * shares).sum(dim=0).to(query.dtype)
+    by_place = attended.view(key_heads, places, *attended.shape[1:]).transpose(0, 1)
+    return by_place.reshape(places, heads, width, -1)
+
+
+def _partial(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    hidden: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to some keys alone; softmax sums in single precision at least.
+
+    Args:
+        queries: [key heads * n, group * w, head size].
+        keys: [key heads * n, k, head size].
+        values: [key heads * n, k, value size].
+        hidden: bool[n, w, k], what is not seen.
+        scale: of the scores.
+
+    Returns:
+        [key heads * n, group * w, value size], and [key heads * n, group * w], the logarithms of
+        the sums of exponentials: the lowest number where a row sees none of the keys.
+    """
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    scores = (scores.float() if scores.dtype in _HALF else scores) * scale
+    num_places, width, num_keys = hidden.shape
+    by_cell = scores.view(-1, num_places, scores.shape[1] // width, width, num_keys)
+    by_cell.masked_fill_(hidden[:, None], torch.finfo(scores.dtype).min)
+    weights = scores.softmax(dim=-1).to(values.dtype)
+    return torch.bmm(weights, values).to(scores.dtype), scores.logsumexp(dim=-1)
+
+
+def _heads_first(states: torch.Tensor) -> torch.Tensor:
+    """Return [heads * n, keys, size] of [n, heads, keys, size]."""
+    return states.transpose(0, 1).flatten(0, 1)
+
+
+def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return zero where something is seen, and the lowest number elsewhere."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def _by_place(states: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -75,6 +75,11 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
         """Slots of each place."""
         return self._key_buffer.shape[-2] // len(self._lengths) if self.is_initialized else 0
 
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each place holds."""
+        return list(self._lengths)
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take shapes, dtype and device from the first states."""
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -319,6 +324,12 @@ class TreeCache(Cache):
         """Slots that all layers have room for."""
         appeared = (layer.capacity for layer in self.growing_layers if layer.is_initialized)
         return min(appeared, default=0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each place holds, committed or not."""
+        first = next((each for each in self.growing_layers if each.is_initialized), None)
+        return [] if first is None else first.lengths
 
     @property
     def num_growths(self) -> int:

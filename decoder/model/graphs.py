@@ -1,21 +1,28 @@
-"""Passes of a few fixed shapes, each captured once and then replayed; prompts are read eagerly."""
+"""Passes of a few fixed shapes, each captured once and then replayed; prompts are read eagerly.
 
-from collections.abc import Callable, Mapping
+A pass is one upload, one launch and one download, however many sequences it serves: who sees whom,
+the target's choices, accepted paths and likely tokens are computed in the captured function.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from decoder.model.cache import Frame, TreeCache, num_seen
-from decoder.model.passes import CachedPasses, Masks
+from decoder.model.attention import Grid, SplitMask
+from decoder.model.cache import Frame, TreeCache
+from decoder.model.passes import Read, Reading
 from decoder.model.states import States, StateTap
+from decoder.sampling.verification import Choices, ChoiceTable
 from indexer.errors import reason_of
-from retriever.drafter import TokenIds
+from retriever.drafter import NUM_FOUND
 
 _WARM_UPS: Final = 3
 """As many as torch's own make_graphed_callables runs; in these, libraries choose their kernels."""
@@ -94,75 +101,182 @@ Windows = Mapping[str, int | None]
 """Of each layer type, `None` where attention is full."""
 
 
-class FixedInputs:
-    """Tokens, positions, slots and masks of passes with a fixed number of rows and of keys.
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is fixed in a captured pass.
 
-    Rows that a pass does not need repeat its first one, in slots behind its own. They see the same
-    keys, so their values stay finite, and no other row sees them.
+    Attributes:
+        num_places: the first places of the cache, one or all.
+        num_rows: of the pass, all places together.
+        width: most rows of a place.
+        num_keys: slots of each place that are attended to.
+    """
+
+    num_places: int
+    num_rows: int
+    width: int
+    num_keys: int
+
+
+class Inputs:
+    """All that differs from pass to pass of a shape, in one tensor of numbers.
 
     Args:
-        num_rows: of every pass.
-        num_keys: slots of the cache that every pass is shown.
-        windows: of the model's layer types.
-        dtype: the model's.
+        shape: of the passes.
         device: the model's.
 
     Attributes:
-        tokens: int64[1, rows].
-        positions: int64[1, rows].
-        slots: int64[rows], where the rows' keys and values go.
-        masks: dtype[1, 1, rows, keys] for each layer type, zero where attention is allowed.
+        numbers: int64[2 * rows + 2 * places]: the rows' tokens, and for each row the row of its
+            place that is its parent, -1 for none; for each place how many tokens it holds, and how
+            many rows of the pass are its own.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        num_keys: int,
-        windows: Windows,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._numbers = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
-        self.tokens, self.positions = self._numbers[:1], self._numbers[1:2]
-        self.slots = self._numbers[2]
-        self._windows = dict(windows)
-        self.masks = {
-            kind: torch.zeros(1, 1, num_rows, num_keys, dtype=dtype, device=device)
-            for kind in windows
-        }
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self._shape = shape
+        self.numbers = torch.zeros(
+            2 * (shape.num_rows + shape.num_places), dtype=torch.int64, device=device
+        )
 
-    def begin(self, past: int) -> None:
-        """Set the inputs of a dummy pass behind `past` tokens, which `fill` overwrites."""
-        self.fill(np.zeros(1, np.int32), np.full(1, past), None, past)
+    def fill(self, readings: Sequence[Reading], pasts: Sequence[int]) -> None:
+        """Set what a pass reads.
 
-    def fill(self, tokens: TokenIds, positions: NDArray[np.int64], masks: Masks, past: int) -> None:
-        """Set the inputs of one pass behind `past` tokens; see `Passes.read`.
-
-        Without masks it has a single row, which sees all that lies in its window.
+        Args:
+            readings: in the order of their places, which are among those of the shape.
+            pasts: tokens that each place holds.
         """
-        numbers = np.empty(self._numbers.shape, np.int64)
-        width = len(tokens)
-        numbers[0, :width], numbers[0, width:] = tokens, tokens[0]
-        numbers[1, :width], numbers[1, width:] = positions, positions[0]
-        numbers[2] = np.arange(past, past + numbers.shape[1])
-        self._numbers.copy_(torch.from_numpy(numbers))
-        for kind, mask in self.masks.items():
-            given = masks[kind] if isinstance(masks, dict) else masks
-            _lay(mask, given, width, past, num_seen(past, self._windows[kind]))
+        num_rows, num_places = self._shape.num_rows, self._shape.num_places
+        numbers = np.zeros(len(self.numbers), np.int64)
+        tokens, parents, held, widths = np.split(
+            numbers, np.cumsum([num_rows, num_rows, num_places])
+        )
+        parents[:] = -1
+        held[:] = pasts[:num_places]
+        start = 0
+        for reading in readings:
+            end = start + len(reading.tokens)
+            tokens[start:end] = reading.tokens
+            parents[start:end] = reading.parents
+            widths[reading.place] = end - start
+            start = end
+        tokens[start:] = tokens[0]
+        _upload(numbers, self.numbers)
 
 
-def _lay(mask: torch.Tensor, given: torch.Tensor | None, width: int, past: int, seen: int) -> None:
-    """Write a mask over the last `seen` tokens and the rows themselves, and hide all else."""
-    mask.fill_(torch.finfo(mask.dtype).min)
-    shown = mask[:, :, :width, past - seen : past + width]
-    if given is None:
-        shown.zero_()
-    else:
-        shown.copy_(given)
-    mask[:, :, width:] = mask[:, :, :1]
+def _upload(values: NDArray[np.int64], tensor: torch.Tensor) -> None:
+    """Copy values to a device without waiting for it."""
+    given = torch.from_numpy(values)
+    if tensor.is_cuda:
+        given = given.pin_memory()  # else the host would wait for what the device does already
+    tensor.copy_(given, non_blocking=True)
 
 
-_MOST_ROWS: Final = 256
+@dataclass(frozen=True, slots=True, eq=False)
+class Laid:
+    """The rows of a pass, laid out on the device.
+
+    Attributes:
+        grid: who sees whom.
+        tokens: int64[rows].
+        positions: int64[rows].
+        slots: int64[rows], where the rows' keys and values go, counted over all places.
+        parents: int64[n, w], the cell of its place that is a cell's parent, -1 for none.
+        is_used: bool[n, w], whether a cell has a row of its own.
+    """
+
+    grid: Grid
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    parents: torch.Tensor
+    is_used: torch.Tensor
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor, shape: Shape, capacity: int) -> Self:
+        """Lay out the numbers of a pass over places of `capacity` slots; see `Inputs`.
+
+        Rows that are not needed go behind those of the last place, and nothing sees them.
+        """
+        num_rows, width = shape.num_rows, shape.width
+        tokens, parents = numbers[: 2 * num_rows].view(2, -1)
+        pasts, widths = numbers[2 * num_rows :].view(2, -1)
+        starts = widths.cumsum(0) - widths
+        row, column = _counted(num_rows, numbers), _counted(width, numbers)
+        places = (row[:, None] >= starts).sum(1) - 1
+        offsets = row - starts[places]
+        rows = (starts[:, None] + column).clamp(max=num_rows - 1)
+        cells = places * width + offsets.clamp(max=width - 1)
+        above = parents[rows]
+        visible = _ancestors(above)
+        positions = pasts[:, None] + visible.sum(2) - 1
+        firsts = _counted(shape.num_places, numbers) * capacity
+        slots = firsts[:, None] + (pasts[:, None] + column).clamp(max=capacity - 1)
+        return cls(
+            Grid(rows, cells, slots, pasts, positions, visible),
+            tokens,
+            positions.flatten()[cells],
+            places * capacity + pasts[places] + offsets,
+            above,
+            column < widths[:, None],
+        )
+
+
+def _counted(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(count, device=like.device)
+
+
+def _ancestors(parents: torch.Tensor) -> torch.Tensor:
+    """Return bool[n, w, w], whether a cell is another one's ancestor or the cell itself.
+
+    Every round doubles how far up is seen, so that there are as many as the width has bits.
+
+    Args:
+        parents: int64[n, w], -1 for none.
+    """
+    width = parents.shape[1]
+    cells = _counted(width, parents)
+    seen = (cells[:, None] == cells).expand(len(parents), -1, -1)
+    up = torch.where(parents < 0, cells, parents)
+    for _ in range((width - 1).bit_length()):
+        seen = seen | seen.gather(1, up[:, :, None].expand(-1, -1, width))
+        up = up.gather(1, up)
+    return seen
+
+
+def _walked(laid: Laid, choices: torch.Tensor) -> torch.Tensor:
+    """Return bool[rows], whether the target's choices lead to a row.
+
+    Of two children with the same token, the later one is followed, as in
+    `decoder.sampling.verification.follow`.
+
+    Args:
+        laid: the pass.
+        choices: int64[rows], the target's token after each row.
+    """
+    grid = laid.grid
+    tokens, above = laid.tokens[grid.rows], laid.parents
+    wanted = choices[grid.rows].gather(1, above.clamp(min=0))
+    is_alike = (above[:, :, None] == above[:, None, :]) & (tokens[:, :, None] == tokens[:, None, :])
+    column = _counted(above.shape[1], above)
+    is_later = (column > column[:, None]) & laid.is_used[:, None, :]
+    is_right = (above < 0) | ((tokens == wanted) & ~(is_alike & is_later).any(2))
+    is_reached = ~(grid.visible & ~is_right[:, None, :]).any(2)
+    return is_reached.flatten()[grid.cells]
+
+
+def _choice_table(laid: Laid, logits: torch.Tensor) -> torch.Tensor:
+    """Return int32[rows, columns], what `ChoiceTable` reads."""
+    choices = logits.argmax(dim=-1)
+    values, tokens = logits.topk(min(NUM_FOUND, logits.shape[-1]), dim=-1)
+    columns = [choices[:, None], _walked(laid, choices)[:, None], tokens]
+    integers = torch.cat([each.to(torch.int32) for each in columns], dim=1)
+    return torch.cat([integers, values.float().view(torch.int32)], dim=1)
+
+
+_Outputs = dict[str, torch.Tensor]
+"""By name: logits [rows, vocabulary], the table of choices int32[rows, columns], and states
+[rows, tapped, hidden size] if any are tapped."""
+
+MOST_ROWS: Final = 256
 """Rows of the widest captured pass: as many as a drafter's largest tree has nodes. Each power of
 two below is captured by itself, which takes time and memory."""
 
@@ -178,46 +292,69 @@ _log = getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pass:
-    inputs: FixedInputs
-    run: Callable[[], tuple[torch.Tensor, States]]
+    inputs: Inputs
+    run: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Move:
-    slots_and_places: torch.Tensor
+class _Copies:
+    sources_and_destinations: torch.Tensor
     run: Callable[[], None]
 
 
-class GraphPasses(CachedPasses):
-    """Passes whose shapes are few, so that each can be captured and replayed.
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """Tokens of the last pass that a sequence keeps elsewhere in its place.
 
-    Rows and shown keys are padded to powers of two, rows up to 256; masks hide the padding. The
-    tokens that a commit moves are padded, too. Wider passes and prompts run eagerly, on the same
-    cache. Growing buffers, and moving weights between two sequences, make all captured shapes
-    void. Where capturing fails, all passes run eagerly from then on, and the log says so once.
-    Python code in a model's hooks runs when a shape is captured, not at every pass.
+    Attributes:
+        place: of the sequence.
+        start: where they are to lie.
+        slots: int64[k], where they lie, each at or past its new slot.
+    """
+
+    place: int
+    start: int
+    slots: NDArray[np.int64]
+
+
+class CapturedPasses:
+    """Passes over all places of a cache whose shapes are few, so that each can be captured.
+
+    Rows of all places together, rows of the widest place and shown keys are padded to powers of
+    two, rows up to 256. The tokens that commits move are padded, too. Wider passes, and those that
+    only read prompts, run eagerly, on the same cache. Growing buffers, and moving weights between
+    two sequences, make all captured shapes void. Where capturing fails, all passes run eagerly from
+    then on, and the log says so once. Python code in a model's hooks runs when a shape is captured,
+    not at every pass.
 
     Args:
         model: the model to run; it takes trees.
-        cache: of its sequence.
+        cache: of its sequences.
         windows: of the model's layer types.
         make_capture: how shapes are captured.
         tap: keeps states of the model; `None` to keep none.
+        splits: whether all layers attend by `decoder.model.attention.tree_attention`; otherwise
+            masks are dense, and only passes of the first place are captured.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917  what a pass is made of
         self,
         model: PreTrainedModel,
         cache: TreeCache,
         windows: Windows,
         make_capture: CaptureMaker,
-        tap: StateTap | None = None,
+        tap: StateTap | None,
+        splits: bool,  # noqa: FBT001  named by its only caller
     ) -> None:
-        super().__init__(model, cache, tap)
-        self._trees = cache
+        self._model = model
+        self._cache = cache
         self._windows = dict(windows)
         self._make_capture = make_capture
+        self._tap = tap
+        self._splits = splits
+        self._takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._is_eager = False
+        self._outputs: _Outputs = {}
         self._forget()
 
     @property
@@ -225,103 +362,200 @@ class GraphPasses(CachedPasses):
         """Whether passes are padded; not where capturing failed."""
         return not self._is_eager
 
-    def read(
-        self, tokens: TokenIds, masks: Masks, positions: NDArray[np.int64], num_logits: int
-    ) -> tuple[torch.Tensor, States]:
-        """See `Passes`."""
-        width, past = len(tokens), self._trees.get_seq_length()
-        is_prompt = self._trees.capacity == 0 or (masks is None and width > 1)
-        is_eager = is_prompt or self._trees.place > 0
-        captured = None if is_eager else self._pass_for(width, past)
-        if captured is None:
-            return super().read(tokens, masks, positions, num_logits)
-        captured.inputs.fill(tokens, positions, masks, past)
-        logits, states = captured.run()
-        self._trees.hold(past + width)
-        # The next pass writes to these again.
-        kept = {number: rows[:width].clone() for number, rows in states.items()}
-        return logits[width - num_logits : width].clone(), kept
+    def read(self, readings: Sequence[Reading]) -> list[Read] | None:
+        """Run a pass behind what the places hold.
 
-    def truncate(self, length: int) -> None:
-        """See `Passes`."""
-        super().truncate(length)
-        if length == 0 and self._weights_at() != self._addresses:
+        Args:
+            readings: of distinct places, in their order.
+
+        Returns:
+            What each reads, or `None` where such a pass is not captured, and nothing was done.
+        """
+        if (
+            self._is_eager
+            or self._cache.capacity == 0
+            or all(each.tree is None for each in readings)
+        ):
+            return None
+        shape = self._shape_of(readings)
+        found = None if shape is None else self._pass_for(shape)
+        if found is None:
+            return None
+        pasts = self._cache.lengths
+        found.inputs.fill(readings, pasts)
+        found.run()
+        for reading in readings:
+            self._cache.hold(pasts[reading.place] + len(reading.tokens), reading.place)
+        return self._taken(readings)
+
+    def move(self, kept: Sequence[Kept]) -> bool:
+        """Move tokens that commits keep, of all places at once; return whether it was done."""
+        copies = self._copies_for(sum(len(each.slots) for each in kept))
+        if copies is None:
+            return False
+        pairs = copies.sources_and_destinations
+        firsts = [each.place * self._cache.capacity for each in kept]
+        sources = [each.slots + first for each, first in zip(kept, firsts, strict=True)]
+        destinations = [
+            each.start + first + np.arange(len(each.slots))
+            for each, first in zip(kept, firsts, strict=True)
+        ]
+        numbers = np.stack([np.concatenate(sources), np.concatenate(destinations)])
+        missing = pairs.shape[1] - numbers.shape[1]
+        _upload(np.pad(numbers, ((0, 0), (0, missing)), "edge"), pairs)
+        copies.run()
+        for each in kept:
+            self._cache.hold(each.start + len(each.slots), each.place)
+        return True
+
+    def prepare(self, num_tokens: int, num_rows: int) -> None:
+        """Capture all shapes of sequences up to a length, so that none is captured later.
+
+        The layers of the cache have appeared, and it has all of its places.
+
+        Args:
+            num_tokens: of a sequence, drafts included.
+            num_rows: of a pass, at most 256 of which are captured.
+        """
+        self._cache.reserve(max(num_tokens, _FEWEST_TOKENS, *self._cache.lengths) + num_rows)
+        self._renew()
+        shapes = sorted(set(self._shapes(num_tokens, min(num_rows, MOST_ROWS))), key=_size)
+        for shape in shapes[::-1]:  # the largest first: others find their memory in its pool
+            if not self._is_eager:
+                self._pass_for(shape)
+        for count in _buckets(min(num_rows, MOST_ROWS)):
+            self._copies_for(count)
+
+    def check_weights(self) -> None:
+        """Drop captured shapes if weights were moved."""
+        if self._weights_at() != self._addresses:
             self._forget()
 
-    def keep(self, start: int, slots: NDArray[np.int64]) -> None:
-        """See `Passes`."""
-        move = None if self._trees.place else self._move_for(len(slots))
-        if move is None:
-            super().keep(start, slots)
-            return
-        rows = np.minimum(np.arange(move.slots_and_places.shape[1]), len(slots) - 1)
-        move.slots_and_places.copy_(torch.from_numpy(np.stack([slots[rows], start + rows])))
-        move.run()
-        self._trees.hold(start + len(slots))
-
-    def _pass_for(self, width: int, past: int) -> _Pass | None:
-        """Return the captured pass for a width; `None` where passes run eagerly."""
-        if self._is_eager or width > _MOST_ROWS:
+    def _shape_of(self, readings: Sequence[Reading]) -> Shape | None:
+        """Return the shape of a pass, with room in the cache for it; `None` if none is captured."""
+        num_rows = _bucket(sum(len(each.tokens) for each in readings))
+        is_first_alone = readings[-1].place == 0
+        if num_rows > MOST_ROWS or not (self._splits or is_first_alone):
             return None
-        num_rows = _bucket(width)
-        self._trees.reserve(max(past + num_rows, _FEWEST_TOKENS))
+        pasts = self._cache.lengths
+        ends = [pasts[each.place] + len(each.tokens) for each in readings]
+        last = 0 if is_first_alone else len(pasts) - 1
+        self._cache.reserve(max(*ends, pasts[last] + num_rows, _FEWEST_TOKENS))
         self._renew()
-        num_keys = min(_bucket(max(past + num_rows, _FEWEST_KEYS)), self._trees.capacity)
-        found = self._passes.get((num_rows, num_keys))
-        return found or self._new_pass(num_rows, num_keys, past)
+        widest = max(len(each.tokens) for each in readings)
+        most = max(ends) if self._splits else pasts[0] + num_rows
+        return self._shape(last + 1, num_rows, widest, most)
 
-    def _new_pass(self, num_rows: int, num_keys: int, past: int) -> _Pass | None:
-        device = torch.device(self._model.device)
-        inputs = FixedInputs(num_rows, num_keys, self._windows, self._model.dtype, device)
-        inputs.begin(past)
-        run = self._captured(self._padded(inputs, num_keys))
-        if run is None:
+    def _shape(self, num_places: int, num_rows: int, widest: int, num_tokens: int) -> Shape:
+        num_keys = min(_bucket(max(num_tokens, _FEWEST_KEYS)), self._cache.capacity)
+        # Two shapes that differ little would be captured twice.
+        width = max(_bucket(widest), 2 * num_rows // num_places)
+        return Shape(num_places, num_rows, min(width, num_rows), num_keys)
+
+    def _shapes(self, num_tokens: int, num_rows: int) -> Iterable[Shape]:
+        """Return the shapes of all passes behind sequences up to a length."""
+        num_places = len(self._cache.lengths)
+        for places in {1, num_places if self._splits else 1}:
+            for rows in _buckets(num_rows):
+                for widest in _buckets(rows):
+                    for tokens in _buckets(num_tokens + (0 if self._splits else rows)):
+                        yield self._shape(places, rows, widest, tokens)
+
+    def _pass_for(self, shape: Shape) -> _Pass | None:
+        """Return the captured pass of a shape; `None` where capturing fails."""
+        return self._passes.get(shape) or self._new_pass(shape)
+
+    def _new_pass(self, shape: Shape) -> _Pass | None:
+        inputs = Inputs(shape, torch.device(self._model.device))
+        self._begin(inputs, shape)
+        compute = partial(self._computed, inputs.numbers, shape)
+        if not self._outputs:
+            self._outputs = {
+                name: rows.new_empty((MOST_ROWS, *rows.shape[1:]))
+                for name, rows in compute().items()
+            }
+
+        def run() -> None:
+            for name, rows in compute().items():
+                self._outputs[name][: len(rows)].copy_(rows)
+
+        captured = self._captured(run)
+        if captured is None:
             return None
-        made = self._passes[num_rows, num_keys] = _Pass(inputs, run)
+        made = self._passes[shape] = _Pass(inputs, captured)
         return made
 
-    def _padded(
-        self, inputs: FixedInputs, num_keys: int
-    ) -> Callable[[], tuple[torch.Tensor, States]]:
-        """Return a function that runs inputs through the model.
+    def _begin(self, inputs: Inputs, shape: Shape) -> None:
+        """Set the inputs of a dummy pass behind what places hold; the next pass overwrites it."""
+        dummy = Reading(shape.num_places - 1, np.zeros(1, np.int32))
+        inputs.fill([dummy], self._cache.lengths)
 
-        It returns [rows, vocabulary], all logits, and the states that are tapped.
-        """
-        masks = inputs.masks
+    def _computed(self, numbers: torch.Tensor, shape: Shape) -> _Outputs:
+        """Run what the inputs say through the model."""
+        capacity = self._cache.capacity
+        laid = Laid.of(numbers, shape, capacity)
+        masks = {
+            kind: self._mask(laid.grid, window, shape, capacity)
+            for kind, window in self._windows.items()
+        }
         options: dict[str, Any] = {"logits_to_keep": 0} if self._takes_count else {}
-        frame = Frame(inputs.slots, num_keys)
+        frame = Frame(laid.slots, None if self._splits else shape.num_keys)
+        with self._cache.framed(frame) as states:
+            output = self._model(
+                input_ids=laid.tokens[None],
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                position_ids=laid.positions[None],
+                past_key_values=states,
+                use_cache=True,
+                **options,
+            )
+        logits = output.logits[0]
+        found = {"logits": logits, "choices": _choice_table(laid, logits)}
+        if self._tap is not None:
+            found["states"] = torch.stack(list(self._tap.taken().values()), dim=1)
+        return found
 
-        def run() -> tuple[torch.Tensor, States]:
-            with self._trees.framed(frame) as states:
-                output = self._model(
-                    input_ids=inputs.tokens,
-                    attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                    position_ids=inputs.positions,
-                    past_key_values=states,
-                    use_cache=True,
-                    **options,
-                )
-            return output.logits[0], {} if self._tap is None else self._tap.taken()
+    def _mask(self, grid: Grid, window: int | None, shape: Shape, capacity: int) -> torch.Tensor:
+        if self._splits:
+            return SplitMask.of(grid, window, shape.num_keys, capacity)
+        return grid.dense(shape.num_keys, window, self._model.dtype)
 
-        return run
+    def _taken(self, readings: Sequence[Reading]) -> list[Read]:
+        """Return copies of what the last pass computed: the next one writes to the same tensors."""
+        num_rows = sum(len(each.tokens) for each in readings)
+        kept = {name: rows[:num_rows].clone() for name, rows in self._outputs.items()}
+        table = ChoiceTable(kept["choices"])
+        found, start = [], 0
+        for reading in readings:
+            rows = slice(start, start + len(reading.tokens))
+            wanted = slice(rows.stop - reading.num_logits, rows.stop)
+            logits = kept["logits"][wanted]
+            found.append(Read(logits, self._states(kept, rows), Choices(table, wanted, logits)))
+            start = rows.stop
+        return found
 
-    def _move_for(self, num_tokens: int) -> _Move | None:
+    def _states(self, kept: _Outputs, rows: slice) -> States:
+        if self._tap is None:
+            return {}
+        return {number: kept["states"][rows, at] for at, number in enumerate(self._tap.taken())}
+
+    def _copies_for(self, num_tokens: int) -> _Copies | None:
         """Return the captured move of so many tokens in the cache; `None` to move them eagerly."""
         self._renew()
         count = _bucket(num_tokens)
-        if self._is_eager or count > _MOST_ROWS:
+        if self._is_eager or count > MOST_ROWS:
             return None
-        return self._moves.get(count) or self._new_move(count)
+        return self._copies.get(count) or self._new_copies(count)
 
-    def _new_move(self, count: int) -> _Move | None:
+    def _new_copies(self, count: int) -> _Copies | None:
         device = torch.device(self._model.device)
         # All zero: capturing runs the move any number of times, and must not change the cache.
-        slots_and_places = torch.zeros(2, count, dtype=torch.int64, device=device)
-        slots, places = slots_and_places
-        run = self._captured(partial(self._trees.move, slots, places))
+        pairs = torch.zeros(2, count, dtype=torch.int64, device=device)
+        sources, destinations = pairs
+        run = self._captured(partial(self._cache.move, sources, destinations))
         if run is None:
             return None
-        made = self._moves[count] = _Move(slots_and_places, run)
+        made = self._copies[count] = _Copies(pairs, run)
         return made
 
     def _captured(self, function: Callable[[], Output]) -> Callable[[], Output] | None:
@@ -335,21 +569,30 @@ class GraphPasses(CachedPasses):
             return None
 
     def _renew(self) -> None:
-        """Drop captured shapes whose buffers or weights were replaced."""
-        if self._trees.num_growths != self._num_growths:
+        """Drop captured shapes whose buffers were replaced."""
+        if self._cache.num_growths != self._num_growths:
             self._forget()
 
     def _forget(self) -> None:
-        self._passes: dict[tuple[int, int], _Pass] = {}
-        self._moves: dict[int, _Move] = {}
+        self._passes: dict[Shape, _Pass] = {}
+        self._copies: dict[int, _Copies] = {}
         self._capture = self._make_capture()
-        self._num_growths = self._trees.num_growths
+        self._num_growths = self._cache.num_growths
         self._addresses = self._weights_at()
 
     def _weights_at(self) -> list[int]:
         return [weight.data_ptr() for weight in self._model.parameters()]
 
 
+def _size(shape: Shape) -> tuple[int, ...]:
+    return shape.num_rows, shape.num_places * shape.width, shape.num_keys
+
+
 def _bucket(count: int) -> int:
     """Return the least power of two that is not below a positive count."""
     return 1 << (count - 1).bit_length()
+
+
+def _buckets(most: int) -> list[int]:
+    """Return the powers of two that counts up to a positive one are padded to."""
+    return [1 << bits for bits in range((most - 1).bit_length() + 1)]

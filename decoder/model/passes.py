@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from decoder.errors import OutOfMemoryError, UncroppableCacheError
 from decoder.model.cache import TreeCache
 from decoder.model.states import States, StateTap
+from decoder.sampling.verification import Choices
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
 
@@ -47,9 +48,27 @@ class Reading:
         """After how many of the last tokens logits are wanted."""
         return 1 if self.tree is None else len(self.tokens)
 
+    @property
+    def parents(self) -> NDArray[np.int64]:
+        """int64[n], the row that each row follows, -1 for the first."""
+        if self.tree is None:
+            return np.arange(-1, len(self.tokens) - 1)
+        return np.concatenate([np.array([-1]), self.tree.parents + 1])
 
-Read = tuple[torch.Tensor, States]
-"""Logits after the last tokens of a reading, [num_logits, vocabulary], and states, [n, hidden]."""
+
+class Read(NamedTuple):
+    """What a reading brings.
+
+    Attributes:
+        logits: [num_logits, vocabulary], after its last tokens.
+        states: [n, hidden] each, those that are tapped.
+        choices: what the logits say, where it was found with them.
+    """
+
+    logits: torch.Tensor
+    states: States
+    choices: Choices | None = None
+
 
 _SIGNS: Final = ("out of memory", "can't allocate memory", "DefaultCPUAllocator", "bad_alloc")
 

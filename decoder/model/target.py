@@ -1,7 +1,7 @@
 """The target model: it verifies a draft tree in one forward pass."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from logging import getLogger
@@ -39,7 +39,14 @@ from decoder.model.compatibility import (
     reduced,
     tell_once,
 )
-from decoder.model.graphs import CaptureMaker, GraphPasses, Windows, capture_on
+from decoder.model.graphs import (
+    MOST_ROWS,
+    CapturedPasses,
+    CaptureMaker,
+    Kept,
+    Windows,
+    capture_on,
+)
 from decoder.model.packed import PackedPasses, Part
 from decoder.model.passes import (
     CachedPasses,
@@ -198,14 +205,24 @@ class Target:
 
     def _renew(self, compatibility: Compatibility) -> None:
         """Begin with an empty cache that holds no memory yet."""
-        capture = self._capture or capture_on(self.device)
-        self._places = _Places(partial(_passes, self._model, compatibility, capture, self._tap))
+        self._places = _Places(partial(_passes, self._model, compatibility, self._tap))
         self._packed = self._places.packed(self._model, self._windows, self._tap)
+        self._captured = self._made_captured(self._packed is not None)
         self._committed = [0]
         self._held: list[list[int]] = [[]]
         self._latest: list[TokenIds] = [_NO_TOKENS]
         self.states: States = {}
         self._is_packing_checked = False
+
+    def _made_captured(self, splits: bool) -> CapturedPasses | None:  # noqa: FBT001  one caller
+        """Return passes of fixed shapes, `None` where they are not to be captured."""
+        capture, cache = self._capture or capture_on(self.device), self._places.cache
+        takes_trees = self.capability is Capability.TREES
+        if capture is None or cache is None or not takes_trees:
+            return None
+        if is_patched(self._model) or is_spread(self._model):
+            return None
+        return CapturedPasses(self._model, cache, self._windows, capture, self._tap, splits)
 
     def _check(self, model: PreTrainedModel, promised: Compatibility, verdicts: Verdicts) -> None:
         """Fall back to what the model was found to verify.
@@ -263,8 +280,7 @@ class Target:
     @property
     def pads_passes(self) -> bool:
         """Whether passes cost what the next power of two of rows costs."""
-        passes = self._places.at(0)
-        return isinstance(passes, GraphPasses) and passes.is_padding
+        return self._captured is not None and self._captured.is_padding
 
     @property
     def packs(self) -> bool:
@@ -310,6 +326,33 @@ class Target:
             self._is_packing_checked = True
             self._check_packing(self._packed)
 
+    @led
+    def prepare(self, num_tokens: int, num_places: int = 1, num_rows: int = MOST_ROWS) -> None:
+        """Have memory and captured passes for so many sequences, so that none is made later.
+
+        To be called before the first sequence. What goes beyond the limits is decoded, too: memory
+        and passes are made for it when it comes.
+
+        Args:
+            num_tokens: most of a sequence, prompt and output together.
+            num_places: most sequences at a time.
+            num_rows: most rows of a pass: tokens of drafts and of pieces of prompts.
+
+        Raises:
+            OutOfMemoryError: there is no room for them.
+        """
+        self.make_places(num_places)
+        cache = self._places.cache
+        if cache is None:
+            return
+        if cache.capacity == 0:
+            self.prefill(np.zeros(1, np.int32))  # with their first states, layers make buffers
+            self.reset()
+        with within_memory(num_tokens), torch.inference_mode():
+            cache.reserve(num_tokens + num_rows)
+            if self._captured is not None:
+                self._captured.prepare(num_tokens, num_rows)
+
     @torch.inference_mode()
     def _check_packing(self, packed: PackedPasses) -> None:
         """Read each for itself from now on if shared passes are found to give other logits."""
@@ -318,10 +361,10 @@ class Target:
         try:
             for reading in readings:
                 self.prefill(np.arange(1, 4 + reading.place, dtype=np.int32), reading.place)
-            alone = [self._read_alone(reading)[0] for reading in readings]
+            alone = [self._read_alone(reading).logits for reading in readings]
             for reading in readings:
                 self.rewind(reading.place)
-            together = [logits for logits, _ in self._read_together(packed, readings)]
+            together = [read.logits for read in self._read_together(packed, readings)]
             is_right = all(agree(shared, own) for shared, own in zip(together, alone, strict=True))
         except Exception as error:  # noqa: BLE001  each model raises its own
             is_right = False
@@ -350,8 +393,9 @@ class Target:
             OutOfMemoryError: there is no room for the prompt.
         """
         self.reset(place)
-        logits, self.states = self._read_alone(Reading(place, prompt))
-        return logits
+        read = self._read_alone(Reading(place, prompt))
+        self.states = read.states
+        return read.logits
 
     @led
     def verify(self, last_token: int, tree: DraftTree, place: int = 0) -> torch.Tensor:
@@ -372,8 +416,9 @@ class Target:
             OutOfMemoryError: there is no room for the pass. `max_nodes` becomes half of the
                 nodes tried; committed tokens stay.
         """
-        [(logits, self.states)] = self.read([Reading.of(place, last_token, tree)])
-        return logits
+        [read] = self.read([Reading.of(place, last_token, tree)])
+        self.states = read.states
+        return read.logits
 
     @led
     def read(self, readings: Sequence[Reading]) -> list[Read]:
@@ -391,6 +436,9 @@ class Target:
         for reading in readings:
             self.rewind(reading.place)
         try:
+            read = self._read_captured(readings)
+            if read is not None:
+                return read
             if len(readings) == 1 or self._packed is None or not self._packed.is_ready:
                 return [self._read_alone(reading) for reading in readings]
             return self._read_together(self._packed, readings)
@@ -406,8 +454,6 @@ class Target:
         """Drop tokens of a place that were verified and not committed."""
         self._places.at(place).truncate(self._committed[place])
 
-    @led
-    @torch.inference_mode()
     def commit(self, path: NDArray[np.int64], place: int = 0) -> None:
         """Keep the last token and a path of the verified tree, and nothing else of it.
 
@@ -415,15 +461,30 @@ class Target:
             path: int64[k], nodes from a child of the root downwards; it may be empty.
             place: of the sequence.
         """
-        start = self._committed[place] + 1
-        end = self._committed[place] = start + len(path)
-        latest = self._latest[place]
-        self._held[place] += [int(latest[0]), *latest[path + 1].tolist()]
-        in_place = _num_in_place(path)
-        if in_place == len(path):
-            self._places.at(place).truncate(end)
-        else:
-            self._places.at(place).keep(start + in_place, path[in_place:] + start)
+        self.commit_all({place: path})
+
+    @led
+    @torch.inference_mode()
+    def commit_all(self, paths: Mapping[int, NDArray[np.int64]]) -> None:
+        """Commit for several sequences; see `commit`.
+
+        Args:
+            paths: of each place, int64[k].
+        """
+        moved = []
+        for place, path in paths.items():
+            start = self._committed[place] + 1
+            end = self._committed[place] = start + len(path)
+            latest = self._latest[place]
+            self._held[place] += [int(latest[0]), *latest[path + 1].tolist()]
+            in_place = _num_in_place(path)
+            if in_place == len(path):
+                self._places.at(place).truncate(end)
+            else:
+                moved.append(Kept(place, start + in_place, path[in_place:] + start))
+        if moved and (self._captured is None or not self._captured.move(moved)):
+            for each in moved:
+                self._places.at(each.place).keep(each.start, each.slots)
 
     @led
     def pretend(self, num_tokens: int, place: int = 0) -> None:
@@ -457,6 +518,8 @@ class Target:
     @torch.inference_mode()
     def reset(self, place: int = 0) -> None:
         """Forget the sequence of a place."""
+        if self._captured is not None:
+            self._captured.check_weights()
         self._places.at(place).truncate(0)
         self._committed[place] = 0
         self._held[place].clear()
@@ -530,6 +593,18 @@ class Target:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     @torch.inference_mode()
+    def _read_captured(self, readings: Sequence[Reading]) -> list[Read] | None:
+        """Read for several sequences by a captured pass; `None` where there is none for them."""
+        if self._captured is None or (len(readings) > 1 and self._packed is None):
+            return None
+        most = max(self._committed[each.place] + len(each.tokens) for each in readings)
+        with within_memory(most):
+            read = self._captured.read(readings)
+        for reading in readings if read is not None else ():
+            self._note(reading)
+        return read
+
+    @torch.inference_mode()
     def _read_alone(self, reading: Reading) -> Read:
         """Read for one sequence, in a pass of its own."""
         past = self._committed[reading.place]
@@ -540,7 +615,7 @@ class Target:
             passes = self._places.at(reading.place)
             read = passes.read(reading.tokens, masks, depths + past, reading.num_logits)
         self._note(reading)
-        return read
+        return Read(*read)
 
     @torch.inference_mode()
     def _read_together(self, packed: PackedPasses, readings: Sequence[Reading]) -> list[Read]:
@@ -559,7 +634,7 @@ class Target:
             read = packed.read(parts)
         for reading in readings:
             self._note(reading)
-        return read
+        return [Read(*each) for each in read]
 
     def _note(self, reading: Reading) -> None:
         """Count a piece of a prompt as committed."""
@@ -622,18 +697,9 @@ class _Places:
         return PackedPasses(model, self.cache, windows, tap)
 
 
-def _passes(
-    model: PreTrainedModel,
-    compatibility: Compatibility,
-    capture: CaptureMaker | None,
-    tap: StateTap | None,
-) -> Passes:
+def _passes(model: PreTrainedModel, compatibility: Compatibility, tap: StateTap | None) -> Passes:
     if compatibility.layers is not None:
-        cache = TreeCache([window for _, window in compatibility.layers])
-        takes_trees = compatibility.capability is Capability.TREES
-        if capture is None or not takes_trees or is_patched(model) or is_spread(model):
-            return CachedPasses(model, cache, tap)
-        return GraphPasses(model, cache, dict(compatibility.layers), capture, tap)
+        return CachedPasses(model, TreeCache([window for _, window in compatibility.layers]), tap)
     if compatibility.capability is Capability.CHAINS:
         return CachedPasses(model, ChainCache(model), tap)
     return PlainPasses(model, tap)

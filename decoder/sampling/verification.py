@@ -10,6 +10,7 @@ that disagrees is already distributed as the residual.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Self
 
 import numpy as np
@@ -31,11 +32,13 @@ class PassContext:
         sequence: number of the sequence among those of its decoder.
         tokens: int32[n], the committed tokens, the prompt first. Not to be written to.
         num_prompt_tokens: how many of them are the prompt's.
+        choices: what the pass found with its logits, if it did.
     """
 
     sequence: int
     tokens: TokenIds
     num_prompt_tokens: int = 0
+    choices: "Choices | None" = None
 
     @property
     def position(self) -> int:
@@ -48,6 +51,54 @@ class PassContext:
         return self.tokens[self.num_prompt_tokens :]
 
 
+class ChoiceTable:
+    """What a pass computed about its rows, on its device; one download brings all of it.
+
+    Args:
+        values: int32[rows, 2 + 2 * k]: the most probable token after each row, whether such tokens
+            lead to the row, the k likeliest tokens, and the bits of their logits in single
+            precision.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    @cached_property
+    def values(self) -> NDArray[np.int32]:
+        """The same, on the host."""
+        found: NDArray[np.int32] = self._values.cpu().numpy()
+        return found
+
+
+class Choices:
+    """What the logits of a reading say, found in the pass that made them.
+
+    Args:
+        table: of the pass.
+        rows: those of the reading: after its last token and after each node of its tree.
+        logits: [rows, vocabulary], that it was found of.
+    """
+
+    def __init__(self, table: ChoiceTable, rows: slice, logits: torch.Tensor) -> None:
+        self._table, self._rows, self._logits = table, rows, logits
+
+    def are_of(self, logits: torch.Tensor) -> bool:
+        """Return whether these very logits were chosen from, as no rule has changed them."""
+        return logits is self._logits
+
+    def greedy(self) -> Acceptance:
+        """Return the path of the most probable tokens, and the one after it."""
+        values = self._table.values[self._rows]
+        path = np.flatnonzero(values[1:, 1])
+        return path, int(values[path[-1] + 1 if len(path) else 0, 0])
+
+    def likeliest(self) -> tuple[TokenIds, NDArray[np.float32]]:
+        """Return int32[rows, k], the likeliest tokens, and float32[rows, k], their logits."""
+        values = self._table.values[self._rows, 2:]
+        half = values.shape[1] // 2
+        return values[:, :half], values[:, half:].view(np.float32)
+
+
 AcceptRule = Callable[[DraftTree, torch.Tensor, PassContext], Acceptance]
 """Accepts a path of a tree of N nodes, given the target's logits [1 + N, vocabulary]."""
 
@@ -58,13 +109,16 @@ sums of blocks and those inside one block take equally long."""
 _PHILOX_WORDS = 4  # numbers for each count
 
 
-def accept_greedy(tree: DraftTree, logits: torch.Tensor, _context: PassContext) -> Acceptance:
+def accept_greedy(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
     """Follow the child that equals the target's most probable token.
 
     Args:
         tree: what was verified, N nodes.
         logits: [1 + N, vocabulary], the target's, after the last token and after each node.
+        context: of the pass.
     """
+    if context.choices is not None and context.choices.are_of(logits):
+        return context.choices.greedy()
     if is_waited_for(logits):
         return follow(tree, lambda rows: logits[rows].argmax(dim=-1), together=True)
     # In bfloat16 the search takes five times as long as the conversion and the search.

@@ -5,8 +5,10 @@ would freeze, a length or a slot taken from the host, is frozen here, too.
 """
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,34 +16,51 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
+from benchmarks.decoding.pass_operations import counted_steps
 from decoder.budget.budget import FixedBudget
 from decoder.budget.costs import measure_costs
-from decoder.loop import Decoder
+from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.recycling import RecycledLogits
+from decoder.errors import OutOfMemoryError
+from decoder.loop import Decoder, Request
+from decoder.model import attention as attention_module
 from decoder.model import graphs as passes_module
+from decoder.model.attention import Grid, SplitMask, split_over_keys, tree_attention
 from decoder.model.cache import Frame, GrowingLayer, TreeCache
-from decoder.model.compatibility import compatibility_of
 from decoder.model.graphs import (
     Capture,
+    CapturedPasses,
     CaptureMaker,
-    FixedInputs,
-    GraphPasses,
+    Inputs,
+    Laid,
     Output,
+    Shape,
+    _choice_table,
     capture_on,
 )
-from decoder.model.passes import CachedPasses
-from decoder.model.target import Target, _Places
+from decoder.model.passes import Read, Reading
+from decoder.model.states import FINAL
+from decoder.model.target import Target
+from decoder.sampling.verification import Choices, ChoiceTable, PassContext, accept_greedy
+from retriever.follower import DraftLimits
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
     MODELS,
+    SIZES,
+    VOCABULARY,
+    WINDOW,
     ScriptedDrafter,
     decoded,
+    evaluated,
     oracle,
+    oracle_tree,
     plainly,
     prompt_of,
     random_tree,
     tiny_convolution,
+    tiny_gemma,
     tiny_llama,
 )
 from tests.decoder.model.test_target import layers_of
@@ -79,37 +98,88 @@ def random_path(rng: np.random.Generator, tree: DraftTree) -> np.ndarray[Any, np
     return tree.path_to(node) if node >= 0 else np.zeros(0, np.int64)
 
 
-def windows_of(model: PreTrainedModel) -> list[int | None]:
-    layers = compatibility_of(model).layers
-    assert layers is not None
-    return [window for _, window in layers]
+def pair(model: PreTrainedModel, capture: CaptureMaker, **options: Any) -> tuple[Target, Target]:
+    """Return a target of fixed shapes, and one that reads eagerly."""
+    fixed = Target(model, capture=capture, verdicts=None, **options)
+    assert isinstance(fixed._captured, CapturedPasses)
+    eager = Target(model, verdicts=None, **options)
+    eager._captured = None  # as it would not be on CUDA
+    return fixed, eager
 
 
-def largest_error(model: PreTrainedModel, capture: CaptureMaker, steps: int, length: int) -> float:
+def apart(found: Read, expected: Read) -> float:
+    """Return how far two readings part, in logits, in states and in what they choose."""
+    assert found.logits.shape == expected.logits.shape
+    error = float((found.logits - expected.logits).abs().max())
+    for number, rows in expected.states.items():
+        error = max(error, float((found.states[number] - rows).abs().max()))
+    return error
+
+
+def caches_apart(targets: tuple[Target, Target]) -> float:
+    error = 0.0
+    for layer, other in zip(*map(layers_of, targets), strict=True):
+        assert layer.lengths == other.lengths
+        for place in range(len(layer.lengths)):
+            layer.place = other.place = place
+            for held, also in zip(layer.held(), other.held(), strict=True):
+                error = max(error, float((held - also).abs().max()))
+        layer.place = other.place = 0
+    return error
+
+
+def largest_error(
+    model: PreTrainedModel, capture: CaptureMaker, steps: int, length: int, **options: Any
+) -> float:
     """Verify and commit in step with eager passes; return how far logits and caches part."""
     rng = np.random.default_rng(steps)
-    fixed, eager = targets = (
-        Target(model, capture=capture, verdicts=None),
-        Target(model, verdicts=None),
-    )
-    eager._places = _Places(lambda: CachedPasses(eager._model, TreeCache([*windows_of(model)])))
-    assert isinstance(fixed._places.at(0), GraphPasses)
+    targets = pair(model, capture, **options)
     for target in targets:
         target.prefill(np.array(prompt_of(length), np.int32))
     error = 0.0
     for _ in range(steps):
         tree = random_tree(rng, int(rng.choice([0, 1, 2, 5, 20, 40])))
-        logits, expected = (target.verify(7, tree) for target in targets)
-        assert logits.shape == expected.shape
-        error = max(error, float((logits - expected).abs().max()))
+        [found], [expected] = (target.read([Reading.of(0, 7, tree)]) for target in targets)
+        error = max(error, apart(found, expected))
         path = random_path(rng, tree)
         for target in targets:
             target.commit(path)
-    for layer, other in zip(*map(layers_of, targets), strict=True):
-        assert layer.get_seq_length() == other.get_seq_length()
-        for held, also in zip(layer.held(), other.held(), strict=True):
-            error = max(error, float((held - also).abs().max()))
-    return error
+    return max(error, caches_apart(targets))
+
+
+LENGTHS = (2, 30, 7, 90)
+"""Of prompts: within a window and past it."""
+
+
+def largest_error_of_many(
+    model: PreTrainedModel, capture: CaptureMaker, steps: int, **options: Any
+) -> float:
+    """Let four sequences share passes, one alone at times, and some read pieces of prompts."""
+    rng = np.random.default_rng(steps)
+    targets = pair(model, capture, **options)
+    for target in targets:
+        target._is_packing_checked = True
+        target.make_places(len(LENGTHS))
+        for place, length in enumerate(LENGTHS):
+            target.prefill(np.array(prompt_of(length, seed=place), np.int32), place)
+    error = 0.0
+    for _ in range(steps):
+        places = np.flatnonzero(rng.random(len(LENGTHS)) < rng.choice([0.3, 0.8]))
+        readings = [drawn(rng, int(place)) for place in places] or [drawn(rng, 2)]
+        read = [target.read(readings) for target in targets]
+        error = max(error, *itertools.starmap(apart, zip(*read, strict=True)))
+        trees = {each.place: each.tree for each in readings if each.tree is not None}
+        paths = {place: random_path(rng, tree) for place, tree in trees.items()}
+        for target in targets:
+            target.commit_all(paths)
+    return max(error, caches_apart(targets))
+
+
+def drawn(rng: np.random.Generator, place: int) -> Reading:
+    tokens = rng.integers(4, 40, int(rng.integers(1, 30))).astype(np.int32)
+    if rng.random() < 0.2:
+        return Reading(place, tokens)
+    return Reading.of(place, int(tokens[0]), random_tree(rng, int(rng.integers(0, 20))))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +192,34 @@ def test_padded_passes_and_commits_are_those_of_eager_passes(
     assert largest_error(unlimited(name), capture, steps, length) < 1e-9
 
 
+@pytest.mark.parametrize(("capture", "steps"), [(Uncaptured, 40), (Traced, 6)])
+@pytest.mark.parametrize("name", MODELS)
+def test_passes_of_many_places_are_those_of_eager_passes(
+    name: str, capture: Callable[[], Capture], steps: int
+) -> None:
+    assert largest_error_of_many(unlimited(name), capture, steps) < 1e-9
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_states_are_kept_as_in_eager_passes(name: str) -> None:
+    states = (0, 2, FINAL)
+    assert largest_error(unlimited(name), Traced, 4, 20, states=states) < 1e-9
+    assert largest_error_of_many(unlimited(name), Uncaptured, 8, states=states) < 1e-9
+
+
+def test_attention_of_transformers_gets_dense_masks_and_the_first_place_alone() -> None:
+    model = tiny_gemma("eager", torch.float64)
+    model.config.max_position_embeddings = 1024
+    # That attention sums in single precision whatever the model's.
+    assert largest_error(model, Traced, 8, 40) < 1e-4
+    assert largest_error_of_many(model, Uncaptured, 8) < 1e-4
+
+
+def test_half_precision_differs_by_rounding_only() -> None:
+    """Logits of up to 16 are stored in steps of a sixteenth, and those of three layers add up."""
+    assert largest_error_of_many(tiny_llama(dtype=torch.bfloat16), Uncaptured, 8) < 0.6
+
+
 def test_what_was_traced_is_frozen() -> None:
     tensor, addend = torch.zeros(1), [1]
     run = Traced()(lambda: tensor.add_(addend[0]))
@@ -130,26 +228,47 @@ def test_what_was_traced_is_frozen() -> None:
     assert run() == before + 1
 
 
-def shown_what_is_not_there(self: FixedInputs, *arguments: Any) -> None:
-    fill(self, *arguments)
-    for mask in self.masks.values():
-        mask[..., 128:] = 0
+OF, CONTEXT, FILL = Laid.of, Grid.context, Inputs.fill
 
 
-def a_slot_too_far(self: FixedInputs, *arguments: Any) -> None:
-    fill(self, *arguments)
-    self.slots.add_(1)
+def stale_rows_shown(self: Grid, first: int, end: int, window: int | None) -> torch.Tensor:
+    """Show what earlier passes left behind the context."""
+    return CONTEXT(replace(self, pasts=self.pasts + 2), first, end, window)
 
 
-fill = FixedInputs.fill
+def slots_of_a_neighbour(numbers: torch.Tensor, shape: Shape, capacity: int) -> Laid:
+    laid = OF(numbers, shape, capacity)
+    return replace(laid, slots=(laid.slots + capacity) % (shape.num_places * capacity))
 
 
-@pytest.mark.parametrize("planted", [shown_what_is_not_there, a_slot_too_far])
-def test_a_planted_error_in_padded_passes_is_caught(
-    planted: object, monkeypatch: pytest.MonkeyPatch
+def mask_of_a_neighbour(numbers: torch.Tensor, shape: Shape, capacity: int) -> Laid:
+    laid = OF(numbers, shape, capacity)
+    return replace(laid, grid=replace(laid.grid, visible=laid.grid.visible.roll(1, 0)))
+
+
+def lengths_of_a_neighbour(self: Inputs, readings: Sequence[Reading], pasts: list[int]) -> None:
+    FILL(self, readings, pasts[1:] + pasts[:1])
+
+
+def parents_forgotten(self: Inputs, readings: Sequence[Reading], pasts: list[int]) -> None:
+    FILL(self, [Reading(each.place, each.tokens) for each in readings], pasts)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "planted"),
+    [
+        (Grid, "context", stale_rows_shown),
+        (Laid, "of", slots_of_a_neighbour),
+        (Laid, "of", mask_of_a_neighbour),
+        (Inputs, "fill", lengths_of_a_neighbour),
+        (Inputs, "fill", parents_forgotten),
+    ],
+)
+def test_a_planted_error_is_caught(
+    owner: Any, name: str, planted: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FixedInputs, "fill", planted)
-    assert largest_error(unlimited("gemma"), Uncaptured, 4, 40) > 1e-3
+    monkeypatch.setattr(owner, name, planted)
+    assert largest_error_of_many(unlimited("gemma"), Uncaptured, 6) > 1e-3
 
 
 def test_a_length_taken_from_the_host_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +322,7 @@ class Watching:
 def test_no_pass_waits_for_its_device(name: str, caplog: pytest.LogCaptureFixture) -> None:
     before = Watching.num_operations
     largest_error(unlimited(name), Watching, 10, 20)
+    largest_error_of_many(unlimited(name), Watching, 10)
     assert Watching.num_operations > before + 100
     assert caplog.records == []
 
@@ -266,14 +386,14 @@ def test_where_capturing_fails_passes_run_eagerly_and_a_line_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert largest_error(unlimited("gemma"), Failing, 8, 20) < 1e-9
+        assert largest_error_of_many(unlimited("gemma"), Failing, 8) < 1e-9
     assert [record.getMessage() for record in caplog.records] == [
         "passes run without captured graphs: operation not permitted when stream is capturing"
     ]
 
 
 def test_passes_wider_than_any_shape_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes_module, "_MOST_ROWS", 4)
+    monkeypatch.setattr(passes_module, "MOST_ROWS", 4)
     Counted.functions.clear()
     assert largest_error(unlimited("gemma"), Counted, 20, 20) < 1e-9
     assert Counted.functions
@@ -290,12 +410,12 @@ def test_costs_are_measured_where_they_leap(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_graphs_are_for_cuda_and_trees_and_models_as_they_come() -> None:
     assert capture_on(torch.device("cpu")) is None
-    assert isinstance(Target(tiny_llama())._places.at(0), CachedPasses)
-    assert not isinstance(Target(tiny_llama())._places.at(0), GraphPasses)
-    assert not isinstance(Target(tiny_convolution(), capture=Uncaptured)._places.at(0), GraphPasses)
+    assert Target(tiny_llama())._captured is None
+    assert Target(tiny_llama(), capture=Uncaptured)._captured is not None
+    assert Target(tiny_convolution(), capture=Uncaptured)._captured is None
     patched = tiny_llama()
     patched.forward = functools.partial(type(patched).forward, patched)
-    assert not isinstance(Target(patched, capture=Uncaptured)._places.at(0), GraphPasses)
+    assert Target(patched, capture=Uncaptured)._captured is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -306,3 +426,208 @@ def test_cuda_graphs_compute_what_eager_passes_compute(name: str) -> None:
     assert make is not None
     assert largest_error(model, make, 40, 3) < 1e-8
     assert largest_error(model, make, 40, 200) < 1e-8
+    assert largest_error_of_many(model, make, 40) < 1e-8
+
+
+SCALE = 32**-0.5
+
+
+def attended_densely(
+    query: torch.Tensor, context: list[torch.Tensor], own: list[torch.Tensor], mask: SplitMask
+) -> torch.Tensor:
+    """Attend to all keys at once by one dense mask."""
+    keys, values = (torch.cat(each, 2) for each in zip(context, own, strict=True))
+    seen = mask.grid.seen(context[0].shape[2], mask.window)
+    groups = query.shape[1] // keys.shape[1]
+    return torch.nn.functional.scaled_dot_product_attention(
+        query,
+        keys.repeat_interleave(groups, 1),
+        values.repeat_interleave(groups, 1),
+        attn_mask=seen[:, None],
+        scale=SCALE,
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("most_scores", [1 << 25, 3 * 8 * 16 * 50])
+@pytest.mark.parametrize("window", [None, 5, 60])
+def test_pieces_of_keys_give_what_one_dense_mask_gives(
+    dtype: torch.dtype,
+    tolerance: float,
+    most_scores: int,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_module, "_MOST_SCORES", most_scores)
+    torch.manual_seed(0)
+    shape = Shape(3, 64, 16, 256)
+    inputs = Inputs(shape, torch.device("cpu"))
+    rng = np.random.default_rng(0)
+    trees = {0: random_tree(rng, 15), 2: random_tree(rng, 7)}
+    inputs.fill([Reading.of(place, 1, tree) for place, tree in trees.items()], [0, 255, 120])
+    mask = SplitMask.of(Laid.of(inputs.numbers, shape, 512).grid, window, 256, 512)
+    query = torch.randn(3, 8, 16, 32, dtype=dtype)
+    context = [torch.randn(3, 2, 256, 32, dtype=dtype) for _ in range(2)]
+    own = [torch.randn(3, 2, 16, 32, dtype=dtype) for _ in range(2)]
+    found = split_over_keys(query, context, own, mask, SCALE)
+    expected = attended_densely(
+        query.double(),
+        [each.double() for each in context],
+        [each.double() for each in own],
+        mask,
+    )
+    assert float((found - expected).abs().max()) < tolerance
+
+
+def test_what_this_attention_does_not_know_goes_to_that_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is shown the same keys by a dense mask."""
+    grid = Laid.of(torch.tensor([1, 2, 3, 4, -1, 0, -1, -1, 5, 2]), Shape(1, 4, 4, 8), 16).grid
+    mask = SplitMask.of(grid, 4, 8, 16)
+    query, key, value = torch.randn(1, 4, 4, 8), torch.randn(1, 2, 16, 8), torch.randn(1, 2, 16, 8)
+    module: Any = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    expected, _ = tree_attention(module, query, key, value, mask)
+    monkeypatch.setattr(attention_module, "split_over_keys", None)
+    found, _ = tree_attention(module, query, key, value, mask, softcap=50.0)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_choices_are_those_of_the_logits(seed: int) -> None:
+    """The walk is that of the host, duplicates among the nodes included."""
+    rng = np.random.default_rng(seed)
+    trees = [bushy(rng, int(rng.integers(0, 12))) for _ in range(3)]
+    readings = [Reading.of(place, 0, tree) for place, tree in zip((0, 1, 3), trees, strict=True)]
+    readings.insert(2, Reading(2, np.zeros(3, np.int32)))
+    shape = Shape(4, 64, 16, 256)
+    inputs = Inputs(shape, torch.device("cpu"))
+    inputs.fill(readings, [3, 0, 9, 100])
+    logits = torch.from_numpy(rng.random((64, 9), np.float32))
+    logits[:, :2] += 1.0  # so that paths are long
+    found = _choice_table(Laid.of(inputs.numbers, shape, 512), logits)
+    start = 0
+    for reading in readings:
+        own = logits[start : start + len(reading.tokens)][-reading.num_logits :]
+        end = start + len(reading.tokens)
+        choices = Choices(ChoiceTable(found), slice(end - reading.num_logits, end), own)
+        tree = DraftTree.empty() if reading.tree is None else reading.tree
+        path, token = accept_greedy(tree, own, PassContext(0, reading.tokens))
+        assert choices.greedy()[0].tolist() == path.tolist()
+        assert choices.greedy()[1] == token
+        tokens, values = choices.likeliest()
+        for row, columns, given in zip(own.numpy(), tokens, values, strict=True):
+            assert row[columns].tolist() == given.tolist() == sorted(row, reverse=True)[:8]
+        assert not choices.are_of(own + 1)
+        start = end
+
+
+def bushy(rng: np.random.Generator, num_nodes: int) -> DraftTree:
+    """Return a tree of few tokens, some of them twice below one parent."""
+    parents = [int(rng.integers(max(-1, node - 4), node)) for node in range(num_nodes)]
+    return DraftTree(
+        rng.integers(0, 2, num_nodes).astype(np.int32),
+        np.array(parents, np.int32),
+        np.linspace(0.9, 0.1, num_nodes, dtype=np.float32),
+        np.zeros(num_nodes, np.uint8),
+    )
+
+
+def mistral() -> PreTrainedModel:
+    torch.manual_seed(4)
+    config = MistralConfig(
+        **SIZES,
+        vocab_size=VOCABULARY,
+        num_hidden_layers=2,
+        sliding_window=WINDOW,
+        eos_token_id=None,
+    )
+    return evaluated(MistralForCausalLM(config))
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma, mistral])
+def test_batches_of_captured_passes_give_what_the_model_generates(
+    make: Callable[[], PreTrainedModel],
+) -> None:
+    """Sequences come and go; drafts are right, wrong and absent; paths move in the cache."""
+    model, rng = make(), np.random.default_rng(0)
+    prompts = [prompt_of(length, seed=length) for length in (5, 40, 3, 17, 9, 70)]
+    expected = [plainly(model, prompt, 30) for prompt in prompts]
+    texts = {tuple(each[:3]): each + more for each, more in zip(prompts, expected, strict=True)}
+
+    def guess(tokens: list[int], budget: int) -> DraftTree:
+        kind = rng.integers(3)
+        if kind == 0:
+            return random_tree(rng, min(budget, 9))
+        return oracle_tree(rng, texts[tuple(tokens[:3])][len(tokens) :], 12 * int(kind - 1))
+
+    target = Target(model, capture=Counted)
+    Counted.functions.clear()
+    drafter = FusedDrafter(
+        [ScriptedDrafter(guess)],
+        DraftLimits(VOCABULARY, None),
+        recycled=RecycledLogits(1 << 10),
+    )
+    decoder = Decoder(target, drafter, FixedBudget(20))
+    found: dict[int, list[int]] = {}
+    for generation, tokens in decoder.generate_many([Request(each, 30) for each in prompts], 4):
+        assert generation.error is None
+        found.setdefault(generation.number, []).extend(tokens)
+    assert [found[number] for number in range(len(prompts))] == expected
+    assert Counted.functions
+    assert target.pads_passes
+
+
+def test_nothing_is_captured_after_preparing_until_more_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(passes_module, "_FEWEST_KEYS", 16)
+    model, rng = tiny_llama(), np.random.default_rng(0)
+    target = Target(model, capture=Counted)
+    target.prepare(60, 3, 64)
+    Counted.functions.clear()
+    decoder = Decoder(
+        target,
+        ScriptedDrafter(lambda _, most: random_tree(rng, int(rng.integers(most)))),
+        FixedBudget(10),
+    )
+    prompts = [prompt_of(length, seed=length) for length in (5, 20, 3, 17, 30)]
+    found: dict[int, list[int]] = {}
+    for generation, tokens in decoder.generate_many([Request(each, 25) for each in prompts], 3):
+        found.setdefault(generation.number, []).extend(tokens)
+    assert not Counted.functions
+    assert [found[n] for n in range(5)] == [plainly(model, prompt, 25) for prompt in prompts]
+    longer = prompt_of(150)
+    assert decoded(decoder, longer, 10) == plainly(model, longer, 10)
+    assert Counted.functions
+
+
+def test_preparing_is_for_all_devices_and_models() -> None:
+    for make in (tiny_llama, tiny_convolution):
+        target = Target(make())
+        target.prepare(100, 2)
+        decoder = Decoder(target, ScriptedDrafter(lambda *_: DraftTree.empty()), FixedBudget(4))
+        assert decoded(decoder, [5, 6, 7], 5) == plainly(make(), [5, 6, 7], 5)
+
+
+def test_no_room_for_what_is_prepared_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserve(_self: object, _length: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    target = Target(tiny_llama(), capture=Uncaptured)
+    target.prefill(np.array([1, 2], np.int32))
+    monkeypatch.setattr(TreeCache, "reserve", reserve)
+    with pytest.raises(OutOfMemoryError, match="at 5000 tokens"):
+        target.prepare(5000)
+    with pytest.raises(OutOfMemoryError):
+        target.verify(3, DraftTree.empty())
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_a_step_asks_the_device_for_little_and_waits_once(num_sequences: int) -> None:
+    steps = counted_steps(num_sequences)
+    assert steps
+    for step in steps:
+        assert 0 < step.outside + step.replays <= 8
+        assert step.waits == step.downloads == 1

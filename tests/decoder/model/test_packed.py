@@ -31,7 +31,7 @@ EXACT = 1e-8
 
 
 def read_at_once(target: Target, readings: Sequence[Reading]) -> list[torch.Tensor]:
-    return [logits for logits, _ in target.read(readings)]
+    return [read.logits for read in target.read(readings)]
 
 
 def unchecked(model: PreTrainedModel) -> Target:
@@ -62,7 +62,7 @@ def largest_error(model: PreTrainedModel, seed: int = 0, num_steps: int = 6) -> 
         readings = [_drawn(rng, int(place)) for place in places]
         found = read_at_once(together, readings)
         for reading, logits in zip(readings, found, strict=True):
-            [(expected, _)] = alone.read([reading])
+            [(expected, *_)] = alone.read([reading])
             if logits.shape != expected.shape:
                 return float("inf")
             worst = max(worst, float((logits - expected).abs().max()))
@@ -148,8 +148,8 @@ def test_a_place_freed_too_early_is_found() -> None:
     target.prefill(np.array(prompt_of(30, seed=9), np.int32), place=1)
     target._committed[1] = LENGTHS[1]
     reading = Reading.of(1, 5, DraftTree.empty())
-    [(found, _)] = target.read([reading])
-    [(expected, _)] = alone.read([reading])
+    [(found, *_)] = target.read([reading])
+    [(expected, *_)] = alone.read([reading])
     assert float((found - expected).abs().max()) > 1e-3
 
 
@@ -160,7 +160,7 @@ def test_models_that_do_not_pack_read_one_after_another(make: Any) -> None:
     assert not together.packs
     readings = [Reading.of(place, 5 + place, DraftTree.empty()) for place in (0, 2, 3)]
     for reading, logits in zip(readings, read_at_once(together, readings), strict=True):
-        [(expected, _)] = alone.read([reading])
+        [(expected, *_)] = alone.read([reading])
         torch.testing.assert_close(logits, expected)
 
 
@@ -207,5 +207,5 @@ def test_a_model_that_packs_wrongly_reads_for_one_at_a_time(
     assert "LlamaForCausalLM reads for one sequence at a time" in caplog.text
     readings = [Reading.of(place, 5 + place, DraftTree.empty()) for place in (0, 2, 3)]
     for reading, logits in zip(readings, read_at_once(together, readings), strict=True):
-        [(expected, _)] = alone.read([reading])
+        [(expected, *_)] = alone.read([reading])
         torch.testing.assert_close(logits, expected)
