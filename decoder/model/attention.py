@@ -131,11 +131,6 @@ class Grid:
         distances = self.positions[:, :, None] - self.positions[:, None, :]
         return self.visible & (distances < window)
 
-    def seen(self, num_keys: int, window: int | None) -> torch.Tensor:
-        """Return bool[n, w, num_keys + w], who sees the first slots, and then the rows' own."""
-        context = self.context(0, num_keys, window).expand(-1, self.visible.shape[-1], -1)
-        return torch.cat([context, self.among(window)], dim=2)
-
     def dense(self, num_keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return dtype[n, 1, w, num_keys], zero where a cell sees one of the first slots."""
         width = self.visible.shape[-1]
@@ -143,7 +138,8 @@ class Grid:
         own = columns.clamp(0, width - 1).expand(-1, width, -1)
         is_own = (columns >= 0) & (columns < width) & self.among(window).gather(2, own)
         seen = is_own | self.context(0, num_keys, window)
-        return _additive(seen, dtype)[:, None]
+        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 
 
 class SplitMask(torch.Tensor):
@@ -212,9 +208,7 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
     if isinstance(attention_mask, SplitMask):
-        return _split_attention(
-            module, query, key, value, attention_mask, scaling=scaling, **options
-        )
+        return _split_attention(query, key, value, attention_mask, scaling=scaling, **options)
     if dropout or not _is_folded(query, attention_mask, options):
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **options
@@ -270,7 +264,6 @@ def _packed_attention(
 
 
 def _split_attention(
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -279,21 +272,20 @@ def _split_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend to the context of each place and to its rows; [1, rows, heads, value size].
 
-    Args: as of `_packed_attention`; the values of keys that were never written are finite.
+    Args: as of `_packed_attention`; keys and values that were never written are finite.
+
+    Raises:
+        RuntimeError: an option changes the result in a way that is not known here.
     """
-    grid = mask.grid
+    if refused := sorted(name for name in _REFUSED if options.get(name) is not None):
+        raise RuntimeError(f"attention with {', '.join(refused)} is not divided by keys")
+    grid, scaling = mask.grid, options.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     in_cells = query[0].transpose(0, 1)[grid.rows].transpose(1, 2)
     contexts = [_by_place(each, mask.capacity)[: len(grid.rows)] for each in (key, value)]
-    own = [each[0].transpose(0, 1)[grid.slots].transpose(1, 2) for each in (key, value)]
     shown = [each[:, :, : mask.num_keys] for each in contexts]
-    if any(options.get(name) is not None for name in _REFUSED):
-        keys, values = (torch.cat(pair, 2) for pair in zip(shown, own, strict=True))
-        additive = _additive(grid.seen(mask.num_keys, mask.window), query.dtype)[:, None]
-        attended, _ = tree_attention(module, in_cells, keys, values, additive, **options)
-    else:
-        scaling = options.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        attended = split_over_keys(in_cells, shown, own, mask, scale).transpose(1, 2)
+    own = [each[0].transpose(0, 1)[grid.slots].transpose(1, 2) for each in (key, value)]
+    attended = split_over_keys(in_cells, shown, own, mask, scale).transpose(1, 2)
     return attended.flatten(0, 1)[grid.cells][None], None
 
 
@@ -372,12 +364,6 @@ def _partial(
 def _heads_first(states: torch.Tensor) -> torch.Tensor:
     """Return [heads * n, keys, size] of [n, heads, keys, size]."""
     return states.transpose(0, 1).flatten(0, 1)
-
-
-def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return zero where something is seen, and the lowest number elsewhere."""
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def _by_place(states: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -468,18 +468,7 @@ class CapturedPasses:
     def _new_pass(self, shape: Shape) -> _Pass | None:
         inputs = Inputs(shape, torch.device(self._model.device))
         self._begin(inputs, shape)
-        compute = partial(self._computed, inputs.numbers, shape)
-        if not self._outputs:
-            self._outputs = {
-                name: rows.new_empty((MOST_ROWS, *rows.shape[1:]))
-                for name, rows in compute().items()
-            }
-
-        def run() -> None:
-            for name, rows in compute().items():
-                self._outputs[name][: len(rows)].copy_(rows)
-
-        captured = self._captured(run)
+        captured = self._captured(partial(self._run, inputs.numbers, shape))
         if captured is None:
             return None
         made = self._passes[shape] = _Pass(inputs, captured)
@@ -489,6 +478,16 @@ class CapturedPasses:
         """Set the inputs of a dummy pass behind what places hold; the next pass overwrites it."""
         dummy = Reading(shape.num_places - 1, np.zeros(1, np.int32))
         inputs.fill([dummy], self._cache.lengths)
+
+    def _run(self, numbers: torch.Tensor, shape: Shape) -> None:
+        """Leave what a pass brings in tensors that all shapes share."""
+        found = self._computed(numbers, shape)
+        if not self._outputs:
+            self._outputs = {
+                name: rows.new_empty((MOST_ROWS, *rows.shape[1:])) for name, rows in found.items()
+            }
+        for name, rows in found.items():
+            self._outputs[name][: len(rows)].copy_(rows)
 
     def _computed(self, numbers: torch.Tensor, shape: Shape) -> _Outputs:
         """Run what the inputs say through the model."""
@@ -561,6 +560,7 @@ class CapturedPasses:
     def _captured(self, function: Callable[[], Output]) -> Callable[[], Output] | None:
         """Capture a function; where that fails, log it and run eagerly from now on."""
         try:
+            function()  # makes what is kept from call to call, which a capture must only write to
             return self._capture(function)
         except RuntimeError as error:
             self._is_eager = True

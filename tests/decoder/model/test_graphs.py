@@ -27,7 +27,7 @@ from decoder.errors import OutOfMemoryError
 from decoder.loop import Decoder, Request
 from decoder.model import attention as attention_module
 from decoder.model import graphs as passes_module
-from decoder.model.attention import Grid, SplitMask, split_over_keys, tree_attention
+from decoder.model.attention import Grid, SplitMask, split_over_keys
 from decoder.model.cache import Frame, GrowingLayer, TreeCache
 from decoder.model.graphs import (
     Capture,
@@ -437,7 +437,8 @@ def attended_densely(
 ) -> torch.Tensor:
     """Attend to all keys at once by one dense mask."""
     keys, values = (torch.cat(each, 2) for each in zip(context, own, strict=True))
-    seen = mask.grid.seen(context[0].shape[2], mask.window)
+    before = mask.grid.context(0, context[0].shape[2], mask.window).expand(-1, query.shape[2], -1)
+    seen = torch.cat([before, mask.grid.among(mask.window)], 2)
     groups = query.shape[1] // keys.shape[1]
     return torch.nn.functional.scaled_dot_product_attention(
         query,
@@ -479,19 +480,19 @@ def test_pieces_of_keys_give_what_one_dense_mask_gives(
     assert float((found - expected).abs().max()) < tolerance
 
 
-def test_what_this_attention_does_not_know_goes_to_that_of_transformers(
-    monkeypatch: pytest.MonkeyPatch,
+def test_attention_with_an_unknown_option_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is shown the same keys by a dense mask."""
-    grid = Laid.of(torch.tensor([1, 2, 3, 4, -1, 0, -1, -1, 5, 2]), Shape(1, 4, 4, 8), 16).grid
-    mask = SplitMask.of(grid, 4, 8, 16)
-    query, key, value = torch.randn(1, 4, 4, 8), torch.randn(1, 2, 16, 8), torch.randn(1, 2, 16, 8)
-    module: Any = torch.nn.Module()
-    module.num_key_value_groups, module.is_causal = 2, True
-    expected, _ = tree_attention(module, query, key, value, mask)
-    monkeypatch.setattr(attention_module, "split_over_keys", None)
-    found, _ = tree_attention(module, query, key, value, mask, softcap=50.0)
-    torch.testing.assert_close(found, expected)
+    """Passes run eagerly, as where capturing fails; there, transformers' attention is asked."""
+    split = attention_module._split_attention
+
+    def capped(*args: Any, **options: Any) -> Any:
+        return split(*args, **options, softcap=50.0)
+
+    monkeypatch.setattr(attention_module, "_split_attention", capped)
+    assert largest_error_of_many(unlimited("llama"), Uncaptured, 4) < 1e-9
+    [record] = caplog.records
+    assert "attention with softcap is not divided by keys" in record.getMessage()
 
 
 @pytest.mark.parametrize("seed", range(20))
