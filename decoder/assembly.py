@@ -489,13 +489,27 @@ def draft_limits(language_model: LanguageModel) -> DraftLimits:
     return DraftLimits(int(embeddings.shape[0]), language_model.vocabulary.size)
 
 
-def assemble(
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What is to be decoded at most.
+
+    Attributes:
+        num_tokens: of a sequence, prompt and output together.
+        num_places: sequences at a time.
+    """
+
+    num_tokens: int
+    num_places: int = 1
+
+
+def assemble(  # noqa: PLR0913  all but the first three are options
     language_model: LanguageModel,
     drafter: Drafter,
     accept: AcceptRule = accept_greedy,
     *,
     costs: CostStore | None = None,
     num_ahead: int = 0,
+    prepared: Extent | None = None,
 ) -> Decoder:
     """Build a decoder that knows what its model's passes cost.
 
@@ -505,18 +519,23 @@ def assemble(
         accept: the rule that accepts or rejects drafted tokens.
         costs: keeps measured costs for the next start; `None` to measure always.
         num_ahead: outcomes of a pass that the drafter answers for while it runs; see `Decoder`.
+        prepared: for what memory and captured passes are made now; see `Target.prepare`.
 
     Warns where the model's generation_config sets options that the rule does not apply.
 
     Raises:
         UnsupportedModelError: the model cannot be decoded here.
+        OutOfMemoryError: there is no room for what is prepared.
     """
     target = Target(language_model.model, states=states_of(drafter), verdicts=costs or FOUND_HERE)
     warn_of_unapplied(language_model, accept, stacklevel=3)
+    budget = MeasuredBudget(known_costs(target, language_model.model, costs))
+    if prepared is not None:  # last, as measuring behind long contexts may replace the memory
+        target.prepare(prepared.num_tokens, prepared.num_places)
     return Decoder(
         target,
         drafter,
-        MeasuredBudget(known_costs(target, language_model.model, costs)),
+        budget,
         accept,
         language_model.stop_ids,
         drafter_vocabulary=language_model.vocabulary.size,

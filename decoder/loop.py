@@ -507,7 +507,7 @@ class _Batch:
         passed = self._read(rows)
         for row, read in passed:
             self._accept(row, read)
-        self._target.commit_all({row.place: row.path for row, _ in passed if row.is_accepted})
+        self._target.commit_all([(row.place, row.path) for row, _ in passed if row.is_accepted])
         target_s = perf_counter() - read_s
         self._learn([row for row, _ in passed], load, target_s)
         for row, read in passed:

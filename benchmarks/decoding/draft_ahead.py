@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -130,7 +130,7 @@ class WaitingTarget:
     def reset(self, place: int = 0) -> None:
         """Keep nothing."""
 
-    def commit_all(self, paths: Mapping[int, NDArray[np.int64]]) -> None:
+    def commit_all(self, paths: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
         """Keep nothing."""
 
 

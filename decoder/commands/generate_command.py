@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from decoder.assembly import DrafterSettings, assemble, own_rule, pattern_of
+from decoder.assembly import DrafterSettings, Extent, assemble, own_rule, pattern_of
 from decoder.budget.cost_store import store_at
 from decoder.commands.answers import FORESEEN, Answerer, Printer
 from decoder.commands.generate import AnswerOptions, Interruption
@@ -92,6 +92,7 @@ def run_generate(
             own_rule(language_model, settings, pattern),
             costs=store_at(chosen.cost_cache),
             num_ahead=drafts.draft_ahead,
+            prepared=None if given.prepare is None else Extent(given.prepare, given.parallel),
         )
         answerer = Answerer(
             decoder,

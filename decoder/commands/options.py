@@ -60,6 +60,15 @@ class AnsweredPrompts(PromptSettings):
             "model. Each has the answer that it has alone, up to rounding.",
         ),
     ] = 1
+    prepare: Annotated[
+        int | None,
+        Metavar("TOKENS"),
+        Field(
+            ge=1,
+            description="Before the first prompt, make memory and, on CUDA, captured passes for "
+            "texts of so many tokens, prompt and answer together. Default: as they are needed.",
+        ),
+    ] = None
     forget: Annotated[
         bool,
         Field(

@@ -441,13 +441,15 @@ class CapturedPasses:
         ends = [pasts[each.place] + len(each.tokens) for each in readings]
         last = 0 if is_first_alone else len(pasts) - 1
         self._cache.reserve(max(*ends, pasts[last] + num_rows, _FEWEST_TOKENS))
-        self._renew()
+        self._renew()  # it may have grown
         widest = max(len(each.tokens) for each in readings)
-        most = max(ends) if self._splits else pasts[0] + num_rows
-        return self._shape(last + 1, num_rows, widest, most)
+        context = max(pasts[each.place] for each in readings)
+        return self._shape(last + 1, num_rows, widest, context)
 
-    def _shape(self, num_places: int, num_rows: int, widest: int, num_tokens: int) -> Shape:
-        num_keys = min(_bucket(max(num_tokens, _FEWEST_KEYS)), self._cache.capacity)
+    def _shape(self, num_places: int, num_rows: int, widest: int, context: int) -> Shape:
+        """Return the shape of passes behind up to `context` tokens; dense masks show rows, too."""
+        num_shown = max(context if self._splits else context + num_rows, _FEWEST_KEYS)
+        num_keys = min(_bucket(num_shown), self._cache.capacity)
         # Two shapes that differ little would be captured twice.
         width = max(_bucket(widest), 2 * num_rows // num_places)
         return Shape(num_places, num_rows, min(width, num_rows), num_keys)
@@ -458,8 +460,8 @@ class CapturedPasses:
         for places in {1, num_places if self._splits else 1}:
             for rows in _buckets(num_rows):
                 for widest in _buckets(rows):
-                    for tokens in _buckets(num_tokens + (0 if self._splits else rows)):
-                        yield self._shape(places, rows, widest, tokens)
+                    for context in [*_buckets(num_tokens)[:-1], num_tokens]:
+                        yield self._shape(places, rows, widest, context)
 
     def _pass_for(self, shape: Shape) -> _Pass | None:
         """Return the captured pass of a shape; `None` where capturing fails."""

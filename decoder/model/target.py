@@ -1,7 +1,7 @@
 """The target model: it verifies a draft tree in one forward pass."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from logging import getLogger
@@ -345,6 +345,7 @@ class Target:
         cache = self._places.cache
         if cache is None:
             return
+        num_tokens = self.room(0, num_tokens)
         if cache.capacity == 0:
             self.prefill(np.zeros(1, np.int32))  # with their first states, layers make buffers
             self.reset()
@@ -461,18 +462,18 @@ class Target:
             path: int64[k], nodes from a child of the root downwards; it may be empty.
             place: of the sequence.
         """
-        self.commit_all({place: path})
+        self.commit_all([(place, path)])
 
     @led
     @torch.inference_mode()
-    def commit_all(self, paths: Mapping[int, NDArray[np.int64]]) -> None:
-        """Commit for several sequences; see `commit`.
+    def commit_all(self, paths: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
+        """Commit for several sequences, which on CUDA takes as many launches as for one.
 
         Args:
-            paths: of each place, int64[k].
+            paths: distinct places, each with its path; see `commit`.
         """
         moved = []
-        for place, path in paths.items():
+        for place, path in paths:
             start = self._committed[place] + 1
             end = self._committed[place] = start + len(path)
             latest = self._latest[place]
@@ -549,6 +550,8 @@ class Target:
         Returns:
             How many of its first tokens need not be read: fewer than n.
         """
+        if self._captured is not None:
+            self._captured.check_weights()
         cache = self._places.cache
         if cache is None or cache.bytes_per_token == 0:
             self.reset(place)

@@ -96,7 +96,8 @@ class Choices:
         """Return int32[rows, k], the likeliest tokens, and float32[rows, k], their logits."""
         values = self._table.values[self._rows, 2:]
         half = values.shape[1] // 2
-        return values[:, :half], values[:, half:].view(np.float32)
+        tokens, logits = np.ascontiguousarray(values[:, :half]), values[:, half:]
+        return tokens, np.ascontiguousarray(logits).view(np.float32)
 
 
 AcceptRule = Callable[[DraftTree, torch.Tensor, PassContext], Acceptance]

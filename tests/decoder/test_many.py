@@ -337,18 +337,18 @@ def _rows_mixed_up(self: PackedPasses, parts: Any) -> Any:
 READ = PackedPasses.read
 
 
-def _commits_of_a_neighbour(self: Target, path: Any, place: int = 0) -> None:
-    COMMIT(self, path[:0] if place else path, place)
+def _commits_of_a_neighbour(self: Target, paths: Any) -> None:
+    COMMIT(self, [(place, path[:0] if place else path) for place, path in paths])
 
 
-COMMIT = Target.commit
+COMMIT = Target.commit_all
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "planted"),
     [
         (PackedPasses, "read", _rows_mixed_up),
-        (Target, "commit", _commits_of_a_neighbour),
+        (Target, "commit_all", _commits_of_a_neighbour),
     ],
 )
 def test_a_planted_error_is_found(

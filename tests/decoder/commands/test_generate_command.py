@@ -94,7 +94,8 @@ def test_answers_that_are_made_together_are_those_made_alone(
         assert generate(monkeypatch, model_directory, *arguments, *more, "--json") == 1
         return [{key: row.get(key) for key in figures} for row in reported(capsys)]
 
-    assert rows("--parallel", parallel) == rows()
+    assert rows("--parallel", parallel) == rows("--prepare", "200") == rows()
+    assert rows("--parallel", parallel, "--prepare", "200") == rows()
     sampled = ("--temperature", "1", "--seed", "3")
     assert rows("--parallel", parallel, *sampled) == rows(*sampled)
     assert generate(monkeypatch, model_directory, *arguments, "--parallel", parallel) == 1

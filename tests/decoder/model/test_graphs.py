@@ -169,7 +169,7 @@ def largest_error_of_many(
         read = [target.read(readings) for target in targets]
         error = max(error, *itertools.starmap(apart, zip(*read, strict=True)))
         trees = {each.place: each.tree for each in readings if each.tree is not None}
-        paths = {place: random_path(rng, tree) for place, tree in trees.items()}
+        paths = [(place, random_path(rng, tree)) for place, tree in trees.items()]
         for target in targets:
             target.commit_all(paths)
     return max(error, caches_apart(targets))
