@@ -1,7 +1,7 @@
 """Attention for grouped heads without repeated keys: a group's queries are rows of one product."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
@@ -116,9 +116,9 @@ class Grid:
     positions: torch.Tensor
     visible: torch.Tensor
 
-    def context(self, first: int, end: int, window: int | None) -> torch.Tensor:
-        """Return bool[n, 1 or w, end - first], who sees the keys in some slots before the rows."""
-        slots = torch.arange(first, end, device=self.pasts.device)
+    def context(self, num_keys: int, window: int | None) -> torch.Tensor:
+        """Return bool[n, 1 or w, num_keys], who sees the first slots, as far as rows lie behind."""
+        slots = torch.arange(num_keys, device=self.pasts.device)
         seen = slots < self.pasts[:, None, None]
         if window is None:
             return seen
@@ -137,39 +137,49 @@ class Grid:
         columns = torch.arange(num_keys, device=self.pasts.device) - self.pasts[:, None, None]
         own = columns.clamp(0, width - 1).expand(-1, width, -1)
         is_own = (columns >= 0) & (columns < width) & self.among(window).gather(2, own)
-        seen = is_own | self.context(0, num_keys, window)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+        seen = is_own | self.context(num_keys, window)
+        return _additive(seen, dtype)[:, None]
 
 
 class SplitMask(torch.Tensor):
-    """Stands for the mask of a captured pass: of the context only its length is known.
+    """Stands for the mask of a captured pass: of the context, all rows of a place see one length.
 
     Its form is that of a mask, as for `PackedMask`; its keys are those of all places of a cache.
 
     Attributes:
         grid: who sees whom.
-        window: positions that a layer looks back over, itself included; `None` for all.
-        num_keys: first slots of each place that are attended to.
+        context: additive, [n, 1, keys], or [n, w, keys] where a window ends in the context: what is
+            seen of the first slots of each place, as far as they lie before its rows.
+        among: additive, [n, w, w], what the rows see of one another.
         capacity: slots of each place.
     """
 
     grid: Grid
-    window: int | None
-    num_keys: int
+    context: torch.Tensor
+    among: torch.Tensor
     capacity: int
 
     @classmethod
-    def of(cls, grid: Grid, window: int | None, num_keys: int, capacity: int) -> Self:
-        """Return a mask; its own values mean nothing."""
+    def of(
+        cls, grid: Grid, window: int | None, num_keys: int, capacity: int, dtype: torch.dtype
+    ) -> Self:
+        """Return a mask for a model of a dtype; its own values mean nothing."""
         made = torch.zeros(1, 1, 1, 1).as_subclass(cls)
-        made.grid, made.window = grid, window
-        made.num_keys, made.capacity = num_keys, capacity
+        sums = torch.promote_types(dtype, torch.float32)
+        made.grid, made.capacity = grid, capacity
+        made.context = _additive(grid.context(num_keys, window), sums)
+        made.among = _additive(grid.among(window), sums)
         return made
 
     def to(self, *_: Any, **__: Any) -> Self:
         """Return the mask itself."""
         return self
+
+
+def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return zero where something is seen, and the lowest number elsewhere."""
+    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
@@ -279,14 +289,25 @@ def _split_attention(
     """
     if refused := sorted(name for name in _REFUSED if options.get(name) is not None):
         raise RuntimeError(f"attention with {', '.join(refused)} is not divided by keys")
-    grid, scaling = mask.grid, options.get("scaling")
+    grid, scaling, num_rows = mask.grid, options.get("scaling"), query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    in_cells = query[0].transpose(0, 1)[grid.rows].transpose(1, 2)
-    contexts = [_by_place(each, mask.capacity)[: len(grid.rows)] for each in (key, value)]
-    shown = [each[:, :, : mask.num_keys] for each in contexts]
-    own = [each[0].transpose(0, 1)[grid.slots].transpose(1, 2) for each in (key, value)]
-    attended = split_over_keys(in_cells, shown, own, mask, scale).transpose(1, 2)
-    return attended.flatten(0, 1)[grid.cells][None], None
+    places, width = grid.rows.shape
+    is_alone = (places, width) == (1, num_rows)  # then cells are rows
+    cells = query[0] if is_alone else query[0][:, grid.rows.flatten()]
+    shown = slice(mask.context.shape[-1])
+    context = [
+        _by_place(each, mask.capacity)[:places, :, shown].transpose(0, 1) for each in (key, value)
+    ]
+    own = [_in_cells(each[0][:, grid.slots.flatten()], places) for each in (key, value)]
+    attended = split_over_keys(_in_cells(cells, places), context, own, mask, scale)
+    by_cell = attended.flatten(1, 2).transpose(0, 1)
+    return (by_cell.contiguous() if is_alone else by_cell[grid.cells])[None], None
+
+
+def _in_cells(states: torch.Tensor, places: int) -> torch.Tensor:
+    """Return [heads, places, w, size] of [heads, places * w, size]."""
+    heads, cells, size = states.shape
+    return states.reshape(heads, places, cells // places, size)
 
 
 def split_over_keys(
@@ -296,74 +317,93 @@ def split_over_keys(
     mask: SplitMask,
     scale: float,
 ) -> torch.Tensor:
-    """Attend to pieces of the keys and weigh the results by the sums of their exponentials.
+    """Attend to the context and to the rows, without a mask or keys that hold both.
 
-    A softmax over all keys is that of each piece, weighted by the piece's share of the sum: as
-    flash-decoding divides long contexts (Dao et al., 2023). No mask over the context is built, and
-    the scores of one piece are held at a time.
+    Where all scores at once would take much memory, the context is taken in pieces. A softmax over
+    all keys is that of each piece, weighted by the piece's share of the sum of exponentials, as
+    flash-decoding divides long contexts (Dao et al., 2023).
 
     Args:
-        query: [n, heads, w, head size].
-        context: keys and values, [n, key heads, keys, size] each, of which each place's first ones
-            lie before its rows.
-        own: keys and values of the rows, [n, key heads, w, size] each.
+        query: [heads, n, w, head size].
+        context: keys and values, [key heads, n, keys, size] each: views, which are not copied where
+            n are all places.
+        own: keys and values of the rows, [key heads, n, w, size] each.
         mask: who sees what.
         scale: of the scores.
 
     Returns:
-        [n, heads, w, value size].
+        [heads, n, w, value size].
     """
-    places, heads, width, _ = query.shape
-    key_heads, num_keys = own[0].shape[1], context[0].shape[2]
-    piece = max(_MOST_SCORES // (places * heads * width), 1)
-    # Heads first: places of one head lie one after another, so that no key is copied.
-    queries = folded(query, key_heads).transpose(0, 1).flatten(0, 1)
-    parts = []
-    for first in range(0, num_keys, piece):
-        end = min(first + piece, num_keys)
-        keys, values = (_heads_first(each[:, :, first:end]) for each in context)
-        hidden = ~mask.grid.context(first, end, mask.window)
-        parts.append(_partial(queries, keys, values, hidden.expand(-1, width, -1), scale))
-    keys, values = map(_heads_first, own)
-    parts.append(_partial(queries, keys, values, ~mask.grid.among(mask.window), scale))
-    shares = torch.stack([log_sums for _, log_sums in parts]).softmax(dim=0)[..., None]
-    attended = (torch.stack([part for part, _ in parts]) * shares).sum(dim=0).to(query.dtype)
-    by_place = attended.view(key_heads, places, *attended.shape[1:]).transpose(0, 1)
-    return by_place.reshape(places, heads, width, -1)
+    heads, places, width, size = query.shape
+    key_heads = len(context[0])
+    by_group = query.reshape(key_heads, -1, places, width, size).transpose(1, 2)
+    queries = by_group.reshape(key_heads * places, -1, size)
+    piece = max(_MOST_SCORES // (heads * places * width), 1)
+    keys, values = (torch.split(each, piece, dim=2) for each in context)
+    masks = torch.split(mask.context, piece, dim=2)
+    runs = [_Run.of(*each) for each in zip(keys, values, masks, strict=True)]
+    rows = _Run.of(own[0], own[1], mask.among)
+    divided = [*([run] for run in runs[:-1]), [runs[-1], rows]]
+    attended = (
+        _attended(queries, divided[0], scale)[0]
+        if len(divided) == 1
+        else _joined((_attended(queries, each, scale) for each in divided), query.dtype)
+    )
+    by_place = attended.view(key_heads, places, -1, width, attended.shape[-1])
+    return by_place.transpose(1, 2).flatten(0, 1)
 
 
-def _partial(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    hidden: torch.Tensor,
-    scale: float,
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Keys and values, [key heads * n, k, size] each, and what is seen of them, [n, 1 or w, k]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> Self:
+        """Make one of [key heads, n, k, size] each."""
+        return cls(keys.flatten(0, 1), values.flatten(0, 1), mask)
+
+
+def _attended(
+    queries: torch.Tensor, runs: Sequence[_Run], scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to some keys alone; softmax sums in single precision at least.
+    """Attend to some runs of keys by one softmax.
 
     Args:
         queries: [key heads * n, group * w, head size].
-        keys: [key heads * n, k, head size].
-        values: [key heads * n, k, value size].
-        hidden: bool[n, w, k], what is not seen.
+        runs: of keys.
         scale: of the scores.
 
     Returns:
-        [key heads * n, group * w, value size], and [key heads * n, group * w], the logarithms of
-        the sums of exponentials: the lowest number where a row sees none of the keys.
+        [key heads * n, group * w, value size], and the scores, in single precision at least.
     """
-    scores = torch.bmm(queries, keys.transpose(1, 2))
-    scores = (scores.float() if scores.dtype in _HALF else scores) * scale
-    num_places, width, num_keys = hidden.shape
-    by_cell = scores.view(-1, num_places, scores.shape[1] // width, width, num_keys)
-    by_cell.masked_fill_(hidden[:, None], torch.finfo(scores.dtype).min)
-    weights = scores.softmax(dim=-1).to(values.dtype)
-    return torch.bmm(weights, values).to(scores.dtype), scores.logsumexp(dim=-1)
+    batch, num_rows, _ = queries.shape
+    sizes = [run.keys.shape[1] for run in runs]
+    # Written in parts: to put them together takes as long as to make them.
+    scores = runs[0].mask.new_empty(batch, num_rows, sum(sizes))
+    places, width = len(runs[0].mask), runs[-1].mask.shape[1]
+    by_cell = scores.view(-1, places, num_rows // width, width, sum(sizes))
+    for run, part in zip(runs, torch.split(by_cell, sizes, dim=-1), strict=True):
+        products = torch.bmm(queries, run.keys.transpose(1, 2)).view(part.shape)
+        torch.add(run.mask[:, None], products, alpha=scale, out=part)
+    shares = torch.split(scores.softmax(dim=-1).to(queries.dtype), sizes, dim=-1)
+    attended = torch.bmm(shares[0], runs[0].values)
+    for run, share in zip(runs[1:], shares[1:], strict=True):
+        attended.baddbmm_(share, run.values)
+    return attended, scores
 
 
-def _heads_first(states: torch.Tensor) -> torch.Tensor:
-    """Return [heads * n, keys, size] of [n, heads, keys, size]."""
-    return states.transpose(0, 1).flatten(0, 1)
+def _joined(parts: Iterable[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """Weigh results of pieces by the sums of their exponentials; scores are dropped one by one."""
+    attended, log_sums = [], []
+    for part, scores in parts:
+        attended.append(part.to(scores.dtype))
+        log_sums.append(scores.logsumexp(dim=-1, keepdim=True))
+    shares = torch.stack(log_sums).softmax(dim=0)
+    return (torch.stack(attended) * shares).sum(dim=0).to(dtype)
 
 
 def _by_place(states: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -518,7 +518,7 @@ class CapturedPasses:
 
     def _mask(self, grid: Grid, window: int | None, shape: Shape, capacity: int) -> torch.Tensor:
         if self._splits:
-            return SplitMask.of(grid, window, shape.num_keys, capacity)
+            return SplitMask.of(grid, window, shape.num_keys, capacity, self._model.dtype)
         return grid.dense(shape.num_keys, window, self._model.dtype)
 
     def _taken(self, readings: Sequence[Reading]) -> list[Read]:

@@ -27,7 +27,7 @@ from decoder.errors import OutOfMemoryError
 from decoder.loop import Decoder, Request
 from decoder.model import attention as attention_module
 from decoder.model import graphs as passes_module
-from decoder.model.attention import Grid, SplitMask, split_over_keys
+from decoder.model.attention import Grid, SplitMask, split_over_keys, tree_attention
 from decoder.model.cache import Frame, GrowingLayer, TreeCache
 from decoder.model.graphs import (
     Capture,
@@ -231,9 +231,9 @@ def test_what_was_traced_is_frozen() -> None:
 OF, CONTEXT, FILL = Laid.of, Grid.context, Inputs.fill
 
 
-def stale_rows_shown(self: Grid, first: int, end: int, window: int | None) -> torch.Tensor:
+def stale_rows_shown(self: Grid, num_keys: int, window: int | None) -> torch.Tensor:
     """Show what earlier passes left behind the context."""
-    return CONTEXT(replace(self, pasts=self.pasts + 2), first, end, window)
+    return CONTEXT(replace(self, pasts=self.pasts + 2), num_keys, window)
 
 
 def slots_of_a_neighbour(numbers: torch.Tensor, shape: Shape, capacity: int) -> Laid:
@@ -433,20 +433,19 @@ SCALE = 32**-0.5
 
 
 def attended_densely(
-    query: torch.Tensor, context: list[torch.Tensor], own: list[torch.Tensor], mask: SplitMask
+    query: torch.Tensor, context: list[torch.Tensor], own: list[torch.Tensor], seen: torch.Tensor
 ) -> torch.Tensor:
-    """Attend to all keys at once by one dense mask."""
+    """Attend to all keys at once by one dense mask, in double precision."""
     keys, values = (torch.cat(each, 2) for each in zip(context, own, strict=True))
-    before = mask.grid.context(0, context[0].shape[2], mask.window).expand(-1, query.shape[2], -1)
-    seen = torch.cat([before, mask.grid.among(mask.window)], 2)
-    groups = query.shape[1] // keys.shape[1]
-    return torch.nn.functional.scaled_dot_product_attention(
-        query,
-        keys.repeat_interleave(groups, 1),
-        values.repeat_interleave(groups, 1),
+    groups = len(query) // len(keys)
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        query.double().transpose(0, 1),
+        keys.double().repeat_interleave(groups, 0).transpose(0, 1),
+        values.double().repeat_interleave(groups, 0).transpose(0, 1),
         attn_mask=seen[:, None],
         scale=SCALE,
     )
+    return attended.transpose(0, 1)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
@@ -466,18 +465,36 @@ def test_pieces_of_keys_give_what_one_dense_mask_gives(
     rng = np.random.default_rng(0)
     trees = {0: random_tree(rng, 15), 2: random_tree(rng, 7)}
     inputs.fill([Reading.of(place, 1, tree) for place, tree in trees.items()], [0, 255, 120])
-    mask = SplitMask.of(Laid.of(inputs.numbers, shape, 512).grid, window, 256, 512)
-    query = torch.randn(3, 8, 16, 32, dtype=dtype)
-    context = [torch.randn(3, 2, 256, 32, dtype=dtype) for _ in range(2)]
-    own = [torch.randn(3, 2, 16, 32, dtype=dtype) for _ in range(2)]
+    grid = Laid.of(inputs.numbers, shape, 512).grid
+    query = torch.randn(8, 3, 16, 32, dtype=dtype)
+    context = [torch.randn(2, 3, 256, 32, dtype=dtype) for _ in range(2)]
+    own = [torch.randn(2, 3, 16, 32, dtype=dtype) for _ in range(2)]
+    mask = SplitMask.of(grid, window, 256, 512, dtype)
     found = split_over_keys(query, context, own, mask, SCALE)
-    expected = attended_densely(
-        query.double(),
-        [each.double() for each in context],
-        [each.double() for each in own],
-        mask,
-    )
+    before = grid.context(256, window).expand(-1, 16, -1)
+    seen = torch.cat([before, grid.among(window)], 2)
+    expected = attended_densely(query, context, own, seen)
     assert float((found - expected).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize(("shape", "num_places"), [(Shape(1, 4, 4, 8), 3), (Shape(3, 4, 4, 8), 3)])
+def test_no_key_of_the_context_is_copied(
+    shape: Shape, num_places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attended, found = attention_module._attended, []
+
+    def noted(queries: torch.Tensor, runs: Any, scale: float) -> Any:
+        found.extend(runs[:1])
+        return attended(queries, runs, scale)
+
+    monkeypatch.setattr(attention_module, "_attended", noted)
+    inputs = Inputs(shape, torch.device("cpu"))
+    inputs.fill([Reading.of(0, 1, random_tree(np.random.default_rng(0), 3))], [5, 0, 0])
+    mask = SplitMask.of(Laid.of(inputs.numbers, shape, 16).grid, None, 8, 16, torch.float32)
+    query, key = torch.randn(1, 4, 4, 8), torch.randn(1, 2, num_places * 16, 8)
+    tree_attention(torch.nn.Module(), query, key, key + 1, mask)
+    [run] = found
+    assert run.keys.data_ptr() == key.data_ptr()
 
 
 def test_attention_with_an_unknown_option_is_not_captured(
@@ -619,8 +636,8 @@ def test_no_room_for_what_is_prepared_is_said(monkeypatch: pytest.MonkeyPatch) -
     target = Target(tiny_llama(), capture=Uncaptured)
     target.prefill(np.array([1, 2], np.int32))
     monkeypatch.setattr(TreeCache, "reserve", reserve)
-    with pytest.raises(OutOfMemoryError, match="at 5000 tokens"):
-        target.prepare(5000)
+    with pytest.raises(OutOfMemoryError, match="at 200 tokens"):
+        target.prepare(200)
     with pytest.raises(OutOfMemoryError):
         target.verify(3, DraftTree.empty())
 
