@@ -194,7 +194,8 @@ class Laid:
     def of(cls, numbers: torch.Tensor, shape: Shape, capacity: int) -> Self:
         """Lay out the numbers of a pass over places of `capacity` slots; see `Inputs`.
 
-        Rows that are not needed go behind those of the last place, and nothing sees them.
+        Rows that are not needed go behind those of the last place, and nothing sees them. They
+        stand where the first row does, within what positions a model knows.
         """
         num_rows, width = shape.num_rows, shape.width
         tokens, parents = numbers[: 2 * num_rows].view(2, -1)
@@ -208,12 +209,13 @@ class Laid:
         above = parents[rows]
         visible = _ancestors(above)
         positions = pasts[:, None] + visible.sum(2) - 1
+        of_rows = positions.flatten()[cells]
         firsts = _counted(shape.num_places, numbers) * capacity
         slots = firsts[:, None] + (pasts[:, None] + column).clamp(max=capacity - 1)
         return cls(
             Grid(rows, cells, slots, pasts, positions, visible),
             tokens,
-            positions.flatten()[cells],
+            torch.where(row < widths.sum(), of_rows, of_rows[:1]),
             places * capacity + pasts[places] + offsets,
             above,
             column < widths[:, None],

@@ -359,25 +359,42 @@ class Target:
         """Read each for itself from now on if shared passes are found to give other logits."""
         tree = DraftTree.checked([1, 2, 3], [ROOT, ROOT, 0], [0.9, 0.5, 0.4], [0, 0, 0])
         readings = [Reading.of(0, 1, tree), Reading.of(1, 2, tree.prefix(1))]
-        try:
-            for reading in readings:
-                self.prefill(np.arange(1, 4 + reading.place, dtype=np.int32), reading.place)
-            alone = [self._read_alone(reading).logits for reading in readings]
-            for reading in readings:
-                self.rewind(reading.place)
-            together = [read.logits for read in self._read_together(packed, readings)]
-            is_right = all(agree(shared, own) for shared, own in zip(together, alone, strict=True))
-        except Exception as error:  # noqa: BLE001  each model raises its own
-            is_right = False
-            _log.debug("a pass for two sequences fails: %s", error)
         for reading in readings:
-            self.reset(reading.place)
-        if not is_right:
+            self.prefill(np.arange(1, 4 + reading.place, dtype=np.int32), reading.place)
+        alone = [self._read_alone(reading).logits for reading in readings]
+        if not self._is_alike(partial(self._read_together, packed), readings, alone):
             self._packed = None
             _log.warning(
                 "%s reads for one sequence at a time: passes for several give other logits",
                 type(self._model).__name__,
             )
+        elif not self._is_alike(self._read_captured, readings, alone):
+            self._captured = None
+            _log.warning(
+                "passes of %s run without captured graphs: for several sequences these give other "
+                "logits",
+                type(self._model).__name__,
+            )
+        for reading in readings:
+            self.reset(reading.place)
+
+    def _is_alike(
+        self,
+        read: Callable[[Sequence[Reading]], list[Read] | None],
+        readings: Sequence[Reading],
+        alone: Sequence[torch.Tensor],
+    ) -> bool:
+        """Return whether a way to read, if it is one for these, gives the logits of each alone."""
+        for reading in readings:
+            self.rewind(reading.place)
+        try:
+            found = read(readings)
+        except Exception as error:  # noqa: BLE001  each model raises its own
+            _log.debug("a pass for two sequences fails: %s", error)
+            return False
+        return found is None or all(
+            agree(each.logits, own) for each, own in zip(found, alone, strict=True)
+        )
 
     @led
     def prefill(self, prompt: TokenIds, place: int = 0) -> torch.Tensor:

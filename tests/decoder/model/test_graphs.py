@@ -477,6 +477,37 @@ def test_pieces_of_keys_give_what_one_dense_mask_gives(
     assert float((found - expected).abs().max()) < tolerance
 
 
+def test_rows_that_pad_stand_where_a_model_knows_positions() -> None:
+    """The last place is full; the next position may be one that no embedding is there for."""
+    shape = Shape(4, 16, 8, 256)
+    inputs = Inputs(shape, torch.device("cpu"))
+    tree = random_tree(np.random.default_rng(0), 4)
+    inputs.fill([Reading.of(1, 1, tree)], [9, 5, 0, 100])
+    laid = Laid.of(inputs.numbers, shape, 256)
+    assert laid.positions[0] == 5
+    assert set(laid.positions[5:].tolist()) == {5}
+    assert laid.slots[5:].tolist() == list(range(3 * 256 + 100, 3 * 256 + 111))
+
+
+def test_captured_passes_that_are_wrong_for_several_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Inputs, "fill", lengths_of_a_neighbour)
+    model, prompts = tiny_llama(), [prompt_of(5), prompt_of(9)]
+    decoder = Decoder(
+        Target(model, capture=Uncaptured, verdicts=None),
+        ScriptedDrafter(lambda _, most: random_tree(np.random.default_rng(most), most)),
+        FixedBudget(6),
+    )
+    found: dict[int, list[int]] = {}
+    for generation, tokens in decoder.generate_many([Request(each, 8) for each in prompts], 2):
+        found.setdefault(generation.number, []).extend(tokens)
+    assert [found[0], found[1]] == [plainly(model, prompt, 8) for prompt in prompts]
+    [record] = caplog.records
+    assert "run without captured graphs: for several sequences" in record.getMessage()
+    assert decoder.target.packs
+
+
 @pytest.mark.parametrize(("shape", "num_places"), [(Shape(1, 4, 4, 8), 3), (Shape(3, 4, 4, 8), 3)])
 def test_no_key_of_the_context_is_copied(
     shape: Shape, num_places: int, monkeypatch: pytest.MonkeyPatch
