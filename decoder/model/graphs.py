@@ -419,7 +419,8 @@ class CapturedPasses:
             num_tokens: of a sequence, drafts included.
             num_rows: of a pass, at most 256 of which are captured.
         """
-        self._cache.reserve(max(num_tokens, _FEWEST_TOKENS, *self._cache.lengths) + num_rows)
+        longest = max(num_tokens, _FEWEST_TOKENS, *self._cache.lengths)
+        self._cache.reserve(longest + _bucket(num_rows))
         self._renew()
         shapes = sorted(set(self._shapes(num_tokens, min(num_rows, MOST_ROWS))), key=_size)
         for shape in shapes[::-1]:  # the largest first: others find their memory in its pool
@@ -564,7 +565,8 @@ class CapturedPasses:
     def _captured(self, function: Callable[[], Output]) -> Callable[[], Output] | None:
         """Capture a function; where that fails, log it and run eagerly from now on."""
         try:
-            function()  # makes what is kept from call to call, which a capture must only write to
+            if not self._outputs:
+                function()  # makes tensors that all shapes share, which a capture only writes to
             return self._capture(function)
         except RuntimeError as error:
             self._is_eager = True

@@ -43,7 +43,15 @@ from decoder.model.graphs import (
 from decoder.model.passes import Read, Reading
 from decoder.model.states import FINAL
 from decoder.model.target import Target
-from decoder.sampling.verification import Choices, ChoiceTable, PassContext, accept_greedy
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.sampling_settings import SamplingSettings
+from decoder.sampling.verification import (
+    Acceptance,
+    Choices,
+    ChoiceTable,
+    PassContext,
+    accept_greedy,
+)
 from retriever.follower import DraftLimits
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
@@ -52,6 +60,7 @@ from tests.decoder.decoding import (
     VOCABULARY,
     WINDOW,
     ScriptedDrafter,
+    at_random,
     decoded,
     evaluated,
     oracle,
@@ -680,3 +689,29 @@ def test_a_step_asks_the_device_for_little_and_waits_once(num_sequences: int) ->
     for step in steps:
         assert 0 < step.outside + step.replays <= 8
         assert step.waits == step.downloads == 1
+
+
+def test_sampling_by_captured_passes_is_that_of_eager_ones() -> None:
+    """Rules that draw, penalise or change logits get them as they are, and no greedy path."""
+    model = tiny_llama(dtype=torch.float64)
+    prompts = [prompt_of(length, seed=length) for length in (5, 20, 9)]
+
+    def biased(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
+        changed = logits.clone()
+        changed[:, 7:9] += 4.0
+        return accept_greedy(tree, changed, context)
+
+    for rule in (accept_rule(SamplingSettings(1.0, 20, 0.95, 0.01, 1.2, seed=5)), biased):
+        outputs = []
+        for capture in (Uncaptured, None):
+            drafter = ScriptedDrafter(at_random(12))
+            target = Target(model, capture=capture, verdicts=None)
+            decoder = Decoder(target, drafter, FixedBudget(12), rule)
+            found: dict[int, list[int]] = {}
+            for generation, tokens in decoder.generate_many(
+                [Request(each, 20) for each in prompts], 2
+            ):
+                assert generation.error is None
+                found.setdefault(generation.number, []).extend(tokens)
+            outputs.append(found)
+        assert outputs[0] == outputs[1]
