@@ -51,17 +51,17 @@ DEFAULT_PARALLEL = 8
 """Sequences that a pass serves: on two cores, twice as many bring hardly more tokens a second."""
 
 _PIECE: Final = 64
-"""Tokens of prompts that are read beside sequences that go on: these wait for them. A pass of 64
-rows takes three to four plain ones on two cores, and each token of it little less than in a longer
-pass."""
+"""Tokens of each prompt that are read beside sequences that go on. Alone, as many take about as
+long as the two tokens that a pass with drafts brings, so what shares passes slows prompts and
+outputs alike. On two cores a pass of 64 rows takes twice as long as a plain one."""
 
 _SPARE: Final = 4
 """Nodes that are asked for beyond those that may be verified, to an outcome that is asked ahead:
 a node of such is an outcome where the one above it is verified. On recorded edits of code, one node
 each guessed 77% of what came from 1.5 outcomes."""
 
-_PIECE_ALONE: Final = 512
-"""Tokens of prompts that are read in a pass where nobody waits but those who come later."""
+_MOST_READ: Final = 512
+"""Most tokens of prompts that are read in a pass."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -509,18 +509,15 @@ class _Batch:
     def _planned(self) -> tuple[list[_Row], Load]:
         """Choose who has a part in the next pass, and how much of a prompt is read in it."""
         contexts = [len(row.generation.tokens) for row in self._rows if row.is_going]
-        room = _PIECE if contexts else _PIECE_ALONE
-        num_read = 0
-        for row in sorted(self._rows, key=lambda each: each.generation.number):
-            if row.is_going:
-                continue
-            size = row.num_unread
-            if self._reads_in_pieces:
-                size = min(size, room - num_read)
+        unread = [row for row in self._rows if not row.is_going]
+        sizes = [row.num_unread for row in unread]
+        if self._reads_in_pieces:
+            room = _PIECE * len(unread) if contexts else _MOST_READ
+            sizes = _shares(sizes, min(room, _MOST_READ))
+        for row, size in zip(unread, sizes, strict=True):
             row.read_next(size)
-            num_read += size
         rows = [row for row in self._rows if row.is_going or row.width]
-        return rows, Load(contexts, num_read)
+        return rows, Load(contexts, sum(sizes))
 
     def _draft(self, rows: Sequence[_Row], load: Load) -> float:
         """Give all whose prompt was read a tree of nodes that pay; return the seconds it took."""
@@ -702,6 +699,15 @@ class _AheadBatch(_Batch):
 def _batch(decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> _Batch:
     kind = _AheadBatch if decoder.num_ahead else _Batch
     return kind(decoder, waiting, num_places)
+
+
+def _shares(wanted: Sequence[int], room: int) -> list[int]:
+    """Divide room among all as evenly as what each wants allows: nobody waits for a long prompt."""
+    shares = list(wanted)
+    for done, at in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
+        shares[at] = min(wanted[at], -(-room // (len(wanted) - done)))
+        room -= shares[at]
+    return shares
 
 
 def _charge(rows: Sequence[_Row], draft_s: float, target_s: float, whole_s: float) -> None:
