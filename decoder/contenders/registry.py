@@ -103,6 +103,11 @@ class Entry:
     options: dict[str, int] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
 
+    @property
+    def takes_many(self) -> bool:
+        """Whether it decodes several prompts at a time: in our loop, or in plain batches."""
+        return self.opened is not None or not self.options
+
     def check(self, drafts: DrafterSettings) -> None:
         """Refuse the contender where what it drafts with is not given.
 
