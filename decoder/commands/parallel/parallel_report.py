@@ -252,4 +252,4 @@ def _draw_parts(axes: Any, setting: dict[str, Any]) -> None:
     axes.set_xlabel("median time of a pass by part, ms")
     axes.grid(axis="x", alpha=0.3)
     if bars:
-        axes.legend()
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(PARTS), frameon=False)
