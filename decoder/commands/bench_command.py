@@ -29,7 +29,7 @@ from decoder.commands.parallel.parallel_report import (
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.commands.terminal import watching
 from decoder.commands.trace_command import print_table
-from decoder.contenders.contender import FOREDRAFT, PLAIN, UNDRAFTED
+from decoder.contenders.contender import PLAIN, UNDRAFTED
 from decoder.contenders.registry import (
     ASKING_SERVERS,
     DEFAULT,
@@ -38,6 +38,7 @@ from decoder.contenders.registry import (
     Contest,
     Setting,
     chosen,
+    parallel_default,
 )
 from decoder.drafters.fusion import MAX_NODES
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
@@ -122,7 +123,7 @@ class ContestSettings(BaseModel):
         Args:
             drafts: where drafts come from.
         """
-        default = _parallel_default(drafts) if self.parallel else DEFAULT
+        default = parallel_default(drafts) if self.parallel else DEFAULT
         given = [*(self.contender or default), *([self.over] if self.over else [])]
         names = list(dict.fromkeys(given))
         if not {PLAIN, UNDRAFTED} & set(names):
@@ -224,14 +225,6 @@ class ContestSettings(BaseModel):
                 f"--server would show the answers of {asking[0]} to {asking[1]}: measure them one "
                 "by one, each with a service that has just started"
             )
-
-
-def _parallel_default(drafts: DrafterSettings) -> tuple[str, ...]:
-    """Return who is measured in parallel by default: with a model that drafts, without it, too."""
-    # A service would show the answers of one to the other.
-    if drafts.names_readers and not drafts.server:
-        return PLAIN, UNDRAFTED, TABLES, FOREDRAFT
-    return PLAIN, UNDRAFTED, FOREDRAFT
 
 
 def _list_contenders(value: bool) -> None:

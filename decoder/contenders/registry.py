@@ -315,6 +315,16 @@ def chosen(names: Sequence[str]) -> list[Entry]:
     return [ENTRIES[name] for name in dict.fromkeys(names)]
 
 
+def parallel_default(drafts: DrafterSettings) -> list[str]:
+    """Return the contenders of a run in parallel that names none.
+
+    Where a model or a head drafts, our drafter without it is one of them; but not beside a service,
+    which would show the answers of one to the other.
+    """
+    without = [TABLES] if drafts.names_readers and not drafts.server else []
+    return [PLAIN, UNDRAFTED, *without, FOREDRAFT]
+
+
 def possible(drafts: DrafterSettings) -> list[str]:
     """Return the names of all contenders that have what they draft with."""
     names = []

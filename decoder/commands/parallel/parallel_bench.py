@@ -1,6 +1,6 @@
 """Measuring ways of decoding side by side where many prompts are decoded in parallel."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -10,12 +10,15 @@ import torch
 from decoder.commands.bench import (
     WARM_UP_TEXT,
     Benchmark,
+    BenchOptions,
     BenchPrompt,
     Heat,
+    Opened,
     Place,
     fastest,
     in_turn,
     pooled,
+    unwatched,
     warmed,
 )
 from decoder.commands.plain_comparison import Outputs, differences
@@ -30,7 +33,9 @@ from decoder.contenders.contender import (
 from decoder.contenders.registry import Lineup, Setting
 from decoder.contenders.standings import Comparison, parallel_standings
 from decoder.errors import ContradictoryOptionsError, InvalidPromptError
+from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
+from decoder.observation import Watcher
 
 _ROUNDS: Final = 2
 """Prompts of a group for each place: so places are filled again, as where requests keep coming."""
@@ -63,13 +68,28 @@ class ParallelBenchmark(Benchmark):
     at that width. In float32 and greedily, every output is compared with that of `model.generate`
     for the prompt alone, at the end.
 
-    Args: those of `Benchmark`; `BenchOptions.parallel` has the widths, and turns are the first.
+    Args:
+        language_model: the model of all contenders.
+        opened: gives the contenders, all of which take many prompts.
+        prompts: what to decode.
+        options: how; of questions with several turns the first is asked.
+        watcher: is told of the progress.
+        plain: what `model.generate` writes for prompts alone, by their tokens, where that is known.
     """
 
     _unit = "group"
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        opened: Opened,
+        prompts: Sequence[Prompt],
+        options: BenchOptions,
+        watcher: Watcher = unwatched,
+        plain: Mapping[tuple[int, ...], list[int]] | None = None,
+    ) -> None:
+        super().__init__(language_model, opened, prompts, options, watcher)
+        self._known = dict(plain or {})
         self._target: Target | None = None
         self._cases: list[BenchPrompt] = []
         self._groups: dict[int, list[Group]] = {}
@@ -199,8 +219,13 @@ class ParallelBenchmark(Benchmark):
                 self._plain[number] = run.token_ids
 
     def _measured_alone(self) -> dict[int, list[int]]:
-        """Return what plain generation wrote for prompts, where one at a time was measured."""
-        return {
+        """Return what plain generation wrote for prompts, where that is known or was measured."""
+        known = {
+            number: self._known[tokens]
+            for number, case in enumerate(self._cases)
+            if (tokens := tuple(case.token_ids)) in self._known
+        }
+        return known | {
             number: output
             for heat, numbers, runs in self._decoded()
             if heat.parallel == 1 and heat.setting.temperature == 0 and PLAIN in runs
