@@ -38,7 +38,7 @@ from decoder.budget.costs import measure_costs
 from decoder.commands.bench import BenchOptions, fitting, run_benchmark
 from decoder.commands.bench_report import table_of
 from decoder.commands.parallel.parallel_bench import ParallelBenchmark, wrong_outputs
-from decoder.commands.parallel.parallel_report import conclusions_of, tables_of_widths
+from decoder.commands.parallel.parallel_report import conclusions_of
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.commands.terminal import watching
 from decoder.contenders.contender import FOREDRAFT, PLAIN, contenders
@@ -177,8 +177,6 @@ def parallel(plan: Plan) -> dict[str, Any]:
     report["drafter"] = plan.drafter.describe()
     for line in conclusions_of(report):
         _console.print(line)
-    for table in tables_of_widths(report):
-        _console.print(table)
     return report
 
 

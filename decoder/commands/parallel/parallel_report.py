@@ -31,35 +31,40 @@ _PART_COLOURS: Final = ("#56b4e9", "#e69f00", "0.6")
 
 
 def conclusions_of(report: dict[str, Any]) -> list[str]:
-    """Return what is to be read first: where ours are slower, and whether outputs are right."""
-    several = len(report["settings"]) > 1
-    lines = [_loss(each, several=several) for each in report["below_one"]]
-    if not lines and any(_has_ratios(setting) for setting in report["settings"]):
+    """Return what is to be read first: where ours are slower, or may be, and wrong outputs."""
+    ratios = list(_ratios(report["settings"]))
+    lines = [f"slower: {words}" for words, figure in ratios if figure[0] < 1]
+    if ratios and not lines:
         lines = ["slower nowhere: at no width is a ratio of ours below 1"]
+    lines += [
+        f"uncertain: {words}"
+        for words, (ratio, low, _) in ratios
+        if ratio >= 1 and (low is None or low < 1)
+    ]
     return [*lines, *_exactness(report["exactness"])]
 
 
-def _has_ratios(setting: dict[str, Any]) -> bool:
-    widths = setting["widths"]
-    return any(
-        figures["over"]
-        for width in widths
-        for name, figures in width["contenders"].items()
-        if name != PLAIN
-    )
+def _ratios(settings: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield each ratio of ours, in words and as `[value, low, high]`."""
+    for setting in settings:
+        place = f", {described(setting)}" if len(settings) > 1 else ""
+        for width in setting["widths"]:
+            ours = {name: each for name, each in width["contenders"].items() if name != PLAIN}
+            for name, figures in ours.items():
+                whose = f"{name}, {width['parallel']} in parallel{place}"
+                for base, figure in figures["over"].items():
+                    yield (
+                        f"{whose}: {_interval(figure)} times {_BASES[base]}{_doubt(figure)}",
+                        figure,
+                    )
 
 
-def _loss(found: dict[str, Any], *, several: bool) -> str:
-    """Return a line about a ratio below 1."""
-    words = [f"{found['parallel']} in parallel"]
-    if several:
-        words.append(described({**found, "num_seeds": 1}))
-    _, _, high = found["ratio"]
-    reaching = " (the interval reaches 1)" if high is None or high >= 1 else ""
-    return (
-        f"slower: {found['contender']}, {', '.join(words)}: {_interval(found['ratio'])} times "
-        f"{_BASES[found['over']]}{reaching}"
-    )
+def _doubt(figure: Sequence[Any]) -> str:
+    """Return why a ratio may as well be 1, in words; nothing where it may not."""
+    _, low, high = figure
+    if low is None:
+        return ", one group alone"
+    return ", the interval has 1 in it" if low < 1 <= high else ""
 
 
 def _exactness(found: dict[str, Any] | None) -> Iterator[str]:
