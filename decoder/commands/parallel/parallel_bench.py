@@ -114,8 +114,9 @@ class ParallelBenchmark(Benchmark):
                 "temperature": setting.temperature,
                 "num_seeds": len(members),
                 "widths": [
-                    self._figures([Heat(each, parallel) for each in members], rounds)
-                    for parallel in self._measured_widths(members, rounds)
+                    self._figures(heats, rounds)
+                    for parallel in self._options.parallel
+                    if (heats := [heat for heat in rounds if _is_of(heat, members, parallel)])
                 ],
             }
             for setting, members in pooled(dict.fromkeys(heat.setting for heat in rounds)).items()
@@ -220,16 +221,16 @@ class ParallelBenchmark(Benchmark):
 
     def _measured_alone(self) -> dict[int, list[int]]:
         """Return what plain generation wrote for prompts, where that is known or was measured."""
-        known = {
-            number: self._known[tokens]
-            for number, case in enumerate(self._cases)
-            if (tokens := tuple(case.token_ids)) in self._known
-        }
-        return known | {
+        measured = {
             number: output
             for heat, numbers, runs in self._decoded()
             if heat.parallel == 1 and heat.setting.temperature == 0 and PLAIN in runs
             for number, output in zip(numbers, runs[PLAIN].outputs, strict=True)
+        }
+        return measured | {
+            number: self._known[tokens]
+            for number, case in enumerate(self._cases)
+            if (tokens := tuple(case.token_ids)) in self._known
         }
 
     @property
@@ -245,14 +246,6 @@ class ParallelBenchmark(Benchmark):
             for each in rounds:
                 for comparison in each.comparisons:
                     yield heat, groups[comparison.prompt].numbers, comparison.runs
-
-    def _measured_widths(
-        self, settings: Sequence[Setting], rounds: dict[Heat, Any]
-    ) -> Iterator[int]:
-        """Yield the widths that were measured under all settings that are counted together."""
-        for parallel in self._options.parallel:
-            if all(Heat(setting, parallel) in rounds for setting in settings):
-                yield parallel
 
     def _figures(self, heats: Sequence[Heat], rounds: dict[Heat, Any]) -> dict[str, Any]:
         """Return all contenders' figures at a width, over seeds."""
@@ -370,6 +363,11 @@ def _decoding(
         name: partial(way.decode_many, prompts, parallel, remember=remember)
         for name, way in ways.items()
     }
+
+
+def _is_of(heat: Heat, settings: Sequence[Setting], parallel: int) -> bool:
+    """Return whether a heat is one of some settings, which are counted together, at a width."""
+    return heat.parallel == parallel and heat.setting in settings
 
 
 def _standing(found: Any) -> str:

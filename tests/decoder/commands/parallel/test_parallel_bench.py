@@ -366,6 +366,37 @@ def test_an_interruption_leaves_whole_groups(rounded: LanguageModel) -> None:
     assert report["interrupted_at"] == at
 
 
+def test_an_interrupted_seed_leaves_what_the_others_measured(rounded: LanguageModel) -> None:
+    calls = iter(range(1000))
+
+    def before() -> None:
+        if next(calls) == 3 * (2 + 2 * 4) - 2:  # the last group of the first width of the last seed
+            raise KeyboardInterrupt
+
+    seconds = {UNDRAFTED: [1.0] * 4, FOREDRAFT: [0.5] * 4}
+    settings = [Setting(4, 0.5, 1), Setting(4, 0.5, 2)]
+    chosen = BenchOptions(8, parallel=[2, 1], settings=settings)
+    opened = Scripted(rounded, seconds, before).opened()
+    benchmark = ParallelBenchmark(rounded, opened, PROMPTS, chosen)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.run()
+    (setting,) = benchmark.report()["settings"]
+    assert [width["parallel"] for width in setting["widths"]] == [2, 1]
+    assert [width["num_answers"] for width in setting["widths"]] == [8 + 6, 8]
+
+
+def test_what_is_known_of_prompts_alone_is_what_outputs_are_compared_with(
+    language_model: LanguageModel,
+) -> None:
+    known = {tuple(language_model.encode(TEXTS[3])): [1, 2, 3]}
+    contest = Contest(language_model, WAYS, DrafterSettings(), 8)
+    options = BenchOptions(8, parallel=[1])
+    benchmark = ParallelBenchmark(language_model, contest.opened, PROMPTS, options, plain=known)
+    benchmark.run()
+    different = benchmark.report()["exactness"]["different"]
+    assert [(each["prompt"], each["contender"]) for each in different] == [(3, way) for way in WAYS]
+
+
 def test_prompts_without_room_for_the_whole_output_are_left_out(
     language_model: LanguageModel,
 ) -> None:
