@@ -215,8 +215,8 @@ def draw_widths(report: dict[str, Any], path: Path) -> None:
 
 
 def _draw_speed(axes: Any, setting: dict[str, Any]) -> None:
-    """Draw a line for each contender."""
-    widths = setting["widths"]
+    """Draw a line for each contender, whatever order the widths were measured in."""
+    widths = sorted(setting["widths"], key=lambda width: int(width["parallel"]))
     shown = [width["parallel"] for width in widths]
     for number, name in enumerate(widths[0]["contenders"]):
         axes.plot(
