@@ -88,6 +88,7 @@ class WaitingTarget:
     """
 
     packs = False
+    ranks = None
     max_nodes = 256
     vocabulary_size = 1 << 20
 
