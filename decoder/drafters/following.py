@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoder.drafters.kernels.outcomes import LOOKED_AT, Found, Nodes, find_outcomes
+from decoder.drafters.kernels.likely_outcomes import LOOKED_AT, Found, Nodes, find_outcomes
 from decoder.drafters.kernels.recycled import Table
 from decoder.model.states import States
 from retriever.drafter import NUM_FOUND, Drafter, DraftRequest, TokenIds

@@ -127,7 +127,8 @@ def test_followers_use_the_answers_of_a_service() -> None:
             tree = follower.draft(8)
             token = number % 8 + 1
             assert tree.token_ids.tolist()[0] == token
-            followers.ask_ahead([(follower, 8, [ids(30), ids(token), ids(token, 31)])], _LONG_S)
+            outcomes = [ids(30), ids(token), ids(token, 31)]
+            followers.ask_ahead([(follower, 8, outcomes.copy)], _LONG_S)
             follower.sequence.extend([token])
         assert (followers.num_asked, followers.num_ahead) == (1, 11)
         follower.close()
