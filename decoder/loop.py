@@ -43,6 +43,7 @@ from decoder.stopping import StopRule, first_stop
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import RetrieverError
 from retriever.follower import DraftLimits, Followers
+from retriever.limits import MAX_OUTCOMES, Limits
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
 
@@ -61,6 +62,9 @@ _SPARE: Final = 16
 """Nodes that are asked for beyond those that may be verified, where outcomes are asked ahead: one
 of them is an outcome where the node above it is verified. With 4, agents' steps are guessed less
 often by a quarter; 64 take longer to draft and are level with 16."""
+
+_MOST_ASKED: Final = Limits().max_budget_nodes
+"""Nodes of a tree that spare ones are asked for within: services refuse more."""
 
 _PIECE_ALONE: Final = 512
 """Tokens of prompts that are read in a pass where nobody waits but those who come later."""
@@ -99,7 +103,7 @@ class Decoder:
         drafter_vocabulary: size of the vocabulary that the drafter knows, where the model's is
             larger; a token beyond it ends the drafts for its sequence.
         num_ahead: outcomes of a pass, for each sequence, that the drafter answers for while the
-            pass runs; 0 to ask only for what has come.
+            pass runs, at most 64; 0 to ask only for what has come.
 
     Attributes:
         followers: of the drafter; decoders that share them share its back-off.
@@ -116,8 +120,10 @@ class Decoder:
         drafter_vocabulary: int | None = None,
         num_ahead: int = 0,
     ) -> None:
-        if num_ahead < 0:
-            raise InvalidSettingsError(f"num_ahead must be 0 or more, not {num_ahead}")
+        if not 0 <= num_ahead <= MAX_OUTCOMES:
+            raise InvalidSettingsError(
+                f"num_ahead must lie between 0 and {MAX_OUTCOMES}, not {num_ahead}"
+            )
         self.target = target
         self.drafter = drafter
         self.budget = budget
@@ -466,12 +472,6 @@ class _Batch:
         num_places: most sequences at a time.
     """
 
-    _num_spare = 0
-    """Nodes that are asked for beyond those that may be verified."""
-
-    _num_asked = 0
-    """Nodes of each tree that were asked for last."""
-
     def __init__(self, decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> None:
         self._followers = decoder.followers
         self._target, self._budget = decoder.target, decoder.budget
@@ -539,9 +539,9 @@ class _Batch:
         if max_nodes == 0:
             return 0.0
         began_s = perf_counter()
-        self._num_asked = max_nodes + self._num_spare
+        num_nodes = self._nodes_to_ask(max_nodes)
         trees = draft_together(
-            self._followers, [(row.generation.drafter, self._num_asked) for row in asked]
+            self._followers, [(row.generation.drafter, num_nodes) for row in asked]
         )
         draft_s = perf_counter() - began_s
         for row, tree in zip(asked, trees, strict=True):
@@ -552,6 +552,10 @@ class _Batch:
         for row, tree in zip(going, shares, strict=True):
             row.verify(tree)
         return draft_s
+
+    def _nodes_to_ask(self, max_nodes: int) -> int:
+        """Return the nodes of a tree to ask for, where so many may be verified."""
+        return max_nodes
 
     def _read(self, rows: list[_Row]) -> list[tuple[_Row, Read]]:
         """Read for all rows; while memory runs out, for less."""
@@ -681,11 +685,10 @@ class _AheadBatch(_Batch):
     not among the likeliest outcomes is asked for, as in any batch.
     """
 
-    _num_spare = _SPARE
-
     def __init__(self, decoder: Decoder, waiting: Iterator[Generation], num_places: int) -> None:
         super().__init__(decoder, waiting, num_places)
         self._num_ahead = decoder.num_ahead
+        self._num_asked = 0
         self._read_at_s: float | None = None
         self._busy_s = 0.0
 
@@ -694,6 +697,10 @@ class _AheadBatch(_Batch):
             self._busy_s = perf_counter() - self._read_at_s
         self._num_asked = 0
         return super()._draft(rows, load)
+
+    def _nodes_to_ask(self, max_nodes: int) -> int:
+        self._num_asked = max(max_nodes, min(max_nodes + _SPARE, _MOST_ASKED))
+        return self._num_asked
 
     def _read(self, rows: list[_Row]) -> list[tuple[_Row, Read]]:
         asked = [

@@ -26,6 +26,7 @@ from retriever.backoff import Backoff
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import DrafterUnavailableError
 from retriever.follower import DraftLimits
+from retriever.limits import MAX_OUTCOMES, Limits
 from retriever.sequences import TokenSequence
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
@@ -214,9 +215,21 @@ def test_sequences_that_stop_or_are_left_are_closed_with_what_came() -> None:
     assert drafter.open_sessions == {}
 
 
-def test_a_negative_number_of_outcomes_is_refused() -> None:
+@pytest.mark.parametrize("num_ahead", [-1, MAX_OUTCOMES + 1])
+def test_a_number_of_outcomes_that_no_service_takes_is_refused(num_ahead: int) -> None:
     with pytest.raises(InvalidSettingsError, match="num_ahead"):
-        decoder_with(tiny_llama(), EmbeddedDrafter(), num_ahead=-1)
+        decoder_with(tiny_llama(), EmbeddedDrafter(), num_ahead=num_ahead)
+
+
+def test_trees_are_never_asked_for_beyond_what_a_service_allows() -> None:
+    model = tiny_llama()
+    most = Limits().max_budget_nodes
+    truth = plainly(model, PROMPTS[1], NEW_TOKENS)
+    for nodes in (most - 1, most):
+        decoder = decoder_ahead(model, EmbeddedDrafter(), nodes=nodes)
+        assert decoded(decoder, PROMPTS[1], NEW_TOKENS) == truth
+        assert decoder.followers.num_failures == 0
+        assert decoder.followers.num_asked > 0
 
 
 @pytest.mark.parametrize("is_back", [False, True])
