@@ -279,6 +279,10 @@ seconds, so that a service of an older version is seldom asked in vain."""
 _LEAST_PATIENCE_S: Final = 0.001
 """Least wait for drafts ahead, in seconds: a thread that is due may be resumed that late."""
 
+_FEWER: Final = 0.75
+"""Outcomes that are asked ahead after a step waited for the answer, to those before; one more after
+each step that did not. So they are as many as a pass leaves time for, the likeliest ones."""
+
 _RECENT: Final = 0.2
 """Weight of the last draft in how long asking lately took: some five drafts count."""
 
@@ -295,11 +299,13 @@ class _AskedAhead:
     Args:
         drafter: is asked.
         asked: distinct followers with open sessions, a request of each, and its outcomes.
+        most: outcomes of each that are asked for.
         timeout_s: trees that take longer than this are not wanted, in seconds.
         began_s: time of the followers' clock.
 
     Attributes:
         began_s: as given.
+        num_outcomes: that are asked for, of the sequence with most of them; 0 until they are found.
         is_late: whether a step went without a draft because of it.
     """
 
@@ -307,14 +313,16 @@ class _AskedAhead:
         self,
         drafter: AheadDrafter,
         asked: Sequence[tuple[Follower, DraftRequest, Outcomes]],
+        most: float,
         timeout_s: float,
         began_s: float,
     ) -> None:
         self.began_s = began_s
+        self.num_outcomes = 0
         self.is_late = False
         self._drafter = drafter
         self._asked = asked
-        self._timeout_s = timeout_s
+        self._most, self._timeout_s = most, timeout_s
         self._answers: Future[list[_Answers]] = Future()
         self._is_answered = False
 
@@ -343,9 +351,10 @@ class _AskedAhead:
 
     def _answered(self) -> list[_Answers]:
         requests = [
-            replace(request, outcomes=_known(outcomes(), follower.limits.drafter_vocabulary))
+            replace(request, outcomes=self._outcomes(follower, outcomes))
             for follower, request, outcomes in self._asked
         ]
+        self.num_outcomes = max(len(request.outcomes) for request in requests)
         answers = self._drafter.draft_ahead(requests, self._timeout_s)
         if len(answers) != len(requests):
             raise DrafterUnavailableError(
@@ -354,10 +363,11 @@ class _AskedAhead:
         self._is_answered = any(answers) or not any(each.outcomes for each in requests)
         return [_Answers.of(each, trees) for each, trees in zip(requests, answers, strict=True)]
 
-
-def _known(outcomes: Sequence[TokenIds], end: int | None) -> tuple[TokenIds, ...]:
-    """Return outcomes without those that have a token beyond a vocabulary."""
-    return tuple(each for each in outcomes if end is None or _are_below(each, end))
+    def _outcomes(self, follower: Follower, outcomes: Outcomes) -> tuple[TokenIds, ...]:
+        """Return the likeliest outcomes that the drafter can know."""
+        end = follower.limits.drafter_vocabulary
+        known = [each for each in outcomes() if end is None or _are_below(each, end)]
+        return tuple(known if len(known) <= self._most else known[: int(self._most)])
 
 
 _FEW: Final = 64
@@ -418,6 +428,7 @@ class Followers:
         self._ahead = drafter if isinstance(drafter, AheadDrafter) else None
         self._ahead_backoff = Backoff(_FIRST_PAUSE_S, clock=clock)
         self._asks_ahead = False
+        self._num_fitting = math.inf
         self._under_way: _AskedAhead | None = None
         self._asking_s = _FIRST_PATIENCE_S
 
@@ -499,8 +510,9 @@ class Followers:
         The next `draft` takes the answer for what came, without asking. It waits for an answer that
         is still under way for as long as asking lately took, and goes without a draft after that:
         requests are answered in order, so that asking would take longer. What was not among the
-        outcomes is asked for. While a drafter is late, fails or answers nothing, it is not asked
-        ahead. Drafters that do not answer ahead are never asked.
+        outcomes is asked for. Where steps wait, fewer outcomes are asked for, the likeliest ones.
+        While a drafter is late, fails or answers nothing, it is not asked ahead. Drafters that do
+        not answer ahead are never asked.
 
         Args:
             asked: distinct followers, the most nodes of each tree, and what gives the outcomes; it
@@ -522,7 +534,9 @@ class Followers:
         if following:
             self._asks_ahead = True
             timeout_s = busy_s + max(self._asking_s, _LEAST_PATIENCE_S)
-            self._under_way = _AskedAhead(self._ahead, following, timeout_s, self._clock())
+            self._under_way = _AskedAhead(
+                self._ahead, following, self._num_fitting, timeout_s, self._clock()
+            )
             self._under_way.begin(self._thread)
 
     def close(self, follower: Follower) -> None:
@@ -562,6 +576,8 @@ class Followers:
         self, asked: Sequence[tuple[Follower, int]], min_probability: float
     ) -> list[DraftTree]:
         """Draft where drafts are asked ahead: what was answered for what came is not asked for."""
+        if self._under_way is not None:
+            self._note_fit(self._under_way)
         if not self._settle(max(self._asking_s, _LEAST_PATIENCE_S)):
             return [DraftTree.empty() for _ in asked]
         trees = [self._answered(follower, most, min_probability) for follower, most in asked]
@@ -601,6 +617,13 @@ class Followers:
         elif not asked.is_late:
             self._ahead_backoff.succeed()
         return True
+
+    def _note_fit(self, asked: _AskedAhead) -> None:
+        """Note whether outcomes were answered within a pass."""
+        if asked.is_done(0.0):
+            self._num_fitting += 1
+        elif asked.num_outcomes:
+            self._num_fitting = max(_FEWER * min(self._num_fitting, asked.num_outcomes), 1.0)
 
     def _note_late(self, asked: _AskedAhead) -> None:
         for follower in asked.followers:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from threading import Event, get_ident
+from threading import Event, Timer, get_ident
 from typing import Any, cast
 
 import numpy as np
@@ -369,3 +369,29 @@ def test_a_mistake_in_finding_outcomes_surfaces() -> None:
     with pytest.raises(TypeError):
         follower.draft(4)
     assert is_of(follower.draft(4), follower)
+
+
+def test_fewer_outcomes_are_asked_for_where_a_step_waited_and_more_where_none_did() -> None:
+    drafter = Foreseeing()
+    followers, follower = followed(drafter, 1)
+    follower.draft(4)
+    followers._asking_s = _LONG_S
+    outcomes = guess(*(ids(token) for token in range(64)))
+    num_guessed: list[int] = []
+    for is_late in (False, True, True, False, False):
+        drafter.num_guessed = 0
+        drafter.released.clear()
+        followers.ask_ahead([(follower, 4, outcomes)], busy_s=0.0)
+        while followers._under_way is None or followers._under_way.num_outcomes == 0:
+            time.sleep(0.001)
+        if is_late:
+            Timer(0.05, drafter.released.set).start()
+        else:
+            drafter.released.set()
+            assert followers._under_way is not None
+            assert followers._under_way.is_done(_LONG_S)
+        follower.sequence.extend([3])
+        assert is_of(follower.draft(4), follower)
+        num_guessed.append(drafter.num_guessed)
+    assert num_guessed == [64, 64, 48, 36, 37]
+    assert drafter.num_drafted == 1
