@@ -60,9 +60,9 @@ pass."""
 
 _SPARE: Final = 16
 """Nodes that are asked for beyond those that may be verified, where outcomes are asked ahead: one
-of them is an outcome where the node above it is verified. With 4, 8, 20 and 64 of them 17%, 20%, 22%
-and 23% of an agent's steps were guessed, by 16 outcomes; edits and chats differ by a point. More take
-longer to draft where nothing was guessed."""
+of them is an outcome where the node above it is verified. With 4, 8, 20 and 64 of them 17%, 20%,
+22% and 23% of an agent's steps were guessed, by 16 outcomes; edits and chats differ by a point.
+More take longer to draft where nothing was guessed."""
 
 _MOST_ASKED: Final = Limits().max_budget_nodes
 """Nodes of a tree that spare ones are asked for within: services refuse more."""
