@@ -182,7 +182,8 @@ class DrafterSettings(DraftSettings):
 
     Raises:
         InvalidRequestError: services and databases are given.
-        ContradictoryOptionsError: a vocabulary is trimmed for no model, or without an index.
+        ContradictoryOptionsError: a vocabulary is trimmed for no model, or without an index, or
+            parts of a corpus are asked ahead.
     """
 
     model_config = ConfigDict(title="Drafts")
@@ -271,6 +272,11 @@ class DrafterSettings(DraftSettings):
             raise ContradictoryOptionsError(
                 "--state and --server exclude each other: leave out --state, for a server keeps "
                 "its own (foredraft serve --state)"
+            )
+        if self.draft_ahead and len(self.server) > 1:
+            raise ContradictoryOptionsError(
+                "--draft-ahead and more than one --server exclude each other: services that each "
+                "hold a part of a corpus are asked only for what has come; leave out --draft-ahead"
             )
         if self.draft_sampling and not self.names_readers:
             raise ContradictoryOptionsError(

@@ -54,7 +54,14 @@ if TYPE_CHECKING:
     from retriever.client.sharded import ShardedDrafter, ShardState, connect
     from retriever.client.shared_findings import SharedFindings
     from retriever.client.strict import IndexInfo, RemoteDrafter
-    from retriever.drafter import Drafter, DraftRequest, Findings, FindingsStore, TokenIds
+    from retriever.drafter import (
+        AheadDrafter,
+        Drafter,
+        DraftRequest,
+        Findings,
+        FindingsStore,
+        TokenIds,
+    )
     from retriever.follower import DraftLimits
     from retriever.limits import Limits
     from retriever.predict.phrases import ListedPhrases
@@ -79,6 +86,7 @@ except ForeignPackageError as _error:
 
 __all__ = [
     "ROOT",
+    "AheadDrafter",
     "AsyncResilientDrafter",
     "BuildOptions",
     "Choice",
@@ -179,7 +187,14 @@ _HOMES: Final = {
     "retriever.client.sharded": ("ShardedDrafter", "ShardState", "connect"),
     "retriever.client.shared_findings": ("SharedFindings",),
     "retriever.client.strict": ("IndexInfo", "RemoteDrafter"),
-    "retriever.drafter": ("Drafter", "DraftRequest", "Findings", "FindingsStore", "TokenIds"),
+    "retriever.drafter": (
+        "AheadDrafter",
+        "Drafter",
+        "DraftRequest",
+        "Findings",
+        "FindingsStore",
+        "TokenIds",
+    ),
     "retriever.follower": ("DraftLimits",),
     "retriever.limits": ("Limits",),
     "retriever.predict.phrases": ("ListedPhrases",),

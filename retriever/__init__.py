@@ -12,7 +12,7 @@ from retriever.client.local import LocalDrafter
 from retriever.client.resilient import ResilientDrafter
 from retriever.client.sharded import ShardedDrafter, ShardState
 from retriever.client.strict import IndexInfo, RemoteDrafter
-from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.drafter import AheadDrafter, Drafter, DraftRequest, TokenIds
 from retriever.errors import (
     AccessRefusedError,
     AddressInUseError,
@@ -45,6 +45,7 @@ __all__ = [
     "ROOT",
     "AccessRefusedError",
     "AddressInUseError",
+    "AheadDrafter",
     "AsyncResilientDrafter",
     "Credentials",
     "CredentialsError",

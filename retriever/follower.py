@@ -89,6 +89,13 @@ class _Answers:
     min_probability: float
     trees: dict[bytes, DraftTree]
 
+    @classmethod
+    def of(cls, request: DraftRequest, trees: Sequence[DraftTree]) -> "_Answers":
+        """Return the trees for a request's first outcomes."""
+        keys = (outcome.tobytes() for outcome in request.outcomes)
+        answered = dict(zip(keys, trees, strict=False))
+        return cls(request.length, request.min_probability, answered)
+
 
 class Follower:
     """Keeps a drafter up to date with one sequence, whose tokens it shares and never copies.
@@ -212,13 +219,10 @@ class Follower:
         self.num_sent = length
         self._answers = None
 
-    def take_answers(self, request: DraftRequest, trees: Sequence[DraftTree]) -> None:
-        """Note that the session has been told a request, and the trees for its first outcomes."""
-        self.num_sent = request.length
-        keys = (outcome.tobytes() for outcome in request.outcomes)
-        self._answers = _Answers(
-            request.length, request.min_probability, dict(zip(keys, trees, strict=False))
-        )
+    def take_answers(self, answers: _Answers) -> None:
+        """Note that the session has been told its tokens, and what it answered ahead."""
+        self.num_sent = answers.length
+        self._answers = answers
 
     def answered(self, budget_nodes: int, min_probability: float) -> DraftTree | None:
         """Return the tree that was answered ahead for what came, `None` if there is none.
@@ -275,56 +279,95 @@ seconds, so that a service of an older version is seldom asked in vain."""
 _LEAST_PATIENCE_S: Final = 0.001
 """Least wait for drafts ahead, in seconds: a thread that is due may be resumed that late."""
 
+_FEWER: Final = 0.75
+"""Outcomes that are asked ahead after a step waited for the answer, to those before; one more after
+each step that did not. So they are as many as a pass leaves time for, the likeliest ones."""
+
 _RECENT: Final = 0.2
 """Weight of the last draft in how long asking lately took: some five drafts count."""
+
+
+Outcomes = Callable[[], Sequence[TokenIds]]
+"""Returns int32[k] each, k at least 1: tokens that may come next, the likeliest first."""
 
 
 class _AskedAhead:
     """Drafts ahead that are under way in another thread, and what becomes of them.
 
+    They take little of the caller's time: the thread finds the outcomes and arranges the answers.
+
     Args:
-        asked: followers, and what was asked for each.
-        answers: of the drafter.
+        drafter: is asked.
+        asked: distinct followers with open sessions, a request of each, and its outcomes.
+        most: outcomes of each that are asked for.
+        timeout_s: trees that take longer than this are not wanted, in seconds.
         began_s: time of the followers' clock.
 
-    Attributes: as the arguments, and
+    Attributes:
+        began_s: as given.
+        num_outcomes: that are asked for, of the sequence with most of them; 0 until they are found.
         is_late: whether a step went without a draft because of it.
     """
 
     def __init__(
         self,
-        asked: Sequence[tuple[Follower, DraftRequest]],
-        answers: "Future[list[list[DraftTree]]]",
+        drafter: AheadDrafter,
+        asked: Sequence[tuple[Follower, DraftRequest, Outcomes]],
+        most: float,
+        timeout_s: float,
         began_s: float,
     ) -> None:
-        self.asked = asked
-        self.answers = answers
         self.began_s = began_s
+        self.num_outcomes = 0
         self.is_late = False
+        self._drafter = drafter
+        self._asked = asked
+        self._most, self._timeout_s = most, timeout_s
+        self._answers: Future[list[_Answers]] = Future()
+        self._is_answered = False
+
+    def begin(self, threads: ThreadPoolExecutor) -> None:
+        """Ask in another thread."""
+        self._answers = threads.submit(self._answered)
 
     @property
     def followers(self) -> list[Follower]:
         """Of the sequences that were asked for."""
-        return [follower for follower, _ in self.asked]
+        return [follower for follower, _, _ in self._asked]
 
     def is_done(self, wait_s: float | None) -> bool:
         """Wait for at most so many seconds, without end for `None`; return whether it is done."""
-        return self.answers.done() or bool(wait((self.answers,), wait_s).done)
+        return self._answers.done() or bool(wait((self._answers,), wait_s).done)
 
-    def taken(self) -> int:
-        """Give each follower its answers; return for how many outcomes there are any.
+    def taken(self) -> bool:
+        """Give each follower its answers; return whether there are any, or none was asked for.
 
         Raises:
             RetrieverError: the drafter's.
         """
-        answers = self.answers.result()
-        if len(answers) != len(self.asked):
+        for (follower, _, _), answers in zip(self._asked, self._answers.result(), strict=True):
+            follower.take_answers(answers)
+        return self._is_answered
+
+    def _answered(self) -> list[_Answers]:
+        requests = [
+            replace(request, outcomes=self._outcomes(follower, outcomes))
+            for follower, request, outcomes in self._asked
+        ]
+        self.num_outcomes = max(len(request.outcomes) for request in requests)
+        answers = self._drafter.draft_ahead(requests, self._timeout_s)
+        if len(answers) != len(requests):
             raise DrafterUnavailableError(
-                f"the drafter answered ahead for {len(answers)} of {len(self.asked)} sequences"
+                f"the drafter answered ahead for {len(answers)} of {len(requests)} sequences"
             )
-        for (follower, request), trees in zip(self.asked, answers, strict=True):
-            follower.take_answers(request, trees)
-        return sum(map(len, answers))
+        self._is_answered = any(answers) or not any(each.outcomes for each in requests)
+        return [_Answers.of(each, trees) for each, trees in zip(requests, answers, strict=True)]
+
+    def _outcomes(self, follower: Follower, outcomes: Outcomes) -> tuple[TokenIds, ...]:
+        """Return the likeliest outcomes that the drafter can know."""
+        end = follower.limits.drafter_vocabulary
+        known = [each for each in outcomes() if end is None or _are_below(each, end)]
+        return tuple(known if len(known) <= self._most else known[: int(self._most)])
 
 
 _FEW: Final = 64
@@ -384,6 +427,8 @@ class Followers:
         self._numbers = count()
         self._ahead = drafter if isinstance(drafter, AheadDrafter) else None
         self._ahead_backoff = Backoff(_FIRST_PAUSE_S, clock=clock)
+        self._asks_ahead = False
+        self._num_fitting = math.inf
         self._under_way: _AskedAhead | None = None
         self._asking_s = _FIRST_PATIENCE_S
 
@@ -445,26 +490,18 @@ class Followers:
         Raises:
             InvalidRequestError: the drafter refuses the step, if `raises_refusals`.
         """
-        if not self._settle(max(self._asking_s, _LEAST_PATIENCE_S)):
-            return [DraftTree.empty() for _ in asked]
-        drafted: dict[Follower, DraftTree] = {}
-        awaited: list[tuple[Follower, int]] = []
-        for follower, most in asked:
-            tree = self._answered(follower, most, min_probability)
-            if tree is not None:
-                drafted[follower] = tree
-            elif self._is_ready(follower):
-                awaited.append((follower, most))
-        if awaited:
-            trees = self._ask(awaited, min_probability)
-            drafted |= {follower: tree for (follower, _), tree in zip(awaited, trees, strict=True)}
-        return [
-            drafted[follower] if follower in drafted else DraftTree.empty() for follower, _ in asked
-        ]
+        if self._asks_ahead:
+            return self._draft_or_pick(asked, min_probability)
+        ready = [self._is_ready(follower) for follower, _ in asked]
+        if all(ready):
+            return self._ask(asked, min_probability) if asked else []
+        awaited = [each for each, is_ready in zip(asked, ready, strict=True) if is_ready]
+        drafted = iter(self._ask(awaited, min_probability) if awaited else ())
+        return [next(drafted) if is_ready else DraftTree.empty() for is_ready in ready]
 
     def ask_ahead(
         self,
-        asked: Sequence[tuple[Follower, int, Sequence[TokenIds]]],
+        asked: Sequence[tuple[Follower, int, Outcomes]],
         busy_s: float,
         min_probability: float = 0.0,
     ) -> None:
@@ -473,29 +510,34 @@ class Followers:
         The next `draft` takes the answer for what came, without asking. It waits for an answer that
         is still under way for as long as asking lately took, and goes without a draft after that:
         requests are answered in order, so that asking would take longer. What was not among the
-        outcomes is asked for. While a drafter is late, fails or answers nothing, it is not asked
-        ahead. Drafters that do not answer ahead are never asked.
+        outcomes is asked for. Where steps wait, fewer outcomes are asked for, the likeliest ones.
+        While a drafter is late, fails or answers nothing, it is not asked ahead. Drafters that do
+        not answer ahead are never asked.
 
         Args:
-            asked: distinct followers, the most nodes of each tree, and outcomes: int32[k] each,
-                tokens that may come next, the likeliest first.
+            asked: distinct followers, the most nodes of each tree, and what gives the outcomes; it
+                is called in the other thread. Outcomes beyond the drafter's vocabulary are left
+                out.
             busy_s: about how long the caller will do other work, in seconds.
             min_probability: nodes less probable than this are not worth sending.
         """
-        self._settle()
-        if self._ahead is None or not (self.backoff.is_over() and self._ahead_backoff.is_over()):
+        if self._ahead is None or (self._under_way and not self._under_way.is_done(0.0)):
             return
-        requests = [
-            (follower, replace(follower.request(most, min_probability), outcomes=tuple(outcomes)))
+        self._settle()
+        if not (self.backoff.is_over() and self._ahead_backoff.is_over()):
+            return
+        following = [
+            (follower, follower.request(most, min_probability), outcomes)
             for follower, most, outcomes in asked
-            if outcomes and most and not follower.is_over() and follower.is_open
+            if most and not follower.is_over() and follower.is_open
         ]
-        if requests:
+        if following:
+            self._asks_ahead = True
             timeout_s = busy_s + max(self._asking_s, _LEAST_PATIENCE_S)
-            answers = self._thread.submit(
-                self._ahead.draft_ahead, [request for _, request in requests], timeout_s
+            self._under_way = _AskedAhead(
+                self._ahead, following, self._num_fitting, timeout_s, self._clock()
             )
-            self._under_way = _AskedAhead(requests, answers, self._clock())
+            self._under_way.begin(self._thread)
 
     def close(self, follower: Follower) -> None:
         """Close a session, if there is one; see `Follower.close`.
@@ -530,6 +572,27 @@ class Followers:
             with suppress(Exception):
                 self.give_up(follower)
 
+    def _draft_or_pick(
+        self, asked: Sequence[tuple[Follower, int]], min_probability: float
+    ) -> list[DraftTree]:
+        """Draft where drafts are asked ahead: what was answered for what came is not asked for."""
+        if self._under_way is not None:
+            self._note_fit(self._under_way)
+        if not self._settle(max(self._asking_s, _LEAST_PATIENCE_S)):
+            return [DraftTree.empty() for _ in asked]
+        trees = [self._answered(follower, most, min_probability) for follower, most in asked]
+        awaited = [
+            each
+            for each, tree in zip(asked, trees, strict=True)
+            if tree is None and self._is_ready(each[0])
+        ]
+        drafted = self._ask(awaited, min_probability) if awaited else []
+        of_awaited = {follower: tree for (follower, _), tree in zip(awaited, drafted, strict=True)}
+        return [
+            of_awaited.get(follower, DraftTree.empty()) if tree is None else tree
+            for (follower, _), tree in zip(asked, trees, strict=True)
+        ]
+
     def _settle(self, wait_s: float | None = None) -> bool:
         """Take in drafts ahead that are under way; return false if they are not done in time.
 
@@ -544,7 +607,7 @@ class Followers:
             return False
         self._under_way = None
         try:
-            is_answered = asked.taken() > 0
+            is_answered = asked.taken()
         except self._caught as error:
             self._ahead_backoff.fail()
             self._fail(error, asked.began_s, asked.followers)
@@ -554,6 +617,13 @@ class Followers:
         elif not asked.is_late:
             self._ahead_backoff.succeed()
         return True
+
+    def _note_fit(self, asked: _AskedAhead) -> None:
+        """Note whether outcomes were answered within a pass."""
+        if asked.is_done(0.0):
+            self._num_fitting += 1
+        elif asked.num_outcomes:
+            self._num_fitting = max(_FEWER * min(self._num_fitting, asked.num_outcomes), 1.0)
 
     def _note_late(self, asked: _AskedAhead) -> None:
         for follower in asked.followers:
@@ -566,7 +636,7 @@ class Followers:
         self, follower: Follower, budget_nodes: int, min_probability: float
     ) -> DraftTree | None:
         """Return a tree that was answered ahead; `None` where a draft is to be asked for."""
-        if self._ahead is None or follower.is_over():
+        if follower.is_over():
             return None
         tree = follower.answered(budget_nodes, min_probability)
         if tree is None:
@@ -622,7 +692,7 @@ class Followers:
             self._fail(error, start_s, [follower for follower, _ in asked])
             return [DraftTree.empty() for _ in asked]
         self.num_asked += len(asked)
-        if self._ahead is not None:
+        if self._ahead is not None:  # patience with drafts ahead, before the first of them, too
             self._asking_s += _RECENT * (self._clock() - start_s - self._asking_s)
         return [
             self._taken(follower, request, tree, start_s)

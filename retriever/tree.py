@@ -12,9 +12,6 @@ from retriever.errors import InvalidTreeError
 ROOT: Final = -1
 """Parent of the first drafted tokens: the last committed token."""
 
-TokenPath = NDArray[np.int32]
-"""int32[k], token ids after the last committed one."""
-
 PROBABILITY_SLACK: Final = 1e-6
 """Tolerance of bounds on probabilities: a few roundings of float32."""
 
@@ -246,41 +243,6 @@ class DraftTree:
                 path.append(node)
                 current = node
         return np.array(path, np.int64)
-
-    def beyond(self, verified: "DraftTree", most: int, max_tokens: int) -> list[TokenPath]:
-        """Return what may come of verifying a tree, as far as this one knows.
-
-        A pass ends with a token that its tree lacks, after some of its nodes: the paths of this
-        tree that leave the other one with their last token.
-
-        Args:
-            verified: any tree; its paths need not be in this one.
-            most: paths to return.
-            max_tokens: of each.
-
-        Returns:
-            int32[k] each, in the order of this tree: the most probable first.
-        """
-        children = {
-            edge: node
-            for node, edge in enumerate(
-                zip(verified.parents.tolist(), verified.token_ids.tolist(), strict=True)
-            )
-        }
-        places: list[int | None] = []  # in the other tree, of each node of this one
-        paths: list[tuple[int, ...]] = []
-        found: list[TokenPath] = []
-        for parent, token in zip(self.parents.tolist(), self.token_ids.tolist(), strict=True):
-            above = ROOT if parent == ROOT else places[parent]
-            place = None if above is None else children.get((above, token))
-            path = (token,) if parent == ROOT else (*paths[parent], token)
-            places.append(place)
-            paths.append(path)
-            if above is not None and place is None and len(path) <= max_tokens:
-                found.append(np.array(path, np.int32))
-                if len(found) == most:
-                    break
-        return found
 
     def path_to(self, node: int) -> NDArray[np.int64]:
         """Return int64[depth], the nodes from the root's child down to `node`."""

@@ -5,7 +5,8 @@ a text goes on with. The texts are files of Python's standard library, cut into 
 ones, or those of the prompt with a word in sixty changed; or they are recorded outputs. Other files
 were generated earlier. The drafter answers from the sequence and these, so many milliseconds away,
 in this process or in a service of its own. Each setting is compared with the loop that asks once a
-pass is over; all outputs are compared with the texts.
+pass is over; all outputs are compared with the texts. Settings take turns over several rounds, and
+figures are medians over these, as other work on the machine comes and goes.
 """
 
 import json
@@ -17,8 +18,8 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, cast
@@ -88,6 +89,7 @@ class WaitingTarget:
     """
 
     packs = False
+    ranks = None
     max_nodes = 256
     vocabulary_size = 1 << 20
 
@@ -218,6 +220,7 @@ class Measured:
         beyond_pass_ms: what a step took beyond its pass: quartiles.
         beyond_if_ahead_ms: the same of steps whose drafts were all answered ahead.
         beyond_if_asked_ms: the same of the others.
+        num_rounds: times that it was measured; figures are medians over them.
         tokens_per_second: of all sequences.
         is_identical: whether all outputs are the texts.
     """
@@ -236,7 +239,22 @@ class Measured:
     beyond_if_ahead_ms: list[float] = field(default_factory=list)
     beyond_if_asked_ms: list[float] = field(default_factory=list)
     tokens_per_second: float = 0.0
+    num_rounds: int = 1
     is_identical: bool = False
+
+    @classmethod
+    def over(cls, rounds: Sequence["Measured"]) -> "Measured":
+        """Return one setting's figures over several rounds."""
+        first = rounds[0]
+        medians: dict[str, Any] = {
+            name: statistics.median(getattr(each, name) for each in rounds)
+            for name in ("tokens_per_pass", "outcomes", "share_ahead", "tokens_per_second")
+        }
+        for name in ("beyond_pass_ms", "beyond_if_ahead_ms", "beyond_if_asked_ms"):
+            of_rounds = [getattr(each, name) for each in rounds if getattr(each, name)]
+            medians[name] = [statistics.median(each) for each in zip(*of_rounds, strict=True)]
+        is_identical = all(each.is_identical for each in rounds)
+        return replace(first, num_rounds=len(rounds), is_identical=is_identical, **medians)
 
     def line(self) -> str:
         """Return it in words."""
@@ -362,32 +380,56 @@ def main(  # noqa: PLR0913, PLR0917  (options)
     tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 1600,
     away: Annotated[list[float] | None, typer.Option(help="Milliseconds to the drafter.")] = None,
     ahead: Annotated[list[int] | None, typer.Option(help="Outcomes asked ahead.")] = None,
-    traces: Annotated[list[Path] | None, typer.Option(help="Recorded outputs as well.")] = None,
+    traces: Annotated[
+        list[Path] | None, typer.Option(help="Recorded outputs instead of texts.")
+    ] = None,
     limit: Annotated[int, typer.Option(help="Recorded outputs of each file.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Times that all settings are measured.")] = 3,
 ) -> None:
     """Measure what steps take beyond their passes, with drafts asked ahead and afterwards."""
     of_kinds, earlier = workloads(tokens)
-    for path in traces or []:
-        of_kinds[path.name] = recorded(path, tokens, limit)
-    settings = []
-    for place in ("process", "service"):
-        with _drafter(place, earlier) as drafter:
-            for workload, away_ms in product(of_kinds, away or [1.0, 3.0]):
-                for num_ahead in [0, *(ahead or [5, 16])]:
-                    for parallel, is_fused in [(1, False), (1, True), (2, False)]:
-                        setting = Measured(workload, place, away_ms, num_ahead, parallel, is_fused)
-                        _measure(setting, drafter, of_kinds[workload], pass_ms / 1e3, nodes)
-                        typer.echo(setting.line())
-                        settings.append(setting)
+    if traces:
+        of_kinds = {path.name: recorded(path, tokens, limit) for path in traces}
+    measured: dict[tuple[Any, ...], list[Measured]] = {}
+    with ExitStack() as drafters:
+        places = {
+            place: drafters.enter_context(_drafter(place, earlier))
+            for place in ("process", "service")
+        }
+        for setting in _settings(list(places), list(of_kinds), away, ahead) * rounds:
+            each = replace(setting)
+            _measure(each, places[each.place], of_kinds[each.workload], pass_ms / 1e3, nodes)
+            measured.setdefault(tuple(asdict(setting).values())[:6], []).append(each)
+    settings = [Measured.over(each) for each in measured.values()]
+    for setting in settings:
+        typer.echo(setting.line())
     if output is not None:
         figures = {
             "circumstances": circumstances(),
             "pass_ms": pass_ms,
             "nodes": nodes,
             "tokens": tokens,
+            "rounds": rounds,
             "settings": [asdict(each) for each in settings],
         }
         output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _settings(
+    places: Sequence[str],
+    kinds: Sequence[str],
+    away: Sequence[float] | None,
+    ahead: Sequence[int] | None,
+) -> list[Measured]:
+    """Return all settings; several at a time and fused ones only for the shortest way."""
+    ways = away or [1.0, 3.0]
+    forms = [(way, 1, False) for way in ways] + [(ways[0], 1, True), (ways[0], 2, False)]
+    # Those that are compared with each other follow one another.
+    return [
+        Measured(kind, place, way, num_ahead, parallel, is_fused)
+        for kind, place, (way, parallel, is_fused) in product(kinds, places, forms)
+        for num_ahead in [0, *(ahead or [5, 16])]
+    ]
 
 
 if __name__ == "__main__":

@@ -13,21 +13,19 @@ logits stand there, computed afresh in float64. Sums in passes of other widths a
 places, so that a tie may fall either way.
 """
 
-import copy
 import json
 import sys
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import track
 
 from decoder.assembly import DrafterSettings
 from decoder.commands.bench import BenchPrompt, circumstances, fitting
+from decoder.commands.plain_comparison import Outputs, differences
 from decoder.commands.prompts import read_prompts
 from decoder.contenders.contender import FOREDRAFT, PLAIN, Contender
 from decoder.contenders.registry import Contest, Setting, possible
@@ -38,7 +36,6 @@ from indexer.flags import with_flags
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.errors import RetrieverError
 
-_TIE: Final = 1e-4
 _ALL: Final = "all"
 _IDENTIFYING: Final = (
     "model",
@@ -55,73 +52,14 @@ class ResumeError(Exception):
     """A file cannot be gone on with; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Where two outputs part.
-
-    Attributes:
-        position: of the first token that differs, counted from the first generated one.
-        plain: what `model.generate` wrote there, `None` where it had ended.
-        drafted: what the decoder wrote.
-        best_tokens: the two most probable tokens there.
-        gap: between their logits, in float64.
-    """
-
-    position: int
-    plain: int | None
-    drafted: int | None
-    best_tokens: tuple[int, int]
-    gap: float
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the difference as plain values; a tie is a gap that float32 may lose."""
-        return {
-            "position": self.position,
-            "plain": self.plain,
-            "drafted": self.drafted,
-            "best_tokens": self.best_tokens,
-            "gap": self.gap,
-            "is_tie": self.gap < _TIE,
-        }
-
-
-def difference(
-    language_model: LanguageModel, prompt: list[int], plain: list[int], drafted: list[int]
-) -> Difference | None:
-    """Return where two outputs of a prompt part, `None` where they are the same."""
-    if plain == drafted:
-        return None
-    pairs = enumerate(zip(plain, drafted, strict=False))
-    shorter = min(len(plain), len(drafted))
-    position = next((at for at, (one, other) in pairs if one != other), shorter)
-    tokens, gap = _best_two(language_model, [*prompt, *plain[:position]])
-    ends = [output[position] if position < len(output) else None for output in (plain, drafted)]
-    return Difference(position, ends[0], ends[1], tokens, gap)
-
-
-def _best_two(language_model: LanguageModel, tokens: list[int]) -> tuple[tuple[int, int], float]:
-    """Return the two most probable next tokens and the gap of their logits, in float64.
-
-    Computed by a copy: captured graphs would miss weights that are converted and back.
-    """
-    model: Any = copy.deepcopy(language_model.model).to(torch.float64)  # type: ignore[arg-type]  # wrapped without its types
-    with torch.inference_mode():
-        logits = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0, -1]
-    values, indices = logits.topk(2)
-    first, second = indices.tolist()
-    return (first, second), float(values[0] - values[1])
-
-
 def compare(
     language_model: LanguageModel, ways: dict[str, Contender], case: BenchPrompt, number: int
 ) -> dict[str, Any]:
     """Decode one prompt in all ways and return a line of the file."""
     runs = {name: way(case.token_ids, remember=True) for name, way in ways.items()}
     plain = runs.pop(PLAIN).token_ids
-    found = {
-        name: difference(language_model, case.token_ids, plain, run.token_ids)
-        for name, run in runs.items()
-    }
+    pairs = [Outputs(case.token_ids, plain, run.token_ids) for run in runs.values()]
+    found = dict(zip(runs, differences(language_model, pairs), strict=True))
     return {
         "prompt": number,
         "category": case.category,

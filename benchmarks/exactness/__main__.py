@@ -15,7 +15,7 @@ import typer
 from benchmarks.comparison import circumstances
 from benchmarks.exactness.chi_square_table import tables
 from benchmarks.exactness.fused_trees import (
-    SHAPE,
+    SHAPES_IN_LOOP,
     fused_cases,
     run_fused,
     run_planted_in_trees,
@@ -38,20 +38,20 @@ scripted draft: so many times fewer tokens are looked at there."""
 
 def tested(case: Case, draws: int) -> TrialOutcome:
     """Test a case with so many draws, or its share of them."""
-    if case.shape == SHAPE:
+    if case.shape in SHAPES_IN_LOOP:
         return run_fused(case, _draws_of(case.shape, draws))
     return run(case, draws)
 
 
 def _draws_of(shape: str, draws: int) -> int:
-    return draws // _FUSED_SHARE if shape == SHAPE else draws
+    return draws // _FUSED_SHARE if shape in SHAPES_IN_LOOP else draws
 
 
 def planted_errors(draws: int) -> dict[str, dict[str, Any]]:
     """Test rules and fused drafts with errors in them, by a tenth of the draws."""
     found = {
         **run_planted(draws // 10),
-        **run_planted_in_trees(_draws_of(SHAPE, draws)),
+        **run_planted_in_trees(_draws_of(SHAPES_IN_LOOP[0], draws)),
     }
     return {error: outcome.report() for error, outcome in found.items()}
 

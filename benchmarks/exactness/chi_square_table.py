@@ -1,10 +1,12 @@
 """The results of exactness tests as tables for people."""
 
-from typing import Any
+from typing import Any, Final
 
-from benchmarks.exactness.fused_trees import DRAWING, kind_of
+from benchmarks.exactness.fused_trees import DRAWING, SHAPES_IN_LOOP, kind_of
 from benchmarks.exactness.scripted_target import SETTINGS
 from benchmarks.exactness.trials import RULES
+
+_FUSED: Final = [(shape, kind_of(drawing)) for shape in SHAPES_IN_LOOP for drawing in DRAWING]
 
 
 def tables(report: dict[str, Any]) -> str:
@@ -26,8 +28,8 @@ def tables(report: dict[str, Any]) -> str:
         "",
         "Fused drafts in the decoding loop: retrieval and recycled logits certain, others drawn.",
         "",
-        f"| setting | {' | '.join(map(kind_of, DRAWING))} |",
-        f"|---{'|---' * len(DRAWING)}|",
+        f"| setting | {' | '.join(f'{kind}, {shape}' for shape, kind in _FUSED)} |",
+        f"|---{'|---' * len(_FUSED)}|",
         *(_fused_row(setting, report["cases"]) for setting in SETTINGS),
         "",
         "| planted error | p |",
@@ -48,8 +50,9 @@ def _row(setting: str, cases: list[dict[str, Any]]) -> str:
 
 def _fused_row(setting: str, cases: list[dict[str, Any]]) -> str:
     cells = []
-    for kind in map(kind_of, DRAWING):
-        found = [case for case in cases if (case["setting"], case["kind"]) == (setting, kind)]
+    for shape_and_kind in _FUSED:
+        wanted = setting, *shape_and_kind
+        found = [c for c in cases if (c["setting"], c["shape"], c["kind"]) == wanted]
         shown = [f"{case['p']:.3f} ({case['tokens_per_pass']:.2f})" for case in found]
         cells.append(" ".join(shown) or "-")
     return f"| {setting} | {' | '.join(cells)} |"

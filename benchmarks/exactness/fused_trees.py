@@ -37,7 +37,8 @@ from decoder.drafters.fusion import FusedSequence
 from decoder.drafters.model_reader import ModelReader
 from decoder.drafters.reading import TreeReader
 from decoder.drafters.recycling import RecycledLogits
-from decoder.loop import Decoder
+from decoder.loop import Decoder, Request
+from decoder.model.passes import Read, Reading
 from decoder.model.target import Target
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.verification import CERTAIN, SampledTree
@@ -48,10 +49,16 @@ from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 
 SHAPE: Final = "fused"
+SHARED: Final = "fused, in shared passes"
+"""The same with neighbours in every pass, which go on from another prompt."""
+
+SHAPES_IN_LOOP: Final = (SHAPE, SHARED)
 DRAWING: Final = ("head", "draft model")
 """What nodes are drawn from; the other one is fused, too, and stands behind."""
 
 _NODES: Final = 8
+_PARALLEL: Final = 4
+_NEIGHBOURS_PROMPT: Final = [*PROMPT[::-1], *PROMPT]
 _RECYCLED: Final = 1 << 8
 _WIDTH: Final = 16
 _NUM_LAYERS: Final = 2
@@ -66,18 +73,26 @@ def kind_of(drawing: str) -> str:
 
 
 def fused_cases(*, full: bool = False) -> list[Case]:
-    """Return every setting once, or with all that draws."""
+    """Return every setting once, alone or in shared passes, or all that there are."""
     cases = [
-        [Case(setting, SHAPE, kind_of(drawing), coupled=False) for drawing in DRAWING]
+        [
+            Case(setting, shape, kind_of(drawing), coupled=False)
+            for shape in SHAPES_IN_LOOP
+            for drawing in DRAWING
+        ]
         for setting in SETTINGS
     ]
     if full:
         return [case for each in cases for case in each]
-    return [each[number % len(DRAWING)] for number, each in enumerate(cases)]
+    return [each[number % len(each)] for number, each in enumerate(cases)]
 
 
 def run_fused(
-    case: Case, draws: int, seed: int = 0, change: Change = lambda tree: tree
+    case: Case,
+    draws: int,
+    seed: int = 0,
+    change: Change = lambda tree: tree,
+    verify: type[Target] = Target,
 ) -> TrialOutcome:
     """Decode short outputs with fused drafts, and test their distribution.
 
@@ -85,13 +100,21 @@ def run_fused(
         case: one of `fused_cases`.
         draws: how many tokens to look at, at least.
         seed: of rule and drafts.
-        change: plants an error.
+        change: plants an error in drafts.
+        verify: verifies drafts; another one plants an error in passes.
 
     Raises:
         ValueError: drafts held certain nodes alone, or drawn ones alone.
     """
-    setting = SETTINGS[case.setting]
-    outputs, num_passes = _decoded(setting, case.kind, -(-draws // LENGTH), seed, change)
+    setting, count = SETTINGS[case.setting], -(-draws // LENGTH)
+    decode = _decoded_together if case.shape == SHARED else _decoded
+    rule = accept_rule(replace(setting.sampling, seed=seed, coupled=False), setting.processors)
+    with closing(_opened(setting, case.kind, seed, change)) as fused:
+        target = verify(small_model(0), states=states_of(fused.drafter))
+        outputs, num_passes = decode(
+            Decoder(target, fused.drafter, FixedBudget(_NODES), rule), count
+        )
+    fused.drafter.check_kinds()
     counts = np.zeros((SIZE,) * LENGTH, np.int64)
     np.add.at(counts, tuple(np.array([output[:LENGTH] for output in outputs]).T), 1)
     wanted = expected(setting, logits_after_output) * len(outputs)
@@ -106,24 +129,30 @@ def run_fused(
     )
 
 
-def _decoded(
-    setting: Setting, kind: str, count: int, seed: int, change: Change
-) -> tuple[list[list[int]], int]:
+def _decoded(decoder: Decoder, count: int) -> tuple[list[list[int]], int]:
     """Return outputs, and the passes behind their prompts' that they took.
 
     The prompt's pass gives the first token; one more than is looked at leaves room for drafts.
     """
-    rule = accept_rule(replace(setting.sampling, seed=seed, coupled=False), setting.processors)
     outputs, num_passes = [], 0
-    with closing(_opened(setting, kind, seed, change)) as fused:
-        target = Target(small_model(0), states=states_of(fused.drafter))
-        decoder = Decoder(target, fused.drafter, FixedBudget(_NODES), rule)
-        for _ in range(count):
-            generation = decoder.generate(PROMPT, LENGTH + 1)
-            outputs.append([token for step in generation for token in step])
-            num_passes += generation.statistics.num_passes
-    fused.drafter.check_kinds()
+    for _ in range(count):
+        generation = decoder.generate(PROMPT, LENGTH + 1)
+        outputs.append([token for step in generation for token in step])
+        num_passes += generation.statistics.num_passes
     return outputs, num_passes
+
+
+def _decoded_together(decoder: Decoder, count: int) -> tuple[list[list[int]], int]:
+    """Return the same of every second sequence; the others have another prompt."""
+    prompts = [(PROMPT, _NEIGHBOURS_PROMPT)[number % 2] for number in range(2 * count)]
+    requests = [Request(prompt, LENGTH + 1) for prompt in prompts]
+    outputs: list[list[int]] = [[] for _ in requests]
+    num_passes = 0
+    for generation, tokens in decoder.generate_many(requests, _PARALLEL):
+        outputs[generation.number].extend(tokens)
+        if generation.is_over and generation.number % 2 == 0:
+            num_passes += generation.statistics.num_passes
+    return outputs[::2], num_passes
 
 
 class _Opened:
@@ -225,12 +254,29 @@ PLANTED_CASE: Final = Case("temperature 1", SHAPE, kind_of(DRAWING[1]), coupled=
 """Where errors are planted: its draws differ from the target's own by enough to tell."""
 
 
+class MixingUp(Target):
+    """A target that gives sequences of a pass what belongs to their neighbours."""
+
+    def read(self, readings: Sequence[Reading]) -> list[Read]:
+        """See `Target`."""
+        reads = super().read(readings)
+        for at in range(1, len(reads)):
+            if reads[at - 1][0].shape == reads[at][0].shape:
+                reads[at - 1], reads[at] = reads[at], reads[at - 1]
+        return reads
+
+
+MIXED_UP_CASE: Final = replace(PLANTED_CASE, shape=SHARED)
+
+
 def run_planted_in_trees(draws: int) -> dict[str, TrialOutcome]:
     """Test every planted error."""
-    return {
+    found = {
         error: run_fused(PLANTED_CASE, draws, change=change)
         for error, change in PLANTED_IN_TREES.items()
     }
+    found["sequences of a pass mixed up"] = run_fused(MIXED_UP_CASE, draws, verify=MixingUp)
+    return found
 
 
 @cache

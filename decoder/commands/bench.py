@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from decoder.budget.cost_store import describe_machine, versions
 from decoder.budget.costs import CostSurface
@@ -19,7 +20,10 @@ from decoder.model.target import Target
 from decoder.observation import Watcher, counted
 from indexer.errors import TokenizerError
 
-_WARM_UP_TEXT = "Count from one to ten."
+WARM_UP_TEXT: Final = "Count from one to ten."
+
+
+Case = TypeVar("Case")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class BenchOptions:
         warm_limit: most of them, the others left out.
         both_turns: whether what the user says next is asked, too, behind the plain answer.
         settings: under what contenders meet; those that differ in their seed are counted together.
+        parallel: how many prompts at a time, for `ParallelBenchmark`; each is measured by itself.
     """
 
     max_new_tokens: int
@@ -62,14 +67,29 @@ class BenchOptions:
     warm_limit: int | None = None
     both_turns: bool = False
     settings: Sequence[Setting] = (Setting(),)
+    parallel: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """What is measured by itself, in rounds of its own.
+
+    Attributes:
+        setting: under what contenders meet.
+        parallel: how many prompts at a time; `None` for one by one.
+    """
+
+    setting: Setting
+    parallel: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What came of one setting, once through all prompts, or as far as it got.
+    """What came of one heat, once through all prompts, or as far as it got.
 
     Attributes:
-        turns: of each prompt that the model can take, in the order in which they are decoded.
+        turns: of each prompt that the model can take, or of each group of them, in the order in
+            which they are decoded.
         num_refused: the prompts that it cannot take.
         warm: how many prompts were answered before, with how many tokens.
         surface: what passes cost; `None` where that was not measured.
@@ -103,25 +123,28 @@ class Place:
     """A round of a benchmark, counted from 1.
 
     Attributes:
-        setting: under what contenders meet.
-        number: of the setting.
-        num_settings: all of them.
-        round: of the setting.
-        num_rounds: all of one setting.
+        heat: what is measured.
+        number: of the heat.
+        num_heats: all of them.
+        round: of the heat.
+        num_rounds: all of one heat.
     """
 
-    setting: Setting
+    heat: Heat
     number: int
-    num_settings: int
+    num_heats: int
     round: int
     num_rounds: int
 
     def __str__(self) -> str:
-        words = in_words(self.setting.nodes, self.setting.temperature)
-        if self.setting.temperature:
-            words.append(f"seed {self.setting.seed}")
-        if self.num_settings > 1:
-            words[-1] += f" ({self.number} of {self.num_settings})"
+        setting, parallel = self.heat.setting, self.heat.parallel
+        words = in_words(setting.nodes, setting.temperature)
+        if setting.temperature:
+            words.append(f"seed {setting.seed}")
+        if parallel is not None:
+            words.append(f"{parallel} in parallel")
+        if self.num_heats > 1:
+            words[-1] += f" ({self.number} of {self.num_heats})"
         if self.num_rounds > 1:
             words.append(f"round {self.round} of {self.num_rounds}")
         return ", ".join(words)
@@ -145,6 +168,9 @@ class Benchmark:
         watcher: is told of the progress.
     """
 
+    _unit = "prompt"
+    """What is decoded by all contenders in turn."""
+
     def __init__(
         self,
         language_model: LanguageModel,
@@ -158,7 +184,7 @@ class Benchmark:
         self._prompts = prompts
         self._options = options
         self._watcher = watcher
-        self._rounds: dict[Setting, list[Round]] = {}
+        self._rounds: dict[Heat, list[Round]] = {}
         self._where = ""
         self._found: Round | None = None  # of the round that is under way
         self._is_over = False
@@ -176,13 +202,14 @@ class Benchmark:
         Raises:
             InvalidPromptError: the model can take none of the prompts.
         """
-        settings = self._options.settings
-        for number, setting in enumerate(settings, 1):
+        heats = self._heats()
+        for number, heat in enumerate(heats, 1):
             for turn in range(1, self._options.repeat + 1):
-                place = Place(setting, number, len(settings), turn, self._options.repeat)
+                place = Place(heat, number, len(heats), turn, self._options.repeat)
                 self._where, self._found = str(place), None
-                with self._opened(setting) as lineup:
+                with self._opened(heat.setting) as lineup:
                     self._go_through(lineup, place)
+        self._finish()
         self._is_over = True
 
     def report(self) -> dict[str, Any]:
@@ -202,78 +229,108 @@ class Benchmark:
         rounds = self._counted()
         first = next(iter(rounds.values()))[0]
         reported = [
-            _figures(setting, [fastest(rounds[each]) for each in members])
-            for setting, members in _pooled(rounds).items()
+            _figures(setting, [fastest(rounds[Heat(each)]) for each in members])
+            for setting, members in pooled(each.setting for each in rounds).items()
         ]
         comparisons = fastest(next(iter(rounds.values())))
         has_default = set(DEFAULT) <= comparisons[0].runs.keys()
         return {
             **(summarize(comparisons) if has_default else {}),
             "settings": reported,
-            **self._interruption(len(first.turns)),
             "skipped": first.skipped,
+            **self._circumstances(first),
+            "turns": "both" if self._options.both_turns else "first",
+        }
+
+    def _circumstances(self, first: Round) -> dict[str, Any]:
+        """Return what figures depend on, and whether all was measured.
+
+        Args:
+            first: of the rounds.
+        """
+        return {
+            **self._interruption(len(first.turns)),
             **circumstances(self._language_model),
             "cost_curve": _curve(first.surface),
             "max_new_tokens": self._options.max_new_tokens,
             "repeat": self._options.repeat,
-            "turns": "both" if self._options.both_turns else "first",
             "warm": first.warm,
             "generations": "warm: drafters remember their answers to earlier prompts of the run",
         }
 
+    def _heats(self) -> list[Heat]:
+        return [Heat(setting) for setting in self._options.settings]
+
     def _go_through(self, lineup: Lineup, place: Place) -> None:
         """Go through all prompts once: answer those to warm with, then decode each in every way."""
         language_model, options = self._language_model, self._options
-        cases = fitting(language_model, lineup.target, self._prompts)
+        cases = self._fitting(lineup.target, self._prompts)
         if not cases:
             raise InvalidPromptError(f"the model can take none of the {len(self._prompts)} prompts")
-        warm = self._warm_up(lineup, f"{place}, warm-up")
-        for contender in lineup.ways.values():
-            contender(language_model.encode(_WARM_UP_TEXT), remember=False)
-        self._found = found = Round(
-            [1 + len(case.prompt.later) if options.both_turns else 1 for case in cases],
-            len(self._prompts) - len(cases),
-            warm,
-            lineup.surface,
-        )
-        self._rounds.setdefault(place.setting, []).append(found)
+        warm = self._warm_up(lineup, place)
+        turns = [1 + len(case.prompt.later) if options.both_turns else 1 for case in cases]
+        found = self._begun(place, turns, len(self._prompts) - len(cases), warm, lineup.surface)
         shown = self._shown(cases, f"{place}, measuring", lambda: _standing(found.comparisons))
         for number, case in enumerate(shown):
-            turns = list(_turns(language_model, lineup, case, place.round - 1 + number, options))
+            answered = list(_turns(language_model, lineup, case, place.round - 1 + number, options))
             # All turns of a prompt at once: an interruption leaves it whole or out.
-            found.comparisons.extend([replace(each, prompt=number) for each in turns])
+            found.comparisons.extend([replace(each, prompt=number) for each in answered])
 
-    def _warm_up(self, lineup: Lineup, stage: str) -> dict[str, int]:
-        """Have all that draft answer prompts that are not measured.
+    def _begun(
+        self,
+        place: Place,
+        turns: Sequence[int],
+        num_refused: int,
+        warm: dict[str, int],
+        surface: CostSurface | None,
+    ) -> Round:
+        """Return a round in which nothing is measured yet."""
+        self._found = found = Round(turns, num_refused, warm, surface)
+        self._rounds.setdefault(place.heat, []).append(found)
+        return found
+
+    def _finish(self) -> None:
+        """Do what is left when all rounds are over."""
+
+    def _fitting(self, target: Target, prompts: Iterable[Prompt]) -> list[BenchPrompt]:
+        """Return the prompts that can be measured."""
+        return fitting(self._language_model, target, prompts)
+
+    def _warm_up(self, lineup: Lineup, place: Place) -> dict[str, int]:
+        """Have all that draft answer prompts that are not measured, and all decode once.
 
         Returns:
             How many prompts, and the tokens of one contender's answers.
         """
+        cases, left_out = self._warming(lineup.target)
+        num_tokens = 0
+        for case in self._shown(cases, f"{place}, warm-up"):
+            answers = [way(case.token_ids, remember=True) for way in lineup.drafting.values()]
+            num_tokens += len(answers[-1].token_ids) if answers else 0
+        for contender in lineup.ways.values():
+            contender(self._language_model.encode(WARM_UP_TEXT), remember=False)
+        return warmed(cases, num_tokens, left_out)
+
+    def _warming(self, target: Target) -> tuple[list[BenchPrompt], int]:
+        """Return the prompts to warm with, and how many are left out as they are measured."""
         asked = {(prompt.text.strip(), prompt.turns) for prompt in self._prompts}
         others = [
             each for each in self._options.warm if (each.text.strip(), each.turns) not in asked
         ]
-        cases = fitting(self._language_model, lineup.target, others)[: self._options.warm_limit]
-        num_tokens = 0
-        for case in self._shown(cases, stage):
-            answers = [way(case.token_ids, remember=True) for way in lineup.drafting.values()]
-            num_tokens += len(answers[-1].token_ids) if answers else 0
-        return {
-            "num_prompts": len(cases),
-            "num_tokens": num_tokens,
-            "left_out_as_measured": len(self._options.warm) - len(others),
-        }
+        cases = self._fitting(target, others)[: self._options.warm_limit]
+        return cases, len(self._options.warm) - len(others)
 
     def _shown(
         self,
-        cases: Sequence[BenchPrompt],
+        cases: Sequence[Case],
         stage: str,
         standing: Callable[[], str] = lambda: "",
-    ) -> Iterator[BenchPrompt]:
-        """Pass prompts through one by one, and tell how many are done and how it stands."""
+        unit: str = "prompt",
+    ) -> Iterator[Case]:
+        """Pass prompts or groups through, and tell how many are done and how it stands."""
 
         def tell(number: int) -> None:
-            done = f"{number} of {counted(len(cases), 'prompt')}"
+            done = f"{number} of {counted(len(cases), unit)}"
             self._watcher(stage, number / len(cases), ", ".join(filter(None, (done, standing()))))
 
         for number, case in enumerate(cases):
@@ -282,15 +339,15 @@ class Benchmark:
         if cases:
             tell(len(cases))
 
-    def _counted(self) -> dict[Setting, list[Round]]:
+    def _counted(self) -> dict[Heat, list[Round]]:
         """Return the rounds that count: whole ones, or what there is where none is whole."""
         chosen = {
-            setting: [each for each in rounds if each.is_whole] or rounds[:1]
-            for setting, rounds in self._rounds.items()
+            heat: [each for each in rounds if each.is_whole] or rounds[:1]
+            for heat, rounds in self._rounds.items()
         }
-        return {setting: rounds for setting, rounds in chosen.items() if rounds[0].comparisons}
+        return {heat: rounds for heat, rounds in chosen.items() if rounds[0].comparisons}
 
-    def _interruption(self, num_prompts: int) -> dict[str, Any]:
+    def _interruption(self, num_units: int) -> dict[str, Any]:
         """Return where not all was measured, if that is so."""
         if self._is_over:
             return {"interrupted": False}
@@ -298,11 +355,20 @@ class Benchmark:
         rounds = [each for members in self._counted().values() for each in members]
         at = {
             "where": self._where,
-            "prompts": 0 if found is None else found.num_done,
-            "of_prompts": num_prompts,
+            f"{self._unit}s": 0 if found is None else found.num_done,
+            f"of_{self._unit}s": num_units if found is None else len(found.turns),
             "counted": any(each is found for each in rounds),
         }
         return {"interrupted": True, "interrupted_at": at}
+
+
+def warmed(cases: Sequence[BenchPrompt], num_tokens: int, left_out: int) -> dict[str, int]:
+    """Return what was answered beforehand, as a report says it."""
+    return {
+        "num_prompts": len(cases),
+        "num_tokens": num_tokens,
+        "left_out_as_measured": left_out,
+    }
 
 
 def run_benchmark(
@@ -337,7 +403,7 @@ def _turns(
     asked: BenchPrompt | None = case
     turn = 0
     while asked is not None:
-        runs = _in_turn(lineup.ways, asked.token_ids, number + turn)
+        runs = in_turn(_decoding(lineup.ways, asked.token_ids), number + turn)
         yield Comparison(asked.category, runs, turn=turn)
         prompt, asked, turn = asked.prompt, None, turn + 1
         if options.both_turns and prompt.later:
@@ -395,11 +461,14 @@ def compare(
     is kept all the same.
     """
     for contender in ways.values():
-        contender(language_model.encode(_WARM_UP_TEXT), remember=False)
+        contender(language_model.encode(WARM_UP_TEXT), remember=False)
     comparisons = []
     for number, case in enumerate(cases):
         rounds = [
-            _in_turn(ways, case.token_ids, number * repeat + turn, remember=turn == repeat - 1)
+            in_turn(
+                _decoding(ways, case.token_ids, remember=turn == repeat - 1),
+                number * repeat + turn,
+            )
             for turn in range(repeat)
         ]
         comparisons.append(Comparison(case.category, _fastest_runs(rounds), number))
@@ -427,14 +496,18 @@ def fastest(rounds: Sequence[Round]) -> list[Comparison]:
     ]
 
 
-def _in_turn(
-    ways: Mapping[str, Contender], tokens: list[int], number: int, *, remember: bool = True
-) -> dict[str, Run]:
+def in_turn(ways: Mapping[str, Callable[[], Run]], number: int) -> dict[str, Run]:
+    """Run all ways, in an order that rotates with the number; return runs in their own order."""
     names = list(ways)
     first = number % len(names)
-    order = [*names[first:], *names[:first]]
-    runs = {name: ways[name](tokens, remember=remember) for name in order}
+    runs = {name: ways[name]() for name in (*names[first:], *names[:first])}
     return {name: runs[name] for name in names}
+
+
+def _decoding(
+    ways: Mapping[str, Contender], tokens: list[int], *, remember: bool = True
+) -> dict[str, Callable[[], Run]]:
+    return {name: partial(way, tokens, remember=remember) for name, way in ways.items()}
 
 
 def _fastest_runs(rounds: Sequence[dict[str, Run]]) -> dict[str, Run]:
@@ -444,7 +517,7 @@ def _fastest_runs(rounds: Sequence[dict[str, Run]]) -> dict[str, Run]:
     }
 
 
-def _pooled(settings: Iterable[Setting]) -> dict[Setting, list[Setting]]:
+def pooled(settings: Iterable[Setting]) -> dict[Setting, list[Setting]]:
     """Return settings that differ in their seed under one of them."""
     pooled: dict[Setting, list[Setting]] = {}
     for setting in settings:

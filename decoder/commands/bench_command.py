@@ -1,7 +1,7 @@
 """The command that measures ways of decoding side by side."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from itertools import product
 from pathlib import Path
@@ -19,11 +19,27 @@ from decoder.commands.bench import Benchmark, BenchOptions
 from decoder.commands.bench_report import draw_standings, notes_of, table_of, tables_of
 from decoder.commands.generate import Interruption
 from decoder.commands.options import MeasuredOutput, MeasuredPrompts, ModelSettings
-from decoder.commands.prompts import read_prompts
+from decoder.commands.parallel.parallel_bench import ParallelBenchmark, wrong_outputs
+from decoder.commands.parallel.parallel_report import (
+    conclusions_of,
+    draw_widths,
+    notes_of_widths,
+    tables_of_widths,
+)
+from decoder.commands.prompts import Prompt, read_prompts
 from decoder.commands.terminal import watching
 from decoder.commands.trace_command import print_table
 from decoder.contenders.contender import PLAIN, UNDRAFTED
-from decoder.contenders.registry import ASKING_SERVERS, DEFAULT, ENTRIES, Contest, Setting, chosen
+from decoder.contenders.registry import (
+    ASKING_SERVERS,
+    DEFAULT,
+    ENTRIES,
+    TABLES,
+    Contest,
+    Setting,
+    chosen,
+    parallel_default,
+)
 from decoder.drafters.fusion import MAX_NODES
 from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
 from decoder.estimate.estimate_plot import check_plot
@@ -86,19 +102,40 @@ class ContestSettings(BaseModel):
     plot: Annotated[
         Path | None,
         Metavar("FILE"),
-        Field(description="Draw the figures of all contenders, as .png or .svg."),
+        Field(
+            description="Draw the figures of all contenders, as .png or .svg; with --parallel, "
+            "tokens per second by width and where a pass spends its time."
+        ),
     ] = None
+    parallel: Annotated[
+        list[int],
+        Metavar("N"),
+        Field(
+            description="Decode N prompts at a time: our loop in shared passes, transformers in "
+            "padded batches. Repeatable. The contenders are then plain, undrafted and foredraft, "
+            f"and {TABLES} with --draft-model or --speculator. Default: one by one."
+        ),
+    ] = []
 
-    @property
-    def names(self) -> list[str]:
-        """The contenders; one to compare the others with is always there."""
-        given = [*(self.contender or DEFAULT), *([self.over] if self.over else [])]
+    def names(self, drafts: DrafterSettings) -> list[str]:
+        """Return the contenders; one to compare the others with is always there.
+
+        Args:
+            drafts: where drafts come from.
+        """
+        default = parallel_default(drafts) if self.parallel else DEFAULT
+        given = [*(self.contender or default), *([self.over] if self.over else [])]
         names = list(dict.fromkeys(given))
         if not {PLAIN, UNDRAFTED} & set(names):
             names.insert(0, PLAIN)
         if any(self.temperature) and UNDRAFTED not in names:
             names.insert(0, UNDRAFTED)
         return names
+
+    @property
+    def widths(self) -> list[int]:
+        """How many prompts at a time; empty for one by one."""
+        return list(dict.fromkeys(self.parallel))
 
     @property
     def settings(self) -> list[Setting]:
@@ -129,8 +166,14 @@ class ContestSettings(BaseModel):
             raise ContradictoryOptionsError(
                 "--online would change the speculator while it is measured: leave it out"
             )
-        for entry in chosen(self.names):
+        for entry in chosen(self.names(drafts)):
             entry.check(drafts)
+            if self.parallel and not entry.takes_many:
+                raise ContradictoryOptionsError(
+                    f"--contender {entry.name} decodes one prompt at a time: leave it out with "
+                    "--parallel"
+                )
+        self._check_widths()
         if not all(0 <= nodes <= MAX_NODES for nodes in self.nodes):
             raise InvalidSettingsError(f"--nodes must be 0 to {MAX_NODES}")
         if self.seed and not any(self.temperature):
@@ -146,15 +189,37 @@ class ContestSettings(BaseModel):
         if self.plot is not None:
             check_plot(self.plot)
 
+    def _check_widths(self) -> None:
+        """Refuse widths that are none, and turns that wait for answers."""
+        if any(width < 1 for width in self.parallel):
+            raise InvalidSettingsError("--parallel must be 1 or more")
+        if self.parallel and self.turns is AskedTurns.BOTH:
+            raise ContradictoryOptionsError(
+                "--turns both and --parallel exclude each other: a second turn waits for the "
+                "answer to the first"
+            )
+
+    def check_count(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse fewer prompts than are to be decoded at a time.
+
+        Raises:
+            ContradictoryOptionsError: the message says how many there are.
+        """
+        if len(prompts) < max(self.parallel, default=0):
+            raise ContradictoryOptionsError(
+                f"--parallel {max(self.parallel)} needs as many prompts, and there are "
+                f"{len(prompts)}: give more, or fewer in parallel"
+            )
+
     def _check_apart(self, drafts: DrafterSettings, repeat: int) -> None:
         """Refuse runs in which what one round or contender remembers is drafted from in another."""
-        rounds = len(self.settings) * repeat
+        rounds = len(self.settings) * repeat * max(len(self.widths), 1)
         if (drafts.state is not None or drafts.server) and rounds > 1:
             raise ContradictoryOptionsError(
                 "--state and --server keep answers from round to round, which would be drafted "
-                "from: measure one setting without --repeat, or leave them out"
+                "from: measure one setting and width without --repeat, or leave them out"
             )
-        asking = [name for name in self.names if name in ASKING_SERVERS]
+        asking = [name for name in self.names(drafts) if name in ASKING_SERVERS]
         if drafts.server and len(asking) > 1:
             raise ContradictoryOptionsError(
                 f"--server would show the answers of {asking[0]} to {asking[1]}: measure them one "
@@ -199,8 +264,11 @@ def run_bench(
 ) -> None:
     """Measure against plain generation, prompt lookup and published rules, in one run.
 
-    Ctrl-C ends it with a report of what was measured until then.
+    With --parallel, by how many prompts share the passes; in float32 every output is compared with
+    that of its prompt alone then, and the status is 1 if one of ours is wrong. Ctrl-C ends it with
+    a report of what was measured until then.
     """
+    chosen.check_device()
     drafts.check()
     contest.check(drafts, output.repeat)
     found = RecordingTally()
@@ -208,6 +276,7 @@ def run_bench(
     others = [] if given.warm is None else read_prompts(given.warm, skipped=found)
     for line in found.describe():
         typer.echo(line, err=True)
+    contest.check_count(selected)
     options = BenchOptions(
         output.max_new_tokens,
         output.repeat,
@@ -215,23 +284,28 @@ def run_bench(
         given.warm_limit,
         contest.turns is AskedTurns.BOTH,
         contest.settings,
+        contest.widths,
     )
     prepared = prepare_model(chosen.options(given, drafts.index))
     drafts.check(prepared.vocabulary)
     language_model = prepared.load()
     costs = store_at(chosen.cost_cache)
-    field = Contest(language_model, contest.names, drafts, output.max_new_tokens, costs)
+    field = Contest(language_model, contest.names(drafts), drafts, output.max_new_tokens, costs)
     interruption = Interruption()
     with interruption.handled(), watching() as watcher:
-        benchmark = Benchmark(language_model, field.opened, selected, options, watcher)
+        kind = ParallelBenchmark if contest.parallel else Benchmark
+        benchmark = kind(language_model, field.opened, selected, options, watcher)
         is_interrupted = not _measured(benchmark)
     report = benchmark.report()
     report["drafter"] = drafts.describe()
     _print(report, contest, as_json=as_json)
     if contest.plot is not None:
-        draw_standings(report, contest.plot)
+        draw = draw_widths if contest.parallel else draw_standings
+        draw(report, contest.plot)
     if is_interrupted:
         raise typer.Exit(interruption.status)
+    if contest.parallel and wrong_outputs(report):
+        raise typer.Exit(1)
 
 
 def _measured(benchmark: Benchmark) -> bool:
@@ -253,6 +327,11 @@ def _print(report: dict[str, Any], contest: ContestSettings, *, as_json: bool) -
     """Print a report as JSON, or as tables with their notes."""
     if as_json:
         typer.echo(json.dumps(report, indent=2))
+    elif contest.parallel:
+        typer.echo("\n".join(conclusions_of(report)))
+        for table in tables_of_widths(report, contest.over):
+            print_table(table)
+        typer.echo("\n".join(notes_of_widths(report)))
     elif _is_default(contest):
         print_table(table_of(report))
     else:

@@ -10,8 +10,7 @@ from rich.table import Table
 
 from decoder.contenders.contender import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED, Run
 from decoder.contenders.standings import Comparison
-from decoder.errors import PlotError
-from decoder.estimate.estimate_plot import figure_class
+from decoder.estimate.estimate_plot import figure_class, save
 from decoder.observation import Statistics, counted
 
 _KEYS: Final = {PROMPT_LOOKUP: "prompt_lookup"}
@@ -146,16 +145,17 @@ def tables_of(report: dict[str, Any], over: str | None = None) -> list[Table]:
 
 def notes_of(report: dict[str, Any]) -> list[str]:
     """Return the lines below the tables of contenders."""
-    return [*_standings_notes(report), *_common_notes(report)]
+    return [*_standings_notes(report), *common_notes(report)]
 
 
-def _title(report: dict[str, Any]) -> str:
+def title_of(report: dict[str, Any]) -> str:
+    """Return what a report is of: model, precision, device and where drafts come from."""
     return f"{report['model']}, {report['dtype']} on {report['device']}; {report['drafter']}"
 
 
 def table_of(report: dict[str, Any]) -> Table:
     """Return a table with a row for each category and one for all, of our own decoder."""
-    title = _title(report)
+    title = title_of(report)
     table = Table(title=title, caption="\n".join(_notes(report)), box=SIMPLE_HEAD)
     table.add_column("category", no_wrap=True)
     for heading in _HEADINGS:
@@ -177,10 +177,11 @@ def _notes(report: dict[str, Any]) -> list[str]:
             for name, ms in times["ms"].items()
         )
         notes.append(f"a step: {parts}; a plain one: {times['plain_step_ms']:.2f} ms")
-    return [*notes, *_common_notes(report)]
+    return [*notes, *common_notes(report)]
 
 
-def _common_notes(report: dict[str, Any]) -> list[str]:
+def common_notes(report: dict[str, Any]) -> list[str]:
+    """Return the lines below any tables: what was interrupted, warmed with and skipped."""
     notes = [_interruption(report["interrupted_at"])] if report["interrupted"] else []
     if report["warm"]["num_prompts"]:
         warm = report["warm"]
@@ -195,8 +196,10 @@ def _common_notes(report: dict[str, Any]) -> list[str]:
 
 def _interruption(at: dict[str, Any]) -> str:
     """Return the line about an interruption; see `Benchmark.report`."""
-    place = f"interrupted: {at['where']}, {at['prompts']} of {counted(at['of_prompts'], 'prompt')}"
-    uncounted = "" if at["counted"] or not at["prompts"] else ", which are left out"
+    unit = "group" if "groups" in at else "prompt"
+    num_done, num_units = at[f"{unit}s"], at[f"of_{unit}s"]
+    place = f"interrupted: {at['where']}, {num_done} of {counted(num_units, unit)}"
+    uncounted = "" if at["counted"] or not num_done else ", which are left out"
     return f"{place}{uncounted}; nothing was measured behind that"
 
 
@@ -233,7 +236,7 @@ def _standings_table(report: dict[str, Any], setting: dict[str, Any]) -> Table:
     """Return a row for each contender, over all prompts."""
     overall = setting["overall"]
     prompts = counted(overall["num_prompts"], "prompt")
-    title = f"{_title(report)}\n{described(setting)}; {prompts}"
+    title = f"{title_of(report)}\n{described(setting)}; {prompts}"
     table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column("contender", no_wrap=True)
     for heading in ("speed-up", "90%", "accepted", "90%", "nodes", "tokens/s", "drafting", "equal"):
@@ -304,8 +307,8 @@ def _standings_notes(report: dict[str, Any]) -> list[str]:
     return notes
 
 
-_MARKS: Final = ("o", "s", "^", "D", "v", "P")
-_COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+MARKS: Final = ("o", "s", "^", "D", "v", "P")
+COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 """Told apart by readers who see few colours (Okabe and Ito, 2008)."""
 
 
@@ -332,14 +335,11 @@ def draw_standings(report: dict[str, Any], path: Path) -> None:
     if len(settings) > 1:
         lines, labels = axes[0].get_legend_handles_labels()
         figure.legend(lines, labels, loc="outside lower center", ncols=min(len(settings), 4))
-    title = f"{_title(report)}; 90% intervals over prompts"
+    title = f"{title_of(report)}; 90% intervals over prompts"
     if report["interrupted"]:
         title += "; interrupted"
     figure.suptitle(title, fontsize="medium", wrap=True)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise PlotError(f"{path} cannot be written: {error.strerror}") from error
+    save(figure, path)
 
 
 def _draw_figure(axes: Any, settings: Sequence[dict[str, Any]], names: list[str], key: str) -> None:
@@ -354,8 +354,8 @@ def _draw_figure(axes: Any, settings: Sequence[dict[str, Any]], names: list[str]
                 [max(value - low, 0.0) for value, low, _ in figures],
                 [max(high - value, 0.0) for value, _, high in figures],
             ],
-            fmt=_MARKS[number % len(_MARKS)],
-            color=_COLOURS[number % len(_COLOURS)],
+            fmt=MARKS[number % len(MARKS)],
+            color=COLOURS[number % len(COLOURS)],
             markersize=5,
             capsize=2,
             label=described(setting),

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from decoder.commands.terminal import Colouring
-from decoder.errors import ContradictoryOptionsError, InvalidSettingsError
+from decoder.errors import ContradictoryOptionsError, DeviceError, InvalidSettingsError
 from decoder.loop import DEFAULT_MAX_NEW_TOKENS
 from decoder.model.pretrained import Attention, ModelOptions, Precision
 from decoder.sampling.sampling_settings import SamplingSettings
@@ -120,6 +121,23 @@ class ModelChoice(BaseModel):
     attention: Annotated[Attention, Field(description="Implementation of attention.")] = Attention(
         _MODEL.attention
     )
+
+    def check_device(self) -> None:
+        """Refuse a CUDA device where there is none, before anything is read.
+
+        Raises:
+            DeviceError: the message says why there is none.
+        """
+        if not self.device.startswith("cuda") or torch.cuda.is_available():
+            return
+        why = (
+            "no driver or device was found"
+            if torch.version.cuda
+            else f"torch {torch.__version__} was built without it"
+        )
+        raise DeviceError(
+            f"--device {self.device}: there is no CUDA here, {why}: leave it out for the CPU"
+        )
 
     def options(self, prompting: PromptSettings, indexes: Sequence[Path] = ()) -> ModelOptions:
         """Return how the model is loaded for prompts.

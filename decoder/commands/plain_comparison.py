@@ -1,8 +1,12 @@
-"""Answers decoded plainly beside those with drafts, to measure what drafts are worth."""
+"""Answers decoded plainly beside those with drafts: what drafts are worth, and where they part."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
+from typing import Any, Final
+
+import torch
 
 from decoder.budget.budget import FixedBudget
 from decoder.commands.generate import Answer, AnswerOptions, Interruption, answer
@@ -10,6 +14,10 @@ from decoder.drafters.following import NoDrafter
 from decoder.loop import Decoder
 from decoder.model.pretrained import LanguageModel
 from decoder.worth import Worth
+
+TIE: Final = 1e-4
+"""Logits that are less apart than this may change places in float32, where passes of other widths
+round in other places."""
 
 
 class Comparison:
@@ -66,3 +74,80 @@ def first_difference(tokens: list[int], others: list[int]) -> int | None:
     """Return the place, from 1, of the first token that differs; `None` where none does."""
     pairs = enumerate(zip_longest(tokens, others), 1)
     return next((at for at, (token, other) in pairs if token != other), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two outputs part.
+
+    Attributes:
+        position: of the first token that differs, counted from the first generated one, from 0.
+        plain: what `model.generate` wrote there, `None` where it had ended.
+        drafted: what the decoder wrote.
+        best_tokens: the two most probable tokens there.
+        gap: between their logits, in float64.
+    """
+
+    position: int
+    plain: int | None
+    drafted: int | None
+    best_tokens: tuple[int, int]
+    gap: float
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether float32 may lose the gap, so that neither output is wrong."""
+        return self.gap < TIE
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the difference as plain values."""
+        return {**asdict(self), "is_tie": self.is_tie}
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What two ways wrote for a prompt.
+
+    Attributes:
+        prompt: its tokens.
+        plain: what `model.generate` wrote.
+        drafted: what a decoder wrote.
+    """
+
+    prompt: list[int]
+    plain: list[int]
+    drafted: list[int]
+
+
+def differences(language_model: LanguageModel, pairs: Iterable[Outputs]) -> list[Difference | None]:
+    """Return where the outputs of each pair part, `None` where they are the same.
+
+    Logits are computed by a copy of the model in float64, which is made for the first difference:
+    captured graphs would miss weights that are converted and back.
+    """
+    model: Any = None
+    found: list[Difference | None] = []
+    for pair in pairs:
+        place = first_difference(pair.plain, pair.drafted)
+        if place is None:
+            found.append(None)
+            continue
+        if model is None:
+            model = copy.deepcopy(language_model.model).to(torch.float64)  # type: ignore[arg-type]  # wrapped without its types
+        position = place - 1
+        tokens, gap = _best_two(model, [*pair.prompt, *pair.plain[:position]])
+        plain, drafted = (
+            output[position] if position < len(output) else None
+            for output in (pair.plain, pair.drafted)
+        )
+        found.append(Difference(position, plain, drafted, tokens, gap))
+    return found
+
+
+@torch.inference_mode()
+def _best_two(model: Any, tokens: list[int]) -> tuple[tuple[int, int], float]:
+    """Return the two most probable next tokens and the gap of their logits."""
+    logits = model(torch.tensor([tokens], device=model.device), use_cache=False).logits[0, -1]
+    values, indices = logits.topk(2)
+    first, second = indices.tolist()
+    return (first, second), float(values[0] - values[1])

@@ -1,21 +1,23 @@
-"""What decodes a prompt in a benchmark: this package's loop with a drafter, or transformers."""
+"""What decodes prompts in a benchmark: this package's loop with a drafter, or transformers."""
 
 import time
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from itertools import islice
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
 from decoder.budget.budget import FixedBudget
 from decoder.drafters.following import NoDrafter
-from decoder.loop import Decoder
+from decoder.loop import Decoder, Request
 from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
-from decoder.observation import Statistics
+from decoder.observation import ObservedPass, Observer, Statistics, Times
 from decoder.sampling.stated import without_own_settings
 from decoder.sampling.verification import Acceptance, AcceptRule, PassContext
 from retriever.tree import DraftTree
@@ -31,21 +33,46 @@ PROMPT_LOOKUP_TOKENS: Final = 10
 _TORCH_SEEDS: Final = 2**63
 
 
+Account = tuple[float, float, float, float]
+"""Of a run: its seconds, its tokens, the passes after the prompts', and the tokens of those. Of
+several prompts, passes count once for each sequence that they served."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One prompt decoded in one way.
+    """One prompt decoded in one way, or several, some at a time.
 
     Attributes:
-        token_ids: what was generated.
-        seconds: from tokens to tokens, the prompt's pass included.
-        num_passes: forward passes of the target, the prompt's included.
+        token_ids: what was generated; of several prompts one output behind the other.
+        seconds: from tokens to tokens, the prompts' passes included.
+        num_passes: forward passes of the target, the prompts' included; of several prompts for each
+            sequence that they served.
         statistics: this decoder's own figures, empty for the others.
+        lengths: tokens of each output, where there are several prompts.
+        steps: where passes spent their time that served several, those that read prompts alone and
+            what others spent on reading prompts left out; empty for transformers' own.
     """
 
     token_ids: list[int]
     seconds: float
     num_passes: int
     statistics: Statistics = field(default_factory=Statistics)
+    lengths: Sequence[int] = ()
+    steps: Sequence[Times] = ()
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """What was generated for each prompt."""
+        tokens = iter(self.token_ids)
+        return [list(islice(tokens, length)) for length in self.lengths or [len(self.token_ids)]]
+
+    @property
+    def account(self) -> Account:
+        """What it took and brought; see `Account`."""
+        num_tokens = len(self.token_ids)
+        num_begun = sum(map(bool, self.lengths)) if self.lengths else 1
+        steps, step_tokens = self.num_passes - num_begun, num_tokens - num_begun
+        return self.seconds, num_tokens, max(steps, 0), max(step_tokens, 0)
 
 
 class Contender(Protocol):
@@ -53,6 +80,15 @@ class Contender(Protocol):
 
     def __call__(self, prompt: list[int], *, remember: bool) -> Run:
         """Decode a prompt, and let later ones draw on the output if `remember` says so."""
+        ...
+
+
+@runtime_checkable
+class ParallelContender(Contender, Protocol):
+    """A way of decoding that takes several prompts at a time."""
+
+    def decode_many(self, prompts: Sequence[list[int]], parallel: int, *, remember: bool) -> Run:
+        """Decode prompts, at most `parallel` at a time; `remember` as for one."""
         ...
 
 
@@ -96,6 +132,76 @@ class OwnContender:
         seconds = time.perf_counter() - start
         return Run(tokens, seconds, generation.statistics.num_passes, generation.statistics)
 
+    def decode_many(self, prompts: Sequence[list[int]], parallel: int, *, remember: bool) -> Run:
+        """Decode prompts in shared passes; one begins when another is over.
+
+        Raises:
+            DecoderError: one of them failed.
+        """
+        self.decoder.target.forget()
+        outputs: list[list[int]] = [[] for _ in prompts]
+        total, parts = Statistics(), _PassTimes()
+        requests = (
+            Request(prompt, self.max_new_tokens, remember, observer=parts.observer())
+            for prompt in prompts
+        )
+        start = time.perf_counter()
+        for generation, tokens in self.decoder.generate_many(requests, parallel):
+            outputs[generation.number].extend(tokens)
+            if generation.error is not None:
+                raise generation.error
+            if generation.is_over:
+                total.add(generation.statistics)
+        seconds = time.perf_counter() - start
+        return Run(
+            [token for output in outputs for token in output],
+            seconds,
+            total.num_passes,
+            total,
+            tuple(map(len, outputs)),
+            parts.times,
+        )
+
+
+class _PassTimes:
+    """Adds up what passes took for the sequences that they served.
+
+    Being shown a pass costs a sequence 2 to 4 µs on a busy core, which the run's seconds include.
+
+    Attributes:
+        times: of each pass that verified drafts, empty ones among them.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[Times] = []
+        self._shares: list[Times] = []
+
+    def observer(self) -> Observer:
+        """Return what a sequence is to be observed by; its prompt is left out."""
+        has_begun = False
+
+        def observe(step: ObservedPass) -> None:
+            nonlocal has_begun
+            if has_begun:
+                self._add(step)
+            has_begun = True
+
+        return observe
+
+    def _add(self, step: ObservedPass) -> None:
+        """Take in a sequence's share; those of one pass are shown one behind the other."""
+        self._shares.append(step.times)
+        if len(self._shares) < step.num_sequences:
+            return
+        self.times.append(
+            Times(
+                sum(share.draft_s for share in self._shares),
+                sum(share.target_s for share in self._shares),
+                sum(share.host_s for share in self._shares),
+            )
+        )
+        self._shares.clear()
+
 
 @dataclass(frozen=True, slots=True)
 class LibraryContender:
@@ -119,25 +225,83 @@ class LibraryContender:
 
     def __call__(self, prompt: list[int], *, remember: bool) -> Run:  # noqa: ARG002  keeps nothing
         """Decode a prompt."""
+        room = self.target.room(len(prompt), self.max_new_tokens)
+        with self._measured([prompt]) as passes:
+            start = time.perf_counter()
+            generated = self._generated([prompt], room)[0]
+            seconds = time.perf_counter() - start
+        return Run(generated, seconds, passes.count)
+
+    def decode_many(
+        self,
+        prompts: Sequence[list[int]],
+        parallel: int,
+        *,
+        remember: bool,  # noqa: ARG002  as above
+    ) -> Run:
+        """Decode prompts in batches of `parallel`, padded on the left; each waits for its longest.
+
+        Args:
+            prompts: of each the model's limit is to leave room for `max_new_tokens`, or its whole
+                batch gets as many as there is room for.
+            parallel: of a batch.
+            remember: nothing is.
+        """
+        outputs: list[list[int]] = []
+        with self._measured(prompts):
+            start = time.perf_counter()
+            for begin in range(0, len(prompts), parallel):
+                batch = prompts[begin : begin + parallel]
+                room = min(self.target.room(len(prompt), self.max_new_tokens) for prompt in batch)
+                outputs += map(self._ended, self._generated(batch, room))
+            seconds = time.perf_counter() - start
+        lengths = tuple(map(len, outputs))
+        tokens = [token for output in outputs for token in output]
+        return Run(tokens, seconds, sum(lengths), lengths=lengths)
+
+    @contextmanager
+    def _measured(self, prompts: Sequence[list[int]]) -> Iterator["_PassCount"]:
+        """Count passes during the block; where tokens are drawn, draw the same each time."""
         model = self.language_model.model
         passes = _PassCount()
         counting = model.register_forward_pre_hook(passes)
         if self.temperature:
-            torch.manual_seed((self.seed + zlib.crc32(repr(prompt).encode())) % _TORCH_SEEDS)
-        start = time.perf_counter()
-        tokens = torch.tensor([prompt], device=torch.device(model.device))
-        with warnings.catch_warnings(), without_own_settings(model):
-            warnings.simplefilter("ignore")  # advice about options that are none of ours
-            output: Any = GenerationMixin.generate(
-                model,  # type: ignore[arg-type]  # every causal model has the mixin
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                generation_config=self._config(self.target.room(len(prompt), self.max_new_tokens)),
-            )
-        generated = output[0, len(prompt) :].tolist()
-        seconds = time.perf_counter() - start
-        counting.remove()
-        return Run(generated, seconds, passes.count)
+            said = repr(prompts[0] if len(prompts) == 1 else list(prompts))
+            torch.manual_seed((self.seed + zlib.crc32(said.encode())) % _TORCH_SEEDS)
+        try:
+            with warnings.catch_warnings(), without_own_settings(model):
+                warnings.simplefilter("ignore")  # advice about options that are none of ours
+                yield passes
+        finally:
+            counting.remove()
+
+    def _generated(self, batch: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+        """Return what the library writes behind each prompt, padded to the longest output."""
+        model = self.language_model.model
+        longest = max(map(len, batch))
+        missing = [longest - len(prompt) for prompt in batch]
+        padded = [[self._padding] * n + p for n, p in zip(missing, batch, strict=True)]
+        mask = [[0] * n + [1] * (longest - n) for n in missing]
+        device = torch.device(model.device)
+        output: Any = GenerationMixin.generate(
+            model,  # type: ignore[arg-type]  # every causal model has the mixin
+            torch.tensor(padded, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            generation_config=self._config(max_new_tokens),
+        )
+        rows: list[list[int]] = output[:, longest:].tolist()
+        return rows
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        """Return the tokens up to the first stop; what follows is padding."""
+        stop_ids = self.language_model.stop_ids
+        end = next((at for at, token in enumerate(tokens, 1) if token in stop_ids), None)
+        return tokens[:end]
+
+    @property
+    def _padding(self) -> int:
+        stop_ids = self.language_model.stop_ids
+        return stop_ids[0] if stop_ids else 0
 
     def _config(self, max_new_tokens: int) -> GenerationConfig:
         stop_ids = list(self.language_model.stop_ids)
@@ -147,7 +311,7 @@ class LibraryContender:
         return GenerationConfig(  # type: ignore[no-untyped-call]  # the library gives no types
             max_new_tokens=max_new_tokens,
             eos_token_id=stop_ids or None,
-            pad_token_id=stop_ids[0] if stop_ids else 0,
+            pad_token_id=self._padding,
             **sampling,
             **self.options,
         )

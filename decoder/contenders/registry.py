@@ -103,6 +103,11 @@ class Entry:
     options: dict[str, int] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
 
+    @property
+    def takes_many(self) -> bool:
+        """Whether it decodes several prompts at a time: in our loop, or in plain batches."""
+        return self.opened is not None or not self.options
+
     def check(self, drafts: DrafterSettings) -> None:
         """Refuse the contender where what it drafts with is not given.
 
@@ -308,6 +313,16 @@ def chosen(names: Sequence[str]) -> list[Entry]:
                 f"--contender {name}: there is none of this name, choose from {', '.join(ENTRIES)}"
             )
     return [ENTRIES[name] for name in dict.fromkeys(names)]
+
+
+def parallel_default(drafts: DrafterSettings) -> list[str]:
+    """Return the contenders of a run in parallel that names none.
+
+    Where a model or a head drafts, our drafter without it is one of them; but not beside a service,
+    which would show the answers of one to the other.
+    """
+    without = [TABLES] if drafts.names_readers and not drafts.server else []
+    return [PLAIN, UNDRAFTED, *without, FOREDRAFT]
 
 
 def possible(drafts: DrafterSettings) -> list[str]:

@@ -6,12 +6,14 @@ tokens are those of a pass after the prompt's, the target's own token (the bonus
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decoder.contenders.contender import FOREDRAFT, Run
+from decoder.contenders.contender import FOREDRAFT, PLAIN, UNDRAFTED, Run
+from decoder.observation import Statistics
 
 DRAWS: Final = 2000
 """Resampled sets of prompts: the ends of a 90% interval then vary by about 4% of its width."""
@@ -38,12 +40,13 @@ _SEED: Final = 20240115  # any: intervals of a report can be had again
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt decoded in every way.
+    """One prompt, or a group of prompts, decoded in every way.
 
     Attributes:
-        category: the prompt's.
+        category: the prompt's; empty for a group.
         runs: contender's name to what it did.
-        prompt: its number; turns of one conversation and seeds share it, and are resampled as one.
+        prompt: its number, or the group's; turns of one conversation and seeds share it, and are
+            resampled as one.
         turn: of the conversation, from 0.
     """
 
@@ -86,14 +89,7 @@ class Sums:
         for comparison in comparisons:
             row = row_of[comparison.prompt]
             for column, name in enumerate(names):
-                run = comparison.runs[name]
-                num_tokens = len(run.token_ids)
-                sums[:, row, column] += (
-                    run.seconds,
-                    num_tokens,
-                    max(run.num_passes - 1, 0),
-                    max(num_tokens - 1, 0),
-                )
+                sums[:, row, column] += comparison.runs[name].account
         return cls(names, *sums)
 
     def speeds(self) -> NDArray[np.float64]:
@@ -134,6 +130,77 @@ def standings(comparisons: Sequence[Comparison], reference: str) -> dict[str, An
         "overall": _figures(comparisons, reference),
         "categories": {name: _figures(members, reference) for name, members in columns.items()},
         "against": _against(Sums.of(comparisons)),
+    }
+
+
+def parallel_standings(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """Return the figures of contenders that decoded groups of prompts, some at a time.
+
+    Args:
+        comparisons: of at least one group, all of the same contenders.
+
+    Returns:
+        `num_groups`, and by contender: `over`, by the name of plain batches and of decoding without
+        drafts, the ratio of tokens per second as `[value, low, high]`, with ends of the interval at
+        `LEVEL` over groups, `None` where there is one group; `median_over`, the medians of groups;
+        `accepted_tokens`, of a pass and sequence, likewise; and `step_ms`, the medians of target,
+        drafter and host, without what prompts took, empty where passes were not watched. `against`
+        is that of `standings`.
+    """
+    sums = Sums.of(comparisons)
+    speeds, accepted = sums.speeds(), sums.accepted()
+    bases = [name for name in (PLAIN, UNDRAFTED) if name in sums.names]
+    by_group = sums.tokens / sums.seconds
+    figures: dict[str, Any] = {}
+    for column, name in enumerate(sums.names):
+        over = {base: sums.names.index(base) for base in bases if base != name}
+        figures[name] = {
+            "tokens_per_second": float(speeds[0, column]),
+            "over": {
+                base: _interval(speeds[:, column] / speeds[:, other], len(by_group))
+                for base, other in over.items()
+            },
+            "median_over": {
+                base: float(np.median(by_group[:, column] / by_group[:, other]))
+                for base, other in over.items()
+            },
+            "accepted_tokens": _interval(accepted[:, column], len(by_group)),
+            **_sharing([comparison.runs[name] for comparison in comparisons]),
+        }
+    return {
+        "interval": LEVEL,
+        "num_groups": len(by_group),
+        "contenders": figures,
+        "against": _against(sums, len(by_group)),
+    }
+
+
+def _sharing(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return counts of runs of several prompts, and where the time of their passes went."""
+    total = Statistics()
+    for run in runs:
+        total.add(run.statistics)
+    steps = [step for run in runs for step in run.steps]
+    counts: dict[str, Any] = {
+        "num_tokens": sum(len(run.token_ids) for run in runs),
+        "seconds": sum(run.seconds for run in runs),
+        "step_ms": {},
+    }
+    if not steps:
+        return counts
+    parts = {
+        "target": [step.target_s for step in steps],
+        "draft": [step.draft_s for step in steps],
+        "host": [step.host_s for step in steps],
+    }
+    return {
+        **counts,
+        "step_ms": {part: 1e3 * median(seconds) for part, seconds in parts.items()},
+        "num_steps": len(steps),
+        "sequences_per_step": total.widths.total() / len(steps),
+        "nodes_per_step": total.num_drafted / len(steps),
+        "accepted_by_source": total.accepted_by_source(),
+        "prompt_share": total.prompt_s / total.total_s,
     }
 
 
@@ -189,21 +256,30 @@ def _paces(
     return paces  # 1 where nothing was taken: answers of one token
 
 
-def _interval(drawn: NDArray[np.float64]) -> list[float]:
-    """Return a figure, float64[1 + draws], with the ends of its percentile interval."""
+def _interval(drawn: NDArray[np.float64], count: int | None = None) -> list[float | None]:
+    """Return a figure, float64[1 + draws], with the ends of its percentile interval.
+
+    Args:
+        drawn: of all, then of each draw.
+        count: how many are resampled; of one there is no interval. Not given: taken as many.
+    """
+    if count == 1:
+        return [float(drawn[0]), None, None]
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(drawn[1:], (tail, 1 - tail))
     return [float(drawn[0]), float(low), float(high)]
 
 
-def _against(sums: Sums) -> dict[str, dict[str, dict[str, list[float]]]]:
+def _against(
+    sums: Sums, count: int | None = None
+) -> dict[str, dict[str, dict[str, list[float | None]]]]:
     speeds, accepted = sums.speeds(), sums.accepted()
     numbered = list(enumerate(sums.names))
     return {
         name: {
             other: {
-                "speed": _interval(speeds[:, column] / speeds[:, base]),
-                "accepted_tokens": _interval(accepted[:, column] / accepted[:, base]),
+                "speed": _interval(speeds[:, column] / speeds[:, base], count),
+                "accepted_tokens": _interval(accepted[:, column] / accepted[:, base], count),
             }
             for base, other in numbered
             if base != column

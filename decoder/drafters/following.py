@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from decoder.drafters.kernels.likely_outcomes import LOOKED_AT, Found, Nodes, find_outcomes
+from decoder.drafters.kernels.recycled import Table
 from decoder.model.states import States
 from decoder.sampling.verification import Choices
-from retriever.drafter import Drafter, DraftRequest, TokenIds
+from retriever.drafter import NUM_FOUND, Drafter, DraftRequest, TokenIds
 from retriever.follower import DraftLimits, Follower, Followers
 from retriever.sequences import TokenSequence
 from retriever.tree import DraftTree
@@ -95,8 +97,78 @@ class FollowingDrafter(Protocol):
         ...
 
 
-Likely = tuple[Any, int, Sequence[TokenIds]]
-"""A drafter of one sequence, the most nodes of each tree, and what may come: int32[k] each."""
+NO_TABLE: Final = Table.of(4, NUM_FOUND)
+"""In place of recycled logits, where there are none."""
+
+
+class PassUnderWay:
+    """One sequence's part in a pass of the target that is under way: what may come of it.
+
+    Args:
+        tokens: int32[n], what is committed, at least one token; a view that does not change.
+        proposed: the tree that its drafter proposed.
+        verified: what is verified: any tree.
+        most: outcomes to find.
+        max_tokens: of each.
+        table: recycled logits. They may be written to meanwhile: what is found is a guess.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917  (what outcomes depend on)
+        self,
+        tokens: TokenIds,
+        proposed: DraftTree,
+        verified: DraftTree,
+        most: int,
+        max_tokens: int,
+        table: Table = NO_TABLE,
+    ) -> None:
+        self._tokens = tokens
+        self._proposed, self._verified = proposed, verified
+        self._most, self._max_tokens = most, max_tokens
+        self._table = table
+        self._outcomes: list[TokenIds] | None = None
+
+    def recalling(self, table: Table) -> "PassUnderWay":
+        """Return the same pass, with what the target found likely earlier."""
+        parts = self._tokens, self._proposed, self._verified, self._most, self._max_tokens
+        return PassUnderWay(*parts, table)
+
+    def outcomes(self) -> list[TokenIds]:
+        """Return int32[k] each, k at least 1: what may come, the likeliest first.
+
+        An outcome is an accepted path of the verified tree and a token that does not go on in it.
+        Called in another thread than the loop's, so that the pass does not wait for it.
+        """
+        if self._outcomes is None:
+            self._outcomes = self._find()
+        return self._outcomes
+
+    def _find(self) -> list[TokenIds]:
+        proposed, verified = self._proposed, self._verified
+        found = Found.of(self._most, len(proposed), len(verified), self._table)
+        count = find_outcomes(
+            found,
+            self._tokens[-LOOKED_AT:],
+            self._table,
+            Nodes(proposed.token_ids, proposed.parents, proposed.probabilities),
+            Nodes(verified.token_ids, verified.parents, verified.probabilities),
+            self._max_tokens,
+        )
+        ends = zip(found.nodes[:count].tolist(), found.tokens[:count].tolist(), strict=True)
+        return [np.array([*self._path_to(node), token], np.int32) for node, token in ends]
+
+    def _path_to(self, node: int) -> list[int]:
+        path: list[int] = self._verified.token_ids[self._verified.path_to(node)].tolist()
+        return path
+
+
+def prepare_outcomes() -> None:
+    """Compile or load what finds outcomes, so that no pass is over before it is there."""
+    PassUnderWay(np.zeros(1, np.int32), DraftTree.empty(), DraftTree.empty(), 1, 1).outcomes()
+
+
+Likely = tuple[Any, int, PassUnderWay]
+"""A drafter of one sequence, the most nodes of each tree, and what they are drafts after."""
 
 
 def states_of(drafter: Drafter) -> frozenset[int]:
@@ -145,14 +217,18 @@ def ask_ahead(followers: Followers, asked: Sequence[Likely], busy_s: float) -> N
 
     Args:
         followers: of the drafter.
-        asked: what `follow` made for each sequence, the most nodes of each tree, and int32[k] each:
-            tokens that may come next.
+        asked: what `follow` made for each sequence, the most nodes of each tree, and the
+            sequence's part in the pass.
         busy_s: about how long the caller will not draft, in seconds.
     """
     if isinstance(followers.drafter, AskedAhead):
         followers.drafter.ask_ahead(asked, busy_s)
         return
-    of_sequences = [each for each in asked if isinstance(each[0], Follower)]
+    of_sequences = [
+        (each, nodes, under_way.outcomes)
+        for each, nodes, under_way in asked
+        if isinstance(each, Follower)
+    ]
     followers.ask_ahead(of_sequences, busy_s)
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from decoder.drafters.asking import AskedDraft
 from decoder.drafters.following import (
+    NO_TABLE,
     Likely,
     SequenceDrafter,
     Verified,
@@ -36,7 +37,7 @@ from decoder.drafters.kernels.siblings import Hints, Siblings
 from decoder.drafters.model_trees import StepCosts
 from decoder.drafters.readers import Readers, ReadTree
 from decoder.drafters.reading import TreeReader
-from decoder.drafters.recycling import NO_HINTS, NUM_LIKELY, RecycledLogits
+from decoder.drafters.recycling import NO_HINTS, RecycledLogits
 from decoder.drafters.source_weights import SourceWeights
 from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.follower import DraftLimits, Followers
@@ -65,8 +66,6 @@ MAX_PASSES: Final = 5
 _LEAST_PROBABILITY: Final = 1e-4
 """Less probable nodes are not considered: 256 of them together bring at most 0.026 tokens, and each
 candidate of a node must be scored."""
-
-_NO_TABLE: Final = Table.of(4, NUM_LIKELY)
 
 
 class FusedSequence:
@@ -257,12 +256,15 @@ class FusedDrafter:
         """Have each drafter answer for what may come; see `Followers.ask_ahead`.
 
         What is answered ahead are their trees. They are fused once it has come: recycled logits and
-        readers need the target's pass.
+        readers need the target's pass. What the recycled logits know of it counts as likely.
         """
+        if self._recycled is not None:
+            table = self._recycled.table
+            asked = [(each, nodes, under_way.recalling(table)) for each, nodes, under_way in asked]
         for at, followers in enumerate(self._followers):
             of_members = [
-                (sequence.members[at], min(nodes, MAX_NODES), outcomes)
-                for sequence, nodes, outcomes in asked
+                (sequence.members[at], min(nodes, MAX_NODES), under_way)
+                for sequence, nodes, under_way in asked
             ]
             ask_ahead(followers, of_members, busy_s)
 
@@ -414,7 +416,7 @@ class FusedDrafter:
         )
 
     def _table(self) -> Table:
-        return _NO_TABLE if self._recycled is None else self._recycled.table
+        return NO_TABLE if self._recycled is None else self._recycled.table
 
     def _plant(self, trees: Sequence[DraftTree]) -> None:
         """Enter trees into the forest, unless it holds these already."""

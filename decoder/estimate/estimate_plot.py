@@ -45,6 +45,15 @@ def draw(estimate: Estimate, path: Path) -> None:
     lines, names = axes[1, 0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=len(estimate.drafters))
     figure.suptitle(f"passes: {estimate.curve.source}", fontsize="medium", wrap=True)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib.
+
+    Raises:
+        PlotError: the file cannot be written.
+    """
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

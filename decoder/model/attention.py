@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -34,19 +36,56 @@ class Neighbours:
     Attributes:
         places: of n sequences.
         keys: slots of each place that some row of it sees.
-        rows: int64[n, w], the rows of each place; what only pads names the row behind the last.
+        rows: int64[n, w], the rows of each place; -1 for what only pads.
         mask: additive, [n, 1, w, keys]; `None` where a single row sees all of them.
     """
 
     places: slice
     keys: slice
-    rows: torch.Tensor
+    rows: NDArray[np.int64]
     mask: torch.Tensor | None
 
-    def to(self, device: torch.device) -> Self:
-        """Return the same on another device."""
-        mask = None if self.mask is None else self.mask.to(device)
-        return replace(self, rows=self.rows.to(device), mask=mask)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dealing:
+    """How rows are dealt to groups of neighbours: the same for all layers with as many heads.
+
+    Attributes:
+        given: int64[m], of each query that a call takes its place among [rows * heads]; those of
+            a group's heads that share keys are rows of one product.
+        sizes: queries of each group.
+        masks: of each group, as its calls take them.
+        taken: int64[rows * heads], where each result lies among those of all calls.
+    """
+
+    given: torch.Tensor
+    sizes: list[int]
+    masks: list[torch.Tensor | None]
+    taken: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, neighbours: Sequence[Neighbours], heads: int, key_heads: int, device: torch.device
+    ) -> Self:
+        """Deal for layers with so many heads of queries and of keys."""
+        shared = heads // key_heads
+        numbers = np.arange(heads).reshape(key_heads, shared)
+        given, taken, masks = [], [], []
+        for group in neighbours:
+            rows = group.rows[:, None, None, :] * heads
+            given.append((np.maximum(rows, 0) + numbers[:, :, None]).ravel())
+            # Results lie as [places, heads that share keys, rows, key heads].
+            rows = group.rows[:, None, :, None] * heads
+            taken.append(np.where(rows < 0, -1, rows + numbers.T[:, None, :]).ravel())
+            mask = None if group.mask is None else group.mask.to(device)
+            masks.append(mask if mask is None or shared == 1 else mask.repeat(1, 1, shared, 1))
+        sizes = [len(each) for each in given]
+        owners = np.concatenate(taken)
+        (places,) = np.nonzero(owners >= 0)
+        at = np.empty(len(places), np.int64)
+        at[owners[places]] = places
+        indices = torch.from_numpy(np.concatenate([*given, at])).to(device)
+        return cls(indices[: sum(sizes)], sizes, masks, indices[sum(sizes) :])
 
 
 class PackedMask(torch.Tensor):
@@ -54,38 +93,36 @@ class PackedMask(torch.Tensor):
 
     Models hand a mask of four dimensions on as it is. The rows of the pass are those of its
     sequences, one after another, and its keys those of all places of a cache. It belongs to no
-    device: what moves tensors between layers leaves it, and each layer takes its parts `on` its
+    device: what moves tensors between layers leaves it, and each layer has its rows dealt on its
     own.
 
     Attributes:
         neighbours: who attends to what; every row is in one of them.
         capacity: slots of each place.
-        copies: of the neighbours, on other devices.
     """
 
     neighbours: Sequence[Neighbours]
     capacity: int
-    copies: dict[torch.device, Sequence[Neighbours]]
+    _dealings: dict[tuple[torch.device, int, int], Dealing]
 
     @classmethod
     def of(cls, neighbours: Sequence[Neighbours], capacity: int) -> Self:
         """Return a mask; its own values mean nothing."""
         made = torch.zeros(1, 1, 1, 1).as_subclass(cls)
         made.neighbours, made.capacity = neighbours, capacity
-        made.copies = {}
+        made._dealings = {}  # noqa: SLF001  its own
         return made
 
     def to(self, *_: Any, **__: Any) -> Self:
         """Return the mask itself."""
         return self
 
-    def on(self, device: torch.device) -> Sequence[Neighbours]:
-        """Return who attends to what on a device, copied there once."""
-        if self.neighbours[0].rows.device == device:
-            return self.neighbours
-        if device not in self.copies:
-            self.copies[device] = [each.to(device) for each in self.neighbours]
-        return self.copies[device]
+    def dealing(self, heads: int, key_heads: int, device: torch.device) -> Dealing:
+        """Return how rows are dealt in a layer, made once for all that are like it."""
+        key = device, heads, key_heads
+        if key not in self._dealings:
+            self._dealings[key] = Dealing.of(self.neighbours, heads, key_heads, device)
+        return self._dealings[key]
 
 
 _MOST_SCORES: Final = 1 << 25
@@ -215,35 +252,31 @@ def tree_attention(  # noqa: PLR0913, PLR0917  the parameters are transformers'
     """
     if isinstance(attention_mask, PackedMask):
         return _packed_attention(
-            module, query, key, value, attention_mask, scaling=scaling, **options
+            module, query, key, value, attention_mask, dropout, scaling, **options
         )
     if isinstance(attention_mask, SplitMask):
-        return _split_attention(query, key, value, attention_mask, scaling=scaling, **options)
+        return _split_attention(query, key, value, attention_mask, dropout, scaling, **options)
     if dropout or not _is_folded(query, attention_mask, options):
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **options
         )
         return output
-    batch, heads, rows, size = query.shape
+    batch, heads, rows, _ = query.shape
     groups = heads // key.shape[1]
-    scale = size**-0.5 if scaling is None else scaling
     queries = folded(query, key.shape[1])
     mask = None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1)
-    if mask is not None and _pays_unfused(queries, key):
-        attended = _unfused(queries, key, value, mask, scale)
-    else:
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            queries, key, value, attn_mask=mask, scale=scale
-        )
+    attended = _attended(queries, key, value, mask, _scale_of(query, scaling))
     return attended.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None
 
 
-def _packed_attention(
+def _packed_attention(  # noqa: PLR0913, PLR0917  as above
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     packed: PackedMask,
+    dropout: float,
+    scaling: float | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend in each group of neighbours; [1, rows, heads, value size], and no weights.
@@ -254,30 +287,61 @@ def _packed_attention(
         key: [1, key heads, places * capacity, head size].
         value: [1, key heads, places * capacity, value size].
         packed: the groups.
-        options: of `tree_attention`.
+        dropout: as of `tree_attention`, like what follows.
+        scaling: of the scores.
+        options: further arguments of the model.
     """
-    num_rows = query.shape[2]
-    given = torch.nn.functional.pad(query[0].transpose(0, 1), (0, 0, 0, 0, 0, 1))
-    attended = query.new_empty(num_rows + 1, query.shape[1], value.shape[-1])
+    _, heads, num_rows, size = query.shape
+    key_heads, is_folded = key.shape[1], not (dropout or _refused(options))
+    dealing = packed.dealing(*((heads, key_heads) if is_folded else (1, 1)), query.device)
+    given = query[0].transpose(0, 1).reshape(-1, *(() if is_folded else (heads,)), size)
     keys, values = _by_place(key, packed.capacity), _by_place(value, packed.capacity)
-    for group in packed.on(query.device):
-        output, _ = tree_attention(
-            module,
-            given[group.rows].transpose(1, 2),
-            keys[group.places, :, group.keys],
-            values[group.places, :, group.keys],
-            group.mask,
-            **options,
-        )
-        attended[group.rows.flatten()] = output.flatten(0, 1)
-    return attended[None, :num_rows], None
+    results = []
+    dealt = torch.split(given.index_select(0, dealing.given), dealing.sizes)
+    for group, queries, mask in zip(packed.neighbours, dealt, dealing.masks, strict=True):
+        own_keys = keys[group.places, :, group.keys]
+        own_values = values[group.places, :, group.keys]
+        if is_folded:
+            own = queries.view(len(group.rows), key_heads, -1, size)
+            attended = _attended(own, own_keys, own_values, mask, _scale_of(query, scaling))
+            results.append(attended.transpose(1, 2).flatten(0, 2))
+        else:
+            own = queries.view(*group.rows.shape, heads, size).transpose(1, 2)
+            attended, _ = sdpa_attention_forward(
+                module, own, own_keys, own_values, mask, dropout, scaling, **options
+            )
+            results.append(attended.flatten(0, 1))
+    taken = torch.cat(results).index_select(0, dealing.taken)
+    return taken.view(1, num_rows, heads, -1), None
 
 
-def _split_attention(
+def _attended(
+    queries: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """Attend with folded heads; [batch, key heads, rows, value size]."""
+    if mask is not None and _pays_unfused(queries, key):
+        return _unfused(queries, key, value, mask, scale)
+    return torch.nn.functional.scaled_dot_product_attention(
+        queries, key, value, attn_mask=mask, scale=scale
+    )
+
+
+def _scale_of(query: torch.Tensor, scaling: float | None) -> float:
+    """Return what scores are multiplied by."""
+    return float(query.shape[-1] ** -0.5) if scaling is None else scaling
+
+
+def _split_attention(  # noqa: PLR0913, PLR0917  as above
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: SplitMask,
+    dropout: float,
+    scaling: float | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend to the context of each place and to its rows; [1, rows, heads, value size].
@@ -287,10 +351,10 @@ def _split_attention(
     Raises:
         RuntimeError: an option changes the result in a way that is not known here.
     """
-    if refused := sorted(name for name in _REFUSED if options.get(name) is not None):
+    refused = ["dropout"] * bool(dropout) + _refused(options)
+    if refused:
         raise RuntimeError(f"attention with {', '.join(refused)} is not divided by keys")
-    grid, scaling, num_rows = mask.grid, options.get("scaling"), query.shape[2]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    grid, num_rows = mask.grid, query.shape[2]
     places, width = grid.rows.shape
     is_alone = (places, width) == (1, num_rows)  # then cells are rows
     cells = query[0] if is_alone else query[0][:, grid.rows.flatten()]
@@ -299,6 +363,7 @@ def _split_attention(
         _by_place(each, mask.capacity)[:places, :, shown].transpose(0, 1) for each in (key, value)
     ]
     own = [_in_cells(each[0][:, grid.slots.flatten()], places) for each in (key, value)]
+    scale = _scale_of(query, scaling)
     attended = split_over_keys(_in_cells(cells, places), context, own, mask, scale)
     by_cell = attended.flatten(1, 2).transpose(0, 1)
     return (by_cell.contiguous() if is_alone else by_cell[grid.cells])[None], None
@@ -345,9 +410,9 @@ def split_over_keys(
     rows = _Run.of(own[0], own[1], mask.among)
     divided = [*([run] for run in runs[:-1]), [runs[-1], rows]]
     attended = (
-        _attended(queries, divided[0], scale)[0]
+        _attended_to(divided[0], queries, scale)[0]
         if len(divided) == 1
-        else _joined((_attended(queries, each, scale) for each in divided), query.dtype)
+        else _joined((_attended_to(each, queries, scale) for each in divided), query.dtype)
     )
     by_place = attended.view(key_heads, places, -1, width, attended.shape[-1])
     return by_place.transpose(1, 2).flatten(0, 1)
@@ -367,14 +432,14 @@ class _Run:
         return cls(keys.flatten(0, 1), values.flatten(0, 1), mask)
 
 
-def _attended(
-    queries: torch.Tensor, runs: Sequence[_Run], scale: float
+def _attended_to(
+    runs: Sequence[_Run], queries: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to some runs of keys by one softmax.
 
     Args:
-        queries: [key heads * n, group * w, head size].
         runs: of keys.
+        queries: [key heads * n, group * w, head size].
         scale: of the scores.
 
     Returns:
@@ -434,11 +499,16 @@ AttentionMaskInterface.register(TREE_ATTENTION, tree_mask)
 
 
 def _is_folded(query: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> bool:
-    if any(options.get(name) is not None for name in _REFUSED):
+    if _refused(options):
         return False
     if mask is None:
         return query.shape[2] == 1
     return mask.is_floating_point() and mask.shape[1] == 1
+
+
+def _refused(options: dict[str, Any]) -> list[str]:
+    """Return the options that change the result in a way that is not known here."""
+    return sorted(name for name in _REFUSED if options.get(name) is not None)
 
 
 def _pays_unfused(queries: torch.Tensor, key: torch.Tensor) -> bool:

@@ -125,7 +125,7 @@ class PackedPasses:
         dtype, device = self._model.dtype, self._model.device
         return {
             kind: PackedMask.of(
-                [_neighbours(group, starts, ends[-1], window, dtype, device) for group in groups],
+                [_neighbours(group, starts, window, dtype, device) for group in groups],
                 self._cache.capacity,
             )
             for kind, window in self._windows.items()
@@ -172,10 +172,9 @@ def _wanted(parts: Iterable[Part]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(wanted))
 
 
-def _neighbours(  # noqa: PLR0913, PLR0917  what a mask is made of
+def _neighbours(
     group: Sequence[Part],
     starts: Mapping[int, int],
-    num_rows: int,
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
@@ -185,7 +184,6 @@ def _neighbours(  # noqa: PLR0913, PLR0917  what a mask is made of
     Args:
         group: parts of neighbouring places; a place between them that has none has no rows.
         starts: first row of each place's part in the pass.
-        num_rows: of the pass.
         window: positions that a layer looks back over, itself included; `None` for all.
         dtype: of the mask.
         device: of all.
@@ -194,7 +192,7 @@ def _neighbours(  # noqa: PLR0913, PLR0917  what a mask is made of
     width = max(len(part.tokens) for part in group)
     start = min(part.past - num_seen(part.past, window) for part in group)
     keys = slice(start, max(part.num_keys for part in group))
-    rows = np.full((last - first + 1, width), num_rows, np.int64)
+    rows = np.full((last - first + 1, width), -1, np.int64)
     for part in group:
         begin = starts[part.place]
         rows[part.place - first, : len(part.tokens)] = np.arange(begin, begin + len(part.tokens))
@@ -202,7 +200,7 @@ def _neighbours(  # noqa: PLR0913, PLR0917  what a mask is made of
         mask = None  # the one row sees all keys that it is shown
     else:
         mask = _mask(group, first, rows.shape, keys, window, dtype).to(device)
-    return Neighbours(slice(first, last + 1), keys, torch.from_numpy(rows).to(device), mask)
+    return Neighbours(slice(first, last + 1), keys, rows, mask)
 
 
 def _mask(  # noqa: PLR0913, PLR0917  as above

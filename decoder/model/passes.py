@@ -340,6 +340,8 @@ def within_depth(tree: DraftTree, max_depth: int) -> DraftTree:
 
     Parents lie less deep than their children, so what remains is a valid tree.
     """
+    if len(tree) <= max_depth:  # no path is longer
+        return tree
     kept = tree.depths() <= max_depth
     if kept.all():
         return tree

@@ -8,9 +8,13 @@ import pytest
 from benchmarks.exactness import __main__ as command
 from benchmarks.exactness.fused_trees import (
     DRAWING,
+    MIXED_UP_CASE,
     PLANTED_CASE,
     PLANTED_IN_TREES,
     SHAPE,
+    SHAPES_IN_LOOP,
+    SHARED,
+    MixingUp,
     fused_cases,
     kind_of,
     run_fused,
@@ -25,6 +29,7 @@ def test_outputs_with_fused_drawn_trees_are_distributed_as_the_target() -> None:
     cases = [
         Case("temperature 1", SHAPE, kind_of("head"), coupled=False),
         Case("top-p", SHAPE, kind_of("draft model"), coupled=False),
+        Case("all of them", SHARED, kind_of("head"), coupled=False),
     ]
     outcomes = [run_fused(case, DRAWS) for case in cases]
     assert min(outcome.draws for outcome in outcomes) >= DRAWS
@@ -41,7 +46,13 @@ def test_what_is_wrong_with_a_fused_draft_is_found(error: str) -> None:
 def test_every_setting_is_tested_and_everything_that_draws() -> None:
     assert {case.setting for case in fused_cases()} == set(SETTINGS)
     assert {case.kind for case in fused_cases()} == set(map(kind_of, DRAWING))
-    assert len(fused_cases(full=True)) == len(SETTINGS) * len(DRAWING)
+    assert {case.shape for case in fused_cases()} == set(SHAPES_IN_LOOP)
+    assert len(fused_cases(full=True)) == len(SETTINGS) * len(DRAWING) * len(SHAPES_IN_LOOP)
+
+
+def test_sequences_of_a_pass_that_are_mixed_up_are_found() -> None:
+    assert run_fused(MIXED_UP_CASE, DRAWS).p > 1e-3
+    assert run_fused(MIXED_UP_CASE, DRAWS, verify=MixingUp).p < 1e-6
 
 
 def test_the_report_tells_of_fused_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -12,16 +13,21 @@ import pytest
 import torch
 
 from decoder.budget.budget import FixedBudget
+from decoder.drafters.following import PassUnderWay
 from decoder.drafters.fusion import FusedDrafter
+from decoder.drafters.kernels.recycled import write_rows
 from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import InvalidSettingsError
 from decoder.loop import Decoder, Request
 from decoder.model.target import Target
 from decoder.observation import ObservedPass
+from retriever import RemoteDrafter
 from retriever.backoff import Backoff
-from retriever.drafter import Drafter, DraftRequest
+from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.errors import DrafterUnavailableError
 from retriever.follower import DraftLimits
+from retriever.limits import MAX_OUTCOMES, Limits
+from retriever.sequences import TokenSequence
 from retriever.sessions.embedded import EmbeddedDrafter
 from retriever.tree import DraftTree
 from tests.decoder.decoding import (
@@ -38,6 +44,7 @@ from tests.decoder.decoding import (
     tiny_convolution,
     tiny_llama,
 )
+from tests.retriever.security.in_process import serving
 
 NEW_TOKENS = 24
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 90, 11, 1, 40, 17)]
@@ -49,6 +56,7 @@ class AheadDrafter(ScriptedDrafter):
     def __init__(self, guess: Guess) -> None:
         super().__init__(guess)
         self.num_ahead = self.num_outcomes = 0
+        self.outcomes: tuple[TokenIds, ...] = ()
 
     def draft_ahead(
         self, requests: Sequence[DraftRequest], timeout_s: float = math.inf
@@ -59,6 +67,7 @@ class AheadDrafter(ScriptedDrafter):
         for request in requests:
             self._answer(replace(request, budget_nodes=0))
             self.num_outcomes += len(request.outcomes)
+            self.outcomes = request.outcomes
             tokens = self.open_sessions[request.session]
             answers.append(
                 [
@@ -206,9 +215,61 @@ def test_sequences_that_stop_or_are_left_are_closed_with_what_came() -> None:
     assert drafter.open_sessions == {}
 
 
-def test_a_negative_number_of_outcomes_is_refused() -> None:
+@pytest.mark.parametrize("num_ahead", [-1, MAX_OUTCOMES + 1])
+def test_a_number_of_outcomes_that_no_service_takes_is_refused(num_ahead: int) -> None:
     with pytest.raises(InvalidSettingsError, match="num_ahead"):
-        decoder_with(tiny_llama(), EmbeddedDrafter(), num_ahead=-1)
+        decoder_with(tiny_llama(), EmbeddedDrafter(), num_ahead=num_ahead)
+
+
+def test_trees_are_never_asked_for_beyond_what_a_service_allows() -> None:
+    model = tiny_llama()
+    most = Limits().max_budget_nodes
+    truth = plainly(model, PROMPTS[1], NEW_TOKENS)
+    for nodes in (most - 1, most):
+        decoder = decoder_ahead(model, EmbeddedDrafter(), nodes=nodes)
+        assert decoded(decoder, PROMPTS[1], NEW_TOKENS) == truth
+        assert decoder.followers.num_failures == 0
+        assert decoder.followers.num_asked > 0
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_service_that_dies_in_the_middle_costs_drafts_and_no_token(is_back: bool) -> None:  # noqa: FBT001
+    model = tiny_llama()
+    prompt = PROMPTS[1]
+    truth = plainly(model, prompt, 80)
+    with ExitStack() as services, ExitStack() as first:
+        address = first.enter_context(serving(EmbeddedDrafter()))
+        drafter = services.enter_context(RemoteDrafter(address, timeout_s=0.5))
+        for each in range(3):  # so that it knows what comes
+            drafter.open(f"{each}", np.array(prompt, np.int32))
+            drafter.close(f"{each}", np.array(truth, np.int32))
+        decoder = decoder_ahead(model, drafter, nodes=4)
+        decoder.followers.backoff = Backoff(0.0, 0.0)
+        decoder.followers._ahead_backoff = Backoff(0.0, 0.0)
+        output: list[int] = []
+        for number, tokens in enumerate(decoder.generate(prompt, 80)):
+            output += tokens
+            if number == 5:
+                assert decoder.followers.num_ahead > 0
+                first.close()
+            if number == 7 and is_back:
+                services.enter_context(serving(EmbeddedDrafter(), address))
+    assert output == truth
+    assert decoder.followers.num_failures > 0
+
+
+def test_members_are_asked_for_what_the_target_found_likely() -> None:
+    member, recycled = AheadDrafter(lambda _tokens, _budget: DraftTree.empty()), RecycledLogits()
+    drafter = FusedDrafter([member], DraftLimits(VOCABULARY, VOCABULARY), recycled=recycled)
+    sequence = TokenSequence(np.array([3, 4, 5], np.int32))
+    following = drafter.follow(sequence)
+    likely, empty = np.arange(20, 28, dtype=np.int32)[None], DraftTree.empty()
+    context = np.array([[5, 4, 3]], np.int32)
+    write_rows(recycled.table, context, likely, np.ones_like(likely, np.float32), 1)
+    under_way = PassUnderWay(sequence.tokens, empty, empty, 8, 9)
+    drafter.ask_ahead([(following, 4, under_way)], 1.0)
+    following.close()
+    assert {tuple(each.tolist()) for each in member.outcomes} == {(token,) for token in likely[0]}
 
 
 class SlowTarget:

@@ -231,7 +231,7 @@ def test_prompts_are_read_in_pieces_beside_those_that_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loop_module, "_PIECE", 8)
-    monkeypatch.setattr(loop_module, "_PIECE_ALONE", 16)
+    monkeypatch.setattr(loop_module, "_MOST_READ", 16)
     monkeypatch.setattr(target_module, "num_shared", lambda _, __: 0)
     widths = []
     model = tiny_gemma()
@@ -249,6 +249,33 @@ def test_prompts_are_read_in_pieces_beside_those_that_go_on(
         assert tokens == plainly(model, prompt, NEW_TOKENS)
     assert max(widths) <= 16
     assert sum(widths) == sum(map(len, PROMPTS))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_room_is_divided_evenly(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    wanted = rng.integers(1, 300, int(rng.integers(0, 12))).tolist()
+    room = int(rng.integers(1, 600))
+    shares = loop_module._shares(wanted, room)
+    assert sum(shares) == min(room, sum(wanted))
+    assert all(share <= own for share, own in zip(shares, wanted, strict=True))
+    cut = [share for share, own in zip(shares, wanted, strict=True) if share < own]
+    assert all(share <= min(cut) + 1 for share in shares) if cut else shares == wanted
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_PIECE", 4)
+    monkeypatch.setattr(loop_module, "_MOST_READ", 16)
+    decoder = Decoder(Target(tiny_llama()), NoDrafter(), FixedBudget(0))
+    prompts = [
+        prompt_of(6, seed=1),
+        prompt_of(40, seed=2),
+        prompt_of(40, seed=3),
+        prompt_of(6, seed=4),
+    ]
+    requests = [Request(prompt, NEW_TOKENS) for prompt in prompts]
+    order = [generation.number for generation, tokens in decoder.generate_many(requests, 4)]
+    assert {order[0], order[1]} == {0, 3}
 
 
 def test_where_memory_runs_out_the_latest_waits(monkeypatch: pytest.MonkeyPatch) -> None:

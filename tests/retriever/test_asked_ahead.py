@@ -2,9 +2,10 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from threading import Event
+from threading import Event, Timer, get_ident
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ class Foreseeing:
         released: drafting ahead waits for it.
         told: tokens of each session that is open.
         num_drafted: trees that were waited for.
+        num_guessed: outcomes that were asked for ahead.
         timeouts_s: of each time it was asked ahead.
         closed: all tokens of each session that was closed with its rest.
     """
@@ -41,6 +43,7 @@ class Foreseeing:
     released: Event = field(default_factory=Event)
     told: OpenSessions[str, TokenSequence] = field(default_factory=OpenSessions)
     num_drafted: int = 0
+    num_guessed: int = 0
     timeouts_s: list[float] = field(default_factory=list)
     closed: list[list[int]] = field(default_factory=list)
 
@@ -66,6 +69,7 @@ class Foreseeing:
         for request in requests:
             self._tree(request)
             known = self.told.get(request.session).tokens.tolist()
+            self.num_guessed += len(request.outcomes)
             outcomes = request.outcomes[: self.most_answered]
             answers.append([drafted_after(known + each.tolist()) for each in outcomes])
         return answers[: self.num_answers]
@@ -96,11 +100,15 @@ def followed(drafter: Foreseeing, *tokens: int) -> tuple[Followers, Follower]:
     return followers, followers.follow(TokenSequence(ids(*tokens)))
 
 
+def guess(*outcomes: TokenIds) -> Callable[[], list[TokenIds]]:
+    return lambda: list(outcomes)
+
+
 def ask(
     followers: Followers, asked: Sequence[tuple[Follower, Sequence[TokenIds]]], busy_s: float = 0.1
 ) -> None:
     """Ask ahead for trees of four nodes, and see that the answer is there."""
-    followers.ask_ahead([(follower, 4, outcomes) for follower, outcomes in asked], busy_s)
+    followers.ask_ahead([(each, 4, guess(*outcomes)) for each, outcomes in asked], busy_s)
     if followers._under_way is not None:
         assert followers._under_way.is_done(_LONG_S)
 
@@ -181,7 +189,7 @@ def test_a_late_drafter_costs_a_draft_and_is_not_asked_ahead_for_a_while() -> No
     followers, follower = followed(drafter, 1)
     follower.draft(4)
     drafter.released.clear()
-    followers.ask_ahead([(follower, 4, [ids(7)])], busy_s=0.0)
+    followers.ask_ahead([(follower, 4, guess(ids(7)))], busy_s=0.0)
     follower.sequence.extend([7])
     began_s = time.monotonic()
     assert len(follower.draft(4)) == 0
@@ -193,7 +201,7 @@ def test_a_late_drafter_costs_a_draft_and_is_not_asked_ahead_for_a_while() -> No
         pass
     assert is_of(tree, follower)
     assert len(drafter.told) == 1  # the session is the same
-    followers.ask_ahead([(follower, 4, [ids(6)])], busy_s=0.0)
+    followers.ask_ahead([(follower, 4, guess(ids(6)))], busy_s=0.0)
     assert len(drafter.timeouts_s) == 1
     follower.close()
     assert drafter.closed == [[1, 7, 5]]
@@ -204,7 +212,7 @@ def test_an_answer_that_comes_late_serves_the_step_that_it_is_for() -> None:
     followers, follower = followed(drafter, 1)
     follower.draft(4)
     drafter.released.clear()
-    followers.ask_ahead([(follower, 4, [ids(7)])], busy_s=0.0)
+    followers.ask_ahead([(follower, 4, guess(ids(7)))], busy_s=0.0)
     follower.sequence.extend([7])
     assert len(follower.draft(4)) == 0
     drafter.released.set()
@@ -219,7 +227,7 @@ def test_closing_waits_for_what_is_under_way() -> None:
     followers, follower = followed(drafter, 1)
     follower.draft(4)
     follower.sequence.extend([3])
-    followers.ask_ahead([(follower, 4, [ids(7)])], busy_s=0.0)
+    followers.ask_ahead([(follower, 4, guess(ids(7)))], busy_s=0.0)
     follower.sequence.extend([4])
     follower.close()
     assert drafter.closed == [[1, 3, 4]]
@@ -297,3 +305,93 @@ def test_a_tree_of_another_vocabulary_is_refused_when_it_was_answered_ahead() ->
     follower.sequence.extend([7])
     assert len(follower.draft(4)) == 0
     assert follower.num_failures == 1
+
+
+def test_outcomes_beyond_the_drafters_vocabulary_are_not_asked_for() -> None:
+    drafter = Foreseeing()
+    followers = Followers(drafter, DraftLimits(drafter_vocabulary=10))
+    follower = followers.follow(TokenSequence(ids(1)))
+    follower.draft(4)
+    ask(followers, [(follower, [ids(10), ids(7, 12), ids(7)])])
+    follower.sequence.extend([7])
+    assert is_of(follower.draft(4), follower)
+    assert (drafter.num_drafted, drafter.num_guessed) == (1, 1)
+    ask(followers, [(follower, [ids(10)])])  # no reason to pause
+    follower.sequence.extend([7])
+    assert is_of(follower.draft(4), follower)
+    ask(followers, [(follower, [ids(8)])])
+    assert (drafter.num_drafted, drafter.num_guessed) == (2, 2)
+
+
+def test_outcomes_are_found_in_the_other_thread_while_the_caller_goes_on() -> None:
+    drafter, may_go_on = Foreseeing(), Event()
+    followers, follower = followed(drafter, 1, 2)
+    follower.draft(4)
+    in_threads: list[int] = []
+
+    def outcomes() -> list[TokenIds]:
+        assert may_go_on.wait(_LONG_S)
+        in_threads.append(get_ident())
+        return [ids(7)]
+
+    followers.ask_ahead([(follower, 4, outcomes)], busy_s=1.0)
+    follower.sequence.extend([7])  # what is committed meanwhile is not told as if it had been there
+    may_go_on.set()
+    assert followers._under_way is not None
+    assert followers._under_way.is_done(_LONG_S)
+    assert drafter.told.get(follower.name or "").tokens.tolist() == [1, 2]
+    assert is_of(follower.draft(4), follower)
+    assert followers.num_ahead == 1
+    assert in_threads != [get_ident()]
+
+
+def test_nothing_is_asked_ahead_while_an_earlier_answer_is_late() -> None:
+    drafter = Foreseeing()
+    followers, follower = followed(drafter, 1)
+    follower.draft(4)
+    drafter.released.clear()
+    followers.ask_ahead([(follower, 4, guess(ids(7)))], busy_s=0.0)
+    began_s = time.monotonic()
+    followers.ask_ahead([(follower, 4, guess(ids(8)))], busy_s=0.0)
+    assert time.monotonic() - began_s < _LONG_S / 10
+    drafter.released.set()
+    follower.sequence.extend([8])
+    follower.close()
+    assert len(drafter.timeouts_s) == 1
+
+
+def test_a_mistake_in_finding_outcomes_surfaces() -> None:
+    followers, follower = followed(Foreseeing(), 1)
+    follower.draft(4)
+    followers.ask_ahead([(follower, 4, cast("Any", None))], busy_s=0.0)
+    assert followers._under_way is not None
+    assert followers._under_way.is_done(_LONG_S)
+    with pytest.raises(TypeError):
+        follower.draft(4)
+    assert is_of(follower.draft(4), follower)
+
+
+def test_fewer_outcomes_are_asked_for_where_a_step_waited_and_more_where_none_did() -> None:
+    drafter = Foreseeing()
+    followers, follower = followed(drafter, 1)
+    follower.draft(4)
+    followers._asking_s = _LONG_S
+    outcomes = guess(*(ids(token) for token in range(64)))
+    num_guessed: list[int] = []
+    for is_late in (False, True, True, False, False):
+        drafter.num_guessed = 0
+        drafter.released.clear()
+        followers.ask_ahead([(follower, 4, outcomes)], busy_s=0.0)
+        while followers._under_way is None or followers._under_way.num_outcomes == 0:
+            time.sleep(0.001)
+        if is_late:
+            Timer(0.05, drafter.released.set).start()
+        else:
+            drafter.released.set()
+            assert followers._under_way is not None
+            assert followers._under_way.is_done(_LONG_S)
+        follower.sequence.extend([3])
+        assert is_of(follower.draft(4), follower)
+        num_guessed.append(drafter.num_guessed)
+    assert num_guessed == [64, 64, 48, 36, 37]
+    assert drafter.num_drafted == 1

@@ -229,6 +229,10 @@ def index_of_another_tokenizer(tmp_path: Path) -> Path:
         (["--prompt", " \n"], "prompt is empty"),
         (["--prompt", PROMPT, "--index", "a", "--server", "b"], "exclude each other"),
         (["--prompt", PROMPT, "--phrases", "a", "--server", "b"], "exclude each other"),
+        (
+            ["--prompt", PROMPT, "--server", "a", "--server", "b", "--draft-ahead", "4"],
+            "leave out --draft-ahead",
+        ),
         (["--prompt", PROMPT, "--phrases", "no-such-file"], "no-such-file"),
         (["--prompt", PROMPT, "--index", "no-such-index"], "no-such-index"),
         (["--prompt", PROMPT, "--top-p", "0.9"], "--top-p has no effect at temperature 0"),

@@ -9,7 +9,13 @@ from transformers import LlamaConfig
 
 from decoder.assembly import DrafterSettings
 from decoder.budget.costs import CostSurface
-from decoder.contenders.contender import FOREDRAFT, PLAIN, PROMPT_LOOKUP, UNDRAFTED
+from decoder.contenders.contender import (
+    FOREDRAFT,
+    PLAIN,
+    PROMPT_LOOKUP,
+    UNDRAFTED,
+    ParallelContender,
+)
 from decoder.contenders.drafting_rules import DRAFTERS, OWN, DraftingRule, drafting_rules, opened
 from decoder.contenders.rasd import RasdDrafter
 from decoder.contenders.registry import DEFAULT, ENTRIES, Contest, Setting, chosen, possible
@@ -75,6 +81,29 @@ def test_every_contender_writes_what_plain_decoding_writes(
     assert any(len(answer) > 5 for answer in found[PLAIN])
     for name, written in found.items():
         assert written == found[PLAIN], name
+
+
+@pytest.mark.parametrize("setting", [Setting(1), Setting(40), Setting(12, 0.9, 1)])
+def test_in_parallel_contenders_write_what_undrafted_decoding_writes_one_by_one(
+    language_model: LanguageModel, drafts: DrafterSettings, setting: Setting
+) -> None:
+    names = [name for name in ENTRIES if ENTRIES[name].takes_many]
+    assert set(ENTRIES) - set(names) == {PROMPT_LOOKUP}
+    contest = Contest(language_model, names, drafts, max_new_tokens=24)
+    prompts = [language_model.encode(text) for text in PROMPTS * 2]
+    with contest.opened(setting) as lineup:
+        alone = [lineup.ways[UNDRAFTED](prompt, remember=False).token_ids for prompt in prompts]
+        assert {len(each) for each in alone} != {24}  # some stop
+        for name, way in lineup.ways.items():
+            assert isinstance(way, ParallelContender)
+            run = way.decode_many(prompts, 3, remember=True)
+            if name != PLAIN or not setting.temperature:
+                assert run.outputs == alone, name
+            assert run.account[1:] == (
+                len(run.token_ids),
+                run.num_passes - len(prompts),
+                len(run.token_ids) - len(prompts),
+            )
 
 
 @pytest.mark.parametrize("seed", [0, 1])

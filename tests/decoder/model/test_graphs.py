@@ -521,13 +521,13 @@ def test_captured_passes_that_are_wrong_for_several_are_not_used(
 def test_no_key_of_the_context_is_copied(
     shape: Shape, num_places: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attended, found = attention_module._attended, []
+    attended, found = attention_module._attended_to, []
 
-    def noted(queries: torch.Tensor, runs: Any, scale: float) -> Any:
+    def noted(runs: Any, queries: torch.Tensor, scale: float) -> Any:
         found.extend(runs[:1])
-        return attended(queries, runs, scale)
+        return attended(runs, queries, scale)
 
-    monkeypatch.setattr(attention_module, "_attended", noted)
+    monkeypatch.setattr(attention_module, "_attended_to", noted)
     inputs = Inputs(shape, torch.device("cpu"))
     inputs.fill([Reading.of(0, 1, random_tree(np.random.default_rng(0), 3))], [5, 0, 0])
     mask = SplitMask.of(Laid.of(inputs.numbers, shape, 16).grid, None, 8, 16, torch.float32)

@@ -1,6 +1,7 @@
 """Passes of many sequences give what each gives alone, and planted errors show."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from decoder.model import attention
 from decoder.model import packed as packed_module
 from decoder.model.cache import TreeCache
 from decoder.model.packed import PackedPasses, Part, grouped
@@ -99,6 +101,14 @@ def test_grouping_changes_nothing(call: int, monkeypatch: pytest.MonkeyPatch) ->
     assert largest_error(tiny_gemma(dtype=torch.float64)) < EXACT
 
 
+def test_layers_with_options_of_their_own_attend_by_groups_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers' own function reads these; here it is made to read all."""
+    monkeypatch.setattr(attention, "_refused", lambda _: ["sinks"])
+    assert largest_error(tiny_gemma(dtype=torch.float64)) < EXACT
+
+
 def test_half_precision_differs_by_rounding_only() -> None:
     assert largest_error(tiny_llama(dtype=torch.bfloat16)) < 0.2
 
@@ -125,12 +135,21 @@ def _slots_of_a_neighbour(self: PackedPasses, parts: Sequence[Part]) -> torch.Te
 SLOTS = PackedPasses._slots
 
 
+def _dealt_to_a_neighbour(*arguments: Any) -> attention.Dealing:
+    dealing = DEAL(*arguments)
+    return replace(dealing, taken=dealing.taken.roll(1))
+
+
+DEAL = attention.Dealing.of
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "planted"),
     [
         (packed_module, "_mask", _mask_of_a_neighbour),
         (PackedPasses, "read", _rows_mixed_up),
         (PackedPasses, "_slots", _slots_of_a_neighbour),
+        (attention.Dealing, "of", _dealt_to_a_neighbour),
     ],
 )
 def test_a_planted_error_is_found(

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from retriever import (
+    AheadDrafter,
     DraftRequest,
     DraftTree,
     LimitExceededError,
     RemoteDrafter,
     ResilientDrafter,
+    ShardedDrafter,
     TokenIds,
 )
 from retriever.client.conversation import Conversation, FailOpen, SequenceStep
-from retriever.drafter import AheadDrafter
 from retriever.errors import InvalidTreeError
 from retriever.follower import Followers
 from retriever.limits import MAX_OUTCOMES, Limits
@@ -127,11 +128,29 @@ def test_followers_use_the_answers_of_a_service() -> None:
             tree = follower.draft(8)
             token = number % 8 + 1
             assert tree.token_ids.tolist()[0] == token
-            followers.ask_ahead([(follower, 8, [ids(30), ids(token), ids(token, 31)])], _LONG_S)
+            outcomes = [ids(30), ids(token), ids(token, 31)]
+            followers.ask_ahead([(follower, 8, outcomes.copy)], _LONG_S)
             follower.sequence.extend([token])
         assert (followers.num_asked, followers.num_ahead) == (1, 11)
         follower.close()
     service.shut_down()
+
+
+def test_a_sharded_client_is_asked_for_what_has_come() -> None:
+    one, other = EmbeddedDrafter(), EmbeddedDrafter()
+    with serving(one) as first, serving(other) as second:
+        drafter = ShardedDrafter([first, second], deadline_s=_LONG_S)
+        followers = Followers(drafter)
+        follower = followers.follow(TokenSequence(ids(*PROMPT)))
+        for token in (1, 2, 3):
+            assert follower.draft(8).token_ids.tolist()[0] == token
+            followers.ask_ahead([(follower, 8, [ids(token)].copy)], _LONG_S)
+            follower.sequence.extend([token])
+        assert (followers.num_asked, followers.num_ahead) == (3, 0)
+        follower.close()
+        drafter.shut_down()
+    one.shut_down()
+    other.shut_down()
 
 
 def test_a_strict_client_raises_what_a_service_refuses_and_keeps_the_session() -> None:

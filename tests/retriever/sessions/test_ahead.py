@@ -214,3 +214,34 @@ def test_what_cannot_come_is_refused(outcome: TokenIds) -> None:
     with pytest.raises(InvalidRequestError):
         drafter.draft_ahead([DraftRequest("s", ids(3), 3, 4, outcomes=(ids(1), outcome))])
     drafter.draft([DraftRequest("s", ids(3), 3, 4)])
+
+
+def test_what_one_tenant_asks_ahead_for_is_seen_by_no_other_sequence(index: Path) -> None:
+    """Drafts for the same tenant's and another one's sequences are those without any ahead."""
+    ahead, plain = of_all_databases(index), of_all_databases(index)
+    rng = np.random.default_rng(11)
+    tokens = text(rng, 300)
+    secret = [NUM_TOKENS - 1, NUM_TOKENS - 2, NUM_TOKENS - 1, NUM_TOKENS - 3]
+    for drafter in (ahead, plain):
+        drafter.open("asking", ids(*tokens[:100]), tenant="a")
+        drafter.open("same", ids(*tokens[:50]), tenant="a")
+        drafter.open("other", ids(*tokens[:50]), tenant="b")
+    for length in range(100, 200, 5):
+        new = () if length == 100 else tokens[length - 5 : length]
+        outcomes = tuple(ids(*secret[:count], *tokens[:3]) for count in (1, 2, 3, 4))
+        request = DraftRequest("asking", ids(*new), length, 16, outcomes=outcomes)
+        (trees,) = ahead.draft_ahead([request])
+        assert len(trees) == len(outcomes)
+        plain.draft([request])
+        for name in ("same", "other"):
+            told = 50 + (length - 100) // 5
+            one = ids() if told == 50 else ids(tokens[told - 1])
+            step = [DraftRequest(name, one, told, 32)]
+            assert same(*(drafter.draft(step)[0] for drafter in (ahead, plain)))
+    for drafter in (ahead, plain):
+        drafter.close("asking", ids(*tokens[195:200]))
+        drafter.open("later", ids(*secret), tenant="a")
+        drafter.open("elsewhere", ids(*secret), tenant="b")
+    for name in ("later", "elsewhere"):
+        step = [DraftRequest(name, ids(), len(secret), 32)]
+        assert same(*(drafter.draft(step)[0] for drafter in (ahead, plain)))

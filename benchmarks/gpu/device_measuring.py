@@ -2,17 +2,20 @@
 
     python -m benchmarks.gpu --prompts questions.jsonl.gz --index chat.index --warm others.jsonl.gz
 
-Four parts, each kept as soon as it is there: greedy float32 output against `model.generate`; what
-verifying and committing cost as the context grows; what passes cost by width and context; and
-tokens per second in bfloat16. There, "undrafted" is the same loop with the same captured graphs
-and no drafts: the ratio to it credits drafting alone. Without CUDA it says so, and that is all.
+Five parts, each kept as soon as it is there: greedy float32 output against `model.generate`, of
+prompts alone and in parallel; what verifying and committing cost as the context grows; what passes
+cost by width and context; and in bfloat16 tokens per second of one prompt at a time, and of 1, 4,
+16 and 32 in parallel beside transformers' padded batches. There, "undrafted" is the same loop with
+the same captured graphs and no drafts: the ratio to it credits drafting alone. Beside the JSON a
+report in Markdown says first where drafts lose, with plots. Without CUDA it says so, and that is
+all.
 """
 
 import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
@@ -27,29 +30,39 @@ from rich.progress import track
 from benchmarks.decoding import greedy_exactness
 from benchmarks.decoding.commit_cost import commit_costs
 from benchmarks.decoding.devices import describe_device, device_state
+from benchmarks.gpu.device_report import write_report
+from benchmarks.gpu.missing import missing_files
 from decoder.assembly import DrafterSettings, assemble
 from decoder.budget.cost_store import describe_machine, device_name, versions
 from decoder.budget.costs import measure_costs
 from decoder.commands.bench import BenchOptions, fitting, run_benchmark
 from decoder.commands.bench_report import table_of
+from decoder.commands.parallel.parallel_bench import ParallelBenchmark, wrong_outputs
+from decoder.commands.parallel.parallel_report import conclusions_of
 from decoder.commands.prompts import Prompt, read_prompts
 from decoder.commands.terminal import watching
 from decoder.contenders.contender import FOREDRAFT, PLAIN, contenders
-from decoder.contenders.registry import DEFAULT, Contest
-from decoder.errors import DecoderError
+from decoder.contenders.registry import DEFAULT, Contest, parallel_default
+from decoder.errors import DecoderError, ModelLoadError
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
 from indexer.errors import IndexerError
+from indexer.flags import with_flags
 from indexer.tokenizer import DEFAULT_MODEL
 from retriever.errors import RetrieverError
 
-RESULTS: Final = Path(__file__).parent / "results" / "decoding"
+RESULTS: Final = Path(__file__).parents[1] / "results" / "decoding"
 WIDTHS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS: Final = (64, 512, 2048, 8192)
+PARALLEL: Final = (1, 4, 16, 32)
 _CURVE_SECONDS: Final = 60.0
 
 _console: Final = Console(stderr=True)
 _track: Final = partial(track, console=_console)
+
+
+class OtherRunError(Exception):
+    """A file is of another run; the message says what differs."""
 
 
 class Part(StrEnum):
@@ -59,6 +72,7 @@ class Part(StrEnum):
     COMMIT_COST = "commit-cost"
     COST_CURVE = "cost-curve"
     BENCH = "bench"
+    PARALLEL = "parallel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +84,8 @@ class Plan:
         device: where it runs.
         prompts: what is decoded.
         drafter: where drafts come from.
-        bench: how tokens per second are measured; its limit of tokens counts everywhere.
+        bench: how tokens per second are measured, and at how many prompts in parallel; its limit
+            of tokens counts everywhere.
         rounds: passes of each kind, for what commits cost.
     """
 
@@ -99,7 +114,29 @@ def exactness(plan: Plan) -> dict[str, Any]:
             greedy_exactness.compare(language_model, ways, case, number)
             for number, case in enumerate(_track(cases, Part.EXACTNESS))
         ]
-    return greedy_exactness.summary(rows)
+    alone = {tuple(c.token_ids): row["output_ids"] for c, row in zip(cases, rows, strict=True)}
+    names = [name for name in parallel_default(plan.drafter) if name != PLAIN]
+    contest = Contest(language_model, names, plan.drafter, plan.bench.max_new_tokens)
+    options = replace(plan.bench, repeat=1, warm=())
+    with watching() as watcher:
+        benchmark = ParallelBenchmark(
+            language_model, contest.opened, plan.prompts, options, watcher, alone
+        )
+        benchmark.run()
+    return {**greedy_exactness.summary(rows), "parallel": _outputs(benchmark.report())}
+
+
+def _outputs(report: dict[str, Any]) -> dict[str, Any]:
+    """Return what a report says of outputs in parallel, without the speed."""
+    (setting,) = report["settings"]
+    identical = {
+        str(width["parallel"]): {
+            name: figures["identical"] for name, figures in width["contenders"].items()
+        }
+        for width in setting["widths"]
+    }
+    answers = {str(width["parallel"]): width["num_answers"] for width in setting["widths"]}
+    return {**report["exactness"], "answers": answers, "identical": identical}
 
 
 def commit_cost(plan: Plan) -> dict[str, Any]:
@@ -126,23 +163,52 @@ def bench(plan: Plan) -> dict[str, Any]:
     return report
 
 
+def parallel(plan: Plan) -> dict[str, Any]:
+    """Measure tokens per second in bfloat16 by how many prompts are decoded in parallel."""
+    language_model = plan.load(Precision.BFLOAT16)
+    names = parallel_default(plan.drafter)
+    contest = Contest(language_model, names, plan.drafter, plan.bench.max_new_tokens)
+    with watching() as watcher:
+        benchmark = ParallelBenchmark(
+            language_model, contest.opened, plan.prompts, plan.bench, watcher
+        )
+        benchmark.run()
+    report = benchmark.report()
+    report["drafter"] = plan.drafter.describe()
+    for line in conclusions_of(report):
+        _console.print(line)
+    return report
+
+
 MEASURES: Final[dict[Part, Callable[[Plan], dict[str, Any]]]] = {
     Part.EXACTNESS: exactness,
     Part.COMMIT_COST: commit_cost,
     Part.COST_CURVE: cost_curve,
     Part.BENCH: bench,
+    Part.PARALLEL: parallel,
 }
 
 
-def measure(plan: Plan, parts: Sequence[Part], output: Path) -> dict[str, Any]:
-    """Measure some parts and keep each in a file as soon as it is there.
+def measure(
+    plan: Plan, parts: Sequence[Part], output: Path, *, add: bool = False
+) -> dict[str, Any]:
+    """Measure some parts and keep each in a file as soon as it is there, and in a report beside it.
+
+    Args:
+        plan: what is measured.
+        parts: in this order.
+        output: the file.
+        add: keep the parts that the file has already.
 
     Returns:
         What the file holds: the circumstances, and what each part returns under its name, with
         the device's state (clocks among it) before and after.
+
+    Raises:
+        OtherRunError: what the file has is of other circumstances.
     """
     device = torch.device(plan.device)
-    result: dict[str, Any] = {
+    about: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "model": plan.model,
         "num_prompts": len(plan.prompts),
@@ -153,53 +219,94 @@ def measure(plan: Plan, parts: Sequence[Part], output: Path) -> dict[str, Any]:
         "versions": versions(),
     }
     output.parent.mkdir(parents=True, exist_ok=True)
+    result = {**about, **(_kept_parts(output, about) if add and output.exists() else {})}
     for part in parts:
         before = device_state(device)
         result[part] = {**MEASURES[part](plan), "device_before": before}
         result[part]["device_after"] = device_state(device)
         output.write_text(json.dumps(result, indent=1) + "\n")
+        write_report(result, output)
     return result
 
 
+def _kept_parts(output: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts that a file has already.
+
+    Raises:
+        OtherRunError: they were measured in other circumstances; the day may be another one.
+    """
+    kept = json.loads(output.read_text())
+    for name, value in about.items():
+        if name != "date" and kept.get(name) != value:
+            raise OtherRunError(
+                f"{output} has another {name}, {kept.get(name)!r}: name another file with --output"
+            )
+    return {part: kept[part] for part in Part if part in kept}
+
+
+@with_flags
 def command(  # noqa: PLR0913  options
     *,
+    drafts: DrafterSettings,
     prompts: Annotated[
         Path | None, typer.Option(help="Spec-Bench's questions, or a prompt a line.")
     ] = None,
-    model: Annotated[str, typer.Option(help="The model.")] = DEFAULT_MODEL,
-    index: Annotated[list[Path] | None, typer.Option(help="Indexes to draft from.")] = None,
+    model: Annotated[str, typer.Option(help="The model: a folder, or as for bench.")] = (
+        DEFAULT_MODEL
+    ),
     warm: Annotated[
         Path | None, typer.Option(help="Prompts to answer before the bench, to draft from.")
     ] = None,
     warm_limit: Annotated[int | None, typer.Option(min=1, help="Most of them.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of each.")] = 64,
+    parallel: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Prompts at a time. Repeatable. Default: 1, 4, 16 and 32."),
+    ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each, the fastest counts.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Passes of each kind.")] = 9,
     only: Annotated[list[Part] | None, typer.Option(help="Parts to measure, not all.")] = None,
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep the parts that the file has already.")
+    ] = False,
     device: Annotated[str, typer.Option(help="Another device, to try the command.")] = "cuda",
     output: Annotated[
         Path | None,
         typer.Option(help="JSON. Default: named for day and device, in results."),
     ] = None,
 ) -> None:
-    """Measure on a CUDA device what is claimed of speed and exactness, and keep it."""
+    """Measure on a CUDA device what is claimed of speed and exactness, and keep it.
+
+    A report (.md) and plots (.svg) lie beside the JSON.
+    """
     if device.startswith("cuda") and not torch.cuda.is_available():
         print("skipped: no CUDA device here, nothing was measured")
         return
     if prompts is None:
         raise typer.BadParameter("name a file of prompts", param_hint="--prompts")
-    drafter = DrafterSettings(index=index or [])
-    drafter.check()
+    for name in filter(None, (model, drafts.draft_model)):
+        if missing := missing_files(name):
+            raise ModelLoadError(
+                f"{name} lacks {', '.join(missing)}: bring them to that folder first"
+            )
+    drafts.check()
     others = [] if warm is None else read_prompts(warm)
-    options = BenchOptions(max_new_tokens, repeat, others, warm_limit)
-    plan = Plan(model, device, read_prompts(prompts, limit), drafter, options, rounds)
+    widths = list(dict.fromkeys(parallel or PARALLEL))
+    options = BenchOptions(max_new_tokens, repeat, others, warm_limit, parallel=widths)
+    plan = Plan(model, device, read_prompts(prompts, limit), drafts, options, rounds)
     path = output or _default_output(torch.device(device))
-    result = measure(plan, only or list(Part), path)
+    result = measure(plan, only or list(Part), path, add=add)
     print(path)
-    different = result.get(Part.EXACTNESS, {}).get("different", [])
-    if not all(found["is_tie"] for found in different):
+    if _has_wrong_outputs(result):
         raise typer.Exit(1)
+
+
+def _has_wrong_outputs(result: dict[str, Any]) -> bool:
+    """Return whether an output of ours is not that of `model.generate`, and no tie explains it."""
+    exact = result.get(Part.EXACTNESS, {})
+    together = wrong_outputs({"exactness": exact.get("parallel")})
+    return bool(together) or not all(each["is_tie"] for each in exact.get("different", []))
 
 
 def _default_output(device: torch.device) -> Path:
@@ -211,9 +318,5 @@ def main() -> None:
     """Run the command; what goes wrong is said in one line."""
     try:
         typer.run(command)
-    except (DecoderError, IndexerError, RetrieverError, OSError) as error:
+    except (DecoderError, IndexerError, RetrieverError, OtherRunError, OSError) as error:
         sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()
