@@ -42,7 +42,7 @@ from decoder.sampling.constraint import Grammar
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.stated import stated_processors, unapplied_settings
-from decoder.sampling.verification import AcceptRule, accept_greedy
+from decoder.sampling.verification import AcceptRule, SelectingRule, accept_greedy
 from decoder.speculators.head_files import check_head
 from decoder.speculators.online import DEFAULT_SHARE, LearningSpeculator
 from decoder.speculators.speculator import load_speculator
@@ -538,6 +538,8 @@ def assemble(  # noqa: PLR0913  all but the first three are options
     budget = MeasuredBudget(known_costs(target, language_model.model, costs))
     if prepared is not None:  # last, as measuring behind long contexts may replace the memory
         target.prepare(prepared.num_tokens, prepared.num_places)
+        if isinstance(accept, SelectingRule) and accept.drawing is not None:
+            target.prepare_drawing(accept.drawing)
     return Decoder(
         target,
         drafter,

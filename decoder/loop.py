@@ -8,7 +8,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from time import perf_counter
 from typing import Final
@@ -38,7 +38,15 @@ from decoder.model.passes import Read, Reading, within_depth
 from decoder.model.states import States
 from decoder.model.target import Target
 from decoder.observation import Clock, ObservedPass, Observer, Statistics, Watch
-from decoder.sampling.verification import Acceptance, AcceptRule, PassContext, accept_greedy
+from decoder.sampling.verification import (
+    Acceptance,
+    AcceptRule,
+    Choices,
+    PassContext,
+    SelectingRule,
+    Selection,
+    accept_greedy,
+)
 from decoder.stopping import StopRule, first_stop
 from retriever.drafter import Drafter, TokenIds
 from retriever.errors import RetrieverError
@@ -315,10 +323,18 @@ class Generation:
 
     def accepted(self, tree: DraftTree, read: Read) -> Acceptance:
         """Return the path of a tree that the target's choices follow, and its next token."""
+        return self._accept(tree, read.logits, self._context(read.choices))
+
+    def selection(self, tree: DraftTree) -> Selection | None:
+        """Return what the pass that reads a tree is to choose, if the rule can say that before."""
+        if not isinstance(self._accept, SelectingRule):
+            return None
+        return self._accept.selection(tree, self._context())
+
+    def _context(self, choices: Choices | None = None) -> PassContext:
         sequence = self._sequence
         number, num_prompt = self._random_number, sequence.num_prompt
-        context = PassContext(number, sequence.tokens, num_prompt, read.choices)
-        return self._accept(tree, read.logits, context)
+        return PassContext(number, sequence.tokens, num_prompt, choices)
 
     def commit(self, tree: DraftTree, path: NDArray[np.int64], next_token: int) -> list[int]:
         """Commit the accepted tokens up to the limit or the first stop, and return them."""
@@ -442,6 +458,13 @@ class _Row:
     def verify(self, tree: DraftTree) -> None:
         """Have it read its last token, and a tree behind it."""
         self._take(Reading.of(self.place, int(self.generation.tokens[-1]), tree))
+
+    def asking(self, *, selects: bool) -> Reading | None:
+        """Return what it reads, and what the pass is to choose, where it can."""
+        reading = self.reading
+        if reading is None or not selects or len(reading.tokens) < self.num_unread:
+            return reading
+        return replace(reading, selection=self.generation.selection(self.tree))
 
     def under_way(self, num_outcomes: int) -> PassUnderWay:
         """Return its part in the pass, for drafts after what may come and that others follow."""
@@ -568,7 +591,8 @@ class _Batch:
         """Read for all rows; while memory runs out, for less."""
         while rows:
             try:
-                reads = self._target.read([row.reading for row in rows if row.reading])
+                asked = (row.asking(selects=self._target.selects) for row in rows)
+                reads = self._target.read([reading for reading in asked if reading is not None])
             except OutOfMemoryError as error:
                 rows = self._lightened(rows, error)
             else:

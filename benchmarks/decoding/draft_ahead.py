@@ -89,6 +89,7 @@ class WaitingTarget:
     """
 
     packs = False
+    selects = False
     ranks = None
     max_nodes = 256
     vocabulary_size = 1 << 20

@@ -1,14 +1,15 @@
 """What a step asks a device for outside of captured graphs: counted, without a device.
 
 A small model lies on a stand-in for a device, which counts launches, copies and waits. A captured
-function is one launch, whatever it computes. Sequences are decoded greedily with drafts of bushy
-trees, whose accepted paths move in the cache, and with recycled logits: one alone, and several that
-share passes. A step is all from one pass to the next.
+function is one launch, whatever it computes. Sequences are decoded greedily or sampled: one alone,
+and several that share passes. Drafts are bushy trees with recycled logits, whose accepted paths
+move in the cache, or chains. A step is all from one pass to the next.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from benchmarks.comparison import circumstances
 from benchmarks.decoding.elsewhere import Device, elsewhere, sent
 from decoder.budget.budget import FixedBudget
+from decoder.drafters.following import NoDrafter
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
 from decoder.loop import Decoder, Request
@@ -27,12 +29,15 @@ from decoder.model import target as target_module
 from decoder.model.graphs import CaptureMaker, Output
 from decoder.model.passes import Reading
 from decoder.model.target import Target
-from retriever.drafter import DraftRequest, TokenIds
+from decoder.sampling.rule import accept_rule
+from decoder.sampling.sampling_settings import SamplingSettings
+from retriever.drafter import Drafter, DraftRequest, TokenIds
 from retriever.follower import DraftLimits
 from retriever.tree import ROOT, DraftTree
 
 VOCABULARY: Final = 96
 NUM_NODES: Final = 12
+NUM_TOKENS: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +116,15 @@ class CountedTarget(Target):
 
 
 class Foreknowing:
-    """Drafts what comes behind a wrong branch at every depth, so that accepted paths move."""
+    """Drafts what comes, each token behind a wrong branch, so that accepted paths move.
 
-    def __init__(self, texts: Sequence[TokenIds]) -> None:
-        self._texts = texts
+    Args:
+        texts: that are decoded.
+        forks: whether there are wrong branches; otherwise drafts are chains.
+    """
+
+    def __init__(self, texts: Sequence[TokenIds], *, forks: bool) -> None:
+        self._texts, self._forks = texts, forks
         self._lengths: dict[str, tuple[TokenIds, int]] = {}
 
     def open(self, session: str, prompt: TokenIds, *, remember: bool = True) -> None:  # noqa: ARG002
@@ -130,13 +140,13 @@ class Foreknowing:
         """Forget a sequence."""
         del self._lengths[session]
 
-    @staticmethod
-    def _tree(text: TokenIds, _num_prompt: int, length: int) -> DraftTree:
+    def _tree(self, text: TokenIds, _num_prompt: int, length: int) -> DraftTree:
         coming = text[length : length + 4]
-        tokens, parents, above = [], [], ROOT
+        tokens, parents, above = list[int](), list[int](), ROOT
         for token in coming.tolist():
-            parents += [above, above]
-            tokens += [(token + 1) % VOCABULARY, token]
+            siblings = [(token + 1) % VOCABULARY, token] if self._forks else [token]
+            parents += [above] * len(siblings)
+            tokens += siblings
             above = len(tokens) - 1
         count = len(tokens)
         return DraftTree.checked(tokens, parents, np.linspace(0.9, 0.1, count), np.zeros(count))
@@ -170,46 +180,62 @@ def send(model: nn.Module) -> None:
             module.register_buffer(name, sent(buffer))
 
 
-def texts_of(model: PreTrainedModel, count: int, num_tokens: int) -> list[TokenIds]:
-    """Return prompts with what the model goes on with, int32[n] each."""
-    rng, texts = np.random.default_rng(0), []
-    for _ in range(count):
-        prompt = torch.from_numpy(rng.integers(4, VOCABULARY, (1, 12)))
-        with torch.no_grad():
-            for _ in range(num_tokens):
-                logits = model(input_ids=prompt, use_cache=False).logits[:, -1:]
-                prompt = torch.cat([prompt, logits.argmax(-1)], dim=1)
-        texts.append(prompt[0].numpy().astype(np.int32))
-    return texts
+SETTINGS: Final = {
+    "greedy": SamplingSettings(),
+    "sampled": SamplingSettings(0.8, top_k=40, top_p=0.95, min_p=0.01, seed=3),
+}
+"""What is counted by each name."""
 
 
-def counted_steps(num_sequences: int, num_tokens: int = 24) -> list[Step]:
-    """Decode some sequences in shared passes; return what each whole step asked for.
+def decoded(
+    target: Target, drafter: Drafter, settings: SamplingSettings, prompts: Sequence[TokenIds]
+) -> list[TokenIds]:
+    """Decode prompts in shared passes; return them with their outputs, int32[n] each.
 
     Raises:
-        RuntimeError: an output is not the model's.
+        Exception: what ended one of them too early.
     """
-    model = tiny_model()
-    texts = texts_of(model, num_sequences, num_tokens)
+    decoder = Decoder(target, drafter, FixedBudget(NUM_NODES), accept_rule(settings))
+    texts = [prompt.tolist() for prompt in prompts]
+    requests = [Request(prompt, NUM_TOKENS) for prompt in prompts]
+    for generation, tokens in decoder.generate_many(requests, len(prompts)):
+        if generation.error is not None:
+            raise generation.error
+        texts[generation.number].extend(tokens)
+    return [np.array(text, np.int32) for text in texts]
+
+
+def counted_steps(
+    num_sequences: int, settings: SamplingSettings | None = None, *, forks: bool = True
+) -> list[Step]:
+    """Decode some sequences in shared passes; return what each whole step asked for.
+
+    Args:
+        num_sequences: that share passes.
+        settings: how tokens are chosen; greedily by default.
+        forks: whether trees are drafted, with recycled logits, and not chains.
+
+    Raises:
+        RuntimeError: an output is not that of plain decoding on the CPU.
+    """
+    model, rng = tiny_model(), np.random.default_rng(0)
+    settings = settings or SETTINGS["greedy"]
+    prompts = [rng.integers(4, VOCABULARY, 12, np.int32) for _ in range(num_sequences)]
+    texts = decoded(Target(model, verdicts=None), NoDrafter(), settings, prompts)
     with elsewhere() as device:
         send(model)
         replays = Replays(device)
         target = _on_the_stand_in(model, lambda: replays)
         target.prepare(64, num_sequences, 64)
         target.begin(device, replays)
-        drafter = FusedDrafter(
-            [Foreknowing(texts)], DraftLimits(VOCABULARY, None), recycled=RecycledLogits(1 << 10)
-        )
-        decoder = Decoder(target, drafter, FixedBudget(NUM_NODES))
-        requests = [Request(text[:12], num_tokens) for text in texts]
-        found: dict[int, list[int]] = {}
-        for generation, tokens in decoder.generate_many(requests, num_sequences):
-            if generation.error is not None:
-                raise generation.error
-            found.setdefault(generation.number, []).extend(tokens)
-    for number, text in enumerate(texts):
-        if found[number] != text[12:].tolist():
-            raise RuntimeError(f"output {number} is not the model's")
+        drafter: Drafter = Foreknowing(texts, forks=forks)
+        if forks:
+            limits = DraftLimits(VOCABULARY, None)
+            drafter = FusedDrafter([drafter], limits, recycled=RecycledLogits(1 << 10))
+        found = decoded(target, drafter, settings, prompts)
+    for number, (own, expected) in enumerate(zip(found, texts, strict=True)):
+        if not np.array_equal(own, expected):
+            raise RuntimeError(f"output {number} is not that of plain decoding")
     return target.steps()
 
 
@@ -230,11 +256,20 @@ def main(
 ) -> None:
     """Count the greatest of each over all steps."""
     rows = []
-    for count in sequences:
-        steps = counted_steps(count)
+    for count, (choosing, settings), forks in product(sequences, SETTINGS.items(), (True, False)):
+        steps = counted_steps(count, settings, forks=forks)
         most = {name: max(asdict(step)[name] for step in steps) for name in asdict(steps[0])}
         most["outside"] = max(step.outside for step in steps)
-        rows.append({"sequences": count, "steps": len(steps), "most": most})
+        drafts = "trees" if forks else "chains"
+        rows.append(
+            {
+                "sequences": count,
+                "choosing": choosing,
+                "drafts": drafts,
+                "steps": len(steps),
+                "most": most,
+            }
+        )
     if as_json:
         print(json.dumps({**circumstances(), "rows": rows}, indent=1))
     else:

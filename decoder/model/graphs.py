@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
+from types import MappingProxyType
 from typing import Any, Final, Protocol, Self, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from decoder.model.attention import Grid, SplitMask
 from decoder.model.cache import Frame, TreeCache
 from decoder.model.passes import Read, Reading
 from decoder.model.states import States, StateTap
-from decoder.sampling.verification import Choices, ChoiceTable
+from decoder.sampling.verification import Choices, ChoiceTable, Drawing
 from indexer.errors import reason_of
 from retriever.drafter import NUM_FOUND
 
@@ -126,28 +127,35 @@ class Inputs:
         device: the model's.
 
     Attributes:
-        numbers: int64[2 * rows + 2 * places]: the rows' tokens, and for each row the row of its
+        numbers: int64[4 * rows + 2 * places]: the rows' tokens, and for each row the row of its
             place that is its parent, -1 for none; for each place how many tokens it holds, and how
-            many rows of the pass are its own.
+            many rows of the pass are its own; for each row the bits of its random number, and the
+            number of the drawing that chooses after it, 0 for none.
     """
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self._shape = shape
         self.numbers = torch.zeros(
-            2 * (shape.num_rows + shape.num_places), dtype=torch.int64, device=device
+            4 * shape.num_rows + 2 * shape.num_places, dtype=torch.int64, device=device
         )
 
-    def fill(self, readings: Sequence[Reading], pasts: Sequence[int]) -> None:
+    def fill(
+        self,
+        readings: Sequence[Reading],
+        pasts: Sequence[int],
+        drawings: Mapping[Drawing, int] = MappingProxyType({}),
+    ) -> None:
         """Set what a pass reads.
 
         Args:
             readings: in the order of their places, which are among those of the shape.
             pasts: tokens that each place holds.
+            drawings: their numbers; no other ones choose.
         """
         num_rows, num_places = self._shape.num_rows, self._shape.num_places
         numbers = np.zeros(len(self.numbers), np.int64)
-        tokens, parents, held, widths = np.split(
-            numbers, np.cumsum([num_rows, num_rows, num_places])
+        tokens, parents, held, widths, points, drawn_by = np.split(
+            numbers, np.cumsum([num_rows, num_rows, num_places, num_places, num_rows])
         )
         parents[:] = -1
         held[:] = pasts[:num_places]
@@ -157,6 +165,10 @@ class Inputs:
             tokens[start:end] = reading.tokens
             parents[start:end] = reading.parents
             widths[reading.place] = end - start
+            if reading.selection is not None:
+                rows = slice(end - reading.num_logits, end)
+                points[rows] = reading.selection.points.view(np.int64)
+                drawn_by[rows] = drawings.get(reading.selection.drawing, 0)
             start = end
         tokens[start:] = tokens[0]
         _upload(numbers, self.numbers)
@@ -199,7 +211,7 @@ class Laid:
         """
         num_rows, width = shape.num_rows, shape.width
         tokens, parents = numbers[: 2 * num_rows].view(2, -1)
-        pasts, widths = numbers[2 * num_rows :].view(2, -1)
+        pasts, widths = numbers[2 * num_rows :][: 2 * shape.num_places].view(2, -1)
         starts = widths.cumsum(0) - widths
         row, column = _counted(num_rows, numbers), _counted(width, numbers)
         places = (row[:, None] >= starts).sum(1) - 1
@@ -269,18 +281,25 @@ def _choice_table(laid: Laid, logits: torch.Tensor) -> torch.Tensor:
     """Return int32[rows, columns], what `ChoiceTable` reads."""
     choices = logits.argmax(dim=-1)
     values, tokens = logits.topk(min(NUM_FOUND, logits.shape[-1]), dim=-1)
-    columns = [choices[:, None], _walked(laid, choices)[:, None], tokens]
-    integers = torch.cat([each.to(torch.int32) for each in columns], dim=1)
+    columns = torch.stack([choices, _walked(laid, choices), torch.zeros_like(choices)], dim=1)
+    integers = torch.cat([columns, tokens], dim=1).to(torch.int32)
     return torch.cat([integers, values.float().view(torch.int32)], dim=1)
 
 
 _Outputs = dict[str, torch.Tensor]
-"""By name: logits [rows, vocabulary], the table of choices int32[rows, columns], and states
-[rows, tapped, hidden size] if any are tapped."""
+"""By name: logits [rows, vocabulary], the table of choices int32[rows, columns], states
+[rows, tapped, hidden size] if any are tapped, and what selections ask for, int64[rows, 2]: random
+numbers and drawings, as in `Inputs`."""
+
+_ASKED: Final = "asked"
 
 MOST_ROWS: Final = 256
 """Rows of the widest captured pass: as many as a drafter's largest tree has nodes. Each power of
 two below is captured by itself, which takes time and memory."""
+
+_MOST_DRAWINGS: Final = 8
+"""Settings of sampling that are captured: each for every power of two of rows. Sequences with more
+of them choose on the device all the same, by operations of their own."""
 
 _FEWEST_KEYS: Final = 256
 """Keys that the shortest captured pass is shown: smaller shapes would save little and be captured
@@ -301,6 +320,12 @@ class _Pass:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copies:
     sources_and_destinations: torch.Tensor
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draw:
+    number: int
     run: Callable[[], None]
 
 
@@ -357,6 +382,7 @@ class CapturedPasses:
         self._takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._is_eager = False
         self._outputs: _Outputs = {}
+        self._drawings: dict[Drawing, int] = {}
         self._forget()
 
     @property
@@ -381,14 +407,19 @@ class CapturedPasses:
             return None
         shape = self._shape_of(readings)
         found = None if shape is None else self._pass_for(shape)
-        if found is None:
+        if shape is None or found is None:
             return None
         pasts = self._cache.lengths
-        found.inputs.fill(readings, pasts)
+        draws = self._draws_for(readings, shape.num_rows)
+        found.inputs.fill(
+            readings, pasts, {drawing: each.number for drawing, each in draws.items()}
+        )
         found.run()
+        for draw in draws.values():
+            draw.run()
         for reading in readings:
             self._cache.hold(pasts[reading.place] + len(reading.tokens), reading.place)
-        return self._taken(readings)
+        return self._taken(readings, draws)
 
     def move(self, kept: Sequence[Kept]) -> bool:
         """Move tokens that commits keep, of all places at once; return whether it was done."""
@@ -428,6 +459,12 @@ class CapturedPasses:
                 self._pass_for(shape)
         for count in _buckets(min(num_rows, MOST_ROWS)):
             self._copies_for(count)
+
+    def prepare_drawing(self, drawing: Drawing, num_rows: int) -> None:
+        """Capture what sequences choose by, for passes of up to so many rows, once these are."""
+        for count in _buckets(min(num_rows, MOST_ROWS)):
+            if self._outputs and not self._is_eager:
+                self._draw_for(drawing, count)
 
     def check_weights(self) -> None:
         """Drop captured shapes if weights were moved."""
@@ -514,7 +551,11 @@ class CapturedPasses:
                 **options,
             )
         logits = output.logits[0]
-        found = {"logits": logits, "choices": _choice_table(laid, logits)}
+        found = {
+            "logits": logits,
+            "choices": _choice_table(laid, logits),
+            _ASKED: numbers[-2 * shape.num_rows :].view(2, -1).t(),
+        }
         if self._tap is not None:
             found["states"] = torch.stack(list(self._tap.taken().values()), dim=1)
         return found
@@ -524,17 +565,52 @@ class CapturedPasses:
             return SplitMask.of(grid, window, shape.num_keys, capacity, self._model.dtype)
         return grid.dense(shape.num_keys, window, self._model.dtype)
 
-    def _taken(self, readings: Sequence[Reading]) -> list[Read]:
+    def _draws_for(self, readings: Sequence[Reading], num_rows: int) -> dict[Drawing, _Draw]:
+        """Return how the rows of a pass are chosen after, as far as that is captured."""
+        drawings = {each.selection.drawing for each in readings if each.selection is not None}
+        found = {drawing: self._draw_for(drawing, num_rows) for drawing in drawings}
+        return {drawing: draw for drawing, draw in found.items() if draw is not None}
+
+    def _draw_for(self, drawing: Drawing, num_rows: int) -> _Draw | None:
+        """Return the captured drawing for so many rows; `None` where there is none for it."""
+        number = self._drawings.get(drawing, len(self._drawings) + 1)
+        if self._is_eager or number > _MOST_DRAWINGS:
+            return None
+        self._drawings[drawing] = number
+        count = max(num_rows, 2)  # a drawing takes at least two
+        return self._draws.get((number, count)) or self._new_draw(drawing, number, count)
+
+    def _new_draw(self, drawing: Drawing, number: int, num_rows: int) -> _Draw | None:
+        run = self._captured(partial(self._drawn, drawing, number, num_rows))
+        if run is None:
+            return None
+        made = self._draws[number, num_rows] = _Draw(number, run)
+        return made
+
+    def _drawn(self, drawing: Drawing, number: int, num_rows: int) -> None:
+        """Choose after those rows of the last pass that ask for a drawing."""
+        points, asked_for = self._outputs[_ASKED][:num_rows].unbind(1)
+        chosen = drawing(self._outputs["logits"][:num_rows], points.view(torch.float64))
+        column = self._outputs["choices"][:num_rows, ChoiceTable.SELECTED]
+        column.copy_(torch.where(asked_for == number, chosen.to(column.dtype), column))
+
+    def _taken(self, readings: Sequence[Reading], drawings: Mapping[Drawing, _Draw]) -> list[Read]:
         """Return copies of what the last pass computed: the next one writes to the same tensors."""
         num_rows = sum(len(each.tokens) for each in readings)
-        kept = {name: rows[:num_rows].clone() for name, rows in self._outputs.items()}
+        kept = {
+            name: rows[:num_rows].clone() for name, rows in self._outputs.items() if name != _ASKED
+        }
         table = ChoiceTable(kept["choices"])
         found, start = [], 0
         for reading in readings:
             rows = slice(start, start + len(reading.tokens))
             wanted = slice(rows.stop - reading.num_logits, rows.stop)
             logits = kept["logits"][wanted]
-            found.append(Read(logits, self._states(kept, rows), Choices(table, wanted, logits)))
+            selection = reading.selection
+            if selection is not None and selection.drawing not in drawings:
+                selection = None
+            choices = Choices(table, wanted, logits, selection)
+            found.append(Read(logits, self._states(kept, rows), choices))
             start = rows.stop
         return found
 
@@ -582,6 +658,7 @@ class CapturedPasses:
     def _forget(self) -> None:
         self._passes: dict[Shape, _Pass] = {}
         self._copies: dict[int, _Copies] = {}
+        self._draws: dict[tuple[int, int], _Draw] = {}
         self._capture = self._make_capture()
         self._num_growths = self._cache.num_growths
         self._addresses = self._weights_at()

@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from decoder.errors import OutOfMemoryError, UncroppableCacheError
 from decoder.model.cache import TreeCache
 from decoder.model.states import States, StateTap
-from decoder.sampling.verification import Choices
+from decoder.sampling.verification import Choices, Selection
 from retriever.drafter import TokenIds
 from retriever.tree import DraftTree
 
@@ -32,11 +32,14 @@ class Reading:
         tokens: int32[n], at least one; the last token and the tree's, where there is a tree.
         tree: continuations of the first token, N = n - 1 nodes; `None` for a piece of a prompt,
             which is committed as it is read.
+        selection: what a captured pass chooses after the rows whose logits are wanted; others
+            choose nothing.
     """
 
     place: int
     tokens: TokenIds
     tree: DraftTree | None = None
+    selection: Selection | None = None
 
     @classmethod
     def of(cls, place: int, last_token: int, tree: DraftTree) -> "Reading":

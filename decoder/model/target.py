@@ -63,6 +63,7 @@ from decoder.model.passes import (
 from decoder.model.prefixes import DEFAULT_PREFIX_BYTES, Prefix, PrefixStore, num_shared
 from decoder.model.ranks import led, ranks_of, refuse_shared
 from decoder.model.states import States, StateTap
+from decoder.sampling.verification import Drawing
 from indexer.errors import reason_of
 from retriever.drafter import TokenIds
 from retriever.tree import ROOT, DraftTree
@@ -283,6 +284,11 @@ class Target:
         return self._captured is not None and self._captured.is_padding
 
     @property
+    def selects(self) -> bool:
+        """Whether a pass can choose after its rows by a reading's selection."""
+        return self.pads_passes
+
+    @property
     def packs(self) -> bool:
         """Whether readings of several places are one pass; otherwise each is one of its own."""
         return self._packed is not None
@@ -353,6 +359,17 @@ class Target:
             cache.reserve(num_tokens + num_rows)
             if self._captured is not None:
                 self._captured.prepare(num_tokens, num_rows)
+
+    @torch.inference_mode()
+    def prepare_drawing(self, drawing: Drawing, num_rows: int = MOST_ROWS) -> None:
+        """Capture, after `prepare`, how sequences choose that draw alike; see `SelectingRule`.
+
+        Args:
+            drawing: of their rule.
+            num_rows: most rows of a pass.
+        """
+        if self._captured is not None:
+            self._captured.prepare_drawing(drawing, num_rows)
 
     @torch.inference_mode()
     def _check_packing(self, packed: PackedPasses) -> None:

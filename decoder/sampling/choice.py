@@ -47,9 +47,13 @@ class Draw:
 
     def __call__(self, scores: torch.Tensor, rows: slice) -> torch.Tensor:
         """Choose for each row."""
-        probabilities = torch.softmax(scores, dim=-1)
-        chosen = draw(probabilities, torch.from_numpy(self.points[self.depths[rows]]))
-        return chosen.masked_fill(probabilities[:, 0].isnan(), NOTHING)
+        return drawn(scores, torch.from_numpy(self.points[self.depths[rows]]))
+
+
+def drawn(scores: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Return int64[n], a draw from each row's distribution at its point, or `NOTHING`."""
+    probabilities = torch.softmax(scores, dim=-1)
+    return draw(probabilities, points).masked_fill(probabilities[:, 0].isnan(), NOTHING)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -230,6 +230,11 @@ class Processing:
         return self.memory is None and not self.all_processors
 
     @property
+    def is_of_settings(self) -> bool:
+        """Whether nothing but the settings of sampling, which look at no token, is applied."""
+        return self.is_blind and not self._processors
+
+    @property
     def all_processors(self) -> list[LogitsProcessor]:
         """All processors, in order; the constraint is none of them."""
         return [

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,20 @@ from decoder.sampling.choice import (
     Draw,
     DrawnChildren,
     Rejection,
+    drawn,
     most_probable,
 )
 from decoder.sampling.constraint import Constraint
-from decoder.sampling.processors import PathScores, Processing
+from decoder.sampling.processors import PathScores, Processing, Warping
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
     CERTAIN,
     Acceptance,
     AcceptRule,
+    Drawing,
     PassContext,
     SampledTree,
+    Selection,
     accept_greedy,
     drawn_numbers,
     follow,
@@ -41,7 +44,8 @@ class ProcessedRule:
     """A rule that chooses from processed logits.
 
     A row is processed when the path reaches it. Only where no processor looks at more than the row
-    and the host would wait for another device, all rows are processed before.
+    and the host would wait for another device, all rows are processed before: in the pass itself,
+    if it was asked for a `selection`.
 
     Attributes:
         settings: how tokens are chosen.
@@ -60,6 +64,9 @@ class ProcessedRule:
             DeadEndError: no token is possible after the committed ones.
             InvalidLogitsError: the logits after it are not numbers.
         """
+        chosen = self._selected(logits, context)
+        if chosen is not None:
+            return _possible(tree, logits, follow(tree, lambda _: chosen, together=True))
         scores = PathScores(self.processing, tree, logits, context)
         choose = self._choice(tree, context)
         together = self.processing.is_blind and is_waited_for(logits)
@@ -68,6 +75,27 @@ class ProcessedRule:
                 tree, lambda rows: choose(scores.of(rows), rows), together=together
             )
         return _possible(tree, logits, (path, token))
+
+    @property
+    def drawing(self) -> Drawing | None:
+        """How tokens are drawn where only settings are applied, which look at no token."""
+        if self.settings.is_greedy or not self.processing.is_of_settings:
+            return None
+        return SettingsDrawing(replace(self.settings, seed=None, coupled=True))
+
+    def selection(self, tree: DraftTree, context: PassContext) -> Selection | None:
+        """Return what a pass is to choose after all rows, unless drawn drafts are to be judged."""
+        drawing = self.drawing
+        choice = None if drawing is None else self._choice(tree, context)
+        if drawing is None or not isinstance(choice, Draw):
+            return None
+        return Selection(self, drawing, choice.points[choice.depths])
+
+    def _selected(self, logits: torch.Tensor, context: PassContext) -> torch.Tensor | None:
+        choices = context.choices
+        if choices is None or not choices.are_of(logits):
+            return None
+        return choices.selected_for(self)
 
     def _choice(self, tree: DraftTree, context: PassContext) -> Choice:
         if self.settings.is_greedy:
@@ -81,6 +109,21 @@ class ProcessedRule:
             points = drawn_numbers(self.seed, context, (count, children.tokens.shape[1] + 1))
             return Rejection(children, tree.proposals, depths, points)
         return Draw(depths, drawn_numbers(self.seed, context, (count,)))
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsDrawing:
+    """Draws by settings that look at no token; a `Drawing`.
+
+    Attributes:
+        settings: equal ones draw alike, as random numbers are given.
+    """
+
+    settings: SamplingSettings
+
+    def __call__(self, logits: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+        """Choose for each row."""
+        return drawn(Warping(self.settings)(logits.to(torch.float32, copy=True)), points)
 
 
 def accept_rule(

@@ -11,7 +11,7 @@ that disagrees is already distributed as the residual.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Self
+from typing import Final, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,14 +51,55 @@ class PassContext:
         return self.tokens[self.num_prompt_tokens :]
 
 
+Drawing = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A way to choose after rows of any path: takes [n, vocabulary], logits that are not written to,
+with n at least 2, and float64[n], a random number for each; gives int64[n], tokens. Equal ones
+compute the same, which depends on nothing else."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """What a rule asks a pass to choose after the rows of a reading, before a path is known.
+
+    Attributes:
+        rule: that asks.
+        drawing: how it chooses.
+        points: float64[rows], the random number of each row.
+    """
+
+    rule: object
+    drawing: Drawing
+    points: NDArray[np.float64]
+
+
+@runtime_checkable
+class SelectingRule(Protocol):
+    """A rule that can choose after all rows at once."""
+
+    @property
+    def drawing(self) -> Drawing | None:
+        """How it does; `None` where choices need the path before them."""
+        ...
+
+    def selection(self, tree: DraftTree, context: PassContext) -> Selection | None:
+        """Return what a pass is to choose; `None` where that cannot be said before."""
+        ...
+
+
 class ChoiceTable:
     """What a pass computed about its rows, on its device; one download brings all of it.
 
     Args:
-        values: int32[rows, 2 + 2 * k]: the most probable token after each row, whether such tokens
-            lead to the row, the k likeliest tokens, and the bits of their logits in single
-            precision.
+        values: int32[rows, 3 + 2 * k]: the most probable token after each row, whether such tokens
+            lead to the row, the token that a rule's selection chose, the k likeliest tokens, and
+            the bits of their logits in single precision.
     """
+
+    SELECTED: Final = 2
+    """The column of what selections chose."""
+
+    NUM_CHOICES: Final = 3
+    """Columns before the likeliest tokens."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -77,10 +118,18 @@ class Choices:
         table: of the pass.
         rows: those of the reading: after its last token and after each node of its tree.
         logits: [rows, vocabulary], that it was found of.
+        selection: by which the pass chose, if it did.
     """
 
-    def __init__(self, table: ChoiceTable, rows: slice, logits: torch.Tensor) -> None:
+    def __init__(
+        self,
+        table: ChoiceTable,
+        rows: slice,
+        logits: torch.Tensor,
+        selection: Selection | None = None,
+    ) -> None:
         self._table, self._rows, self._logits = table, rows, logits
+        self._selection = selection
 
     def are_of(self, logits: torch.Tensor) -> bool:
         """Return whether these very logits were chosen from, as no rule has changed them."""
@@ -92,9 +141,16 @@ class Choices:
         path = np.flatnonzero(values[1:, 1])
         return path, int(values[path[-1] + 1 if len(path) else 0, 0])
 
+    def selected_for(self, rule: object) -> torch.Tensor | None:
+        """Return int64[rows], what a rule had the pass choose, `None` if it asked for nothing."""
+        if self._selection is None or self._selection.rule is not rule:
+            return None
+        values = self._table.values[self._rows, self._table.SELECTED]
+        return torch.from_numpy(values.astype(np.int64))
+
     def likeliest(self) -> tuple[TokenIds, NDArray[np.float32]]:
         """Return int32[rows, k], the likeliest tokens, and float32[rows, k], their logits."""
-        values = self._table.values[self._rows, 2:]
+        values = self._table.values[self._rows, self._table.NUM_CHOICES :]
         half = values.shape[1] // 2
         tokens, logits = np.ascontiguousarray(values[:, :half]), values[:, half:]
         return tokens, np.ascontiguousarray(logits).view(np.float32)

@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,9 +17,14 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    MinPLogitsWarper,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
-from benchmarks.decoding.pass_operations import counted_steps
+from benchmarks.decoding.pass_operations import SETTINGS, counted_steps
 from decoder.budget.budget import FixedBudget
 from decoder.budget.costs import measure_costs
 from decoder.drafters.fusion import FusedDrafter
@@ -47,13 +53,17 @@ from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
     Acceptance,
+    AcceptRule,
     Choices,
     ChoiceTable,
     PassContext,
+    SampledTree,
+    SelectingRule,
     accept_greedy,
 )
+from retriever.drafter import Drafter
 from retriever.follower import DraftLimits
-from retriever.tree import DraftTree
+from retriever.tree import ROOT, DraftTree
 from tests.decoder.decoding import (
     MODELS,
     SIZES,
@@ -71,6 +81,7 @@ from tests.decoder.decoding import (
     tiny_convolution,
     tiny_gemma,
     tiny_llama,
+    tree_of,
 )
 from tests.decoder.model.test_target import layers_of
 
@@ -255,12 +266,16 @@ def mask_of_a_neighbour(numbers: torch.Tensor, shape: Shape, capacity: int) -> L
     return replace(laid, grid=replace(laid.grid, visible=laid.grid.visible.roll(1, 0)))
 
 
-def lengths_of_a_neighbour(self: Inputs, readings: Sequence[Reading], pasts: list[int]) -> None:
-    FILL(self, readings, pasts[1:] + pasts[:1])
+def lengths_of_a_neighbour(
+    self: Inputs, readings: Sequence[Reading], pasts: list[int], *drawings: Any
+) -> None:
+    FILL(self, readings, pasts[1:] + pasts[:1], *drawings)
 
 
-def parents_forgotten(self: Inputs, readings: Sequence[Reading], pasts: list[int]) -> None:
-    FILL(self, [Reading(each.place, each.tokens) for each in readings], pasts)
+def parents_forgotten(
+    self: Inputs, readings: Sequence[Reading], pasts: list[int], *drawings: Any
+) -> None:
+    FILL(self, [Reading(each.place, each.tokens) for each in readings], pasts, *drawings)
 
 
 @pytest.mark.parametrize(
@@ -682,36 +697,170 @@ def test_no_room_for_what_is_prepared_is_said(monkeypatch: pytest.MonkeyPatch) -
         target.verify(3, DraftTree.empty())
 
 
+@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("choosing", SETTINGS)
 @pytest.mark.parametrize("num_sequences", [1, 4])
-def test_a_step_asks_the_device_for_little_and_waits_once(num_sequences: int) -> None:
-    steps = counted_steps(num_sequences)
+def test_a_step_asks_the_device_for_little_and_waits_once(
+    num_sequences: int, choosing: str, *, forks: bool
+) -> None:
+    steps = counted_steps(num_sequences, SETTINGS[choosing], forks=forks)
     assert steps
     for step in steps:
         assert 0 < step.outside + step.replays <= 8
+        assert step.replays >= 1 + (choosing == "sampled")
         assert step.waits == step.downloads == 1
 
 
-def test_sampling_by_captured_passes_is_that_of_eager_ones() -> None:
-    """Rules that draw, penalise or change logits get them as they are, and no greedy path."""
-    model = tiny_llama(dtype=torch.float64)
-    prompts = [prompt_of(length, seed=length) for length in (5, 20, 9)]
+def test_choosing_outside_of_the_pass_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "selects", False)
+    steps = counted_steps(4, SETTINGS["sampled"])
+    assert max(step.outside for step in steps) > 100
+    assert max(step.waits for step in steps) > 1
 
-    def biased(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
-        changed = logits.clone()
-        changed[:, 7:9] += 4.0
-        return accept_greedy(tree, changed, context)
 
-    for rule in (accept_rule(SamplingSettings(1.0, 20, 0.95, 0.01, 1.2, seed=5)), biased):
-        outputs = []
-        for capture in (Uncaptured, None):
-            drafter = ScriptedDrafter(at_random(12))
-            target = Target(model, capture=capture, verdicts=None)
-            decoder = Decoder(target, drafter, FixedBudget(12), rule)
-            found: dict[int, list[int]] = {}
-            for generation, tokens in decoder.generate_many(
-                [Request(each, 20) for each in prompts], 2
-            ):
-                assert generation.error is None
-                found.setdefault(generation.number, []).extend(tokens)
-            outputs.append(found)
-        assert outputs[0] == outputs[1]
+def sampled_by(
+    capture: CaptureMaker | None,
+    rules: Sequence[AcceptRule],
+    drafter: Drafter | None = None,
+) -> dict[int, list[int]]:
+    """Decode a sequence by each rule, three at a time."""
+    target = Target(tiny_llama(dtype=torch.float64), capture=capture, verdicts=None)
+    decoder = Decoder(target, drafter or ScriptedDrafter(at_random(12)), FixedBudget(12))
+    requests = [
+        Request(prompt_of(5 + 4 * number, seed=number), 20, accept=rule)
+        for number, rule in enumerate(rules)
+    ]
+    found: dict[int, list[int]] = {}
+    for generation, tokens in decoder.generate_many(requests, 3):
+        assert generation.error is None
+        found.setdefault(generation.number, []).extend(tokens)
+    return found
+
+
+def biased(tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
+    changed = logits.clone()
+    changed[:, 7:9] += 4.0
+    return accept_greedy(tree, changed, context)
+
+
+DRAWN = [
+    accept_rule(SamplingSettings(1.0, seed=1)),
+    accept_rule(SamplingSettings(0.7, top_k=20, top_p=0.95, min_p=0.01, seed=2)),
+    accept_rule(SamplingSettings(1.3, top_p=0.9, seed=3, coupled=False)),
+    accept_rule(SamplingSettings(1.0, seed=4)),
+    accept_rule(SamplingSettings(0.7, min_p=0.05, seed=5)),
+]
+"""Rules whose choices a pass makes; the first and the fourth differ in their seeds alone."""
+
+FOLLOWING = [
+    accept_rule(SamplingSettings(1.0, 20, 0.95, 0.01, 1.2, seed=5)),
+    accept_rule(SamplingSettings(0.9, seed=6), [MinPLogitsWarper(0.02)]),
+    accept_greedy,
+    biased,
+]
+"""Rules that penalise, are shown rows, or change logits: a pass chooses nothing for them, and gives
+them no greedy path but their own."""
+
+
+@pytest.mark.parametrize("capture", [Uncaptured, Traced])
+def test_sampling_by_captured_passes_is_that_of_eager_ones(
+    capture: CaptureMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules, num_selected, selected_for = [*DRAWN, *FOLLOWING], 0, Choices.selected_for
+
+    def counted(self: Choices, rule: object) -> torch.Tensor | None:
+        nonlocal num_selected
+        chosen = selected_for(self, rule)
+        num_selected += chosen is not None
+        assert (chosen is not None) == (rule in DRAWN)
+        return chosen
+
+    monkeypatch.setattr(Choices, "selected_for", counted)
+    assert sampled_by(capture, rules) == sampled_by(None, rules)
+    assert num_selected > 50
+
+
+def test_settings_beyond_those_that_are_captured_choose_by_themselves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = sampled_by(None, DRAWN)
+    monkeypatch.setattr(passes_module, "_MOST_DRAWINGS", 2)
+    assert sampled_by(Uncaptured, DRAWN) == expected
+    assert caplog.records == []
+
+
+def points_of_a_neighbour(
+    self: Inputs, readings: Sequence[Reading], pasts: list[int], *drawings: Any
+) -> None:
+    FILL(self, readings, pasts, *drawings)
+    points = self.numbers[-2 * self._shape.num_rows : -self._shape.num_rows]
+    points.copy_(points.roll(1))
+
+
+def drawings_of_a_neighbour(
+    self: Inputs,
+    readings: Sequence[Reading],
+    pasts: list[int],
+    drawings: Any = MappingProxyType({}),
+) -> None:
+    numbers = list(drawings.values())
+    mixed = dict(zip(drawings, numbers[1:] + numbers[:1], strict=True))
+    FILL(self, readings, pasts, mixed)
+
+
+@pytest.mark.parametrize("planted", [points_of_a_neighbour, drawings_of_a_neighbour])
+def test_a_draw_that_is_mixed_up_is_caught(
+    planted: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = sampled_by(None, DRAWN)
+    monkeypatch.setattr(Inputs, "fill", planted)
+    assert sampled_by(Uncaptured, DRAWN) != expected
+
+
+def test_drawn_drafts_are_judged_by_their_distributions_after_captured_passes() -> None:
+    """A pass chooses nothing there: what is accepted depends on what was drawn."""
+    rule = accept_rule(SamplingSettings(1.0, seed=1, coupled=False))
+    outputs = []
+    for capture in (Uncaptured, None):
+        guess = functools.partial(drawn_siblings, np.random.default_rng(0))
+        outputs.append(sampled_by(capture, [rule] * 4, ScriptedDrafter(guess)))
+    assert outputs[0] == outputs[1]
+    assert isinstance(rule, SelectingRule)
+    context = PassContext(0, np.zeros(3, np.int32))
+    assert rule.selection(drawn_siblings(np.random.default_rng(0), [], 6), context) is None
+    assert rule.selection(DraftTree.empty(), context) is not None
+
+
+def drawn_siblings(rng: np.random.Generator, _tokens: list[int], budget: int) -> SampledTree:
+    """Return next tokens, drawn one after the other from all that are left."""
+    count = min(budget, 6)
+    tree = tree_of([(ROOT, token) for token in rng.permutation(VOCABULARY)[:count].tolist()])
+    return SampledTree(
+        tree.token_ids,
+        tree.parents,
+        tree.probabilities,
+        tree.sources,
+        torch.full((1, VOCABULARY), 1 / VOCABULARY),
+        np.zeros(count, np.int32),
+    )
+
+
+def test_what_draws_is_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes_module, "_FEWEST_KEYS", 16)
+    rule = accept_rule(SamplingSettings(0.8, top_k=30, seed=4))
+    assert isinstance(rule, SelectingRule)
+    assert rule.drawing is not None
+    target = Target(tiny_llama(), capture=Counted, verdicts=None)
+    target.prepare(60, 3, 64)
+    Counted.functions.clear()
+    target.prepare_drawing(rule.drawing, 64)
+    assert len(Counted.functions) == 6  # for 2, 4 ... 64 rows
+    Counted.functions.clear()
+    rng = np.random.default_rng(0)
+    drafter = ScriptedDrafter(lambda _, most: random_tree(rng, int(rng.integers(most))))
+    decoder = Decoder(target, drafter, FixedBudget(10), rule)
+    requests = [Request(prompt_of(length, seed=length), 25) for length in (5, 20, 3, 17, 30)]
+    assert sum(len(tokens) for _, tokens in decoder.generate_many(requests, 3)) == 5 * 25
+    assert not Counted.functions
+    eager = Target(tiny_llama())
+    eager.prepare_drawing(rule.drawing)  # nothing is captured there
