@@ -31,10 +31,13 @@ class Frame:
         slots: int64[rows], where the rows' states go, counted over all places.
         num_keys: first slots of the buffers that it is shown, used or not, `None` for all; its
             mask hides those that a row must not see.
+        length: int64[], tokens before the rows, told to a model that makes its masks itself; `None`
+            where they are given.
     """
 
     slots: torch.Tensor
     num_keys: int | None = None
+    length: torch.Tensor | None = None
 
 
 class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typed there
@@ -171,11 +174,15 @@ class GrowingLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # not typ
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys a query of this length sees, and the first one's slot."""
+        if self.frame is not None and self.frame.num_keys is not None:
+            return self.frame.num_keys, 0
         first = self._first_seen()
         return self._lengths[self.place] - first + query_length, first
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens held."""
+        """Return the number of tokens held; that of a frame is a tensor, as in static caches."""
+        if self.frame is not None and self.frame.length is not None:
+            return self.frame.length  # type: ignore[return-value]  # nor does transformers say so
         return self._lengths[self.place]
 
     def get_max_length(self) -> int:

@@ -7,6 +7,7 @@ the target's choices, accepted paths and likely tokens are computed in the captu
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from logging import getLogger
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from decoder.model.attention import Grid, SplitMask
 from decoder.model.cache import Frame, TreeCache
-from decoder.model.passes import Read, Reading
+from decoder.model.passes import Masks, Read, Reading
 from decoder.model.states import States, StateTap
 from decoder.sampling.verification import Choices, ChoiceTable, Drawing
 from indexer.errors import reason_of
@@ -344,6 +345,21 @@ class Kept:
     slots: NDArray[np.int64]
 
 
+class Masking(Enum):
+    """Who makes the masks of captured passes.
+
+    Attributes:
+        SPLIT: they do; all layers attend by `decoder.model.attention.tree_attention`.
+        DENSE: they do, for another attention; only passes of the first place are captured.
+        OWN: the model, from the number of tokens before a chain, which stands on the device; only
+            passes of the first place are captured.
+    """
+
+    SPLIT = "split"
+    DENSE = "dense"
+    OWN = "own"
+
+
 class CapturedPasses:
     """Passes over all places of a cache whose shapes are few, so that each can be captured.
 
@@ -355,13 +371,13 @@ class CapturedPasses:
     not at every pass.
 
     Args:
-        model: the model to run; it takes trees.
+        model: the model to run.
         cache: of its sequences.
         windows: of the model's layer types.
         make_capture: how shapes are captured.
         tap: keeps states of the model; `None` to keep none.
-        splits: whether all layers attend by `decoder.model.attention.tree_attention`; otherwise
-            masks are dense, and only passes of the first place are captured.
+        masking: who makes masks; chains alone are captured where the model does.
+        max_length: most tokens of a sequence, `None` where there is no limit.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  what a pass is made of
@@ -371,15 +387,20 @@ class CapturedPasses:
         windows: Windows,
         make_capture: CaptureMaker,
         tap: StateTap | None,
-        splits: bool,  # noqa: FBT001  named by its only caller
+        masking: Masking,
+        max_length: int | None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._windows = dict(windows)
         self._make_capture = make_capture
         self._tap = tap
-        self._splits = splits
-        self._takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._masking, self._max_length = masking, max_length
+        self._splits = masking is Masking.SPLIT
+        taken = inspect.signature(model.forward).parameters
+        self._takes_count, self._takes_positions = (
+            name in taken for name in ("logits_to_keep", "position_ids")
+        )
         self._is_eager = False
         self._outputs: _Outputs = {}
         self._drawings: dict[Drawing, int] = {}
@@ -473,11 +494,13 @@ class CapturedPasses:
 
     def _shape_of(self, readings: Sequence[Reading]) -> Shape | None:
         """Return the shape of a pass, with room in the cache for it; `None` if none is captured."""
-        num_rows = _bucket(sum(len(each.tokens) for each in readings))
+        num_rows = _bucket(max(sum(len(each.tokens) for each in readings), self._fewest_rows))
         is_first_alone = readings[-1].place == 0
         if num_rows > MOST_ROWS or not (self._splits or is_first_alone):
             return None
         pasts = self._cache.lengths
+        if self._masking is Masking.OWN and self._is_beyond(pasts[0] + num_rows):
+            return None
         ends = [pasts[each.place] + len(each.tokens) for each in readings]
         last = 0 if is_first_alone else len(pasts) - 1
         self._cache.reserve(max(*ends, pasts[last] + num_rows, _FEWEST_TOKENS))
@@ -485,6 +508,15 @@ class CapturedPasses:
         widest = max(len(each.tokens) for each in readings)
         context = max(pasts[each.place] for each in readings)
         return self._shape(last + 1, num_rows, widest, context)
+
+    @property
+    def _fewest_rows(self) -> int:
+        """Rows of the narrowest pass: models make no mask for one, which would see all slots."""
+        return 2 if self._masking is Masking.OWN else 1
+
+    def _is_beyond(self, end: int) -> bool:
+        """Return whether rows that pad would stand where a model knows no positions."""
+        return self._max_length is not None and end > self._max_length
 
     def _shape(self, num_places: int, num_rows: int, widest: int, context: int) -> Shape:
         """Return the shape of passes behind up to `context` tokens; dense masks show rows, too."""
@@ -498,7 +530,7 @@ class CapturedPasses:
         """Return the shapes of all passes behind sequences up to a length."""
         num_places = len(self._cache.lengths)
         for places in {1, num_places if self._splits else 1}:
-            for rows in _buckets(num_rows):
+            for rows in _buckets(num_rows)[self._fewest_rows.bit_length() - 1 :]:
                 for widest in _buckets(rows):
                     for context in [*_buckets(num_tokens)[:-1], num_tokens]:
                         yield self._shape(places, rows, widest, context)
@@ -535,17 +567,18 @@ class CapturedPasses:
         """Run what the inputs say through the model."""
         capacity = self._cache.capacity
         laid = Laid.of(numbers, shape, capacity)
-        masks = {
-            kind: self._mask(laid.grid, window, shape, capacity)
-            for kind, window in self._windows.items()
-        }
         options: dict[str, Any] = {"logits_to_keep": 0} if self._takes_count else {}
-        frame = Frame(laid.slots, None if self._splits else shape.num_keys)
+        positions, length = laid.positions, None
+        if self._masking is Masking.OWN:
+            length = laid.grid.pasts[0]
+            positions = length + _counted(shape.num_rows, numbers)  # rows that pad go on
+        if self._takes_positions:
+            options["position_ids"] = positions[None]
+        frame = Frame(laid.slots, None if self._splits else shape.num_keys, length)
         with self._cache.framed(frame) as states:
             output = self._model(
                 input_ids=laid.tokens[None],
-                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                position_ids=laid.positions[None],
+                attention_mask=self._masks(laid.grid, shape, capacity),
                 past_key_values=states,
                 use_cache=True,
                 **options,
@@ -559,6 +592,15 @@ class CapturedPasses:
         if self._tap is not None:
             found["states"] = torch.stack(list(self._tap.taken().values()), dim=1)
         return found
+
+    def _masks(self, grid: Grid, shape: Shape, capacity: int) -> Masks:
+        if self._masking is Masking.OWN:
+            return None
+        masks = {
+            kind: self._mask(grid, window, shape, capacity)
+            for kind, window in self._windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _mask(self, grid: Grid, window: int | None, shape: Shape, capacity: int) -> torch.Tensor:
         if self._splits:

@@ -44,6 +44,7 @@ from decoder.model.graphs import (
     CapturedPasses,
     CaptureMaker,
     Kept,
+    Masking,
     Windows,
     capture_on,
 )
@@ -192,6 +193,9 @@ class Target:
         self._begin(model, promised)
         if verdicts is not None:
             self._check(model, promised, verdicts)
+        if self.capability is promised.capability is Capability.CHAINS:
+            self._captured = self._made_captured(Masking.OWN)
+            self._check_captured_chains()
         tell_once(model, self.capability, self.reason)
         self.vocabulary_size = int(model.get_input_embeddings().get_parameter("weight").shape[0])
 
@@ -208,22 +212,23 @@ class Target:
         """Begin with an empty cache that holds no memory yet."""
         self._places = _Places(partial(_passes, self._model, compatibility, self._tap))
         self._packed = self._places.packed(self._model, self._windows, self._tap)
-        self._captured = self._made_captured(self._packed is not None)
+        masking = Masking.DENSE if self._packed is None else Masking.SPLIT
+        takes_trees = self.capability is Capability.TREES
+        self._captured = self._made_captured(masking) if takes_trees else None
         self._committed = [0]
         self._held: list[list[int]] = [[]]
         self._latest: list[TokenIds] = [_NO_TOKENS]
         self.states: States = {}
         self._is_packing_checked = False
 
-    def _made_captured(self, splits: bool) -> CapturedPasses | None:  # noqa: FBT001  one caller
+    def _made_captured(self, masking: Masking) -> CapturedPasses | None:
         """Return passes of fixed shapes, `None` where they are not to be captured."""
         capture, cache = self._capture or capture_on(self.device), self._places.cache
-        takes_trees = self.capability is Capability.TREES
-        if capture is None or cache is None or not takes_trees:
+        if capture is None or cache is None or is_patched(self._model) or is_spread(self._model):
             return None
-        if is_patched(self._model) or is_spread(self._model):
-            return None
-        return CapturedPasses(self._model, cache, self._windows, capture, self._tap, splits)
+        return CapturedPasses(
+            self._model, cache, self._windows, capture, self._tap, masking, self.max_length
+        )
 
     def _check(self, model: PreTrainedModel, promised: Compatibility, verdicts: Verdicts) -> None:
         """Fall back to what the model was found to verify.
@@ -394,6 +399,28 @@ class Target:
             )
         for reading in readings:
             self.reset(reading.place)
+
+    @torch.inference_mode()
+    def _check_captured_chains(self) -> None:
+        """Run chains eagerly if captured passes of the model's own masks give other logits.
+
+        Behind two lengths: what is taken from the host and not from the device is that of the
+        first.
+        """
+        chain = DraftTree.checked([1, 2], [ROOT, 0], [0.9, 0.5], [0, 0])
+        for length in (3, 6):
+            if self._captured is None:
+                return
+            self.prefill(np.arange(1, length + 1, dtype=np.int32))
+            reading = Reading.of(0, 1, chain)
+            alone = [self._read_alone(reading).logits]
+            if not self._is_alike(self._read_captured, [reading], alone):
+                self._captured = None
+                _log.warning(
+                    "chains of %s run without captured graphs, which give other logits",
+                    type(self._model).__name__,
+                )
+            self.reset()
 
     def _is_alike(
         self,

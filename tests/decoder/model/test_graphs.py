@@ -22,9 +22,11 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    masking_utils,
 )
 
 from benchmarks.decoding.pass_operations import SETTINGS, counted_steps
+from benchmarks.exactness.tiny_models import tiny_model
 from decoder.budget.budget import FixedBudget
 from decoder.budget.costs import measure_costs
 from decoder.drafters.fusion import FusedDrafter
@@ -35,6 +37,7 @@ from decoder.model import attention as attention_module
 from decoder.model import graphs as passes_module
 from decoder.model.attention import Grid, SplitMask, split_over_keys, tree_attention
 from decoder.model.cache import Frame, GrowingLayer, TreeCache
+from decoder.model.compatibility import Capability
 from decoder.model.graphs import (
     Capture,
     CapturedPasses,
@@ -83,6 +86,7 @@ from tests.decoder.decoding import (
     tiny_llama,
     tree_of,
 )
+from tests.decoder.model.test_pretrained import tiny_bloom, tiny_chunked
 from tests.decoder.model.test_target import layers_of
 
 
@@ -864,3 +868,113 @@ def test_what_draws_is_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) ->
     assert not Counted.functions
     eager = Target(tiny_llama())
     eager.prepare_drawing(rule.drawing)  # nothing is captured there
+
+
+def chain(rng: np.random.Generator, num_nodes: int) -> DraftTree:
+    return tree_of([(node - 1, int(rng.integers(4, 40))) for node in range(num_nodes)])
+
+
+def largest_error_of_chains(
+    make: Callable[[], PreTrainedModel], capture: CaptureMaker, length: int
+) -> float:
+    """Verify and commit chains in step with eager passes; return how far logits and caches part."""
+    rng, model = np.random.default_rng(length), make().double()
+    targets = pair(model, capture)
+    for target in targets:
+        target.prefill(np.array(prompt_of(length), np.int32))
+    error = 0.0
+    for width in (0, 1, 3, 9, 20, 0, 5, 2):
+        draft = chain(rng, width)
+        [found], [expected] = (target.read([Reading.of(0, 7, draft)]) for target in targets)
+        assert found.choices is not None
+        assert expected.choices is None
+        error = max(error, apart(found, expected))
+        path = np.arange(int(rng.integers(width + 1)))
+        for target in targets:
+            target.commit(path)
+    return max(error, caches_apart(targets))
+
+
+@pytest.fixture
+def _capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have transformers read no value to make masks, as while a stream of CUDA captures."""
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: True)
+
+
+@pytest.mark.usefixtures("_capturing")
+@pytest.mark.parametrize("length", [3, 60])
+@pytest.mark.parametrize("capture", [Uncaptured, Traced, Watching])
+@pytest.mark.parametrize("make", [tiny_chunked, tiny_bloom])
+def test_chains_by_masks_of_the_model_are_those_of_eager_passes(
+    make: Callable[[], PreTrainedModel], capture: CaptureMaker, length: int
+) -> None:
+    """Chunks of eight tokens end on the way."""
+    assert largest_error_of_chains(make, capture, length) < 1e-5
+
+
+def length_of_the_host(self: GrowingLayer) -> int:
+    return self._lengths[self.place]
+
+
+@pytest.mark.usefixtures("_capturing")
+@pytest.mark.parametrize("make", [tiny_chunked, tiny_bloom])
+def test_chains_that_know_lengths_from_the_host_run_eagerly(
+    make: Callable[[], PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(GrowingLayer, "get_seq_length", length_of_the_host)
+    assert Target(make(), capture=Traced, verdicts=None)._captured is None
+    assert "which give other logits" in caplog.records[0].getMessage()
+
+
+def test_chains_that_cannot_be_captured_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    """BART makes a tensor as long as the context, and GPT-Neo's windows follow slots."""
+    texts = []
+    for name in ("bart", "gpt_neo"):
+        model, prompt = tiny_model(name), prompt_of(5)
+        drafter = ScriptedDrafter(oracle(prompt + plainly(model, prompt, 20)))
+        target = Target(model, capture=Traced)
+        assert target.capability is Capability.CHAINS
+        assert not target.pads_passes
+        found = decoded(Decoder(target, drafter, FixedBudget(8)), prompt, 20)
+        texts.append(found == plainly(model, prompt, 20))
+    assert all(texts)
+    assert "passes run without captured graphs" in caplog.text
+
+
+@pytest.mark.parametrize("make", [tiny_chunked, tiny_bloom])
+def test_generation_by_captured_chains_is_that_of_the_model(
+    make: Callable[[], PreTrainedModel],
+) -> None:
+    model, prompt = evaluated(make()), prompt_of(5)
+    expected = plainly(model, prompt, 40)
+    rng, truth = np.random.default_rng(0), prompt + expected
+    for drafter in (
+        ScriptedDrafter(oracle(truth)),
+        ScriptedDrafter(lambda _, most: random_tree(rng, most)),
+    ):
+        Counted.functions.clear()
+        target = Target(model, capture=Counted)
+        assert target.capability is Capability.CHAINS
+        target.prepare(64, 1, 16)
+        num_captured = len(Counted.functions)
+        assert num_captured > 3
+        assert decoded(Decoder(target, drafter, FixedBudget(9)), prompt, 40) == expected
+        assert len(Counted.functions) == num_captured
+        assert target.pads_passes
+
+
+def test_chains_are_padded_within_the_positions_that_a_model_knows() -> None:
+    model = evaluated(tiny_chunked())
+    limit = model.config.max_position_embeddings = 64
+    target = Target(model, capture=Uncaptured, verdicts=None)
+    assert target.max_length == limit
+    target.prefill(np.array(prompt_of(limit - 4), np.int32))
+    rng = np.random.default_rng(0)
+    [read] = target.read([Reading.of(0, 7, chain(rng, 3))])
+    assert read.choices is not None
+    target.commit(np.arange(0))
+    [read] = target.read([Reading.of(0, 7, chain(rng, 2))])  # three rows, and one that pads
+    assert read.choices is None
+    assert read.logits.shape[0] == 3
