@@ -19,7 +19,14 @@ from decoder.model.pretrained import LanguageModel
 from decoder.model.target import Target
 from decoder.observation import ObservedPass, Observer, Statistics, Times
 from decoder.sampling.stated import without_own_settings
-from decoder.sampling.verification import Acceptance, AcceptRule, PassContext
+from decoder.sampling.verification import (
+    Acceptance,
+    AcceptRule,
+    Drawing,
+    PassContext,
+    SelectingRule,
+    Selection,
+)
 from retriever.tree import DraftTree
 
 PLAIN: Final = "plain"
@@ -341,5 +348,21 @@ class DrawnByPrompt:
 
     def __call__(self, tree: DraftTree, logits: torch.Tensor, context: PassContext) -> Acceptance:
         """Accept as the rule does."""
-        prompt = context.tokens[: context.num_prompt_tokens]
-        return self.rule(tree, logits, replace(context, sequence=zlib.crc32(prompt.tobytes())))
+        return self.rule(tree, logits, _by_prompt(context))
+
+    @property
+    def drawing(self) -> Drawing | None:
+        """See `SelectingRule`."""
+        return self.rule.drawing if isinstance(self.rule, SelectingRule) else None
+
+    def selection(self, tree: DraftTree, context: PassContext) -> Selection | None:
+        """See `SelectingRule`."""
+        if not isinstance(self.rule, SelectingRule):
+            return None
+        return self.rule.selection(tree, _by_prompt(context))
+
+
+def _by_prompt(context: PassContext) -> PassContext:
+    """Return a context whose sequence is numbered by its prompt."""
+    prompt = context.tokens[: context.num_prompt_tokens]
+    return replace(context, sequence=zlib.crc32(prompt.tobytes()))

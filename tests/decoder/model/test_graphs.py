@@ -29,6 +29,7 @@ from benchmarks.decoding.pass_operations import SETTINGS, counted_steps
 from benchmarks.exactness.tiny_models import tiny_model
 from decoder.budget.budget import FixedBudget
 from decoder.budget.costs import measure_costs
+from decoder.contenders.contender import DrawnByPrompt
 from decoder.drafters.fusion import FusedDrafter
 from decoder.drafters.recycling import RecycledLogits
 from decoder.errors import OutOfMemoryError
@@ -52,6 +53,7 @@ from decoder.model.graphs import (
 from decoder.model.passes import Read, Reading
 from decoder.model.states import FINAL
 from decoder.model.target import Target
+from decoder.sampling.processors import PathScores
 from decoder.sampling.rule import accept_rule
 from decoder.sampling.sampling_settings import SamplingSettings
 from decoder.sampling.verification import (
@@ -782,6 +784,24 @@ def test_sampling_by_captured_passes_is_that_of_eager_ones(
     monkeypatch.setattr(Choices, "selected_for", counted)
     assert sampled_by(capture, rules) == sampled_by(None, rules)
     assert num_selected > 50
+
+
+def test_contenders_of_a_benchmark_draw_in_captured_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rules = [DrawnByPrompt(rule) for rule in DRAWN]
+    expected = sampled_by(None, rules)
+    num_eager, of = 0, PathScores.of
+
+    def counted(self: PathScores, rows: slice) -> torch.Tensor:
+        nonlocal num_eager
+        num_eager += 1
+        return of(self, rows)
+
+    monkeypatch.setattr(PathScores, "of", counted)
+    assert sampled_by(Uncaptured, rules) == expected
+    # First tokens, where all that share the pass read prompts; every other pass draws by itself.
+    assert num_eager <= len(rules)
 
 
 def test_settings_beyond_those_that_are_captured_choose_by_themselves(
