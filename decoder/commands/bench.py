@@ -267,6 +267,7 @@ class Benchmark:
         cases = self._fitting(lineup.target, self._prompts)
         if not cases:
             raise InvalidPromptError(f"the model can take none of the {len(self._prompts)} prompts")
+        self._prepare(lineup.target, cases, place)
         warm = self._warm_up(lineup, place)
         turns = [1 + len(case.prompt.later) if options.both_turns else 1 for case in cases]
         found = self._begun(place, turns, len(self._prompts) - len(cases), warm, lineup.surface)
@@ -288,6 +289,13 @@ class Benchmark:
         self._found = found = Round(turns, num_refused, warm, surface)
         self._rounds.setdefault(place.heat, []).append(found)
         return found
+
+    def _prepare(self, target: Target, cases: Sequence[BenchPrompt], place: Place) -> None:
+        """Have passes captured before any is timed, on a device where they are."""
+        if target.pads_passes:
+            longest = max(len(case.token_ids) for case in cases)
+            num_tokens = longest + self._options.max_new_tokens
+            target.prepare(num_tokens, place.heat.parallel or 1)
 
     def _finish(self) -> None:
         """Do what is left when all rounds are over."""

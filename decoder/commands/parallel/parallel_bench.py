@@ -149,6 +149,7 @@ class ParallelBenchmark(Benchmark):
         if not groups:
             return
         parallel, ways = place.heat.parallel or 1, _taking_many(lineup)
+        self._prepare(lineup.target, self._cases, place)
         warm = self._warm_up(lineup, place)
         refused = len(self._prompts) - len(self._cases)
         found = self._begun(place, [1] * len(groups), refused, warm, lineup.surface)

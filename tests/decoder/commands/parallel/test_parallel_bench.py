@@ -13,7 +13,7 @@ import torch
 
 from decoder.assembly import DrafterSettings, assemble
 from decoder.commands import main, plain_comparison
-from decoder.commands.bench import BenchOptions, Opened
+from decoder.commands.bench import BenchOptions, Opened, run_benchmark
 from decoder.commands.parallel.parallel_bench import (
     ONE_BY_ONE,
     ParallelBenchmark,
@@ -33,6 +33,8 @@ from decoder.contenders.contender import (
 from decoder.contenders.registry import TABLES, Contest, Lineup, Setting
 from decoder.drafters.following import NoDrafter
 from decoder.errors import InvalidPromptError
+from decoder.model import target as target_module
+from decoder.model.graphs import Output
 from decoder.model.passes import Read, Reading
 from decoder.model.pretrained import LanguageModel, ModelOptions, Precision, load_model
 from decoder.model.target import Target
@@ -107,6 +109,33 @@ def test_every_way_writes_at_every_width_what_each_prompt_has_alone(
     assert not wrong_outputs(report)
     assert report["interrupted"] is False
     assert "all are the same" in conclusions_of(report)[-1]
+
+
+def test_no_pass_is_captured_while_it_is_timed(
+    language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[object] = []
+    marks: list[tuple[int, int]] = []
+    prepare = Target.prepare
+
+    def noting(self: Target, num_tokens: int, num_places: int = 1) -> None:
+        began = len(captured)
+        prepare(self, num_tokens, num_places)
+        marks.append((began, len(captured)))
+
+    def capture(function: Callable[[], Output]) -> Callable[[], Output]:
+        captured.append(function)
+        return function
+
+    monkeypatch.setattr(Target, "prepare", noting)
+    monkeypatch.setattr(target_module, "capture_on", lambda _: lambda: capture)
+    report = measured(language_model, [2, 3])
+    assert not wrong_outputs(report)
+    [(began, first), (again, second)] = marks  # once for a width
+    assert began < first == again < second == len(captured)
+    contest = Contest(language_model, WAYS, DrafterSettings(), 8)
+    run_benchmark(language_model, contest.opened, PROMPTS, BenchOptions(8))
+    assert marks[2][0] < marks[2][1] == len(captured)
 
 
 def test_steps_are_the_passes_that_verified_and_sequences_those_that_they_served(
