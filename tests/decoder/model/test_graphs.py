@@ -18,6 +18,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MinPLogitsWarper,
     MistralConfig,
     MistralForCausalLM,
@@ -88,7 +90,7 @@ from tests.decoder.decoding import (
     tiny_llama,
     tree_of,
 )
-from tests.decoder.model.test_pretrained import tiny_bloom, tiny_chunked
+from tests.decoder.model.test_pretrained import TWO_LAYERS, tiny_bloom
 from tests.decoder.model.test_target import layers_of
 
 
@@ -804,6 +806,18 @@ def test_contenders_of_a_benchmark_draw_in_captured_passes(
     assert num_eager <= len(rules)
 
 
+def test_what_one_rule_asked_for_is_not_shown_to_another() -> None:
+    asking, other = DRAWN[:2]
+    assert isinstance(asking, SelectingRule)
+    selection = asking.selection(DraftTree.empty(), PassContext(0, np.zeros(3, np.int32)))
+    table, logits = ChoiceTable(torch.full((1, 5), 9, dtype=torch.int32)), torch.zeros(1, 40)
+    choices = Choices(table, slice(0, 1), logits, selection)
+    chosen = choices.selected_for(asking)
+    assert chosen is not None
+    assert chosen.tolist() == [9]
+    assert choices.selected_for(other) is None
+
+
 def test_settings_beyond_those_that_are_captured_choose_by_themselves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -890,6 +904,22 @@ def test_what_draws_is_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) ->
     eager.prepare_drawing(rule.drawing)  # nothing is captured there
 
 
+def tiny_chunked() -> PreTrainedModel:
+    """Return a model with a layer of chunks and one of full attention, scaled by positions."""
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        **TWO_LAYERS,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        head_dim=8,
+        attention_chunk_size=8,
+        no_rope_layers=[1, 0],
+        floor_scale=4,
+        attn_scale=2.0,
+    )
+    return evaluated(Llama4ForCausalLM(config))
+
+
 def chain(rng: np.random.Generator, num_nodes: int) -> DraftTree:
     return tree_of([(node - 1, int(rng.integers(4, 40))) for node in range(num_nodes)])
 
@@ -921,14 +951,22 @@ def _capturing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: True)
 
 
-@pytest.mark.usefixtures("_capturing")
 @pytest.mark.parametrize("length", [3, 60])
-@pytest.mark.parametrize("capture", [Uncaptured, Traced, Watching])
 @pytest.mark.parametrize("make", [tiny_chunked, tiny_bloom])
-def test_chains_by_masks_of_the_model_are_those_of_eager_passes(
-    make: Callable[[], PreTrainedModel], capture: CaptureMaker, length: int
+def test_padded_chains_by_masks_of_the_model_are_those_of_eager_passes(
+    make: Callable[[], PreTrainedModel], length: int
 ) -> None:
     """Chunks of eight tokens end on the way."""
+    assert largest_error_of_chains(make, Uncaptured, length) < 1e-5
+
+
+@pytest.mark.usefixtures("_capturing")
+@pytest.mark.parametrize("length", [3, 60])
+@pytest.mark.parametrize("capture", [Traced, Watching])
+@pytest.mark.parametrize("make", [tiny_chunked, tiny_bloom])
+def test_captured_chains_by_masks_of_the_model_are_those_of_eager_passes(
+    make: Callable[[], PreTrainedModel], capture: CaptureMaker, length: int
+) -> None:
     assert largest_error_of_chains(make, capture, length) < 1e-5
 
 
@@ -949,18 +987,23 @@ def test_chains_that_know_lengths_from_the_host_run_eagerly(
 
 
 def test_chains_that_cannot_be_captured_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    """BART makes a tensor as long as the context, and GPT-Neo's windows follow slots."""
-    texts = []
-    for name in ("bart", "gpt_neo"):
-        model, prompt = tiny_model(name), prompt_of(5)
-        drafter = ScriptedDrafter(oracle(prompt + plainly(model, prompt, 20)))
-        target = Target(model, capture=Traced)
-        assert target.capability is Capability.CHAINS
-        assert not target.pads_passes
-        found = decoded(Decoder(target, drafter, FixedBudget(8)), prompt, 20)
-        texts.append(found == plainly(model, prompt, 20))
-    assert all(texts)
+    """BART makes a tensor as long as the context."""
+    model, prompt = tiny_model("bart"), prompt_of(5)
+    target = Target(model, capture=Traced)
+    assert target.capability is Capability.CHAINS
+    assert not target.pads_passes
     assert "passes run without captured graphs" in caplog.text
+    expected = plainly(model, prompt, 20)
+    drafter = ScriptedDrafter(oracle(prompt + expected))
+    assert decoded(Decoder(target, drafter, FixedBudget(8)), prompt, 20) == expected
+
+
+def test_chains_of_models_that_promised_trees_run_eagerly() -> None:
+    """GPT-Neo's window follows slots: behind few tokens, where chains are tried, nothing shows."""
+    model = tiny_model("gpt_neo", window_size=256, max_position_embeddings=1024)
+    target = Target(model, capture=Uncaptured)
+    assert target.capability is Capability.CHAINS
+    assert target._captured is None
 
 
 @pytest.mark.parametrize("make", [tiny_chunked, tiny_bloom])
