@@ -5,8 +5,8 @@ and all replay the same recordings in one run. Programs are built before, by
 `python -m benchmarks.peers.build_programs`; one that is not there has a row with the reason.
 """
 
-import datetime as dt
 import ctypes
+import datetime as dt
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -82,14 +82,12 @@ def main(
         with ExitStack() as opened:
             workloads = _workloads(workload or [], ChatEncoder(tokenizer), limit, opened)
             run = _Run(chosen, search, turns, absent, required=frozenset(peer or []))
-            rows = [
-                row
-                for each in workloads
-                for nodes in sorted(budget or BUDGETS)
-                for row in run.measure(each, nodes)
-            ]
-            report = PeerReport(before, str(turns), [describe(w) for w in workloads], rows, absent)
-        paths = report.write(stem)
+            described = [describe(each) for each in workloads]
+            report = PeerReport(before, str(turns), described, [], absent)
+            for each in workloads:
+                for nodes in sorted(budget or BUDGETS):
+                    report.rows.extend(run.measure(each, nodes))
+                    paths = report.write(stem)  # what there is, should the run be ended
     print(report.as_text() if json else report.as_markdown())
     console.print(*paths, sep="\n")
 
@@ -146,7 +144,9 @@ class _Run:
         Raises:
             ProgramError: one that must be there is not built.
         """
-        contenders_here = [each for each in self._chosen if workload.indexes or not each.of_corpus]
+        contenders_here = [
+            each for each in self._chosen if workload.indexes or not each.needs_index
+        ]
         made: dict[str, Made] = {}
         memory: dict[str, float] = {}
         for contender in contenders_here:
@@ -185,6 +185,7 @@ class _Run:
             if absent not in self._absent:
                 self._absent.append(absent)
             return
+        console.print(f"  {contender.name} is ready")
         if before is not None and after is not None:
             memory[contender.name] = (after - before) / 1e6
 

@@ -26,7 +26,9 @@ from retriever.errors import RetrieverError
 CACHE_VARIABLE: Final = "FOREDRAFT_CACHE"
 """The folder for what can be made again, where it is set."""
 
-SHIM: Final = Path(__file__).with_name("llama_lookup.cpp")
+HERE: Final = Path(__file__).parent
+"""Where our C functions around others' C++ are."""
+
 _REASON: Final = "why-not.txt"
 _LLAMA: Final = "llama_cpp_python-0.3.36"
 
@@ -66,6 +68,12 @@ LLAMA_CPP: Final = Package(
     "llama-cpp-python==0.3.36",
     "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
     ("--no-binary=llama-cpp-python",),
+)
+SGLANG: Final = Package(
+    "sglang==0.5.23",
+    "00b3cd5b265ac76c64185fbb6b95424f324ddd9f428d0306b77bc9db9d859937",
+    # Sources are taken from it, so that it may be of another Python than this one.
+    ("--only-binary=:all:", "--python-version=3.11", "--platform=manylinux_2_34_x86_64"),
 )
 
 
@@ -214,11 +222,20 @@ def _assemble_llama(archives: Path, made: Path) -> None:
     shutil.copy(root / "llama_cpp" / "llama_speculative.py", made)
     sources = root / llama
     compile_library(
-        (sources / "common" / "ngram-cache.cpp", SHIM),
+        (sources / "common" / "ngram-cache.cpp", HERE / "llama_lookup.cpp"),
         (sources / part for part in ("common", "include", "ggml/include", "vendor")),
         "c++17",
         made / "llama_lookup.so",
     )
+
+
+def _assemble_sglang(archives: Path, made: Path) -> None:
+    """SGLang's n-gram corpus behind our few functions."""
+    _unpack_wheel(archives, "sglang", archives)
+    sources = archives / "sglang" / "kernels" / "jit" / "csrc" / "ngram_corpus"
+    parts = (sources / f"{name}.cpp" for name in ("ngram", "trie", "result", "suffix_automaton"))
+    library = made / "sglang_ngram.so"
+    compile_library((*parts, HERE / "sglang_ngram.cpp"), (sources,), "c++20", library)
 
 
 def _unpack(archive: Path, folder: Path, parts: tuple[str, ...]) -> None:
@@ -246,7 +263,8 @@ def _run(command: list[str], failed: str) -> None:
 ARCTIC_INFERENCE: Final = Program("arctic-inference-0.3.0", (ARCTIC, NANOBIND), _assemble_arctic)
 SUFFIX_ON_TORCH: Final = Program("suffix-gpu-0.1.3", (SUFFIX_GPU,), _assemble_suffix_gpu)
 LLAMA_LOOKUP: Final = Program("llama-cpp-python-0.3.36", (LLAMA_CPP,), _assemble_llama)
-PROGRAMS: Final = (ARCTIC_INFERENCE, SUFFIX_ON_TORCH, LLAMA_LOOKUP)
+SGLANG_NGRAM: Final = Program("sglang-0.5.23", (SGLANG,), _assemble_sglang)
+PROGRAMS: Final = (ARCTIC_INFERENCE, SUFFIX_ON_TORCH, LLAMA_LOOKUP, SGLANG_NGRAM)
 
 
 def main(

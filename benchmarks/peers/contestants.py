@@ -40,10 +40,15 @@ class Absent:
 
 
 NOT_TO_BE_HAD: Final = (
-    Absent("REST", "its look-up in Rust is in its repository alone, in no package: reading only"),
+    Absent(
+        "REST",
+        "its look-up is in its repository alone; `draftretriever` as a package is ADED's, which "
+        "drafts by another rule: reading only",
+    ),
     Absent("Hierarchy Drafting", "in its repository alone, bound to its model code: reading only"),
     Absent("SAM-Decoding", "in its repository alone, bound to its model code: reading only"),
-    Absent("SGLang's NGRAM", "its corpus is compiled against SGLang's CUDA packages at run time"),
+    Absent("ADED", "its compiled package is for few versions of Python: not run"),
+    Absent("SGLang's external corpora", "not given the documents: a suffix automaton in memory"),
     Absent("TensorRT-LLM's suffix automaton", "its kernels need a GPU"),
     Absent("suffix-gpu with documents", "sorts all of its corpus again for every 32,768 tokens"),
 )
@@ -57,12 +62,13 @@ def contenders(folder: Path) -> list[Contender]:
     arctic = partial(programs.arctic, of_corpus=False)
     with_documents = partial(programs.arctic, of_corpus=True)
     return [
-        Contender(OWN, ours, _ALL, partial(_ours, of_corpus=True), of_corpus=True),
-        Contender(OUTPUTS_ALONE, ours, _OUTPUTS, partial(_ours, of_corpus=False)),
+        Contender(OWN, ours, _ALL, partial(_ours, of_corpus=True)),
+        Contender(OUTPUTS_ALONE, ours, _OUTPUTS, partial(_ours, of_corpus=False), needs_index=True),
         Contender("arctic", program, _OUTPUTS, arctic),
         Contender("arctic-defaults", program, _OUTPUTS, programs.arctic_at_defaults),
-        Contender("arctic-documents", program, _ALL, with_documents, of_corpus=True),
+        Contender("arctic-documents", program, _ALL, with_documents, needs_index=True),
         Contender("suffix-gpu", program, _OUTPUTS, programs.suffix_gpu),
+        Contender("sglang", program, _OUTPUTS, programs.sglang),
         Contender("llama-cpp", program, _ALL, programs.llama_cpp),
         Contender("llama-cpp-python", program, _NOTHING, programs.llama_cpp_python),
         Contender("transformers", program, _NOTHING, programs.transformers),
@@ -79,7 +85,7 @@ def contenders(folder: Path) -> list[Contender]:
             reading,
             _ALL,
             partial(_suffix_reading, programs=programs, read="arctic-documents"),
-            of_corpus=True,
+            needs_index=True,
             reads="arctic-documents",
         ),
         Contender(

@@ -71,7 +71,8 @@ class Contender:
         evidence: what it drafts from besides the sequence, in words.
         make: gives its drafter for a workload, trees of so many nodes and recordings to find its
             best settings with (none: its usual ones).
-        of_corpus: whether it drafts from the documents of indexes; left out where there are none.
+        needs_index: whether it is left out where there is no index, since it would be the same as
+            another contender.
         reads: name of the program that a reading is of; empty where no program can be had.
     """
 
@@ -79,7 +80,7 @@ class Contender:
     kind: Kind
     evidence: str
     make: Callable[[Workload, int, Sequence[Trace]], Made]
-    of_corpus: bool = False
+    needs_index: bool = False
     reads: str = ""
 
 

@@ -4,7 +4,7 @@ import ctypes
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -16,11 +16,13 @@ import torch
 from benchmarks.peers.build_programs import (
     ARCTIC_INFERENCE,
     LLAMA_LOOKUP,
+    SGLANG_NGRAM,
     SUFFIX_ON_TORCH,
 )
-from benchmarks.peers.peer import Made, Peer, Text, drafted, path_of
+from benchmarks.peers.peer import DrafterPeer, Made, Text, drafted, path_of
 from benchmarks.peers.turns import Tally, Turns, replay_in_turns
 from benchmarks.workloads import Workload
+from decoder.contenders.prompt_lookup import PromptLookup
 from decoder.contenders.suffix_decoding import BEST_TREE, MAX_DEPTH, Settings, documents_of
 from retriever.drafter import TokenIds
 from retriever.replay.traces import Trace
@@ -47,7 +49,10 @@ LEVEL: Final = 0.99
 LONGEST_NGRAMS: Final = (2, 3, 5, 10, 32)
 """What the best longest n-gram of prompt lookup is searched in; 2 is both programs' default."""
 
-_USUAL_NGRAM: Final = 10
+SGLANG_DEPTH: Final = 18
+SGLANG_BREADTH: Final = 10
+"""Depth of its trie and children that it drafts of a node at most, as its server has them."""
+
 _NO_LIMIT: Final = 1 << 30
 
 Choice = TypeVar("Choice")
@@ -96,9 +101,9 @@ class Programs:
             program.global_index.append_documents([torch.from_numpy(np.array(output))])
         return Made(SuffixGpuPeer(program), "its defaults")
 
-    def transformers(self, _workload: Workload, budget: int, search: Sequence[Trace]) -> Made:
+    def transformers(self, workload: Workload, budget: int, _search: Sequence[Trace]) -> Made:
         """Transformers' prompt lookup with the longest n-gram that is best here."""
-        longest = _best_ngram(TransformersPeer, search, budget)
+        longest = _best_ngram(workload.traces, budget)
         self.found["transformers"] = longest
         return Made(TransformersPeer(longest), f"n-grams of {longest} at most")
 
@@ -108,7 +113,7 @@ class Programs:
         """Transformers' prompt lookup with its usual n-grams of two tokens."""
         return Made(TransformersPeer(2), "n-grams of 2 at most")
 
-    def llama_cpp_python(self, _workload: Workload, budget: int, search: Sequence[Trace]) -> Made:
+    def llama_cpp_python(self, workload: Workload, budget: int, _search: Sequence[Trace]) -> Made:
         """llama-cpp-python's prompt lookup with the longest n-gram that is best here."""
         path = LLAMA_LOOKUP.require(self.folder) / "llama_speculative.py"
         spec = importlib.util.spec_from_file_location("llama_speculative", path)
@@ -116,12 +121,9 @@ class Programs:
             raise ImportError(f"{path} cannot be loaded")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-
-        def peer(longest: int) -> Peer:
-            return LlamaCppPythonPeer(module.LlamaPromptLookupDecoding, longest)
-
-        longest = _best_ngram(peer, search, budget)
-        return Made(peer(longest), f"n-grams of {longest} at most")
+        longest = _best_ngram(workload.traces, budget)
+        peer = LlamaCppPythonPeer(module.LlamaPromptLookupDecoding, longest)
+        return Made(peer, f"n-grams of {longest} at most")
 
     def llama_cpp(self, workload: Workload, budget: int, search: Sequence[Trace]) -> Made:
         """llama.cpp's n-gram caches: of the sequence, of earlier ones and of the documents."""
@@ -131,6 +133,29 @@ class Programs:
         for output in workload.outputs:
             peer.remember(output)
         return Made(peer, "n-grams of 1 to 4, of 2 in the corpus")
+
+    def sglang(self, workload: Workload, budget: int, search: Sequence[Trace]) -> Made:
+        """SGLang's n-gram corpus, by recency or by frequency, whichever is better here."""
+        library = SGLANG_NGRAM.require(self.folder) / "sglang_ngram.so"
+        lengths = [len(each) for each in workload.outputs]
+        lengths += [len(each.output) + SGLANG_DEPTH for each in workload.traces]
+        capacity = SGLANG_DEPTH * sum(lengths) + 1024
+
+        def peer(*, by_frequency: bool) -> SglangPeer:
+            made = SglangPeer(library, capacity, budget, by_frequency=by_frequency)
+            for output in workload.outputs:
+                made.insert(output)
+            return made
+
+        reached = {
+            by_frequency: replay_in_turns(
+                {"": peer(by_frequency=by_frequency)}, search, budget, Turns.TRACE
+            )[""]
+            for by_frequency in ((False, True) if search else ())
+        }
+        best = quickest_of_the_best(reached) if reached else True
+        order = "the most frequent first" if best else "the latest first"
+        return Made(peer(by_frequency=best), f"n-grams of {SGLANG_DEPTH} at most, {order}")
 
     def _arctic(self, workload: Workload, *, of_corpus: bool) -> "ArcticPeer":
         _import_from(ARCTIC_INFERENCE.require(self.folder))
@@ -341,7 +366,7 @@ class LlamaCppPeer:
     def propose(self, new_tokens: TokenIds, budget: int) -> TokenIds:
         """Append and draft; see `Peer.propose`."""
         draft = np.empty(budget, np.int32)
-        size = self._call("propose", new_tokens, budget, draft.ctypes.data_as(ctypes.c_void_p))
+        size = self._call("propose", new_tokens, budget, _place(draft))
         return draft[:size]
 
     def tree(self, proposed: TokenIds) -> DraftTree:
@@ -354,20 +379,95 @@ class LlamaCppPeer:
 
     def _call(self, name: str, tokens: TokenIds, *more: Any) -> int:
         contiguous = np.ascontiguousarray(tokens, np.int32)
-        place = contiguous.ctypes.data_as(ctypes.c_void_p)
         returned: int = getattr(self._library, f"lookup_{name}")(
-            self._lookup, place, len(contiguous), *more
+            self._lookup, _place(contiguous), len(contiguous), *more
         )
         return returned
 
 
-def _best_ngram(make: Callable[[int], Peer], search: Sequence[Trace], budget: int) -> int:
-    """Return the longest n-gram with which prompt lookup does best on the traces."""
-    reached = {
-        longest: replay_in_turns({"": make(longest)}, search, budget, Turns.TRACE)[""]
-        for longest in (LONGEST_NGRAMS if search else ())
-    }
-    return quickest_of_the_best(reached) if reached else _USUAL_NGRAM
+class SglangPeer:
+    """SGLang's n-gram corpus, through the functions of `sglang_ngram.cpp`.
+
+    Its worker inserts the end of a sequence while the target verifies a draft, so insertions are
+    not timed, and nothing of a prompt but its end is ever inserted.
+
+    Args:
+        library: the compiled functions.
+        capacity: nodes of its trie.
+        budget: nodes of a draft, always so many.
+        by_frequency: draft the most frequent first, not the latest.
+    """
+
+    def __init__(self, library: Path, capacity: int, budget: int, *, by_frequency: bool) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.ngram_new.restype = ctypes.c_void_p
+        sizes = (ctypes.c_int64(n) for n in (capacity, SGLANG_DEPTH, SGLANG_BREADTH, budget + 1))
+        self._corpus = ctypes.c_void_p(self._library.ngram_new(*sizes, by_frequency))
+        self._ids = count()
+        self._id = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_corpus"):
+            self._library.ngram_free(self._corpus)
+
+    def insert(self, tokens: TokenIds) -> None:
+        """Insert int32[n] with all their suffixes."""
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        self._library.ngram_insert(self._corpus, _place(tokens), len(tokens))
+
+    def open(self, prompt: TokenIds, room: int) -> None:
+        """Begin a sequence; see `Peer.open`."""
+        self._id = next(self._ids)
+        self._text = Text(prompt, room)
+
+    def propose(self, new_tokens: TokenIds, budget: int) -> Any:
+        """Append and draft; see `Peer.propose`."""
+        self._text.append(new_tokens)
+        end = self._text.last(SGLANG_DEPTH)
+        tokens = np.empty(budget + 1, np.int32)
+        mask = np.empty((budget + 1, budget + 1), np.uint8)
+        self._library.ngram_match(
+            self._corpus,
+            ctypes.c_int64(self._id),
+            _place(end),
+            len(end),
+            ctypes.c_int64(self._text.length),
+            _place(tokens),
+            _place(mask),
+        )
+        return tokens, mask
+
+    def tree(self, proposed: Any) -> DraftTree:
+        """Return the draft as a tree, and insert the sequence's end as the worker does now."""
+        tokens, mask = proposed
+        self.insert(self._text.last(SGLANG_DEPTH))
+        # The nearest ancestor is the last one before a node; the first node is the root.
+        ancestors = np.tril(mask, -1) * np.arange(len(tokens))
+        parents = ancestors.max(axis=1)[1:] - 1
+        return drafted(tokens[1:], parents, np.ones(len(parents)))
+
+    def close(self, new_tokens: TokenIds) -> None:
+        """End the sequence; see `Peer.close`."""
+        self._text.append(new_tokens)
+        self.insert(self._text.last(SGLANG_DEPTH))
+        self._library.ngram_erase(self._corpus, ctypes.c_int64(self._id))
+
+
+def _place(array: Any) -> ctypes.c_void_p:
+    """Return where an array's first element is; nothing of it is copied."""
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _best_ngram(traces: Sequence[Trace], budget: int) -> int:
+    """Return the longest n-gram with which prompt lookup takes the fewest steps.
+
+    Found by our reading, which drafts the same and takes a fraction of the programs' time.
+    """
+    steps = {}
+    for longest in LONGEST_NGRAMS:
+        peer = DrafterPeer(PromptLookup(longest))
+        steps[longest] = replay_in_turns({"": peer}, traces, budget, Turns.TRACE)[""].steps
+    return min(steps, key=lambda longest: steps[longest])
 
 
 def quickest_of_the_best(reached: Mapping[Choice, Tally]) -> Choice:
