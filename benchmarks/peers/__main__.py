@@ -21,9 +21,9 @@ from rich.console import Console
 from benchmarks.comparison import circumstances, describe
 from benchmarks.peers.build_programs import ProgramError, programs_folder
 from benchmarks.peers.contestants import NOT_TO_BE_HAD, SLOW, Absent, contenders
+from benchmarks.peers.in_turns import Tally, Turns, replay_in_turns
 from benchmarks.peers.peer import Contender, Kind, Made
 from benchmarks.peers.peer_report import PeerReport, Row, Times
-from benchmarks.peers.turns import Tally, Turns, replay_in_turns
 from benchmarks.workloads import Workload, WorkloadError, WorkloadFiles, stdlib_workload
 from retriever.commands.options import clear_errors
 from retriever.errors import RetrieverError

@@ -19,8 +19,8 @@ from benchmarks.peers.build_programs import (
     SGLANG_NGRAM,
     SUFFIX_ON_TORCH,
 )
+from benchmarks.peers.in_turns import Tally, Turns, replay_in_turns
 from benchmarks.peers.peer import DrafterPeer, Made, Text, drafted, path_of
-from benchmarks.peers.turns import Tally, Turns, replay_in_turns
 from benchmarks.workloads import Workload
 from decoder.contenders.prompt_lookup import PromptLookup
 from decoder.contenders.suffix_decoding import BEST_TREE, MAX_DEPTH, Settings, documents_of

@@ -21,6 +21,7 @@ from benchmarks.peers.build_programs import (
     programs_folder,
 )
 from benchmarks.peers.contestants import SLOW, Absent, contenders
+from benchmarks.peers.in_turns import Tally, TooManyNodesError, Turns, replay_in_turns
 from benchmarks.peers.peer import Contender, Kind, drafted, path_of
 from benchmarks.peers.peer_report import PeerReport, Row, Times
 from benchmarks.peers.programs import (
@@ -28,7 +29,6 @@ from benchmarks.peers.programs import (
     TransformersPeer,
     quickest_of_the_best,
 )
-from benchmarks.peers.turns import Tally, TooManyNodesError, Turns, replay_in_turns
 from benchmarks.workloads import Workload
 from decoder.contenders.prompt_lookup import PromptLookup
 from decoder.contenders.suffix_decoding import Settings
@@ -37,7 +37,7 @@ from retriever.replay.traces import Trace
 from retriever.tree import DraftTree
 from tests.benchmarks.drafting import ids
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 class Knowing:
