@@ -5,6 +5,7 @@ package is of one version: pip compares what it downloads with the hashes here. 
 the user's folder for caches, or in the one that is given.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -26,8 +27,9 @@ from retriever.errors import RetrieverError
 CACHE_VARIABLE: Final = "FOREDRAFT_CACHE"
 """The folder for what can be made again, where it is set."""
 
-HERE: Final = Path(__file__).parent
-"""Where our C functions around others' C++ are."""
+LLAMA_FUNCTIONS: Final = Path(__file__).with_name("llama_lookup.cpp")
+SGLANG_FUNCTIONS: Final = Path(__file__).with_name("sglang_ngram.cpp")
+"""Our C functions around others' C++."""
 
 _REASON: Final = "why-not.txt"
 _LLAMA: Final = "llama_cpp_python-0.3.36"
@@ -82,18 +84,26 @@ class Program:
     """What is built from packages.
 
     Attributes:
-        name: of its folder; it ends with the version, so that another one is built anew.
+        name: it ends with the version.
         packages: what it is made of.
         assemble: puts the program into a folder, from the folder of the packages' files.
+        functions: our C functions around it, if it has any.
     """
 
     name: str
     packages: tuple[Package, ...]
     assemble: Callable[[Path, Path], None]
+    functions: Path | None = None
 
     def folder(self, programs: Path) -> Path:
-        """Return where the program is kept below the folder of all programs."""
-        return programs / self.name
+        """Return where the program is kept below the folder of all programs.
+
+        Another version, or other functions of ours, have another place: they are built anew.
+        """
+        if self.functions is None:
+            return programs / self.name
+        digest = hashlib.sha256(self.functions.read_bytes()).hexdigest()
+        return programs / f"{self.name}-{digest[:8]}"
 
     def require(self, programs: Path) -> Path:
         """Return the folder of the built program.
@@ -222,7 +232,7 @@ def _assemble_llama(archives: Path, made: Path) -> None:
     shutil.copy(root / "llama_cpp" / "llama_speculative.py", made)
     sources = root / llama
     compile_library(
-        (sources / "common" / "ngram-cache.cpp", HERE / "llama_lookup.cpp"),
+        (sources / "common" / "ngram-cache.cpp", LLAMA_FUNCTIONS),
         (sources / part for part in ("common", "include", "ggml/include", "vendor")),
         "c++17",
         made / "llama_lookup.so",
@@ -235,7 +245,7 @@ def _assemble_sglang(archives: Path, made: Path) -> None:
     sources = archives / "sglang" / "kernels" / "jit" / "csrc" / "ngram_corpus"
     parts = (sources / f"{name}.cpp" for name in ("ngram", "trie", "result", "suffix_automaton"))
     library = made / "sglang_ngram.so"
-    compile_library((*parts, HERE / "sglang_ngram.cpp"), (sources,), "c++20", library)
+    compile_library((*parts, SGLANG_FUNCTIONS), (sources,), "c++20", library)
 
 
 def _unpack(archive: Path, folder: Path, parts: tuple[str, ...]) -> None:
@@ -262,8 +272,10 @@ def _run(command: list[str], failed: str) -> None:
 
 ARCTIC_INFERENCE: Final = Program("arctic-inference-0.3.0", (ARCTIC, NANOBIND), _assemble_arctic)
 SUFFIX_ON_TORCH: Final = Program("suffix-gpu-0.1.3", (SUFFIX_GPU,), _assemble_suffix_gpu)
-LLAMA_LOOKUP: Final = Program("llama-cpp-python-0.3.36", (LLAMA_CPP,), _assemble_llama)
-SGLANG_NGRAM: Final = Program("sglang-0.5.23", (SGLANG,), _assemble_sglang)
+LLAMA_LOOKUP: Final = Program(
+    "llama-cpp-python-0.3.36", (LLAMA_CPP,), _assemble_llama, LLAMA_FUNCTIONS
+)
+SGLANG_NGRAM: Final = Program("sglang-0.5.23", (SGLANG,), _assemble_sglang, SGLANG_FUNCTIONS)
 PROGRAMS: Final = (ARCTIC_INFERENCE, SUFFIX_ON_TORCH, LLAMA_LOOKUP, SGLANG_NGRAM)
 
 

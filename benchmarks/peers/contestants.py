@@ -17,7 +17,9 @@ from retriever.replay.traces import Trace
 
 OUTPUTS_ALONE: Final = "foredraft-outputs"
 SLOW: Final[Mapping[str, str]] = {
-    "suffix-gpu": "milliseconds a step without a GPU: measured where it is named, on few traces"
+    "suffix-gpu": "milliseconds a step without a GPU: measured where it is named, on few traces",
+    "sglang-documents": "hundreds of bytes of memory for each token of the documents: measured "
+    "where it is named",
 }
 """Contenders that take so long that they are left out unless they are named, and why."""
 
@@ -48,7 +50,6 @@ NOT_TO_BE_HAD: Final = (
     Absent("Hierarchy Drafting", "in its repository alone, bound to its model code: reading only"),
     Absent("SAM-Decoding", "in its repository alone, bound to its model code: reading only"),
     Absent("ADED", "its compiled package is for few versions of Python: not run"),
-    Absent("SGLang's external corpora", "not given the documents: a suffix automaton in memory"),
     Absent("TensorRT-LLM's suffix automaton", "its kernels need a GPU"),
     Absent("suffix-gpu with documents", "sorts all of its corpus again for every 32,768 tokens"),
 )
@@ -69,6 +70,9 @@ def contenders(folder: Path) -> list[Contender]:
         Contender("arctic-documents", program, _ALL, with_documents, needs_index=True),
         Contender("suffix-gpu", program, _OUTPUTS, programs.suffix_gpu),
         Contender("sglang", program, _OUTPUTS, programs.sglang),
+        Contender(
+            "sglang-documents", program, _ALL, programs.sglang_with_documents, needs_index=True
+        ),
         Contender("llama-cpp", program, _ALL, programs.llama_cpp),
         Contender("llama-cpp-python", program, _NOTHING, programs.llama_cpp_python),
         Contender("transformers", program, _NOTHING, programs.transformers),

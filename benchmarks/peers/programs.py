@@ -134,15 +134,25 @@ class Programs:
             peer.remember(output)
         return Made(peer, "n-grams of 1 to 4, of 2 in the corpus")
 
+    def sglang_with_documents(
+        self, workload: Workload, budget: int, _search: Sequence[Trace]
+    ) -> Made:
+        """SGLang's n-gram corpus with an external corpus, which has half of each draft."""
+        library = SGLANG_NGRAM.require(self.folder) / "sglang_ngram.so"
+        of_corpus = budget // 2
+        peer = SglangPeer(library, _sglang_nodes(workload), budget, of_corpus, by_frequency=True)
+        peer.add_documents(documents_of(workload.indexes))
+        for output in workload.outputs:
+            peer.insert(output)
+        return Made(peer, f"{of_corpus} nodes of the corpus, the most frequent first")
+
     def sglang(self, workload: Workload, budget: int, search: Sequence[Trace]) -> Made:
         """SGLang's n-gram corpus, by recency or by frequency, whichever is better here."""
         library = SGLANG_NGRAM.require(self.folder) / "sglang_ngram.so"
-        lengths = [len(each) for each in workload.outputs]
-        lengths += [len(each.output) + SGLANG_DEPTH for each in workload.traces]
-        capacity = SGLANG_DEPTH * sum(lengths) + 1024
 
         def peer(*, by_frequency: bool) -> SglangPeer:
-            made = SglangPeer(library, capacity, budget, by_frequency=by_frequency)
+            nodes = _sglang_nodes(workload)
+            made = SglangPeer(library, nodes, budget, 0, by_frequency=by_frequency)
             for output in workload.outputs:
                 made.insert(output)
             return made
@@ -395,20 +405,33 @@ class SglangPeer:
         library: the compiled functions.
         capacity: nodes of its trie.
         budget: nodes of a draft, always so many.
+        of_corpus: how many of them are for documents.
         by_frequency: draft the most frequent first, not the latest.
     """
 
-    def __init__(self, library: Path, capacity: int, budget: int, *, by_frequency: bool) -> None:
+    def __init__(
+        self, library: Path, capacity: int, budget: int, of_corpus: int, *, by_frequency: bool
+    ) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.ngram_new.restype = ctypes.c_void_p
-        sizes = (ctypes.c_int64(n) for n in (capacity, SGLANG_DEPTH, SGLANG_BREADTH, budget + 1))
-        self._corpus = ctypes.c_void_p(self._library.ngram_new(*sizes, by_frequency))
+        sizes = (capacity, SGLANG_DEPTH, SGLANG_BREADTH, budget + 1, of_corpus)
+        corpus = self._library.ngram_new(*map(ctypes.c_int64, sizes), by_frequency)
+        self._corpus = ctypes.c_void_p(corpus)
         self._ids = count()
         self._id = -1
 
     def __del__(self) -> None:
         if hasattr(self, "_corpus"):
             self._library.ngram_free(self._corpus)
+
+    def add_documents(self, documents: Iterable[TokenIds]) -> None:
+        """Draft from documents, int32[n] each, as well; once at most."""
+        number = -1
+        for number, document in enumerate(documents):
+            tokens = np.ascontiguousarray(document, np.int32)
+            self._library.ngram_add_document(self._corpus, _place(tokens), len(tokens), number)
+        if number >= 0:
+            self._library.ngram_end_documents(self._corpus)
 
     def insert(self, tokens: TokenIds) -> None:
         """Insert int32[n] with all their suffixes."""
@@ -451,6 +474,13 @@ class SglangPeer:
         self._text.append(new_tokens)
         self.insert(self._text.last(SGLANG_DEPTH))
         self._library.ngram_erase(self._corpus, ctypes.c_int64(self._id))
+
+
+def _sglang_nodes(workload: Workload) -> int:
+    """Return the most nodes that its trie can come to need; it has room for all from the start."""
+    lengths = [len(each) for each in workload.outputs]
+    lengths += [len(each.output) + SGLANG_DEPTH for each in workload.traces]
+    return SGLANG_DEPTH * sum(lengths) + 1024
 
 
 def _place(array: Any) -> ctypes.c_void_p:
