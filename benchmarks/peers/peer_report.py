@@ -141,6 +141,8 @@ class PeerReport:
             above.set_xticks(budgets, [str(budget) for budget in budgets])
             above.set_title(workload)
             below.set(yscale="log", xlabel="nodes")
+            below.yaxis.set_major_formatter("{x:.0f}")
+            below.yaxis.set_minor_formatter("{x:.0f}")
         axes[0, 0].set_ylabel("tokens per step")
         axes[1, 0].set_ylabel("microseconds per draft, median\n(programs and ours)")
         lines, labels = axes[0, 0].get_legend_handles_labels()
