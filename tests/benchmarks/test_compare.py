@@ -44,7 +44,8 @@ def test_comparison_is_written_for_programs_and_people(
     assert figures[("prompt-lookup", 2)] == 2
     assert set(figures) == {(d, b) for d in ("prompt-lookup", "hd") for b in (2, 8)}
     assert written["workloads"][0]["indexed_tokens"] == 4
-    assert "| prompt-lookup | 2.00 (" in (tmp_path / "out" / "run.md").read_text()
+    assert "| prompt-lookup (our reading) | 2.00 | 3.00 |" in (tmp_path / "out/run.md").read_text()
+    assert {m["draft_us_p50"] for m in written["measurements"]} == {None}
     assert (tmp_path / "out" / "run.png").read_bytes().startswith(b"\x89PNG")
     assert "copying, hd, 8 nodes" in done.stderr
 

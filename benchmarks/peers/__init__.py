@@ -1,0 +1,1 @@
+"""Other systems' own programs beside our drafter, on the same recordings in one run."""
