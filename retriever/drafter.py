@@ -15,6 +15,27 @@ TokenIds = NDArray[np.int32]
 """int32[n], token ids of one sequence in order."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prediction:
+    """A text that the output is expected to contain, as a whole or in parts.
+
+    The file that is edited, the plan or the answer of before, a template. A wrong one costs drafts
+    and never changes an output.
+
+    Attributes:
+        tokens: int32[n], at least one.
+        label: names it in explanations and errors; empty for none.
+    """
+
+    tokens: TokenIds
+    label: str = ""
+
+    @property
+    def shown(self) -> str:
+        """What it is called in error messages."""
+        return f"prediction {self.label!r}" if self.label else "a prediction"
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
     """One sequence's part of a decoding step.
@@ -137,6 +158,30 @@ class AheadDrafter(Protocol):
             many as could be answered, which may be none.
 
         Raises: as `Drafter.draft`.
+        """
+        ...
+
+
+@runtime_checkable
+class PredictionDrafter(Protocol):
+    """A `Drafter` that also drafts from what its caller expects a sequence to become.
+
+    Its `open` takes `predictions`, too, so that they are there for the first draft.
+    """
+
+    def add_predictions(self, session: str, predictions: Sequence[Prediction]) -> None:
+        """Add texts that the rest of a sequence is expected to contain.
+
+        One with the tokens of another of the session is that one, and costs nothing.
+
+        Args:
+            session: an open one; no other session's drafts are affected.
+            predictions: in any order.
+
+        Raises:
+            UnknownSessionError: the session is not open.
+            InvalidRequestError: one is empty, or has a token outside the vocabulary.
+            LimitExceededError: the session's predictions would be too many or too long.
         """
         ...
 

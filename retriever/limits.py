@@ -316,6 +316,34 @@ def check_outcomes(lengths: Sequence[int], limits: Limits) -> None:
         )
 
 
+MAX_PREDICTIONS: Final = 64
+"""Most predictions of a session: with each of them a draft looks where its cursor stands."""
+
+
+def check_predictions(lengths: Sequence[int], limits: Limits) -> None:
+    """Refuse predictions that are too many, or too long together.
+
+    Args:
+        lengths: of all of a session, in tokens.
+        limits: in force.
+
+    Raises:
+        LimitExceededError: more than `MAX_PREDICTIONS`, or than `max_sequence_tokens` together.
+    """
+    if len(lengths) > MAX_PREDICTIONS:
+        raise LimitExceededError(
+            f"{len(lengths)} predictions of a session are beyond the limit of {MAX_PREDICTIONS} "
+            "(MAX_PREDICTIONS)",
+            limit="max_predictions",
+        )
+    if sum(lengths) > limits.max_sequence_tokens:
+        raise LimitExceededError(
+            f"predictions of {sum(lengths)} tokens are beyond the limit of "
+            f"{limits.max_sequence_tokens} for those of a session (max_sequence_tokens)",
+            limit="max_sequence_tokens",
+        )
+
+
 def check_documents(max_documents: int) -> None:
     """Refuse an invalid number of documents for a node.
 

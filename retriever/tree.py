@@ -19,7 +19,7 @@ PROBABILITY_SLACK: Final = 1e-6
 MAX_SOURCES: Final = 16
 """Upper bound of source numbers: the length of arrays indexed by source.
 
-Four databases, models and "unspecified" use 6. Each number costs 140 bytes of every tenant's
+Five databases, models and "unspecified" use 7. Each number costs 140 bytes of every tenant's
 weights.
 """
 
@@ -57,6 +57,7 @@ class Source(int, metaclass=_Listing):
     PHRASES: ClassVar["Source"]
     CORPUS: ClassVar["Source"]
     MODEL: ClassVar["Source"]
+    PREDICTIONS: ClassVar["Source"]
 
     name: str
     colour: str
@@ -115,6 +116,7 @@ Source.register(2, "GENERATIONS", "#e69f00")
 Source.register(3, "PHRASES", "#009e73")
 Source.register(4, "CORPUS", "#cc79a7")
 Source.register(5, "MODEL")
+Source.register(6, "PREDICTIONS", "#d55e00")
 
 
 def drafted_sources() -> list[Source]:
