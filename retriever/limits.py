@@ -320,6 +320,23 @@ MAX_PREDICTIONS: Final = 64
 """Most predictions of a session: with each of them a draft looks where its cursor stands."""
 
 
+_MOST_SENT: Final = 1024
+
+
+def check_num_sent(count: int) -> None:
+    """Refuse a message with more predictions than are looked through at once, repeated or not.
+
+    Raises:
+        LimitExceededError: there are.
+    """
+    if count > _MOST_SENT:
+        raise LimitExceededError(
+            f"{count} predictions in one message are beyond the limit of {_MOST_SENT}, and a "
+            f"session has at most {MAX_PREDICTIONS}: send each once (MAX_PREDICTIONS)",
+            limit="max_predictions",
+        )
+
+
 def check_predictions(lengths: Sequence[int], limits: Limits) -> None:
     """Refuse predictions that are too many, or too long together.
 

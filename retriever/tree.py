@@ -315,6 +315,19 @@ class DocumentOccurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictedPlace:
+    """A position in a prediction.
+
+    Attributes:
+        label: of the prediction; empty if it has none.
+        position: of the drafted token in it, counted in tokens from 0.
+    """
+
+    label: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeProvenance:
     """The evidence for one node: where its token followed the same tokens.
 
@@ -324,12 +337,14 @@ class NodeProvenance:
         count: how often it was found after them in the node's source.
         context_positions: positions in the context, for a node from there; at most a few.
         documents: some documents in which it was found, for a node from an index; each once.
+        predictions: positions in predictions, for a node from there; at most a few.
     """
 
     match_length: int
     count: int
     context_positions: tuple[int, ...] = ()
     documents: tuple[DocumentOccurrence, ...] = ()
+    predictions: tuple[PredictedPlace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ def collect_outputs(
 
 @kernel()
 def follow_texts(store: NDArray[Any], new_tokens: NDArray[np.int32]) -> None:
-    """Move a sequence's cursors in a store of predicted texts by tokens that were appended to it."""
+    """Move a sequence's cursors in predicted texts by tokens that were appended to it."""
     cursors.move_text_cursors(
         unpack(store[0], TextCursors), unpack(store[0], Chains).tokens, new_tokens
     )
@@ -159,7 +159,7 @@ def collect_texts(
     scratch: NDArray[Any],
     row: int,
 ) -> int:
-    """Write continuations in predicted texts, and where cursors stand; return the first free row."""
+    """Write continuations in predicted texts and at cursors; return the first free row."""
     texts, found = unpack(store[0], TextCursors), unpack(scratch[0], Found)
     predicted = unpack(store[0], Chains)
     end = chains.collect_chains(

@@ -304,7 +304,7 @@ class Databases:
         in_corpus: the sequence's cursor in the corpus.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the databases, by name)
         self,
         context: Context,
         pool: Pool,

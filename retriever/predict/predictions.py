@@ -7,7 +7,7 @@ follows it from its beginning and across edits. They belong to one session, and 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from retriever.kernels.layout import TextCursors, pack
 from retriever.predict.ledger import Charge
 from retriever.predict.question import Question
 from retriever.predict.stores import CONTEXT_LIMITS, ChainStore, appending, store_bytes
-from retriever.tree import Source
+from retriever.tree import PredictedPlace, Source
 
 _EACH_BYTES: Final = 512
 """Memory of a prediction but for its tokens: its label and cursor, and their objects."""
@@ -34,13 +34,6 @@ def predictions_bytes(num_tokens: int, num_texts: int) -> int:
     return store_bytes(capacity, CONTEXT_LIMITS, Source.PREDICTIONS) + _EACH_BYTES * num_texts
 
 
-class PredictedPlace(NamedTuple):
-    """A position in a prediction: its label, and how many tokens of it come before."""
-
-    label: str
-    position: int
-
-
 class Predictions:
     """The predictions of one sequence, and where it stands in each. Not thread-safe.
 
@@ -49,6 +42,7 @@ class Predictions:
         charge: of their memory; given back with this object.
 
     Attributes:
+        cursors: int64[texts, 3], see `kernels.cursors`.
         num_tokens: of all together.
         num_bytes: their memory, in bytes.
     """
@@ -60,10 +54,10 @@ class Predictions:
         self._charge = charge
         self._labels = [text.label for text in texts]
         self._starts = np.array([0, *accumulate(sizes)], np.int64)
-        self._cursors = np.zeros((len(texts), 3), np.int64)
-        self._cursors[:, 0], self._cursors[:, 2] = self._starts[:-1], LONG
+        self.cursors = np.zeros((len(texts), 3), np.int64)
+        self.cursors[:, 0], self.cursors[:, 2] = self._starts[:-1], LONG
         self._store = ChainStore(int(self._starts[-1]), CONTEXT_LIMITS, Source.PREDICTIONS)
-        cursors = TextCursors(self._cursors, self._starts)
+        cursors = TextCursors(self.cursors, self._starts)
         self._packed = pack(self._store.chains, self._store.orders, cursors)
 
     @classmethod
@@ -91,7 +85,7 @@ class Predictions:
 
     def go_on_from(self, earlier: "Predictions") -> None:
         """Take over where a sequence stands in others, with which these begin."""
-        self._cursors[: len(earlier)] = earlier._cursors
+        self.cursors[: len(earlier)] = earlier.cursors
 
     def commit(self, tokens: TokenIds) -> None:
         """Move the cursors by int32[n], tokens appended to the sequence."""
@@ -100,12 +94,12 @@ class Predictions:
     @contextmanager
     def supposing(self, tokens: TokenIds, last: TokenIds) -> Iterator[None]:  # noqa: ARG002
         """See `SupposingDatabase`: cursors are moved, and put back."""
-        before = self._cursors.copy()
+        before = self.cursors.copy()
         self.commit(tokens)
         try:
             yield
         finally:
-            self._cursors[:] = before
+            self.cursors[:] = before
 
     def collect(self, question: Question, row: int) -> int:
         """Write rows of evidence from `row` on; return the first free row."""

@@ -153,9 +153,7 @@ class ChainStore:
         cursor: NDArray[np.int64] | None = None,
     ) -> None:
         size = ring_capacity(capacity)
-        self.orders = Orders(
-            np.array(limits.orders, np.int64), np.array(limits.max_rows, np.int64)
-        )
+        self.orders = Orders(np.array(limits.orders, np.int64), np.array(limits.max_rows, np.int64))
         self.cursor = np.array([-1, 0], np.int64) if cursor is None else cursor
         self._source = int(source)
         self.chains = Chains(

@@ -557,16 +557,18 @@ class EmbeddedDrafter:
         min_probability: float = 0.0,
         *,
         tenant: str = "",
+        predictions: Sequence[Prediction] = (),
     ) -> DraftTree:
         """Draft for a bare context, integers[n], oldest first, without a session.
 
-        Nodes less probable than `min_probability` are left out.
+        Nodes less probable than `min_probability` are left out. `predictions` are what is expected
+        to follow, from the beginning of each.
 
         Raises:
-            InvalidRequestError: the context, the budget or the tenant is invalid.
+            InvalidRequestError: the context, a prediction, the budget or the tenant is invalid.
         """
         check_draft(budget_nodes, min_probability, self.limits)
-        prepared = self.prepare(context, remember=False, tenant=tenant)
+        prepared = self.prepare(context, remember=False, tenant=tenant, predictions=predictions)
         return self.draft_prepared(prepared, budget_nodes, min_probability)
 
     def draft_prepared(
@@ -588,7 +590,7 @@ class EmbeddedDrafter:
         """
         return self._pool(tenant)
 
-    def explain(
+    def explain(  # noqa: PLR0913  (the last three are options)
         self,
         context: ArrayLike,
         budget_nodes: int,
@@ -596,18 +598,19 @@ class EmbeddedDrafter:
         *,
         max_documents: int = DEFAULT_DOCUMENTS,
         tenant: str = "",
+        predictions: Sequence[Prediction] = (),
     ) -> Explanation:
         """Draft as `draft_context` does, with the evidence for each node; takes milliseconds.
 
         At most `max_documents` are named for each. Generations are not shown.
 
         Raises:
-            InvalidRequestError: the context, a number or the tenant is invalid.
+            InvalidRequestError: the context, a prediction, a number or the tenant is invalid.
             ProvenanceError: an index is damaged.
         """
         check_documents(max_documents)
         check_draft(budget_nodes, min_probability, self.limits)
-        prepared = self.prepare(context, remember=False, tenant=tenant)
+        prepared = self.prepare(context, remember=False, tenant=tenant, predictions=predictions)
         return _whole(self.explaining(prepared, budget_nodes, min_probability, max_documents))
 
     def explaining(
